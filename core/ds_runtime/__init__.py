@@ -1,0 +1,30 @@
+"""ds-runtime: serves DeepSeek models on any accelerator that a plugin brings.
+
+Public: `LLM`, `SamplingParams`, `RequestOutput` (offline API) and `hookimpl` (plugins; the rest
+of the plugin surface is `ds_runtime.api`). Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from ds_runtime.llm import LLM, RequestOutput
+    from ds_runtime.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__", "hookimpl"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "RequestOutput"):
+        from ds_runtime import llm
+
+        return getattr(llm, name)
+    if name == "SamplingParams":
+        from ds_runtime.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'ds_runtime' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Requests in, tokens out: scheduling, batches, the step loop and its processes."""

@@ -1,0 +1,121 @@
+"""The messages between the front end (HTTP, tokenisation) and the engine. msgpack, tagged.
+
+Front end → engine: Submit, Abort, Flush, Stop. Engine → front end: Ready, Tokens, Failed, Stats,
+Flushed, Dead. One request id is one choice: a request with n choices is submitted n times under ids
+`<rid>`, with `choice` 0…n−1 and one `group`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ds_runtime.sampling_params import SamplingParams
+
+
+class Submit(msgspec.Struct, tag=True, kw_only=True):
+    """One choice to generate. `group` ids belong to one client request (shared prompt)."""
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    choice: int = 0
+    group: str = ""
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Forget these requests at once and free their pages. Unknown ids are ignored."""
+
+    rids: list[str]
+
+
+class Flush(msgspec.Struct, tag=True):
+    """Empty the prefix cache."""
+
+    token: str = ""
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Leave the loop and exit."""
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """One position: the chosen token, its log-probability, and (id, log-probability) of the best."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Tokens(msgspec.Struct, tag=True, kw_only=True):
+    """New tokens of one request, in order. `finish` is set on the last message: stop or length.
+
+    finish "stop" with `stop_token` set: the last token of `tokens` is an EOS or stop id.
+    `prompt_logprobs` comes once, with the first tokens: one entry per prompt position, the first
+    is None.
+    """
+
+    rid: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish: str | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A request that the engine will not run. kind: "queue_full" or "invalid"."""
+
+    rid: str
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class Stats(msgspec.Struct, tag=True, kw_only=True):
+    """Counters since start and gauges now, sent at most a few times a second."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+
+
+class Flushed(msgspec.Struct, tag=True):
+    """Answer to Flush: pages freed."""
+
+    token: str
+    pages: int
+
+
+class Ready(msgspec.Struct, tag=True, kw_only=True):
+    """The engine is loaded and has run a warm-up step. `banner` is what the operator sees."""
+
+    banner: str
+    context_length: int
+    vocab_size: int
+    kv_tokens: int
+    page_size: int
+
+
+class Dead(msgspec.Struct, tag=True):
+    """An engine process is going down; the reason, as a sentence."""
+
+    reason: str
+
+
+ToEngine = Submit | Abort | Flush | Stop
+FromEngine = Tokens | Failed | Stats | Flushed | Ready | Dead
+
+encoder = msgspec.msgpack.Encoder()
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine)
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -1,0 +1,100 @@
+"""The ten hooks. All are called once, at start-up, by `ds_runtime.plugins`; never in a step.
+
+A plugin is a module (entry-point group `ds_runtime`) with functions of these names marked
+`@hookimpl`. It may take fewer arguments than the spec lists. A plugin that raises becomes a
+refusal with its traceback, and nothing of it stays registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from fastapi import FastAPI
+
+    from ds_runtime.config import EngineConfig
+    from ds_runtime.ops.spec import Change, Facts, Kernel, Layout, QuantLoader, Refusal
+    from ds_runtime.platform.spec import Platform
+
+hookspec = pluggy.HookspecMarker("ds_runtime")
+hookimpl = pluggy.HookimplMarker("ds_runtime")
+
+
+@hookspec
+def ds_platform() -> Platform | Refusal | None:
+    """The device kind that this plugin brings, or a Refusal saying why it cannot run here.
+
+    Called before anything else. Must not import torch or vendor packages; look at devices through
+    the operating system. None means that the plugin brings no platform at all.
+    """
+
+
+@hookspec
+def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
+    """Attention offers: MLA prefill and decode, state merge, absorption, cache write and layout.
+
+    `facts` describe device and model, without a site. Offer everything; refuse per site.
+    """
+
+
+@hookspec
+def ds_moe(facts: Facts) -> Sequence[Kernel]:
+    """Routed-expert offers: experts per weight format, fused MoE layer, dispatch and combine."""
+
+
+@hookspec
+def ds_quant_loaders(facts: Facts) -> Sequence[QuantLoader | Kernel]:
+    """Checkpoint-format loaders, and linear kernels per weight format."""
+
+
+@hookspec
+def ds_topk(facts: Facts) -> Sequence[Kernel]:
+    """Expert routing (grouped top-k), and later index scoring with top-k."""
+
+
+@hookspec
+def ds_ops(facts: Facts) -> Sequence[Kernel]:
+    """The small ops: norm, rope, activation, embedding, quantisation, sampling, log-probs."""
+
+
+@hookspec
+def ds_defaults(config: EngineConfig, facts: Facts) -> Sequence[Change]:
+    """Wishes for config fields that the user left alone. The user's own settings win.
+
+    Two plugins that want different values for one field are an error. Changes are logged.
+    """
+
+
+@hookspec
+def ds_observer(config: EngineConfig) -> Any:
+    """An object whose optional methods `on_step(stats)` and `on_finish(request)` are called."""
+
+
+@hookspec
+def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
+    """Add subcommands to the command line. Called while it is built; stay import-light."""
+
+
+@hookspec
+def ds_routes(app: FastAPI, engine: Any) -> str | None:
+    """Add HTTP routes. Called only for plugins that the operator names with `--routes`."""
+
+
+HOOKS: tuple[str, ...] = (
+    "ds_platform",
+    "ds_attention",
+    "ds_moe",
+    "ds_quant_loaders",
+    "ds_topk",
+    "ds_ops",
+    "ds_defaults",
+    "ds_observer",
+    "ds_cli",
+    "ds_routes",
+)
+OFFER_HOOKS: tuple[str, ...] = ("ds_attention", "ds_moe", "ds_quant_loaders", "ds_topk", "ds_ops")

@@ -1,0 +1,31 @@
+"""Activation contract."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ds_runtime.ops.spec import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_REF = "ds_runtime.ops.reference.activation"
+
+
+class SiluMul(Protocol):
+    """silu(gate) · up. gate_up: [tokens, 2·n], gate in the first n columns; rows may be strided.
+
+    Returns a new contiguous [tokens, n] in the input's dtype. tokens == 0 is legal.
+    """
+
+    def __call__(self, gate_up: Tensor) -> Tensor: ...
+
+
+SILU_MUL = Op(
+    name="silu_mul",
+    protocol=f"{__name__}:SiluMul",
+    reference=f"{_REF}:silu_mul",
+    samples=f"{_REF}:silu_mul_samples",
+    tolerance={"float32": 1e-5, "bfloat16": 1.2e-2, "float16": 2e-3},
+    summary="SwiGLU activation",
+)

@@ -1,0 +1,187 @@
+"""Attention contracts: MLA as plain multi-head prefill and as absorbed paged decode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_runtime.ops.spec import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ds_runtime.ops.batch import Batch, Limits, Segments
+    from ds_runtime.ops.spec import Facts
+    from ds_runtime.ops.weight import Packed, Weight
+
+_REF = "ds_runtime.ops.reference.attention"
+_TOLERANCE = {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3}
+
+
+class MhaPrefill(Protocol):
+    """Variable-length multi-head attention with log-sum-exp.
+
+    q: [Tq, heads, d_qk], k: [Tk, heads, d_qk], v: [Tk, heads, d_v], d_v ≠ d_qk allowed; head
+    dims contiguous, rows may be strided. Sequence i owns q_segs.lens[i] queries and
+    k_segs.lens[i] keys (one k segment per q segment). causal: query j of a sequence sees keys
+    ≤ j + (k_len − q_len); otherwise all keys of its sequence. Softmax in fp32 of q·k·scale.
+    Returns (out [Tq, heads, d_v] in q.dtype, lse [Tq, heads] float32, natural log). A query
+    without keys gives out 0 and lse −inf. Zero sequences or tokens are legal.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_segs: Segments,
+        k_segs: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class MergeState(Protocol):
+    """Combine two partial attentions of the same queries over disjoint keys.
+
+    out_a, out_b: [tokens, heads, d]; lse_a, lse_b: [tokens, heads] float32, −inf where a part
+    saw no key (both −inf: out 0, lse −inf). Returns new (out, lse). Computed in fp32.
+    """
+
+    def __call__(
+        self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class MlaDecode(Protocol):
+    """Absorbed MLA over the paged latent cache: one shared K/V head of kv_lora + rope.
+
+    `state(limits)` allocates the persistent buffers of a step, once. `prepare(state, batch)`
+    runs on the host once per step, in place: it reads batch.decode. `run(state, q, cache,
+    scale)`: q [sequences, heads, kv_lora + rope] (absorbed latent part, then rotated rope part),
+    cache one layer in the bound KV layout; sequence i attends its first kv_lens[i] cached
+    tokens (≥ 1, the own token included). Returns [sequences, heads, kv_lora] in q.dtype.
+    Softmax in fp32. Rows beyond kv_lens and pages of others may hold NaN. 0 sequences is legal.
+    """
+
+    def state(self, limits: Limits) -> Any: ...
+
+    def prepare(self, state: Any, batch: Batch) -> None: ...
+
+    def run(self, state: Any, q: Tensor, cache: Tensor, scale: float) -> Tensor: ...
+
+
+class MlaAbsorb(Protocol):
+    """The weight kv_b in its three uses, from one packing.
+
+    `pack(weight, facts)`: weight [heads · (nope + v), kv_lora], per head nope rows then v rows;
+    head counts and dims come from facts.dims (heads, qk_nope, v, kv_lora), heads being this
+    rank's. `expand(latent [T, kv_lora]) → (k_nope [T, heads, nope], v [T, heads, v])`.
+    `apply_q(q_nope [T, heads, nope]) → [T, heads, kv_lora]` multiplies by W_UK.
+    `apply_v(x [T, heads, kv_lora]) → [T, heads, v]` multiplies by W_UVᵀ.
+    Accumulation in fp32, results in the input's dtype; inputs may be strided; T == 0 is legal.
+    """
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed: ...
+
+    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]: ...
+
+    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor: ...
+
+    def apply_v(self, x: Tensor, packed: Packed) -> Tensor: ...
+
+
+class MlaPrologue(Protocol):
+    """Norm of the latent, rotation of q and k, cache write. A fusion.
+
+    q: [T, heads, nope + rope]; kv: [T, kv_lora + rope]; norm_weight: [kv_lora]; positions, slots:
+    [T] int64; cos_sin as in Rope; cache as in CacheWrite. Returns (q_rope [T, heads, rope]
+    rotated, latent [T, kv_lora] normed, k_rope [T, rope] rotated), new tensors, and has written
+    latent and k_rope to the cache at the slots that are not negative.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def compose_mla_prologue(
+    ops: Any,
+    q: Tensor,
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MLA_PROLOGUE over the platform's own rms_norm, rope and cache_write."""
+    kv_lora = norm_weight.shape[0]
+    rope_dim = kv.shape[-1] - kv_lora
+    latent = ops.rms_norm(kv[:, :kv_lora], norm_weight, eps)  # [T, kv_lora]
+    q_rope, k_rope = ops.rope(q[..., -rope_dim:], kv[:, kv_lora:], positions, cos_sin)
+    ops.cache_write(cache, latent, k_rope, slots)
+    return q_rope, latent, k_rope
+
+
+MHA_PREFILL = Op(
+    name="mha_prefill",
+    protocol=f"{__name__}:MhaPrefill",
+    reference=f"{_REF}:mha_prefill",
+    samples=f"{_REF}:mha_prefill_samples",
+    tolerance=_TOLERANCE,
+    heavy=True,
+    summary="variable-length attention with log-sum-exp",
+)
+
+MERGE_STATE = Op(
+    name="merge_state",
+    protocol=f"{__name__}:MergeState",
+    reference=f"{_REF}:merge_state",
+    samples=f"{_REF}:merge_state_samples",
+    tolerance=_TOLERANCE,
+    summary="merge partial attentions by log-sum-exp",
+)
+
+MLA_DECODE = Op(
+    name="mla_decode",
+    protocol=f"{__name__}:MlaDecode",
+    reference=f"{_REF}:ReferenceMlaDecode",
+    samples=f"{_REF}:mla_decode_samples",
+    tolerance=_TOLERANCE,
+    kind="object",
+    heavy=True,
+    layout="kv",
+    summary="absorbed attention over the paged latent cache",
+)
+
+MLA_ABSORB = Op(
+    name="mla_absorb",
+    protocol=f"{__name__}:MlaAbsorb",
+    reference=f"{_REF}:ReferenceMlaAbsorb",
+    samples=f"{_REF}:mla_absorb_samples",
+    tolerance=_TOLERANCE,
+    kind="object",
+    heavy=True,
+    summary="kv_b: expansion for prefill, absorption for decode",
+)
+
+MLA_PROLOGUE = Op(
+    name="mla_prologue",
+    protocol=f"{__name__}:MlaPrologue",
+    reference=f"{_REF}:mla_prologue",
+    samples=f"{_REF}:mla_prologue_samples",
+    tolerance=_TOLERANCE,
+    composition=f"{__name__}:compose_mla_prologue",
+    uses=("rms_norm", "rope", "cache_write"),
+    layout="kv",
+    summary="latent norm, rotation and cache write, fused",
+)

@@ -1,0 +1,103 @@
+"""What one step computes, as tensors: the value that the engine hands to model and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds for persistent step buffers."""
+
+    max_tokens: int
+    max_sequences: int
+    max_pages_per_sequence: int
+    page_size: int
+    heads: int
+    device: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Consecutive variable-length pieces: lengths on the host, and cumulative on the device.
+
+    cu: [len(lens) + 1] int32, starting with 0.
+    """
+
+    lens: tuple[int, ...]
+    cu: Tensor
+
+    @property
+    def total(self) -> int:
+        return sum(self.lens)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lens, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """Sequences with one new token each: rows [0, size) of the batch.
+
+    page_table: [size, max_pages] int32, entries past a sequence's pages undefined but in range.
+    kv_lens: [size] int32 on the device, the own new token included; host_kv_lens likewise.
+    """
+
+    page_table: Tensor
+    kv_lens: Tensor
+    host_kv_lens: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.host_kv_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChunk:
+    """A range of cached tokens per prefill sequence: starts [sequences] int64, and lengths."""
+
+    starts: Tensor
+    segs: Segments
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """Sequences with several new tokens: rows [decode.size, tokens) of the batch, in order.
+
+    q_segs: new tokens per sequence. page_table: [sequences, max_pages] int32. prefix: cached
+    tokens before the new ones, cut into chunks that bound the memory of their expansion; empty
+    if no sequence has any.
+    """
+
+    q_segs: Segments
+    page_table: Tensor
+    prefix: tuple[PrefixChunk, ...] = ()
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step. Decode rows come first, then prefill rows, sequence by sequence.
+
+    input_ids, positions, slots: [tokens] int64; a negative slot is padding. logit_rows: rows
+    whose logits are wanted, [rows] int64. states: step state per stateful kernel, by its key.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    logit_rows: Tensor
+    decode: DecodePart | None = None
+    prefill: PrefillPart | None = None
+    states: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_decode(self) -> int:
+        return self.decode.size if self.decode is not None else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.shape[0])

@@ -1,0 +1,60 @@
+"""Contracts of the paged latent cache. Slot s is row s % page_size of page s // page_size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ds_runtime.ops.spec import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ds_runtime.ops.batch import Segments
+
+_REF = "ds_runtime.ops.reference.cache"
+
+
+class CacheWrite(Protocol):
+    """Store normed latents and rotated keys at their slots, in place.
+
+    cache: one layer's cache in the bound KV layout. latent: [tokens, kv_lora], k_rope: [tokens,
+    rope], both in the compute dtype, rows may be strided. slots: [tokens] int64, distinct; a
+    negative slot is skipped (padding). Writes nothing else. tokens == 0 is legal.
+    """
+
+    def __call__(self, cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None: ...
+
+
+class CacheGather(Protocol):
+    """Read ranges of cached tokens through the page table into one dense tensor.
+
+    page_table: [sequences, max_pages] int32, unused entries undefined. starts: [sequences] int64,
+    first token of each range. segs: lengths of the ranges (0 is legal). Returns (latent
+    [sum, kv_lora], k_rope [sum, rope]) in the compute dtype, sequence by sequence, new tensors.
+    Pages that the table does not name for these ranges may hold NaN and must not be touched.
+    """
+
+    def __call__(
+        self, cache: Tensor, page_table: Tensor, starts: Tensor, segs: Segments
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+CACHE_WRITE = Op(
+    name="cache_write",
+    protocol=f"{__name__}:CacheWrite",
+    reference=f"{_REF}:cache_write",
+    samples=f"{_REF}:cache_write_samples",
+    tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
+    layout="kv",
+    summary="write latents and rope keys to their cache slots",
+)
+
+CACHE_GATHER = Op(
+    name="cache_gather",
+    protocol=f"{__name__}:CacheGather",
+    reference=f"{_REF}:cache_gather",
+    samples=f"{_REF}:cache_gather_samples",
+    tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
+    layout="kv",
+    summary="gather cached prefixes for prefill",
+)

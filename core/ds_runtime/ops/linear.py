@@ -1,0 +1,83 @@
+"""Contracts of everything that is a matrix: linear, embedding, activation quantisation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ds_runtime.ops.spec import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ds_runtime.ops.spec import Facts
+    from ds_runtime.ops.weight import Packed, Weight
+
+_REF = "ds_runtime.ops.reference.linear"
+
+
+class Linear(Protocol):
+    """y = x · Wᵀ for one weight [out, in] in `facts.weight_format`.
+
+    `pack(weight, facts)` is called once at load and may release or convert the components; it
+    owns what it keeps. `apply(x, packed)`: x [tokens, in] in facts.dtype, last dim contiguous,
+    rows may be strided; returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32.
+    tokens == 0 is legal; `in` and `out` need not be multiples of anything. `apply` raises
+    TypeError for another kernel's Packed. Formats: "dense" (bf16, fp16, fp32), "fp8_block"
+    (e4m3 with one float scale per 128×128 block; partial blocks; value = w · scale).
+    """
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed: ...
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor: ...
+
+
+class Embed(Protocol):
+    """Rows of a table. ids: [tokens] int64. table: [rows, hidden]; start: the first id it holds.
+
+    Ids outside [start, start + rows) give zero rows (vocabulary-parallel shards are summed
+    later). Returns a new contiguous [tokens, hidden] in table.dtype. tokens == 0 is legal.
+    """
+
+    def __call__(self, ids: Tensor, table: Tensor, start: int) -> Tensor: ...
+
+
+class QuantizeGroup(Protocol):
+    """Per-token, per-group FP8 e4m3 quantisation of activations.
+
+    x: [tokens, n], n a multiple of `group`; rows may be strided. scale = max(amax, 1e-4) / 448
+    per group, rounded up to a power of two if `ue8m0`. Returns (q [tokens, n] float8_e4m3fn,
+    scale [tokens, n / group] float32) with x ≈ q · scale. tokens == 0 is legal.
+    Source: DeepSeek-V3 technical report, section 3.3.
+    """
+
+    def __call__(self, x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]: ...
+
+
+LINEAR = Op(
+    name="linear",
+    protocol=f"{__name__}:Linear",
+    reference=f"{_REF}:ReferenceLinear",
+    samples=f"{_REF}:linear_samples",
+    tolerance={"float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3, "fp8_w8a8": 6e-2},
+    kind="object",
+    heavy=True,
+    summary="dense projection, packed once",
+)
+
+EMBED = Op(
+    name="embed",
+    protocol=f"{__name__}:Embed",
+    reference=f"{_REF}:embed",
+    samples=f"{_REF}:embed_samples",
+    tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
+    summary="token embedding lookup",
+)
+
+QUANTIZE_GROUP = Op(
+    name="quantize_group",
+    protocol=f"{__name__}:QuantizeGroup",
+    reference=f"{_REF}:quantize_group",
+    samples=f"{_REF}:quantize_group_samples",
+    tolerance={"float32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2},
+    summary="per-token-group FP8 quantisation",
+)

@@ -1,0 +1,66 @@
+"""Norm contracts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_runtime.ops.spec import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_REF = "ds_runtime.ops.reference.norm"
+_TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3}
+
+
+class RmsNorm(Protocol):
+    """y = x / sqrt(mean(x²) + eps) · weight; statistics in fp32 at least, result in x.dtype.
+
+    x: [tokens, hidden], last dim contiguous, rows may be strided. weight: [hidden], x.dtype or
+    float32. Returns a new contiguous tensor; x is not modified. tokens == 0 is legal.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    """(rms_norm(x + residual), x + residual): the residual stream of a pre-norm block. A fusion.
+
+    x, residual: [tokens, hidden] of one dtype, last dim contiguous, rows may be strided.
+    Returns (normed, summed), both contiguous [tokens, hidden]. `summed` may share storage with
+    `residual`, so the caller must not use `residual` afterwards; x is not modified.
+    tokens == 0 is legal.
+    """
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+RMS_NORM = Op(
+    name="rms_norm",
+    protocol=f"{__name__}:RmsNorm",
+    reference=f"{_REF}:rms_norm",
+    samples=f"{_REF}:rms_norm_samples",
+    tolerance=_TOLERANCE,
+    summary="root-mean-square norm",
+)
+
+ADD_RMS_NORM = Op(
+    name="add_rms_norm",
+    protocol=f"{__name__}:AddRmsNorm",
+    reference=f"{_REF}:add_rms_norm",
+    samples=f"{_REF}:add_rms_norm_samples",
+    tolerance=_TOLERANCE,
+    composition=f"{__name__}:compose_add_rms_norm",
+    uses=("rms_norm",),
+    summary="residual add and norm, fused",
+)
+
+
+def compose_add_rms_norm(
+    ops: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """ADD_RMS_NORM over the platform's own rms_norm."""
+    summed = x + residual
+    return ops.rms_norm(summed, weight, eps), summed

@@ -1,0 +1,84 @@
+"""The whole vocabulary of the runtime: one typed field per op, bound once at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, cast
+
+from ds_runtime.ops import activation, attention, cache, linear, moe, norm, rope, sampling
+from ds_runtime.ops.spec import Op
+
+if TYPE_CHECKING:
+    from ds_runtime.ops.attention import MergeState, MhaPrefill, MlaAbsorb, MlaDecode, MlaPrologue
+    from ds_runtime.ops.cache import CacheGather, CacheWrite
+    from ds_runtime.ops.linear import Embed, Linear, QuantizeGroup
+    from ds_runtime.ops.moe import Experts, Route, RouterLogits
+
+OPS: dict[str, Op] = {
+    op.name: op
+    for op in (
+        linear.EMBED,
+        norm.RMS_NORM,
+        norm.ADD_RMS_NORM,
+        rope.ROPE,
+        linear.LINEAR,
+        linear.QUANTIZE_GROUP,
+        cache.CACHE_WRITE,
+        cache.CACHE_GATHER,
+        attention.MLA_PROLOGUE,
+        attention.MLA_ABSORB,
+        attention.MHA_PREFILL,
+        attention.MERGE_STATE,
+        attention.MLA_DECODE,
+        activation.SILU_MUL,
+        moe.ROUTER_LOGITS,
+        moe.ROUTE,
+        moe.EXPERTS,
+        sampling.SAMPLE,
+        sampling.LOGPROBS,
+    )
+}
+
+
+class _Unbound:
+    """Stands in an Ops view for an op that the site did not ask for; using it is a bug."""
+
+    def __init__(self, op: str, site: str) -> None:
+        self._what = f"op {op!r} is not bound at site {site!r}"
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        raise RuntimeError(self._what)
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(self._what)
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One site's view: every op that it may call, as a field. Frozen after binding."""
+
+    embed: Embed
+    rms_norm: norm.RmsNorm
+    add_rms_norm: norm.AddRmsNorm
+    rope: rope.Rope
+    linear: Linear
+    quantize_group: QuantizeGroup
+    cache_write: CacheWrite
+    cache_gather: CacheGather
+    mla_prologue: MlaPrologue
+    mla_absorb: MlaAbsorb
+    mha_prefill: MhaPrefill
+    merge_state: MergeState
+    mla_decode: MlaDecode
+    silu_mul: activation.SiluMul
+    router_logits: RouterLogits
+    route: Route
+    experts: Experts
+    sample: sampling.Sample
+    logprobs: sampling.Logprobs
+
+    @staticmethod
+    def of(bound: dict[str, object], site: str) -> Ops:
+        """A view from op name → callable or object; the rest raises when used."""
+        values = {f.name: bound.get(f.name, _Unbound(f.name, site)) for f in fields(Ops)}
+        return Ops(**cast("dict[str, object]", values))  # type: ignore[arg-type]

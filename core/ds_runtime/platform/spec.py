@@ -1,0 +1,92 @@
+"""The Platform contract: device facts, memory, communication. Torch-free at import.
+
+A plugin subclasses `Platform`; methods are called once per process or once per step, never per
+layer. Tensors and torch devices appear only in annotations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_runtime.ops.spec import API_VERSION, DeviceInfo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Device memory in bytes, as this process may use it (container limits respected)."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the engine may use, read before anything is built."""
+
+    graphs: bool = False
+    events: bool = False
+    pinned_memory: bool = False
+
+
+class Communicator(Protocol):
+    """Collectives of one group of ranks. Every rank calls each in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum of `x` over the ranks, any shape and float dtype; may reuse `x`'s storage."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[..., n] per rank → [..., size * n], concatenated along the last dim by rank."""
+        ...
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """A picklable object from rank `source` to all, between trusted ranks only."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's object, by rank, on every rank."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class Platform(ABC):
+    """One kind of device. `score` orders platforms that work here: the highest is `auto`."""
+
+    name: str = ""
+    api_version: int = API_VERSION
+    score: int = 0
+    capabilities: Capabilities = Capabilities()
+
+    @abstractmethod
+    def info(self, rank: int = 0) -> DeviceInfo:
+        """Facts of the device of local rank `rank`; must not import torch."""
+
+    @abstractmethod
+    def device(self, rank: int = 0) -> torch.device:
+        """The torch device of local rank `rank`."""
+
+    @abstractmethod
+    def memory(self, rank: int = 0) -> MemoryInfo:
+        """Total and free memory now."""
+
+    def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+        """Called once in each rank's process before any tensor exists (threads, affinity)."""
+
+    def communicator(self, rank: int, size: int, init_method: str) -> Communicator:
+        """Join the group of `size` ranks; `init_method` is a torch.distributed address."""
+        raise NotImplementedError(f"platform {self.name} has no communicator")
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished all work of this process."""
