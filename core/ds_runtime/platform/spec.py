@@ -84,8 +84,13 @@ class Platform(ABC):
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
         """Called once in each rank's process before any tensor exists (threads, affinity)."""
 
-    def communicator(self, rank: int, size: int, init_method: str) -> Communicator:
-        """Join the group of `size` ranks; `init_method` is a torch.distributed address."""
+    def communicator(
+        self, rank: int, size: int, init_method: str, timeout: float = 600.0
+    ) -> Communicator:
+        """Join the group of `size` ranks; `init_method` is a torch.distributed address.
+
+        `timeout`: seconds that this rank waits for the others, in joining and in collectives.
+        """
         raise NotImplementedError(f"platform {self.name} has no communicator")
 
     def synchronize(self) -> None:

@@ -1,0 +1,1 @@
+"""Ranks: who holds which part of the model, and how they talk."""

@@ -1,0 +1,98 @@
+"""Communicators over torch.distributed, for platforms to hand out.
+
+A platform's `communicator()` returns `SoloCommunicator` for one rank, else a `TorchCommunicator`
+with the backend name that its devices need. Nothing here knows a vendor.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_runtime.errors import ConfigError
+
+
+class SoloCommunicator:
+    """The group of one rank: every collective is the identity."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def close(self) -> None:
+        return None
+
+
+class TorchCommunicator:
+    """A torch.distributed process group: `backend` moves tensors, and objects too if it can.
+
+    backend: a torch.distributed backend name. init_method: e.g. "tcp://127.0.0.1:29500",
+    "file:///tmp/x" or "env://". timeout: seconds that a rank waits for the others. reduce_dtype:
+    the dtype in which 16-bit sums are computed (None: the backend's own).
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        rank: int,
+        size: int,
+        init_method: str,
+        timeout: float = 600.0,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not dist.is_available():
+            raise ConfigError(f"--tp {size}: this build of torch has no torch.distributed")
+        self.rank = rank
+        self.size = size
+        self._reduce_dtype = reduce_dtype
+        dist.init_process_group(
+            backend=backend,
+            init_method=init_method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+        self._group = dist.group.WORLD
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._reduce_dtype is not None and x.element_size() < self._reduce_dtype.itemsize:
+            wide = x.to(self._reduce_dtype)
+            dist.all_reduce(wide, group=self._group)
+            return wide.to(x.dtype)
+        y = x.contiguous()
+        dist.all_reduce(y, group=self._group)
+        return y
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.cat(parts, dim=-1)  # [..., size * n]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        box = [value if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source, group=self._group)
+        return box[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,187 @@
+"""What this machine's processor and memory are, read from the operating system. Torch-free.
+
+Every function takes the root of the file system, so that tests can hand in a copy of another
+machine's /proc and /sys. Where a file is missing (another operating system) plain fallbacks
+answer.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# x86 flags of /proc/cpuinfo, and aarch64's "Features", under the names that kernels ask for.
+FEATURES = frozenset(
+    "avx avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 "
+    "avx512_fp16 amx_tile amx_bf16 amx_int8 amx_fp16 "
+    "asimd asimddp asimdhp bf16 i8mm sve sve2".split()
+)
+_NO_LIMIT = 1 << 60  # cgroup v1 says "unlimited" with a number near 2^63
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """Model name, architecture name for the plan, and features that kernels look at."""
+
+    name: str
+    arch: str
+    features: frozenset[str]
+
+
+def _read(path: Path) -> str:
+    """The text of a file, or "" where it does not exist or may not be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def processor(root: Path = Path("/"), machine: str | None = None) -> Processor:
+    """The first processor of /proc/cpuinfo; elsewhere only what Python knows."""
+    machine = (machine or platform.machine()).lower()
+    name, flags = "", set()
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        key = key.strip().lower()
+        if key == "model name" and not name:
+            name = value.strip()
+        elif key in ("flags", "features"):
+            flags = set(value.split())
+            break
+    features = frozenset(flags & FEATURES)
+    return Processor(name or platform.processor() or machine, _arch(machine, features), features)
+
+
+def _arch(machine: str, features: frozenset[str]) -> str:
+    if machine in ("arm64", "aarch64"):
+        return "aarch64-bf16" if "bf16" in features else "aarch64"
+    if machine not in ("x86_64", "amd64"):
+        return machine or "unknown"
+    if features >= {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}:
+        return "x86-64-avx512bf16"
+    if features >= {"avx512f", "avx512bw", "avx512vl"}:
+        return "x86-64-avx512"
+    if features >= {"avx2", "fma"}:
+        return "x86-64-avx2"
+    return "x86-64"
+
+
+def fast_dtypes(features: frozenset[str]) -> frozenset[str]:
+    """Dtypes whose matmul is not emulated. float32 always; 16-bit types only with hardware."""
+    fast = {"float32"}
+    if features & {"avx512_bf16", "amx_bf16", "bf16"}:
+        fast.add("bfloat16")
+    if features & {"avx512_fp16", "amx_fp16", "asimdhp"}:
+        fast.add("float16")
+    return frozenset(fast)
+
+
+def _cgroup_dirs(root: Path, controller: str) -> list[Path]:
+    """This process's folder of `controller` and all its parents: any of them may set a limit."""
+    base = root / "sys/fs/cgroup"
+    dirs: list[Path] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if number == "0" and not names:
+            top = base
+        elif controller in names.split(","):
+            top = base / names if (base / names).is_dir() else base / controller
+        else:
+            continue
+        parts = [p for p in path.split("/") if p and p != ".."]
+        dirs += [top.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
+    # Inside a container the path is the host's, but the container's own folder is mounted at top.
+    return dirs or [base, base / controller]
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache that the kernel would drop before it fails an allocation."""
+    for line in _read(folder / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def memory(root: Path = Path("/")) -> tuple[int, int]:
+    """(total, free) bytes that this process may use: the smallest of machine and cgroups."""
+    total, free = _machine_memory(root)
+    for folder in _cgroup_dirs(root, "memory"):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _number(folder / limit_file)
+            if limit is None or limit >= _NO_LIMIT:
+                continue
+            used = (_number(folder / used_file) or 0) - _reclaimable(folder)
+            total = min(total, limit)
+            free = min(free, max(0, limit - max(0, used)))
+    return total, min(free, total)
+
+
+def _machine_memory(root: Path) -> tuple[int, int]:
+    values: dict[str, int] = {}
+    for line in _read(root / "proc/meminfo").splitlines():
+        key, _, rest = line.partition(":")
+        number = rest.split()
+        if number and number[0].isdigit():
+            values[key] = int(number[0]) * 1024
+    if "MemTotal" in values:
+        total = values["MemTotal"]
+        return total, values.get("MemAvailable", values.get("MemFree", total))
+    return _sysconf_memory()
+
+
+def _sysconf_memory() -> tuple[int, int]:
+    """Without /proc: the physical size, half of which is taken to be free; else 8 GiB."""
+    sysconf = getattr(os, "sysconf", None)
+    if sysconf is not None and sys.platform != "win32":
+        try:
+            total = int(sysconf("SC_PHYS_PAGES")) * int(sysconf("SC_PAGE_SIZE"))
+        except (ValueError, OSError):
+            total = 0
+        if total > 0:
+            return total, total // 2
+    return 8 << 30, 4 << 30
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: affinity, physical cores and cgroup quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    allowed = sorted(affinity(0)) if affinity is not None else list(range(os.cpu_count() or 1))
+    count = _physical(root, allowed)
+    quota = _quota(root)
+    return max(1, min(count, quota) if quota else count)
+
+
+def _physical(root: Path, allowed: list[int]) -> int:
+    """Distinct cores under `allowed` hardware threads: two threads of one core count once."""
+    seen = set()
+    for cpu in allowed:
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings = _read(folder / "thread_siblings_list").strip()
+        seen.add(siblings or f"cpu{cpu}")
+    return len(seen)
+
+
+def _quota(root: Path) -> int | None:
+    """Whole cores of the tightest CPU bandwidth limit, at least 1, or None without one."""
+    found: list[float] = []
+    for folder in _cgroup_dirs(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        if not quota:
+            quota = _read(folder / "cpu.cfs_quota_us").strip()
+            period = _read(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period) > 0:
+            found.append(int(quota) / int(period))
+    return max(1, int(min(found))) if found else None
