@@ -1,0 +1,166 @@
+"""Start-up, in order: platform → device → model → defaults → frozen config → offers → binding.
+
+Torch-free: `ds-runtime plan` and `doctor` stop here; the engine goes on and loads weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ds_runtime import __version__
+from ds_runtime.config import EngineConfig, with_changes
+from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.model.config import ModelConfig, load_config
+from ds_runtime.model.hub import resolve_model
+from ds_runtime.model.sites import model_sites
+from ds_runtime.ops.bind import Binding, Pin, decide_all
+from ds_runtime.ops.spec import DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.plan import Plan, check_against, make_rows
+from ds_runtime.platform.select import select_platform
+from ds_runtime.platform.spec import Platform
+from ds_runtime.plugins import Plugins, load_plugins
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything decided before the first weight is read."""
+
+    config: EngineConfig
+    folder: Path
+    model: ModelConfig
+    platform: Platform
+    device: DeviceInfo
+    facts: Facts
+    loader: QuantLoader
+    binding: Binding
+    plan: Plan
+    plugins: Plugins
+    others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here
+
+
+def assemble(
+    config: EngineConfig, explicit: Iterable[str] = (), extra_plugins: Iterable[Any] = ()
+) -> Assembly:
+    """Decide everything for `config`. `explicit` are the fields that the user set.
+
+    Raises ConfigError, UnsupportedError or CheckpointError; nothing has been allocated then.
+    """
+    plugins = load_plugins(config.plugins, extra_plugins)
+    platform, others = select_platform(plugins, config.platform)
+    device = platform.info(0)
+    folder = resolve_model(config.model)
+    model = load_config(folder)
+    model.check_tp(config.tp)
+    config = _auto_dtype(config, model, device)
+    facts = _facts(config, model, device)
+    config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
+    facts = _facts(config, model, device)
+    offers = plugins.offers(facts)
+    loader = find_loader(offers, model)
+
+    def format_of(module: str) -> str:
+        return loader.format_of(model.quantization, module)
+
+    sites = model_sites(model, format_of, config.tp)
+    binding = decide_all(sites, offers, facts, [Pin.parse(p) for p in config.pin])
+    plan = Plan(
+        model=folder.name,
+        platform=platform.name,
+        arch=device.arch,
+        dtype=config.dtype,
+        kv_layout=binding.layout.tag,
+        page_size=config.page_size,
+        tp=config.tp,
+        rows=make_rows(binding.decisions),
+        changes=tuple(changes),
+        versions=_versions(plugins),
+    )
+    _check_strict(config, plan)
+    if config.plan:
+        check_against(plan, config.plan)
+    return Assembly(
+        config, folder, model, platform, device, facts, loader, binding, plan, plugins, others
+    )
+
+
+def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Facts:
+    return Facts(
+        device=device,
+        dims=model.dims(config.tp),
+        dtype=config.dtype,
+        kv_dtype=config.dtype,
+        page_size=config.page_size,
+        tp=config.tp,
+        deterministic=config.deterministic,
+    )
+
+
+def _auto_dtype(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> EngineConfig:
+    """`auto`: the checkpoint's dtype where it is fast here, else bf16, else fp32."""
+    if config.dtype != "auto":
+        return config
+    for dtype in (model.dtype, "bfloat16"):
+        if dtype in device.fast_dtypes:
+            return with_changes(config, {"dtype": dtype})
+    return with_changes(config, {"dtype": "float32"})
+
+
+def find_loader(offers: Offers, model: ModelConfig) -> QuantLoader:
+    """The loader that reads the checkpoint's quantisation; UnsupportedError lists what is read."""
+    for loader in offers.quant_loaders:
+        if loader.accepts(model.quantization):
+            return loader
+    method = model.quantization.get("quant_method", "none")
+    known = ", ".join(sorted(x.name for x in offers.quant_loaders))
+    raise UnsupportedError(
+        f"config.json: quantization_config with quant_method {method!r} "
+        f"({dict(model.quantization)}) is not supported; loaders: {known}"
+    )
+
+
+def _apply_defaults(
+    config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
+) -> tuple[EngineConfig, list[tuple[str, str, str, str]]]:
+    """Apply the plugins' Changes to fields that the user left alone; conflicts are errors."""
+    known = {f.name for f in fields(config)}
+    wishes: dict[str, tuple[Any, str, str]] = {}
+    for plugin, changes in plugins.call("ds_defaults", config=config, facts=facts):
+        for change in changes or ():
+            if change.field not in known:
+                raise ConfigError(f"plugin {plugin}: ds_defaults changes unknown {change.field!r}")
+            other = wishes.get(change.field)
+            if other is not None and other[0] != change.value:
+                flag = "--" + change.field.replace("_", "-")
+                raise ConfigError(
+                    f"plugins {other[1]} and {plugin} want {flag} {other[0]!r} and "
+                    f"{change.value!r}: set {flag} yourself"
+                )
+            wishes[change.field] = (change.value, plugin, change.because)
+    log, values = [], {}
+    for name, (value, plugin, because) in sorted(wishes.items()):
+        if name in explicit or getattr(config, name) == value:
+            continue
+        log.append((name, f"{getattr(config, name)!r} → {value!r}", plugin, because))
+        values[name] = value
+    return with_changes(config, values), log
+
+
+def _check_strict(config: EngineConfig, plan: Plan) -> None:
+    heavy = plan.heavy_references()
+    if config.strict_ops and heavy:
+        said = "; ".join(f"{r.op} at {', '.join(r.sites)}" for r in heavy)
+        raise UnsupportedError(f"--strict-ops: heavy ops would run on the reference: {said}")
+
+
+def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:
+    found = {"ds-runtime": __version__}
+    for name in {"torch", *(r.distribution for r in plugins.reports.values() if r.third_party)}:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return tuple(sorted(found.items()))

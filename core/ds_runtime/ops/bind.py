@@ -1,0 +1,272 @@
+"""Offers → decisions: which kernel serves which op at which site. Pure and torch-free.
+
+`decide_all` runs once, before weights are loaded. `BoundOps` then imports what was chosen and
+gives each place in the model its own frozen `Ops` view.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.ops.spec import (
+    RANK_REFERENCE,
+    Decision,
+    Facts,
+    Kernel,
+    Layout,
+    Offers,
+    Op,
+    Site,
+    load_attr,
+)
+from ds_runtime.ops.table import OPS, Ops
+
+KV = "kv"  # the one layout role so far: bytes of the paged cache
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """`OP[@SITE-GLOB]=KERNEL` from the user: beats ranks, never a refusal."""
+
+    op: str
+    glob: str
+    kernel: str
+
+    @staticmethod
+    def parse(text: str) -> Pin:
+        """Raises ConfigError for anything else than OP[@SITE-GLOB]=KERNEL."""
+        left, equals, kernel = text.partition("=")
+        op, _, glob = left.partition("@")
+        if not equals or not kernel or op not in OPS:
+            near = difflib.get_close_matches(op, OPS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near and near[0] != op else ""
+            raise ConfigError(f"--pin {text!r}: write OP[@SITE-GLOB]=KERNEL{hint}")
+        return Pin(op, glob or "*", kernel)
+
+
+def site_facts(base: Facts, site: Site) -> Facts:
+    """The facts that a kernel sees at one site."""
+    return replace(
+        base,
+        role=site.role,
+        layer=site.layer,
+        module=site.module,
+        phase=site.phase,
+        weight_format=site.weight_format,
+        shape=site.shape,
+    )
+
+
+def refusal(kernel: Kernel, facts: Facts, tag: str = "") -> str | None:
+    """Why this kernel cannot serve here: its own sentence, or what it does not declare."""
+    op = kernel.op
+    if kernel.contract != op.version:
+        return f"written for contract {kernel.contract} of {op.name}, this runtime has {op.version}"
+    if facts.weight_format and facts.weight_format not in kernel.formats:
+        read = ", ".join(sorted(kernel.formats)) or "none"
+        return f"does not read weight format {facts.weight_format!r}; it reads {read}"
+    if facts.phase != "any" and facts.phase not in kernel.phases:
+        return f"does not serve the {facts.phase} phase"
+    if facts.deterministic and not kernel.deterministic:
+        return "not deterministic"
+    if facts.graph_capture and not kernel.graph_safe:
+        return "not safe under graph capture"
+    if op.layout and tag and tag not in kernel.layouts:
+        return f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
+    return kernel.refuse(facts)
+
+
+def _order(kernel: Kernel, third_party: frozenset[str]) -> tuple[int, bool, str]:
+    return (-kernel.rank, kernel.provider not in third_party, kernel.name)
+
+
+class Binder:
+    """Decides site by site, remembering what it already evaluated."""
+
+    def __init__(self, offers: Offers, base: Facts, pins: Sequence[Pin] = ()) -> None:
+        self.base = base
+        self.pins = pins
+        self.by_op: dict[str, list[Kernel]] = {name: [] for name in OPS}
+        for kernel in sorted(offers.kernels, key=lambda k: _order(k, offers.third_party)):
+            self.by_op[kernel.op.name].append(kernel)
+        self.layouts = {layout.tag: layout for layout in offers.layouts}
+
+    def choose_layout(self, sites: Iterable[Site]) -> Layout:
+        """The cache layout of the best decode kernel for which every cache op has a kernel."""
+        users = [s for s in sites if OPS[s.op].layout == KV]
+        first = next(s for s in users if s.op == "mla_decode")
+        why = []
+        for kernel in self._candidates(first)[0]:
+            if sentence := refusal(kernel, site_facts(self.base, first)):
+                why.append(f"{kernel.name}: {sentence}")
+                continue
+            for tag in sorted(kernel.layouts & self.layouts.keys()):
+                layout = self.layouts[tag]
+                if layout.page_sizes and self.base.page_size not in layout.page_sizes:
+                    sizes = ", ".join(map(str, layout.page_sizes))
+                    why.append(f"{tag}: page size {self.base.page_size}, takes {sizes}")
+                elif all(self._servable(s, tag) for s in users):
+                    return layout
+                else:
+                    why.append(f"{tag}: not every cache op has a kernel for it")
+        raise UnsupportedError("no KV cache layout fits: " + "; ".join(why))
+
+    def _servable(self, site: Site, tag: str) -> bool:
+        facts = site_facts(self.base, site)
+        if OPS[site.op].composition:
+            return True
+        return any(refusal(k, facts, tag) is None for k in self.by_op[site.op])
+
+    def _candidates(self, site: Site) -> tuple[list[Kernel], bool]:
+        """Kernels in order of preference, and whether a pin named the only one."""
+        kernels = self.by_op[site.op]
+        for pin in self.pins:
+            if pin.op == site.op and fnmatchcase(site.path, pin.glob):
+                chosen = [k for k in kernels if pin.kernel in (k.name, k.provider)]
+                if not chosen:
+                    names = ", ".join(k.name for k in kernels)
+                    raise ConfigError(
+                        f"--pin {pin.op}={pin.kernel}: no such kernel; offered: {names}"
+                    )
+                sentence = refusal(chosen[0], site_facts(self.base, site))
+                if sentence is not None:
+                    raise ConfigError(
+                        f"--pin {pin.op}={pin.kernel}: refused at {site.path}: {sentence}"
+                    )
+                return chosen[:1], True
+        return kernels, False
+
+    def decide(self, site: Site, tag: str) -> tuple[Kernel | None, Decision]:
+        """The kernel for a site; None means: composed from smaller ops."""
+        op = OPS[site.op]
+        facts = site_facts(self.base, site)
+        refused: list[tuple[str, str]] = []
+        accepted: list[Kernel] = []
+        kernels, pinned = self._candidates(site)
+        for kernel in kernels:
+            sentence = refusal(kernel, facts, tag)
+            if sentence is None:
+                accepted.append(kernel)
+            else:
+                refused.append((kernel.name, sentence))
+        lost = tuple((k.name, k.rank) for k in accepted[1:])
+        if op.composition and not pinned and (not accepted or accepted[0].rank <= RANK_REFERENCE):
+            lost = tuple((k.name, k.rank) for k in accepted)
+            note = "composed of " + ", ".join(op.uses)
+            decision = Decision(
+                op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note
+            )
+            return None, decision
+        if not accepted:
+            said = "; ".join(f"{name}: {sentence}" for name, sentence in refused) or "none offered"
+            raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
+        best = accepted[0]
+        return best, Decision(
+            op.name,
+            site,
+            best.name,
+            best.provider,
+            best.rank,
+            tuple(refused),
+            lost,
+            best.note,
+            tag if op.layout else "",
+            best.contract,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What was decided for every site, and the cache layout that all agree on."""
+
+    base: Facts
+    layout: Layout
+    choices: tuple[tuple[Site, Kernel | None], ...]
+    decisions: tuple[Decision, ...]
+
+
+def decide_all(
+    sites: Sequence[Site], offers: Offers, base: Facts, pins: Sequence[Pin] = ()
+) -> Binding:
+    """Decide every site, and the parts of every composed fusion at its site."""
+    binder = Binder(offers, base, pins)
+    layout = binder.choose_layout(sites)
+    todo = list(dict.fromkeys(sites))
+    seen = {(s.op, s.layer, s.module, s.phase) for s in todo}
+    choices: list[tuple[Site, Kernel | None]] = []
+    decisions: list[Decision] = []
+    while todo:
+        site = todo.pop(0)
+        kernel, decision = binder.decide(site, layout.tag)
+        choices.append((site, kernel))
+        decisions.append(decision)
+        if kernel is None:
+            for part in OPS[site.op].uses:
+                needed = replace(site, op=part, weight_format="", shape=())
+                key = (needed.op, needed.layer, needed.module, needed.phase)
+                if key not in seen:
+                    seen.add(key)
+                    todo.insert(0, needed)
+    for pin in pins:
+        if not any(s.op == pin.op and fnmatchcase(s.path, pin.glob) for s, _ in choices):
+            raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
+    return Binding(base, layout, tuple(choices), tuple(decisions))
+
+
+class BoundOps:
+    """The chosen kernels, imported: one frozen `Ops` view per (layer, module)."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self.base = binding.base
+        self.layout = binding.layout
+        self.stateful: dict[str, Any] = {}  # state key → one object of that kernel
+        self._state_keys: dict[tuple[str, int, str], str] = {}
+        self._facts: dict[tuple[str, int, str], Facts] = {}
+        bound: dict[tuple[int, str], dict[str, object]] = {}
+        composed: list[tuple[Site, Op]] = []
+        for site, kernel in binding.choices:
+            key = (site.op, site.layer, site.module)
+            self._facts[key] = site_facts(self.base, site)
+            if kernel is None:
+                composed.append((site, OPS[site.op]))
+                continue
+            place = bound.setdefault((site.layer, site.module), {})
+            place[site.op] = self._load(kernel, key)
+        for site, op in composed:
+            place = bound.setdefault((site.layer, site.module), {})
+            parts = Ops.of(place, site.path)
+            place[op.name] = functools.partial(load_attr(op.composition), parts)
+        self._views = {
+            (layer, module): Ops.of(place, f"layer {layer} {module}")
+            for (layer, module), place in bound.items()
+        }
+
+    def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
+        fn = load_attr(kernel.fn)
+        if kernel.op.kind == "function":
+            return fn
+        made = fn(self._facts[key])
+        if hasattr(made, "prepare"):
+            state_key = f"{kernel.op.name}:{kernel.name}"
+            self._state_keys[key] = state_key
+            self.stateful.setdefault(state_key, made)
+        return made
+
+    def at(self, layer: int, module: str) -> Ops:
+        """The view of one place; layer −1 outside the layers."""
+        return self._views[(layer, module)]
+
+    def facts(self, op: str, layer: int, module: str) -> Facts:
+        """The facts of one site, for `pack`."""
+        return self._facts[(op, layer, module)]
+
+    def state_key(self, op: str, layer: int, module: str) -> str:
+        """Which entry of `Batch.states` the kernel at this site reads."""
+        return self._state_keys[(op, layer, module)]

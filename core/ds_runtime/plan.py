@@ -1,0 +1,161 @@
+"""A plan: what was bound where and why, as data that people and ranks can compare. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.spec import Decision
+from ds_runtime.ops.table import OPS
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One op at all sites that got the same answer."""
+
+    op: str
+    kernel: str
+    provider: str
+    rank: int
+    sites: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...]
+    lost: tuple[tuple[str, int], ...]
+    note: str
+    layout: str
+    contract: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided at start-up."""
+
+    model: str
+    platform: str
+    arch: str
+    dtype: str
+    kv_layout: str
+    page_size: int
+    tp: int
+    rows: tuple[PlanRow, ...]
+    changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
+    versions: tuple[tuple[str, str], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict with the digest."""
+        return {"format": FORMAT, "digest": self.digest(), **asdict(self)}
+
+    def digest(self) -> str:
+        """Hash of all that must agree between ranks."""
+        text = json.dumps(asdict(self), sort_keys=True, default=list)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def heavy_references(self) -> list[PlanRow]:
+        """Rows where a heavy op fell to the reference."""
+        return [r for r in self.rows if OPS[r.op].heavy and r.provider == "reference"]
+
+
+def make_rows(decisions: Iterable[Decision]) -> tuple[PlanRow, ...]:
+    """Group equal answers; sites are compressed to layer ranges."""
+    groups: dict[tuple[Any, ...], list[Decision]] = {}
+    for d in decisions:
+        key = (d.op, d.kernel, d.rank, d.refused, d.lost, d.note, d.layout)
+        groups.setdefault(key, []).append(d)
+    order = {name: i for i, name in enumerate(OPS)}
+    rows = [
+        PlanRow(
+            d[0].op,
+            d[0].kernel,
+            d[0].provider,
+            d[0].rank,
+            compress_sites(d),
+            d[0].refused,
+            d[0].lost,
+            d[0].note,
+            d[0].layout,
+            d[0].contract,
+        )
+        for d in groups.values()
+    ]
+    return tuple(sorted(rows, key=lambda r: (order[r.op], r.sites)))
+
+
+def compress_sites(decisions: Iterable[Decision]) -> tuple[str, ...]:
+    """`layers.0-2,5.self_attn.o_proj` instead of four paths; the phase where it matters."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for d in decisions:
+        layers.setdefault((d.site.module, d.site.phase), []).append(d.site.layer)
+    out = []
+    for (module, phase), numbers in layers.items():
+        suffix = "" if phase == "any" else f" ({phase})"
+        inside = sorted(n for n in set(numbers) if n >= 0)
+        if inside:
+            out.append(f"layers.{_ranges(inside)}.{module}{suffix}")
+        if -1 in numbers:
+            out.append(module + suffix)
+    return tuple(out)
+
+
+def _ranges(numbers: list[int]) -> str:
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and spans[-1][1] == n - 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Sentences about what differs between two plans as dicts; empty if nothing does."""
+    said = [
+        f"{key}: {mine.get(key)!r} here, {other.get(key)!r} there"
+        for key in ("model", "platform", "arch", "dtype", "kv_layout", "page_size", "tp")
+        if mine.get(key) != other.get(key)
+    ]
+    here, there = _by_site(mine), _by_site(other)
+    for key in sorted({*here, *there}):
+        if here.get(key) != there.get(key):
+            said.append(f"{key}: {here.get(key, 'nothing')} here, {there.get(key, 'nothing')} there")
+    if mine.get("versions") != other.get("versions"):
+        said.append(f"versions: {mine.get('versions')} here, {other.get('versions')} there")
+    return said
+
+
+def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
+    return {f"{r['op']} at {s}": r["kernel"] for r in plan.get("rows", ()) for s in r["sites"]}
+
+
+def check_against(plan: Plan, path: str) -> None:
+    """Raise ConfigError with the differences if `path` holds another plan."""
+    try:
+        locked = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"--plan {path}: cannot be read: {e}") from e
+    mine = json.loads(json.dumps(plan.to_dict(), default=list))
+    if said := difference(mine, locked):
+        raise ConfigError(f"--plan {path}: the binding differs: " + "; ".join(said))
+
+
+def render(plan: Plan, verbose: bool = True) -> str:
+    """The plan for people: a line per row, then who lost and who refused, with the reason."""
+    head = (
+        f"model {plan.model} · platform {plan.platform} ({plan.arch}) · dtype {plan.dtype} · "
+        f"KV {plan.kv_layout}, page {plan.page_size} · tp {plan.tp} · plan {plan.digest()}"
+    )
+    lines = [head]
+    for name, old_new, plugin, because in plan.changes:
+        lines.append(f"config {name}: {old_new} ({plugin}: {because})")
+    for row in plan.rows:
+        note = f"  [{row.note}]" if row.note else ""
+        lines.append(f"{row.op:<14} {row.kernel:<28} {', '.join(row.sites)}{note}")
+        if verbose:
+            lines += [f"{'':<16}lost: {name} (rank {rank})" for name, rank in row.lost]
+            lines += [f"{'':<16}refused: {name}: {why}" for name, why in row.refused]
+    return "\n".join(lines)

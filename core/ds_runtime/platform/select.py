@@ -1,0 +1,53 @@
+"""Which platform serves: the user's choice, else the best score among those that work here."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.ops.spec import Refusal
+from ds_runtime.platform.spec import Platform
+from ds_runtime.plugins import Plugins
+
+
+def select_platform(
+    plugins: Plugins, wanted: str = "auto"
+) -> tuple[Platform, tuple[tuple[str, Refusal], ...]]:
+    """(platform, refusals of the others). `auto` reads DS_PLATFORM first.
+
+    A broken plugin, one whose packages are installed but fail on hardware that is there, stops
+    the start (PluginError) unless the user named another platform.
+    """
+    if wanted == "auto":
+        wanted = os.environ.get("DS_PLATFORM", "auto")
+    found = plugins.platforms()
+    refusals = tuple((name, r) for name, (_, r) in sorted(found.items()) if r is not None)
+    here = [p for _, (p, _) in sorted(found.items()) if p is not None]
+    if wanted != "auto":
+        return _named(wanted, here, refusals), refusals
+    for name, refusal in refusals:
+        if refusal.kind == "broken":
+            raise PluginError(
+                f"plugin {name} is {refusal}; mend it, or name a platform with --platform "
+                f"({', '.join(p.name for p in here) or 'none works here'})"
+            )
+    if not here:
+        said = "; ".join(f"{name}: {r}" for name, r in refusals)
+        raise UnsupportedError(f"no platform works here: {said}")
+    return max(here, key=lambda p: (p.score, p.name)), refusals
+
+
+def _named(
+    wanted: str, here: list[Platform], refusals: tuple[tuple[str, Refusal], ...]
+) -> Platform:
+    for platform in here:
+        if platform.name == wanted:
+            return platform
+    for name, refusal in refusals:
+        if name == wanted:
+            raise UnsupportedError(f"--platform {wanted}: {refusal}")
+    names = sorted({p.name for p in here} | {n for n, _ in refusals})
+    near = difflib.get_close_matches(wanted, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    raise ConfigError(f"--platform {wanted!r}: no such platform; {hint}")
