@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from ds_runtime.ops.spec import Op
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ds_runtime.ops.batch import Segments
@@ -29,13 +30,20 @@ class CacheGather(Protocol):
     """Read ranges of cached tokens through the page table into one dense tensor.
 
     page_table: [sequences, max_pages] int32, unused entries undefined. starts: [sequences] int64,
-    first token of each range. segs: lengths of the ranges (0 is legal). Returns (latent
-    [sum, kv_lora], k_rope [sum, rope]) in the compute dtype, sequence by sequence, new tensors.
-    Pages that the table does not name for these ranges may hold NaN and must not be touched.
+    first token of each range. segs: lengths of the ranges (0 is legal). kv_lora: width of the
+    latent, the rest is rope. Returns (latent [sum, kv_lora], k_rope [sum, rope]) in `dtype` (the
+    compute dtype), sequence by sequence, new tensors, rows may be strided. Pages that the table
+    does not name for these ranges may hold NaN and must not be touched.
     """
 
     def __call__(
-        self, cache: Tensor, page_table: Tensor, starts: Tensor, segs: Segments
+        self,
+        cache: Tensor,
+        page_table: Tensor,
+        starts: Tensor,
+        segs: Segments,
+        kv_lora: int,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]: ...
 
 

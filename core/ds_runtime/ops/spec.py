@@ -197,6 +197,7 @@ class Kernel:
     note: str = ""
     contract: int = 1
     source: str = ""
+    numerics: str = ""
 
     @property
     def name(self) -> str:
