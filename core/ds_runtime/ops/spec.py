@@ -181,6 +181,8 @@ class Kernel:
     `fn` is lazy, `"module:attr"`. `refuse(facts)` returns None or a sentence. `formats` are the
     weight formats that `pack` reads (ops that own weights). `layouts` are the tags of the shared
     layouts that it reads or writes. What is not declared is refused (closed world).
+    `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
+    than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row.
     """
 
     op: Op

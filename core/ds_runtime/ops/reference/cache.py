@@ -1,0 +1,55 @@
+"""Torch references of the paged latent cache, and the layout `latent_pages`.
+
+One layer is one tensor [pages, page_size, kv_lora + rope] in facts.kv_dtype: the normed latent,
+then the rotated key. Slot s is row s % page_size of page s // page_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.ops.batch import Segments
+from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.ops.spec import Facts
+
+
+def allocate_latent_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
+    """One layer's cache, zeroed: [num_pages, page_size, kv_lora + qk_rope]."""
+    width = facts.dims["kv_lora"] + facts.dims["qk_rope"]
+    shape = (num_pages, facts.page_size, width)
+    return torch.zeros(shape, dtype=torch_dtype(facts.kv_dtype), device=device)
+
+
+def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
+    """Reference of CacheWrite for latent_pages."""
+    real = slots >= 0
+    slots = slots[real]
+    page, row = slots // cache.shape[1], slots % cache.shape[1]
+    cache[page, row] = torch.cat((latent[real], k_rope[real]), dim=-1).to(cache.dtype)
+
+
+def gather_rows(cache: Tensor, pages: Tensor, start: int, length: int) -> Tensor:
+    """Tokens [start, start + length) of the sequence with these `pages`: [length, width], new."""
+    page_size = cache.shape[1]
+    tokens = torch.arange(start, start + length, device=cache.device)
+    owners = pages[tokens // page_size].to(torch.int64)
+    return cache[owners, tokens % page_size]
+
+
+def cache_gather(
+    cache: Tensor,
+    page_table: Tensor,
+    starts: Tensor,
+    segs: Segments,
+    kv_lora: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Reference of CacheGather for latent_pages."""
+    rows = [cache.new_empty(0, cache.shape[2])]
+    for pages, start, length in zip(page_table, starts.tolist(), segs.lens, strict=True):
+        rows.append(gather_rows(cache, pages, start, length))
+    dense = torch.cat(rows).to(dtype)  # [sum, kv_lora + rope]
+    return dense[:, :kv_lora], dense[:, kv_lora:]
