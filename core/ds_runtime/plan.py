@@ -122,7 +122,9 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     here, there = _by_site(mine), _by_site(other)
     for key in sorted({*here, *there}):
         if here.get(key) != there.get(key):
-            said.append(f"{key}: {here.get(key, 'nothing')} here, {there.get(key, 'nothing')} there")
+            said.append(
+                f"{key}: {here.get(key, 'nothing')} here, {there.get(key, 'nothing')} there"
+            )
     if mine.get("versions") != other.get("versions"):
         said.append(f"versions: {mine.get('versions')} here, {other.get('versions')} there")
     return said

@@ -58,7 +58,7 @@ class Plugins:
     calls: int = 0
 
     def call(self, hook: str, **kwargs: Any) -> list[tuple[str, Any]]:
-        """(plugin name, result) of every plugin that implements `hook`; a raising one is dropped."""
+        """(plugin name, result) of all that implement `hook`; one that raises is dropped."""
         results = []
         for name, function, arguments in self._implementations(hook):
             try:
@@ -123,7 +123,9 @@ class Plugins:
         found: dict[str, tuple[Platform | None, Refusal | None]] = {}
         for name, answer in self.call("ds_platform"):
             if isinstance(answer, Platform) and answer.api_version != API_VERSION:
-                said = f"written for plugin API {answer.api_version}, this runtime has {API_VERSION}"
+                said = (
+                    f"written for plugin API {answer.api_version}, this runtime has {API_VERSION}"
+                )
                 found[name] = (None, Refusal("unsupported", said))
             elif isinstance(answer, Platform):
                 found[name] = (answer, None)
@@ -167,7 +169,9 @@ def _check_names(wanted: list[str] | None, known: set[str]) -> None:
     for name in wanted or ():
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(sorted(known))}"
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(sorted(known))}"
+            )
             raise ConfigError(f"--plugins {name!r}: no such plugin; {hint}")
 
 

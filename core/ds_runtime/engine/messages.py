@@ -41,7 +41,7 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
-    """One position: the chosen token, its log-probability, and (id, log-probability) of the best."""
+    """One position: the token, its log-probability, and (id, log-probability) of the best."""
 
     token: int
     logprob: float

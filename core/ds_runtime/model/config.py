@@ -88,16 +88,14 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """(nope + rope)^-½, times m(mscale_all_dim)² under YaRN (V2 and V3 reference code)."""
-        scale = self.qk_head**-0.5
+        scale = float(self.qk_head) ** -0.5
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2
         return scale
 
     def is_moe(self, layer: int) -> bool:
         """Whether this layer's MLP is routed."""
-        return (
-            self.experts > 0 and layer >= self.first_dense and layer % self.moe_every == 0
-        )
+        return self.experts > 0 and layer >= self.first_dense and layer % self.moe_every == 0
 
     def dims(self, tp: int = 1) -> Dims:
         """Geometry for Facts; heads and expert widths are those of one rank."""
@@ -242,9 +240,7 @@ def _leading_dense(kinds: list[str]) -> list[str]:
     return leading
 
 
-def _routing(
-    raw: Mapping[str, Any], get: _Reader, experts: int, v3: bool, where: str
-) -> Routing:
+def _routing(raw: Mapping[str, Any], get: _Reader, experts: int, v3: bool, where: str) -> Routing:
     method = str(raw.get("topk_method") or ("noaux_tc" if v3 else "greedy"))
     scoring = str(raw.get("scoring_func") or ("sigmoid" if v3 else "softmax"))
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
@@ -264,7 +260,9 @@ def _routing(
         scale=float(raw.get("routed_scaling_factor", 1.0)),
     )
     if experts % routing.n_group:
-        raise ConfigError(f"{where}: n_routed_experts {experts} in n_group {routing.n_group} groups")
+        raise ConfigError(
+            f"{where}: n_routed_experts {experts} in n_group {routing.n_group} groups"
+        )
     if routing.top_k > experts // routing.n_group * routing.topk_group:
         raise ConfigError(
             f"{where}: num_experts_per_tok {routing.top_k} is more than topk_group "
@@ -302,7 +300,9 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, Yarn | None]:
 def _dtype(raw: Mapping[str, Any], where: str) -> Literal["bfloat16", "float16", "float32"]:
     name = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
     if name not in ("bfloat16", "float16", "float32"):
-        raise UnsupportedError(f"{where}: torch_dtype {name!r}; supported: bfloat16, float16, float32")
+        raise UnsupportedError(
+            f"{where}: torch_dtype {name!r}; supported: bfloat16, float16, float32"
+        )
     return name  # type: ignore[return-value]
 
 

@@ -27,9 +27,7 @@ def model_sites(config: ModelConfig, format_of: FormatOf, tp: int = 1) -> list[S
         sites += _attention(config, layer, format_of, tp)
         sites += _mlp(config, layer, format_of, tp)
     rows = vocab_rows(config, tp)
-    sites.append(
-        Site("linear", -1, "lm_head", weight_format="dense", shape=(rows, config.hidden))
-    )
+    sites.append(Site("linear", -1, "lm_head", weight_format="dense", shape=(rows, config.hidden)))
     sites += [Site("sample", -1, "sampler"), Site("logprobs", -1, "sampler")]
     return sites
 
@@ -89,9 +87,7 @@ def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list[Site]
     return sites
 
 
-def _swiglu(
-    c: ModelConfig, layer: int, module: str, width: int, format_of: FormatOf
-) -> list[Site]:
+def _swiglu(c: ModelConfig, layer: int, module: str, width: int, format_of: FormatOf) -> list[Site]:
     fmt = format_of(f"model.layers.{layer}.{module}.gate_proj")
     return [
         Site("silu_mul", layer, module),

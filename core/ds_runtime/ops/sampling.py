@@ -43,8 +43,9 @@ class Logprobs(Protocol):
     values float32 [rows, top_n], top_ids int64 [rows, top_n]), falling, lower id first at ties.
     """
 
-    def __call__(self, logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
-        ...
+    def __call__(
+        self, logits: Tensor, ids: Tensor, top_n: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 SAMPLE = Op(

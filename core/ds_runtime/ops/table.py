@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ds_runtime.ops import activation, attention, cache, linear, moe, norm, rope, sampling
 from ds_runtime.ops.spec import Op
@@ -81,4 +81,4 @@ class Ops:
     def of(bound: dict[str, object], site: str) -> Ops:
         """A view from op name → callable or object; the rest raises when used."""
         values = {f.name: bound.get(f.name, _Unbound(f.name, site)) for f in fields(Ops)}
-        return Ops(**cast("dict[str, object]", values))  # type: ignore[arg-type]
+        return Ops(**values)  # type: ignore[arg-type]

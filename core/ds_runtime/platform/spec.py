@@ -81,7 +81,9 @@ class Platform(ABC):
     def memory(self, rank: int = 0) -> MemoryInfo:
         """Total and free memory now."""
 
-    def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+    def init_worker(  # noqa: B027 (optional: most devices need nothing)
+        self, rank: int, size: int, threads: int | None = None
+    ) -> None:
         """Called once in each rank's process before any tensor exists (threads, affinity)."""
 
     def communicator(
@@ -93,5 +95,5 @@ class Platform(ABC):
         """
         raise NotImplementedError(f"platform {self.name} has no communicator")
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027 (optional: synchronous devices need nothing)
         """Wait until the device has finished all work of this process."""
