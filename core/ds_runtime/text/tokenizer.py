@@ -1,0 +1,156 @@
+"""A checkpoint's tokenizer: text to ids, ids to text, and the bytes behind every id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
+
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer as Hugging Face lays it out.
+
+    `bos_id` and `eos_ids` are what the checkpoint's files say (generation_config.json, config.json
+    and tokenizer_config.json together); `special_tokens` maps names such as "bos_token" to their
+    text, for templates; `special_ids` are the ids that `skip_special` leaves out.
+    """
+
+    def __init__(
+        self, backend: Backend, *, settings: dict[str, Any], eos_ids: Sequence[int] = ()
+    ) -> None:
+        _require_byte_level(backend)
+        self.backend = backend
+        self.settings = settings
+        self.special_tokens = {n: t for n in _NAMED if (t := _content(settings.get(n)))}
+        self.special_ids = frozenset(
+            i for i, t in backend.get_added_tokens_decoder().items() if t.special
+        )
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id = self._id_of("bos_token")
+        own_eos = self._id_of("eos_token")
+        self.eos_ids = tuple(dict.fromkeys([*eos_ids, *(() if own_eos is None else (own_eos,))]))
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read tokenizer.json and its neighbours; CheckpointError names what is missing."""
+        root = Path(folder)
+        path = root / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{root}: no tokenizer.json. Copy tokenizer.json and tokenizer_config.json of the "
+                "model into this folder, or save them with transformers' "
+                "AutoTokenizer.save_pretrained"
+            )
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as e:  # the library raises bare Exception
+            raise CheckpointError(f"{path} cannot be read: {e}. Download the file again") from e
+        eos: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            value = read_json(root / name).get("eos_token_id")
+            eos += [value] if isinstance(value, int) else list(value or ())
+        settings = read_json(root / "tokenizer_config.json")
+        return cls(backend, settings=settings, eos_ids=eos)
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Ids of `text`. `add_special` puts BOS first where the checkpoint asks for it.
+
+        Text that begins with BOS already does not get a second one. RequestError when the text
+        holds unpaired surrogates.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError(
+                f"the text holds an unpaired surrogate at character {e.start}: send valid Unicode"
+            ) from e
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        if not add_special or self.bos_id is None:
+            return ids
+        if ids[:2] == [self.bos_id, self.bos_id]:
+            return ids[1:]
+        if self.settings.get("add_bos_token") is True and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for; none for an id outside the vocabulary."""
+        known = self._bytes.get(token)
+        if known is None:
+            text = self.backend.id_to_token(token)
+            known = self._bytes[token] = b"" if text is None else _to_bytes(text)
+        return known
+
+    def token_text(self, token: int) -> str:
+        r"""A printable name of `token`: its text, or `bytes:\xe4\xbd` for part of a character."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def _id_of(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        found: int | None = None if text is None else self.backend.token_to_id(text)
+        return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`, or an empty one when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not valid JSON: {e}. Download the file again") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}: an object is needed")
+    return value
+
+
+def _content(value: Any) -> str | None:
+    """A special token's text, which the files give as a string or as an object."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _require_byte_level(backend: Backend) -> None:
+    decoder = json.loads(backend.to_str()).get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    kinds = [str(p.get("type")) for p in parts]
+    if kinds != ["ByteLevel"]:
+        raise UnsupportedError(
+            f"tokenizer.json: decoder {' + '.join(kinds)}; only ByteLevel (every DeepSeek "
+            "tokenizer) is supported"
+        )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's letters: printable bytes stand for themselves, others for 256, 257, …"""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _to_bytes(token: str) -> bytes:
+    # As the decoder does it: a token with one foreign letter is taken as plain text.
+    letters = [_ALPHABET.get(c) for c in token]
+    if any(b is None for b in letters):
+        return token.encode()
+    return bytes(b for b in letters if b is not None)
