@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_runtime.ops.reference.cases import Case, Maker, case
 from ds_runtime.ops.reference.formats import wide
+from ds_runtime.ops.spec import Facts
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Reference of SiluMul."""
     gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype).contiguous()
+
+
+def silu_mul_samples(facts: Facts) -> Iterator[Case]:
+    """Odd widths, strides, both ends of the sigmoid."""
+    for tokens, n in ((0, 64), (1, 1), (3, 33), (17, 256)):
+        make = Maker(facts, label := f"{tokens}x{n}")
+        yield case(label, facts, make.normal(tokens, 2 * n))
+    make = Maker(facts, "strided")
+    yield case("strided", facts, make.inside(make.normal(5, 2 * 50)))
+    yield case("large", facts, make.normal(5, 2 * 64, scale=100))
+    yield case("tiny", facts, make.normal(5, 2 * 64, scale=1e-3))

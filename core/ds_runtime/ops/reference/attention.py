@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.batch import Batch, Limits, Segments
+from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
 from ds_runtime.ops.reference.cache import cache_write, gather_rows
+from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved, case, segments, site
 from ds_runtime.ops.reference.formats import torch_dtype, wide
 from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.reference.rope import rope
@@ -165,3 +167,117 @@ def mla_prologue(
     q_rope, k_rope = rope(q[..., -rope_dim:], kv[:, kv_lora:], positions, cos_sin)
     cache_write(cache, latent, k_rope, slots)
     return q_rope, latent, k_rope
+
+
+_SEGMENTS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], bool], ...] = (
+    ("no sequences", (), (), True),
+    ("one token", (1,), (1,), True),
+    ("causal", (5, 1, 17), (5, 1, 17), True),
+    ("causal behind a prefix", (3, 4), (20, 4), True),
+    ("prefix", (3, 7, 1), (33, 2, 16), False),
+    ("without keys", (3, 2, 4), (0, 5, 0), False),
+    ("without queries", (0, 4, 0), (3, 4, 0), True),
+    ("fewer keys than queries", (6, 2), (2, 1), True),
+)
+
+
+def mha_prefill_samples(facts: Facts) -> Iterator[Case]:
+    """Ragged, empty and prefixed sequences; slices of wider heads; sharp softmax."""
+    d_v = facts.dims["v"]
+    d_qk = facts.dims["qk_nope"] + facts.dims["qk_rope"]
+    heads = facts.dims["heads"]
+    for label, q_lens, k_lens, causal in _SEGMENTS:
+        make = Maker(facts, label)
+        q_segs, k_segs = segments(*q_lens), segments(*k_lens)
+        q, k = make.normal(q_segs.total, heads, d_qk), make.normal(k_segs.total, heads, d_qk)
+        v = make.inside(make.normal(k_segs.total, heads, d_v), d_qk, 0)
+        yield case(label, facts, q, k, v, q_segs, k_segs, causal, d_qk**-0.5)
+    make, segs = Maker(facts, "sharp"), segments(9, 2)
+    q, k = make.inside(make.normal(11, heads, d_qk)), make.normal(11, heads, d_qk)
+    v = make.normal(11, heads, d_v, scale=50)
+    yield case("sharp", facts, q, k, v, segs, segs, True, 2.0)
+
+
+def merge_state_samples(facts: Facts) -> Iterator[Case]:
+    """Parts without keys, one part far heavier than the other."""
+    for tokens, heads, d in ((0, 2, 8), (1, 1, 3), (9, 3, 32)):
+        make = Maker(facts, label := f"{tokens}x{heads}x{d}")
+        out_a, out_b = make.normal(tokens, heads, d), make.normal(tokens, heads, d)
+        lse_a, lse_b = (make.normal(tokens, heads, scale=5, dtype=torch.float32) for _ in "ab")
+        yield case(label, facts, out_a, lse_a, out_b, lse_b)
+    inf = float("-inf")
+    lse_a = torch.tensor([[inf, inf], [3.0, inf], [80.0, -90.0]])
+    lse_b = torch.tensor([[inf, 2.0], [inf, -4.0], [-80.0, 90.0]])
+    make = Maker(facts, "empty parts")
+    out_a, out_b = make.normal(3, 2, 16), make.normal(3, 2, 16)
+    out_a[lse_a == inf], out_b[lse_b == inf] = 0, 0
+    yield case("empty parts", facts, out_a, lse_a, out_b, lse_b)
+
+
+def mla_decode_samples(facts: Facts) -> Iterator[Case]:
+    """One state over several steps: shuffled pages, NaN wherever nobody may look."""
+    page, heads = facts.page_size, facts.dims["heads"]
+    width = facts.dims["kv_lora"] + facts.dims["qk_rope"]
+    steps: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
+        ("one token", ((1,),)),
+        ("page edges", ((page, page + 1, 2 * page, 1), (page - 1, 3 * page + 2))),
+        ("many, then few, then none", (tuple(range(1, 20)), (7,), ())),
+        ("long", ((1000, 3),)),
+    )
+    for label, batches in steps:
+        make = Maker(facts, label)
+        pages = max(-(-n // page) for lens in batches for n in lens) + 1
+        limits = Limits(64, 24, pages, page, heads, torch.device("cpu"))
+        calls = [Call((limits,), method="state", save="state")]
+        for lens in batches:
+            cache, table = make.paged(lens)
+            calls.append(Call((Saved("state"), decode_batch(lens, table)), "prepare", save="none"))
+            q = make.normal(len(lens), heads, width, scale=2)
+            calls.append(Call((Saved("state"), q, cache, width**-0.5), method="run"))
+        yield Case(label, facts, tuple(calls))
+
+
+def decode_batch(lens: tuple[int, ...], table: Tensor) -> Batch:
+    """A step of one new token for each of the sequences of these cached lengths."""
+    size = len(lens)
+    none = torch.zeros(size, dtype=torch.int64)
+    device_lens = torch.tensor(lens, dtype=torch.int32)
+    decode = DecodePart(table, device_lens, lens) if size else None
+    return Batch(none, device_lens.to(torch.int64) - 1, none - 1, torch.arange(size), decode)
+
+
+def mla_absorb_samples(facts: Facts) -> Iterator[Case]:
+    """The three uses of one packing, on slices of wider tensors, dense and FP8."""
+    shapes = (("dense", 0), ("fp8_block", 0), ("fp8_block", 64))
+    for fmt, cut in shapes:
+        make = Maker(facts, f"{fmt} {cut}")
+        heads, nope, v = (facts.dims[name] for name in ("heads", "qk_nope", "v"))
+        kv_lora = facts.dims["kv_lora"]
+        weight = make.weight(heads * (nope + v), kv_lora, fmt, offset=(cut, 0))
+        here = site(facts, weight)
+        calls = [Call((weight, here), method="pack", save="packed")]
+        packed = Saved("packed")
+        for tokens in (0, 1, 5):
+            latent, x = make.normal(tokens, kv_lora), make.normal(tokens, heads, kv_lora)
+            q_nope = make.inside(make.normal(tokens, heads, nope), 0, 8)
+            calls.append(Call((make.inside(latent, 0, 8), packed), method="expand"))
+            calls.append(Call((q_nope, packed), method="apply_q"))
+            calls.append(Call((x, packed), method="apply_v"))
+        foreign = Packed("nobody.nothing", weight.shape, {}, 0)
+        calls.append(Call((make.normal(1, kv_lora), foreign), "expand", raises=TypeError))
+        yield Case(f"{fmt}, offset {cut}", here, tuple(calls))
+
+
+def mla_prologue_samples(facts: Facts) -> Iterator[Case]:
+    """As the model calls it: full q heads, joined kv rows, some tokens being padding."""
+    nope, rope_dim, kv_lora = (facts.dims[name] for name in ("qk_nope", "qk_rope", "kv_lora"))
+    for tokens, heads, padding in ((0, 2, 0), (1, 1, 0), (11, 3, 2)):
+        make = Maker(facts, label := f"{tokens} tokens, {heads} heads")
+        cache, _ = make.paged((tokens + 4, 3))
+        slots = make.order(cache.rows.shape[0])[:tokens]
+        slots[:padding] = -1
+        q = make.normal(tokens, heads, nope + rope_dim)
+        kv = make.inside(make.normal(tokens, kv_lora + rope_dim), 16, 0)
+        positions, table = make.integers(0, 90, tokens), make.cos_sin(90, rope_dim)
+        args = (q, kv, make.normal(kv_lora), 1e-6, positions, table, cache, slots)
+        yield case(label, facts, *args, written=(6,))

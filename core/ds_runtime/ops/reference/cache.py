@@ -6,12 +6,14 @@ then the rotated key. Slot s is row s % page_size of page s // page_size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
+from ds_runtime.ops.reference.cases import Case, Maker, case, segments
 from ds_runtime.ops.reference.formats import torch_dtype
 from ds_runtime.ops.spec import Facts
 
@@ -53,3 +55,36 @@ def cache_gather(
         rows.append(gather_rows(cache, pages, start, length))
     dense = torch.cat(rows).to(dtype)  # [sum, kv_lora + rope]
     return dense[:, :kv_lora], dense[:, kv_lora:]
+
+
+def cache_write_samples(facts: Facts) -> Iterator[Case]:
+    """Shuffled slots, padding, slices of wider rows; every other row must stay as it was."""
+    latent, rope = facts.dims["kv_lora"], facts.dims["qk_rope"]
+    for tokens, padding in ((0, 0), (1, 0), (7, 3), (2 * facts.page_size + 1, 2)):
+        make = Maker(facts, label := f"{tokens} tokens, {padding} padding")
+        cache, _ = make.paged((tokens + 5, 3))
+        slots = make.order(cache.rows.shape[0])[:tokens]
+        slots[:padding] = -1
+        values = make.inside(make.normal(tokens, latent)), make.inside(make.normal(tokens, rope))
+        yield case(label, facts, cache, *values, slots, written=(0,))
+    make = Maker(facts, "only padding")
+    cache, _ = make.paged((9,))
+    values = make.normal(2, latent), make.normal(2, rope)
+    yield case("only padding", facts, cache, *values, torch.tensor([-1, -7]), written=(0,))
+
+
+def cache_gather_samples(facts: Facts) -> Iterator[Case]:
+    """Ranges that start and end anywhere, empty ranges, no sequences."""
+    page, latent = facts.page_size, facts.dims["kv_lora"]
+    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = (
+        ("no sequences", (), (), ()),
+        ("one token", (1,), (0,), (1,)),
+        ("whole pages", (2 * page, page), (0, 0), (2 * page, page)),
+        ("middles", (3 * page + 1, page + 3, 5), (page - 1, 1, 2), (page + 2, page + 2, 3)),
+        ("empty ranges", (7, 2, 9), (7, 0, 4), (0, 2, 0)),
+    )
+    for label, lens, starts, counts in shapes:
+        cache, table = Maker(facts, label).paged(lens)
+        first = torch.tensor(starts, dtype=torch.int64)
+        dtype = torch_dtype(facts.dtype)
+        yield case(label, facts, cache, table, first, segments(*counts), latent, dtype)

@@ -7,10 +7,13 @@ by a pin.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved, case, site
 from ds_runtime.ops.reference.formats import decode_scale, torch_dtype, wide
 from ds_runtime.ops.spec import Facts
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
@@ -114,3 +117,68 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
         scale = torch.ldexp(torch.ones_like(scale), exponent)
     q = (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return q.to(torch.float8_e4m3fn).reshape(tokens, n), scale
+
+
+def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
+    facts = site(facts, weight)
+    foreign = Packed("nobody.nothing", weight.shape, {}, 0)
+    return Case(
+        label,
+        facts,
+        (
+            Call((weight, facts), method="pack", save="packed"),
+            *(Call((x, Saved("packed")), method="apply") for x in inputs),
+            Call((inputs[-1], foreign), method="apply", raises=TypeError),
+        ),
+    )
+
+
+def linear_samples(facts: Facts) -> Iterator[Case]:
+    """Dense and FP8 weights, joined parts, partial blocks, shards that cut a block."""
+    for out, n in ((1, 1), (3, 5), (64, 128), (130, 70), (257, 384)):
+        make = Maker(facts, label := f"dense {out}x{n}")
+        inputs = [make.normal(tokens, n) for tokens in (0, 1, 2, 5, 17, 33)]
+        yield _linear_case(label, facts, make.weight(out, n), *inputs)
+    make = Maker(facts, "dense parts")
+    weight = make.weight(160, 96, parts=(96, 33, 31))
+    yield _linear_case("dense parts, strided", facts, weight, make.inside(make.normal(4, 96)))
+    weight = make.weight(48, 64, dtype=torch.bfloat16)
+    yield _linear_case("bfloat16 weight, large", facts, weight, make.normal(3, 64, scale=500))
+    blocks = (
+        ("fp8", (256, 256), (), (0, 0), "float32"),
+        ("fp8 partial", (200, 330), (), (0, 0), "float32"),
+        ("fp8 small", (7, 64), (), (0, 0), "bfloat16"),
+        ("fp8 cut rows", (192, 256), (), (64, 0), "float32"),
+        ("fp8 cut columns", (128, 192), (), (0, 64), "float32"),
+        ("fp8 cut both", (100, 150), (), (37, 101), "float32"),
+        ("fp8 parts", (576, 128), (320, 256), (0, 0), "float32"),
+        ("fp8 power-of-two scales", (256, 384), (), (0, 0), "ue8m0"),
+    )
+    for label, (out, n), parts, offset, scale in blocks:
+        make = Maker(facts, label)
+        weight = make.weight(out, n, "fp8_block", parts, offset, scale)
+        inputs = [make.normal(tokens, n) for tokens in (0, 1, 6)]
+        yield _linear_case(label, facts, weight, *inputs, make.inside(make.normal(19, n)))
+
+
+def embed_samples(facts: Facts) -> Iterator[Case]:
+    """Shards of a vocabulary: ids before, inside and after it."""
+    for tokens, start in ((0, 0), (1, 0), (9, 0), (40, 32)):
+        make = Maker(facts, label := f"{tokens} tokens from {start}")
+        table = make.normal(32, 48)
+        yield case(label, facts, make.integers(0, start + 64, tokens), table, start)
+    make = Maker(facts, "all elsewhere")
+    yield case("all elsewhere", facts, make.integers(0, 10, 5), make.normal(6, 33), 10)
+
+
+def quantize_group_samples(facts: Facts) -> Iterator[Case]:
+    """Both scale kinds, strides, a group of zeros, outliers."""
+    for ue8m0 in (False, True):
+        kind = "power-of-two" if ue8m0 else "float"
+        for tokens, n in ((0, 128), (1, 128), (7, 384)):
+            make = Maker(facts, label := f"{kind} {tokens}x{n}")
+            yield case(label, facts, make.normal(tokens, n), 128, ue8m0)
+        make = Maker(facts, f"{kind} awkward")
+        x = make.normal(5, 256)
+        x[1, :128], x[2, 7], x[3] = 0, 3e4, x[3] * 1e-6
+        yield case(f"{kind} awkward", facts, make.inside(x), 128, ue8m0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.reference.cases import Call, Case, Maker, case
 from ds_runtime.ops.reference.formats import wide
+from ds_runtime.ops.spec import Facts
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,3 +24,35 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Reference of AddRmsNorm: the composition."""
     summed = (x + residual).contiguous()
     return rms_norm(summed, weight, eps), summed
+
+
+def rms_norm_samples(facts: Facts) -> Iterator[Case]:
+    """Sizes, strides, extremes, a float32 weight beside low-precision activations."""
+    for tokens, hidden in ((0, 64), (1, 1), (1, 576), (3, 129), (17, 512)):
+        make = Maker(facts, label := f"{tokens}x{hidden}")
+        yield case(label, facts, make.normal(tokens, hidden), make.normal(hidden), 1e-6)
+    for label, scale in (("large", 1e4), ("tiny", 1e-4)):
+        make = Maker(facts, label)
+        yield case(label, facts, make.normal(5, 192, scale=scale), make.normal(192), 1e-6)
+    make = Maker(facts, "strided")
+    yield case("strided", facts, make.inside(make.normal(9, 200)), make.normal(200), 1e-5)
+    x = make.normal(4, 128)
+    x[2] = 0
+    yield case("zero row", facts, x, make.normal(128), 1e-6)
+    weight = make.normal(128, dtype=torch.float32)
+    yield case("float32 weight", facts, make.normal(6, 128), weight, 1e-6)
+
+
+def add_rms_norm_samples(facts: Facts) -> Iterator[Case]:
+    """As for rms_norm; the kernel may overwrite the residual."""
+    shapes = ((0, 64), (1, 7), (3, 130), (33, 512))
+    for tokens, hidden in shapes:
+        make = Maker(facts, label := f"{tokens}x{hidden}")
+        x, residual = make.normal(tokens, hidden), make.normal(tokens, hidden, scale=3)
+        yield Case(label, facts, (Call((x, residual, make.normal(hidden), 1e-6), free=(1,)),))
+    make = Maker(facts, "strided")
+    x, residual = make.inside(make.normal(5, 96)), make.inside(make.normal(5, 96), 1, 2)
+    yield Case("strided", facts, (Call((x, residual, make.normal(96), 1e-6), free=(1,)),))
+    x, residual = make.normal(5, 96, scale=100), make.normal(5, 96, scale=1e4)
+    weight = make.normal(96, dtype=torch.float32)
+    yield Case("large, float32 weight", facts, (Call((x, residual, weight, 1e-6), free=(1,)),))
