@@ -1,0 +1,98 @@
+"""Scores of raw model text: sums and tool calls in the V3 format. Pure functions, no torch.
+
+Raw text is what the model wrote after the prompt with its marker tokens kept; a closing
+end-of-sentence token may or may not be there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+EOS = "<｜end▁of▁sentence｜>"
+_NUMBER = re.compile(r"-?\d+")
+_CALLS = re.compile(r"<｜tool▁calls▁begin｜>(?P<body>.*)<｜tool▁calls▁end｜>", re.DOTALL)
+_CALL = re.compile(
+    r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n<]+)\n"
+    r"```json\n(?P<arguments>.*?)\n```<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+
+
+def final_text(raw: str) -> str:
+    """The text after the last `</think>`, without the closing token and outer white space."""
+    return raw.removesuffix(EOS).rsplit("</think>", 1)[-1].strip()
+
+
+def sum_answer(raw: str) -> int | None:
+    """The number a sum's answer consists of, or None if it is anything but one number."""
+    text = final_text(raw)
+    return int(text) if _NUMBER.fullmatch(text) else None
+
+
+def sum_correct(raw: str, expected: int) -> bool:
+    """Whether the answer is exactly the expected number (after an optional trace)."""
+    return sum_answer(raw) == expected
+
+
+def parse_calls(raw: str) -> list[dict[str, Any]] | None:
+    """The tool calls `{name, arguments}` of a raw answer, or None unless it is well formed.
+
+    Well formed means: nothing but one block of calls, each with a function name and a fenced
+    JSON object, one line break between calls, at most a closing end-of-sentence token.
+    """
+    block = _CALLS.fullmatch(raw.removesuffix(EOS))
+    if block is None:
+        return None
+    calls: list[dict[str, Any]] = []
+    position, body = 0, block["body"]
+    while position < len(body):
+        if calls:
+            if body[position] != "\n":
+                return None
+            position += 1
+        match = _CALL.match(body, position)
+        if match is None:
+            return None
+        try:
+            arguments = json.loads(match["arguments"])
+        except ValueError:
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        calls.append({"name": match["name"], "arguments": arguments})
+        position = match.end()
+    return calls or None
+
+
+def same_value(got: Any, expected: Any) -> bool:
+    """JSON equality that tells true from 1 and treats 5 and 5.0 as equal numbers."""
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return got is expected
+    if isinstance(got, int | float) and isinstance(expected, int | float):
+        return got == expected
+    if type(got) is not type(expected):
+        return False
+    if isinstance(got, dict):
+        return got.keys() == expected.keys() and all(same_value(got[k], expected[k]) for k in got)
+    if isinstance(got, list):
+        return len(got) == len(expected) and all(map(same_value, got, expected))
+    return bool(got == expected)
+
+
+def calls_correct(raw: str, expected: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the raw text is well formed and names exactly the expected calls, in order."""
+    calls = parse_calls(raw)
+    if calls is None or len(calls) != len(expected):
+        return False
+    return all(
+        got["name"] == want["name"] and same_value(got["arguments"], dict(want["arguments"]))
+        for got, want in zip(calls, expected, strict=True)
+    )
+
+
+def agreement(pairs: Sequence[tuple[int, int]]) -> float:
+    """Share of equal (draft token, model token) pairs; 0.0 for none."""
+    return sum(a == b for a, b in pairs) / len(pairs) if pairs else 0.0
