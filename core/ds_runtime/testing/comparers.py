@@ -1,0 +1,93 @@
+"""How results are compared with the oracle's, where a contract leaves freedom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.ops.reference.moe import group_scores, mask_groups, scores_and_choice
+from ds_runtime.ops.spec import Routing
+from ds_runtime.testing.numerics import disagreement, relative_error
+
+Verdict = tuple[float, str]
+
+_GAP = 1e-5  # scores closer than this, relative to the largest, count as tied
+
+
+def compare(
+    op: str, args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """(worst relative error, "" or what is wrong). `args` are the oracle's, decoded to float64."""
+    special = _SPECIAL.get(op)
+    if special is not None:
+        return special(args, got, want, tolerance)
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        error, failure = disagreement(a, b, tolerance)
+        if failure:
+            return error, f"result {i}: {failure}"
+        worst = max(worst, error)
+    return worst, ""
+
+
+def settled_tokens(logits: Tensor, bias: Tensor | None, routing: Routing) -> Tensor:
+    """Tokens whose choice of groups and experts is clear by more than rounding: bool [tokens]."""
+    _, choice = scores_and_choice(logits, bias, routing)
+    slack = _GAP * choice.abs().amax(-1)
+    settled = _gap(mask_groups(choice, routing), routing.top_k) > slack
+    if routing.method != "greedy" and routing.topk_group < routing.n_group:
+        settled &= _gap(group_scores(choice, routing), routing.topk_group) > slack
+    return settled
+
+
+def _gap(scores: Tensor, k: int) -> Tensor:
+    if k >= scores.shape[-1]:
+        return torch.full(scores.shape[:-1], float("inf"), dtype=scores.dtype)
+    ordered = scores.sort(-1, descending=True).values
+    return ordered[:, k - 1] - ordered[:, k]
+
+
+def _compare_route(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    logits, bias, routing = args
+    weights, ids = (t.cpu() for t in got)
+    experts = routing.num_experts
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= experts):
+        return float("inf"), f"ids outside [0, {experts})"
+    ordered = ids.long().sort(-1).values
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        return float("inf"), "an expert is chosen twice for one token"
+    settled = settled_tokens(logits, bias, routing)
+    if not torch.equal(ordered[settled], want[1].long().sort(-1).values[settled]):
+        return float("inf"), "chooses other experts where the choice is clear"
+    expected = scores_and_choice(logits, bias, routing)[0].gather(1, ids.long())
+    if routing.renormalize:
+        expected = expected / (expected.sum(-1, keepdim=True) + 1e-20)
+    return disagreement(weights, expected * routing.scale, tolerance)
+
+
+def _compare_quantised(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    group, ue8m0 = args[1], args[2]
+    scale = got[1].cpu()
+    if ue8m0 and not (torch.frexp(scale)[0] == 0.5).all():
+        return float("inf"), "a scale is no power of two"
+    if (error := relative_error(scale, want[1])) > 1e-5:
+        return error, f"scales: relative error {error:.3g} is above 1e-05"
+    return disagreement(_decode(got, group), _decode(want, group), tolerance)
+
+
+def _decode(pair: Sequence[Tensor], group: int) -> Tensor:
+    q, scale = (t.cpu().to(torch.float64) for t in pair)
+    return q * scale.repeat_interleave(group, dim=-1)
+
+
+_SPECIAL: dict[str, Callable[..., Verdict]] = {
+    "route": _compare_route,
+    "quantize_group": _compare_quantised,
+}
