@@ -13,16 +13,18 @@ from typing import Any
 
 from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
-from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.model.config import ModelConfig, load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.sites import model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all
-from ds_runtime.ops.spec import DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.ops.spec import Change, DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.plan import Plan, check_against, make_rows
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import Plugins, load_plugins
+
+DECIDED = frozenset({"model", "platform", "plugins", "tp", "pin", "plan"})  # before ds_defaults
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Assembly:
     binding: Binding
     plan: Plan
     plugins: Plugins
+    offers: Offers
     others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here
 
 
@@ -51,7 +54,7 @@ def assemble(
     """
     plugins = load_plugins(config.plugins, extra_plugins)
     platform, others = select_platform(plugins, config.platform)
-    device = platform.info(0)
+    device = _device(platform)
     folder = resolve_model(config.model)
     model = load_config(folder)
     model.check_tp(config.tp)
@@ -60,6 +63,7 @@ def assemble(
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
     facts = _facts(config, model, device)
     offers = plugins.offers(facts)
+    _check_platform_alive(platform, plugins)
     loader = find_loader(offers, model)
 
     def format_of(module: str) -> str:
@@ -83,8 +87,48 @@ def assemble(
     if config.plan:
         check_against(plan, config.plan)
     return Assembly(
-        config, folder, model, platform, device, facts, loader, binding, plan, plugins, others
+        config=config,
+        folder=folder,
+        model=model,
+        platform=platform,
+        device=device,
+        facts=facts,
+        loader=loader,
+        binding=binding,
+        plan=plan,
+        plugins=plugins,
+        offers=offers,
+        others=_refused(plugins, others),
     )
+
+
+def _device(platform: Platform) -> DeviceInfo:
+    try:
+        return platform.info(0)
+    except Exception as e:
+        raise PluginError(
+            f"platform {platform.name}: info() raised {type(e).__name__}: {e}; name another with "
+            "--platform"
+        ) from e
+
+
+def _check_platform_alive(platform: Platform, plugins: Plugins) -> None:
+    """A platform whose own plugin broke would run on references alone: refuse instead."""
+    module = type(platform).__module__.partition(".")[0]
+    for report in plugins.reports.values():
+        if report.refusal is not None and report.module.partition(".")[0] == module:
+            raise PluginError(
+                f"plugin {report.name}, which brings platform {platform.name}, is "
+                f"{report.refusal}; ds-runtime plugins --verbose shows its traceback"
+            )
+
+
+def _refused(
+    plugins: Plugins, others: tuple[tuple[str, Refusal], ...]
+) -> tuple[tuple[str, Refusal], ...]:
+    """Platforms that do not run here, and plugins that failed since."""
+    failed = {r.name: r.refusal for r in plugins.reports.values() if r.refusal is not None}
+    return tuple(sorted({**dict(others), **failed}.items()))
 
 
 def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Facts:
@@ -111,7 +155,7 @@ def _auto_dtype(config: EngineConfig, model: ModelConfig, device: DeviceInfo) ->
 
 def find_loader(offers: Offers, model: ModelConfig) -> QuantLoader:
     """The loader that reads the checkpoint's quantisation; UnsupportedError lists what is read."""
-    for loader in offers.quant_loaders:
+    for loader in sorted(offers.quant_loaders, key=lambda x: x.provider not in offers.third_party):
         if loader.accepts(model.quantization):
             return loader
     method = model.quantization.get("quant_method", "none")
@@ -126,12 +170,19 @@ def _apply_defaults(
     config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
 ) -> tuple[EngineConfig, list[tuple[str, str, str, str]]]:
     """Apply the plugins' Changes to fields that the user left alone; conflicts are errors."""
-    known = {f.name for f in fields(config)}
+    known = {f.name for f in fields(config)} - DECIDED
     wishes: dict[str, tuple[Any, str, str]] = {}
     for plugin, changes in plugins.call("ds_defaults", config=config, facts=facts):
         for change in changes or ():
+            if not isinstance(change, Change):
+                raise PluginError(f"plugin {plugin}: ds_defaults returned {change!r}, no Change")
             if change.field not in known:
-                raise ConfigError(f"plugin {plugin}: ds_defaults changes unknown {change.field!r}")
+                raise PluginError(
+                    f"plugin {plugin}: ds_defaults may not change {change.field!r}; it may "
+                    f"change {', '.join(sorted(known))}"
+                )
+            if change.field in explicit:
+                continue
             other = wishes.get(change.field)
             if other is not None and other[0] != change.value:
                 flag = "--" + change.field.replace("_", "-")
@@ -139,10 +190,10 @@ def _apply_defaults(
                     f"plugins {other[1]} and {plugin} want {flag} {other[0]!r} and "
                     f"{change.value!r}: set {flag} yourself"
                 )
-            wishes[change.field] = (change.value, plugin, change.because)
+            wishes.setdefault(change.field, (change.value, plugin, change.because))
     log, values = [], {}
     for name, (value, plugin, because) in sorted(wishes.items()):
-        if name in explicit or getattr(config, name) == value:
+        if getattr(config, name) == value:
             continue
         log.append((name, f"{getattr(config, name)!r} → {value!r}", plugin, because))
         values[name] = value

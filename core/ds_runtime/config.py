@@ -46,7 +46,7 @@ class EngineConfig:
     prefix_cache: bool = _f(True, "reuse the KV of equal prompt beginnings")
     deterministic: bool = _f(False, "bind only kernels that give the same bits every run")
     strict_ops: bool = _f(False, "stop if a heavy op would fall to the reference")
-    pin: tuple[str, ...] = _f((), "OP[@SITE-GLOB]=KERNEL, repeatable: use this kernel")
+    pin: tuple[str, ...] = _f((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
     plan: str | None = _f(None, "refuse to start unless the binding equals this plan file")
     chat_template: str | None = _f(None, "jinja file used instead of the checkpoint's template")
     dist_timeout: int = _f(600, "seconds that ranks wait for each other")

@@ -77,7 +77,11 @@ def ds_observer(config: EngineConfig) -> Any:
 
 @hookspec
 def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
-    """Add subcommands to the command line. Called while it is built; stay import-light."""
+    """Add subcommands to the command line. Called while it is built; stay import-light.
+
+    Each parser sets `run`, a function of the namespace that returns the exit code (None: 0):
+    `subcommands.add_parser("name", help="…").set_defaults(run=function)`.
+    """
 
 
 @hookspec

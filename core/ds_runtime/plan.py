@@ -136,13 +136,29 @@ def _by_site(plan: Mapping[str, Any]) -> dict[str, str]:
 
 def check_against(plan: Plan, path: str) -> None:
     """Raise ConfigError with the differences if `path` holds another plan."""
-    try:
-        locked = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"--plan {path}: cannot be read: {e}") from e
     mine = json.loads(json.dumps(plan.to_dict(), default=list))
-    if said := difference(mine, locked):
-        raise ConfigError(f"--plan {path}: the binding differs: " + "; ".join(said))
+    if said := difference(mine, read_plan(path)):
+        raise ConfigError(
+            f"--plan {path}: the binding differs: " + "; ".join(said) + "; if that is meant, "
+            f"lock again: ds-runtime plan lock {path}"
+        )
+
+
+def read_plan(path: str | Path) -> dict[str, Any]:
+    """A locked plan as a dict. Raises ConfigError if it is none."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"plan {path}: cannot be read: {e}") from e
+    rows = found.get("rows") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all({"op", "kernel", "sites"} <= r.keys() for r in rows):
+        raise ConfigError(f"plan {path}: is no plan; write one with ds-runtime plan lock FILE")
+    if found.get("format") != FORMAT:
+        raise ConfigError(
+            f"plan {path}: format {found.get('format')!r}, this runtime reads {FORMAT}; "
+            "lock it again with ds-runtime plan lock FILE"
+        )
+    return dict(found)
 
 
 def render(plan: Plan, verbose: bool = True) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pluggy
 
-from ds_runtime import hookspecs
+from ds_runtime import __version__, hookspecs
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.spec import (
     API_VERSION,
@@ -29,6 +29,7 @@ from ds_runtime.ops.spec import (
     QuantLoader,
     Refusal,
 )
+from ds_runtime.ops.table import OPS
 from ds_runtime.platform.spec import Platform
 
 GROUP = "ds_runtime"
@@ -57,10 +58,15 @@ class Plugins:
     reports: dict[str, PluginReport] = field(default_factory=dict)
     calls: int = 0
 
-    def call(self, hook: str, **kwargs: Any) -> list[tuple[str, Any]]:
-        """(plugin name, result) of all that implement `hook`; one that raises is dropped."""
+    def call(self, hook: str, only: str | None = None, **kwargs: Any) -> list[tuple[str, Any]]:
+        """(plugin name, result) of all that implement `hook`; one that raises is dropped.
+
+        `only` asks one plugin alone.
+        """
         results = []
         for name, function, arguments in self._implementations(hook):
+            if only is not None and name != only:
+                continue
             try:
                 self.calls += 1
                 if os.environ.get("DS_TRACE_PLUGINS"):
@@ -85,6 +91,10 @@ class Plugins:
             refusal,
         )
 
+    def implementing(self, hook: str) -> list[str]:
+        """Names of the plugins that implement `hook`, sorted."""
+        return [name for name, _, _ in self._implementations(hook)]
+
     def _implementations(self, hook: str) -> list[tuple[str, Any, Sequence[str]]]:
         caller = getattr(self.manager.hook, hook)
         found = [
@@ -97,26 +107,29 @@ class Plugins:
         collected: dict[str, list[Any]] = {}
         for hook in hookspecs.OFFER_HOOKS:
             for name, offered in self.call(hook, facts=facts):
-                collected.setdefault(name, []).extend(offered or ())
-        kernels, layouts, loaders = [], [], []
-        for name in sorted(collected):
-            if self.reports[name].refusal is not None:
-                continue  # one of its hooks raised: none of its offers count
-            bad = [o for o in collected[name] if not isinstance(o, Kernel | Layout | QuantLoader)]
-            if bad:
-                self.drop(name, _broken(f"offers {bad[0]!r}, which is no Kernel, Layout or loader"))
-                continue
-            kernels += [o for o in collected[name] if isinstance(o, Kernel)]
-            layouts += [o for o in collected[name] if isinstance(o, Layout)]
-            loaders += [o for o in collected[name] if isinstance(o, QuantLoader)]
-        third = {
-            k.provider
-            for n, found in collected.items()
-            if self.reports[n].third_party
-            for k in found
-            if isinstance(k, Kernel)
-        }
-        return Offers(tuple(kernels), tuple(layouts), tuple(loaders), frozenset(third))
+                self._collect(name, hook, offered, collected)
+        owners: dict[str, str] = {}
+        for name in sorted(collected, key=lambda n: (self.reports[n].third_party, n)):
+            if self.reports[name].refusal is None and (why := _bad(collected[name], name, owners)):
+                self.drop(name, _broken(why))
+        kept = [
+            (self.reports[name].third_party, offer)
+            for name in sorted(collected)
+            if self.reports[name].refusal is None  # else one of its hooks failed: nothing counts
+            for offer in collected[name]
+        ]
+        return Offers(
+            tuple(o for _, o in kept if isinstance(o, Kernel)),
+            tuple(o for _, o in kept if isinstance(o, Layout)),
+            tuple(o for _, o in kept if isinstance(o, QuantLoader)),
+            frozenset(o.provider for third, o in kept if third and not isinstance(o, Layout)),
+        )
+
+    def _collect(self, name: str, hook: str, offered: Any, collected: dict[str, list[Any]]) -> None:
+        try:
+            collected.setdefault(name, []).extend(offered or ())
+        except Exception as e:
+            self.drop(name, _broken(f"{hook} returned no sequence: {type(e).__name__}: {e}"))
 
     def platforms(self) -> dict[str, tuple[Platform | None, Refusal | None]]:
         """Every plugin's platform by plugin name, or why it has none here."""
@@ -146,7 +159,7 @@ def load_plugins(names: Iterable[str] | None = None, extra: Iterable[Any] = ()) 
     """
     if names is None and os.environ.get("DS_PLUGINS"):
         names = [n.strip() for n in os.environ["DS_PLUGINS"].split(",") if n.strip()]
-    found = {ep.name: ep for ep in sorted(entry_points(group=GROUP), key=lambda e: e.name)}
+    found = _entries()
     wanted = None if names is None else list(names)
     _check_names(wanted, {*found, *ON_REQUEST, *ALWAYS})
     manager = pluggy.PluginManager(GROUP)
@@ -165,6 +178,27 @@ def load_plugins(names: Iterable[str] | None = None, extra: Iterable[Any] = ()) 
     return plugins
 
 
+def _entries() -> dict[str, EntryPoint]:
+    """Installed entry points by name; a name that is taken gets its distribution as a suffix.
+
+    The runtime's own come first, so that nobody takes the place of a plugin that it ships.
+    """
+    every = sorted(entry_points(group=GROUP), key=lambda e: (_is_third(e), e.name, _dist(e)))
+    found: dict[str, EntryPoint] = {}
+    for entry in every:
+        taken = entry.name in found or entry.name in {*ALWAYS, *ON_REQUEST}
+        found[f"{entry.name}@{_dist(entry)}" if taken else entry.name] = entry
+    return found
+
+
+def _dist(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else OWN_DISTRIBUTION
+
+
+def _is_third(entry: EntryPoint) -> bool:
+    return _dist(entry) != OWN_DISTRIBUTION
+
+
 def _check_names(wanted: list[str] | None, known: set[str]) -> None:
     for name in wanted or ():
         if name not in known:
@@ -179,10 +213,12 @@ def _register(
     plugins: Plugins, name: str, module: Any, entry: EntryPoint | None, third_party: bool = False
 ) -> None:
     """Import, register and validate one plugin; on any failure leave only a refusal."""
+    if name in plugins.reports:
+        raise ConfigError(f"plugin {name!r} is given twice, as {plugins.reports[name].module}")
     dist = entry.dist if entry is not None else None
-    distribution = dist.name if dist is not None else OWN_DISTRIBUTION
+    distribution = dist.name if dist is not None else "" if third_party else OWN_DISTRIBUTION
     third_party = third_party or distribution != OWN_DISTRIBUTION
-    version = dist.version if dist is not None else ""
+    version = dist.version if dist is not None else "" if third_party else __version__
     plugins.reports[name] = PluginReport(name, str(module), distribution, version, third_party)
     try:
         loaded = import_module(module) if isinstance(module, str) else module
@@ -193,4 +229,25 @@ def _register(
 
 
 def _broken(reason: str) -> Refusal:
-    return Refusal("broken", reason, traceback.format_exc())
+    raised = sys.exc_info()[0] is not None
+    return Refusal("broken", reason, traceback.format_exc() if raised else "")
+
+
+def _bad(offers: Sequence[Any], plugin: str, owners: dict[str, str]) -> str:
+    """Why a plugin's offers cannot be used, or ""; claims its provider names in `owners`."""
+    names = set()
+    for offer in offers:
+        if not isinstance(offer, Kernel | Layout | QuantLoader):
+            return f"offers {offer!r}, which is no Kernel, Layout or QuantLoader"
+        if isinstance(offer, Layout):
+            continue
+        owner = owners.setdefault(offer.provider, plugin)
+        if owner != plugin:
+            return f"provider name {offer.provider!r} belongs to plugin {owner}"
+        if isinstance(offer, Kernel):
+            if offer.op.name not in OPS:
+                return f"offers {offer.name} for op {offer.op.name!r}, which does not exist"
+            if (offer.op.name, offer.name) in names:
+                return f"offers two kernels named {offer.name} for {offer.op.name}"
+            names.add((offer.op.name, offer.name))
+    return ""

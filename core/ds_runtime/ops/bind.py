@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.spec import (
     RANK_REFERENCE,
     Decision,
@@ -63,6 +63,11 @@ def site_facts(base: Facts, site: Site) -> Facts:
     )
 
 
+def _part(site: Site, op: str) -> Site:
+    """The site of one part of a composed fusion."""
+    return replace(site, op=op, weight_format="", shape=())
+
+
 def refusal(kernel: Kernel, facts: Facts, tag: str = "") -> str | None:
     """Why this kernel cannot serve here: its own sentence, or what it does not declare."""
     op = kernel.op
@@ -79,7 +84,18 @@ def refusal(kernel: Kernel, facts: Facts, tag: str = "") -> str | None:
         return "not safe under graph capture"
     if op.layout and tag and tag not in kernel.layouts:
         return f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
-    return kernel.refuse(facts)
+    return _own_refusal(kernel, facts)
+
+
+def _own_refusal(kernel: Kernel, facts: Facts) -> str | None:
+    """What the kernel's own `refuse` says; one that fails refuses."""
+    try:
+        said = kernel.refuse(facts)
+    except Exception as e:
+        return f"its refuse() raised {type(e).__name__}: {e}"
+    if said is None or (isinstance(said, str) and said):
+        return said
+    return f"its refuse() returned {said!r}, not None or a sentence"
 
 
 def _order(kernel: Kernel, third_party: frozenset[str]) -> tuple[int, bool, str]:
@@ -119,12 +135,17 @@ class Binder:
 
     def _servable(self, site: Site, tag: str) -> bool:
         facts = site_facts(self.base, site)
-        if OPS[site.op].composition:
+        op = OPS[site.op]
+        kernels, pinned = self._candidates(site)
+        if op.composition and not pinned:
+            kernels = [k for k in kernels if k.rank > RANK_REFERENCE]
+        if any(refusal(k, facts, tag) is None for k in kernels):
             return True
-        return any(refusal(k, facts, tag) is None for k in self.by_op[site.op])
+        parts = [_part(site, p) for p in op.uses] if op.composition and not pinned else []
+        return bool(parts) and all(self._servable(part, tag) for part in parts)
 
     def _candidates(self, site: Site) -> tuple[list[Kernel], bool]:
-        """Kernels in order of preference, and whether a pin named the only one."""
+        """Kernels in order of preference, and whether a pin left only these."""
         kernels = self.by_op[site.op]
         for pin in self.pins:
             if pin.op == site.op and fnmatchcase(site.path, pin.glob):
@@ -134,12 +155,15 @@ class Binder:
                     raise ConfigError(
                         f"--pin {pin.op}={pin.kernel}: no such kernel; offered: {names}"
                     )
-                sentence = refusal(chosen[0], site_facts(self.base, site))
-                if sentence is not None:
+                facts = site_facts(self.base, site)
+                said = [(k.name, refusal(k, facts)) for k in chosen]
+                if all(sentence is not None for _, sentence in said):
+                    refused = "; ".join(f"{name}: {sentence}" for name, sentence in said)
                     raise ConfigError(
-                        f"--pin {pin.op}={pin.kernel}: refused at {site.path}: {sentence}"
+                        f"--pin {pin.op}={pin.kernel}: refused at {site.path}: {refused}; "
+                        f"pin other sites with {pin.op}@GLOB={pin.kernel}"
                     )
-                return chosen[:1], True
+                return chosen, True
         return kernels, False
 
     def decide(self, site: Site, tag: str) -> tuple[Kernel | None, Decision]:
@@ -165,6 +189,8 @@ class Binder:
             return None, decision
         if not accepted:
             said = "; ".join(f"{name}: {sentence}" for name, sentence in refused) or "none offered"
+            if pinned:
+                raise ConfigError(f"--pin: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best = accepted[0]
         return best, Decision(
@@ -208,7 +234,7 @@ def decide_all(
         decisions.append(decision)
         if kernel is None:
             for part in OPS[site.op].uses:
-                needed = replace(site, op=part, weight_format="", shape=())
+                needed = _part(site, part)
                 key = (needed.op, needed.layer, needed.module, needed.phase)
                 if key not in seen:
                     seen.add(key)
@@ -239,7 +265,7 @@ class BoundOps:
                 continue
             place = bound.setdefault((site.layer, site.module), {})
             place[site.op] = self._load(kernel, key)
-        for site, op in composed:
+        for site, op in reversed(composed):  # parts of a fusion come after it: bind them first
             place = bound.setdefault((site.layer, site.module), {})
             parts = Ops.of(place, site.path)
             place[op.name] = functools.partial(load_attr(op.composition), parts)
@@ -249,7 +275,13 @@ class BoundOps:
         }
 
     def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
-        fn = load_attr(kernel.fn)
+        try:
+            fn = load_attr(kernel.fn)
+        except Exception as e:
+            raise PluginError(
+                f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {type(e).__name__}: {e}; "
+                f"--pin {kernel.op.name}=KERNEL selects another"
+            ) from e
         if kernel.op.kind == "function":
             return fn
         made = fn(self._facts[key])

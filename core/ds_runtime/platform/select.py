@@ -20,7 +20,7 @@ def select_platform(
     the start (PluginError) unless the user named another platform.
     """
     if wanted == "auto":
-        wanted = os.environ.get("DS_PLATFORM", "auto")
+        wanted = os.environ.get("DS_PLATFORM") or "auto"
     found = plugins.platforms()
     refusals = tuple((name, r) for name, (_, r) in sorted(found.items()) if r is not None)
     here = [p for _, (p, _) in sorted(found.items()) if p is not None]

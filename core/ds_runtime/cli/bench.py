@@ -1,0 +1,48 @@
+"""`ds-runtime bench`: figures of speed, accuracy and host cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace, _SubParsersAction
+from dataclasses import fields
+from typing import Any
+
+from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.cli.parser import Parser
+from ds_runtime.config import EngineConfig
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb and its kinds."""
+    parser = subcommands.add_parser("bench", help="measure speed, accuracy and host cost")
+    kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
+    _one_batch(kinds)
+
+
+def _one_batch(kinds: _SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser("one-batch", help="prefill and decode rates of one batch")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N")
+    parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
+    parser.add_argument("--output-len", type=int, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON line")
+    add_flags(parser, EngineConfig, "engine")
+    parser.set_defaults(run=run_one_batch)
+
+
+def settings(args: Namespace) -> dict[str, Any]:
+    """The EngineConfig fields that the user set, checked."""
+    config, explicit = build(EngineConfig, args)
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name in explicit}
+
+
+def run_one_batch(args: Namespace) -> int:
+    """Measure and print."""
+    given = settings(args)
+    from ds_runtime.bench import one_batch
+
+    report = one_batch.run(given, args.batch_size, args.input_len, args.output_len, args.runs)
+    report["command"] = " ".join(["ds-runtime", *sys.argv[1:]])
+    print(json.dumps(report) if args.json else one_batch.render(report))
+    return 0

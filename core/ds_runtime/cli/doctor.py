@@ -1,0 +1,123 @@
+"""`ds-runtime doctor`: what is here, what is missing, and the one command to run next."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as machine
+import shutil
+import sys
+from argparse import Namespace, _SubParsersAction
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime import __version__
+
+if TYPE_CHECKING:
+    from ds_runtime.plugins import Plugins
+
+GiB = 1 << 30
+Row = tuple[str, str]
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subcommands.add_parser(
+        "doctor", help="check this machine and say what to run next (imports no torch)"
+    )
+    parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: Namespace) -> int:
+    """Print a line per finding; exit 1 if nothing can serve here."""
+    from ds_runtime.plugins import load_plugins
+
+    plugins = load_plugins(args.plugins.split(",") if args.plugins else None)
+    rows = [*_software(), *_plugin_rows(plugins)]
+    works, devices = _devices(plugins)
+    rows += [*devices, *_storage()]
+    following = next_command(works, any(said.startswith("broken") for _, said in rows))
+    if args.json:
+        print(json.dumps({"findings": rows, "works": works, "next": following}, indent=1))
+    else:
+        print("\n".join(f"{name:<20} {said}" for name, said in rows))
+        print(f"\nnext: {following}")
+    return int(not works)
+
+
+def next_command(works: list[str], broken: bool) -> str:
+    """The one command that a user should run after reading the findings."""
+    if _version("torch") is None or not works:
+        return 'pip install "ds-runtime[cpu]"'
+    return "ds-runtime plugins --verbose" if broken else "ds-runtime serve"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _software() -> list[Row]:
+    rows = [
+        ("ds-runtime", f"{__version__} at {Path(__file__).parents[1]}"),
+        ("python", f"{machine.python_version()} at {sys.executable}"),
+        ("system", f"{machine.system()} {machine.release()} {machine.machine()}"),
+    ]
+    for name in ("torch", "transformers"):
+        rows.append((name, _version(name) or _MISSING[name]))
+    return rows
+
+
+_MISSING = {
+    "torch": 'not installed: pip install "ds-runtime[cpu]" or your accelerator\'s extra',
+    "transformers": "not installed (only tests and comparisons need it)",
+}
+
+
+def _plugin_rows(plugins: Plugins) -> list[Row]:
+    from ds_runtime.cli.plugins import describe
+
+    rows = [(f"plugin {row['name']}", str(row["says"])) for row in describe(plugins)]
+    for name in sorted(plugins.reports):
+        diagnose = getattr(plugins.manager.get_plugin(name), "DIAGNOSE", None)
+        if diagnose is not None:
+            rows += [(f"  {what}", said) for what, said in diagnose()]
+    return rows
+
+
+def _devices(plugins: Plugins) -> tuple[list[str], list[Row]]:
+    """(platforms that work here, best first; a line per device with its memory)."""
+    found = [p for p, _ in plugins.platforms().values() if p is not None]
+    works, rows = [], []
+    for platform in sorted(found, key=lambda p: (p.score, p.name), reverse=True):
+        try:
+            info, memory = platform.info(0), platform.memory(0)
+        except Exception as e:
+            rows.append((f"device {platform.name}", f"broken: {type(e).__name__}: {e}"))
+            continue
+        works.append(platform.name)
+        fast = ", ".join(sorted(info.fast_dtypes))
+        rows += [
+            (f"device {platform.name}", f"{info.name} ({info.arch}), {info.cores} cores"),
+            ("  fast dtypes", fast),
+            ("  memory", f"{memory.free / GiB:.1f} GiB free of {memory.total / GiB:.1f} GiB"),
+        ]
+    return works, rows
+
+
+def _storage() -> list[Row]:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    models = len(list(cache.glob("models--*"))) if cache.is_dir() else 0
+    folder = next(p for p in (cache, *cache.parents) if p.exists())
+    writable = "" if os.access(folder, os.W_OK) else ", not writable"
+    free = shutil.disk_usage(folder).free / GiB
+    offline = ", offline mode" if constants.HF_HUB_OFFLINE else ""
+    said = f"{cache}: {models} models, {free:.0f} GiB free{writable}{offline}"
+    return [("huggingface cache", said)]

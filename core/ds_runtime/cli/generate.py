@@ -1,0 +1,77 @@
+"""`ds-runtime generate`: one prompt, text to standard output as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from argparse import Namespace, _SubParsersAction
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_runtime.sampling_params import SamplingParams
+
+SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "most tokens to generate (default: up to the context's end)"),
+    ("min_tokens", int, "fewest tokens before an end (default: 0)"),
+    ("temperature", float, "0 is greedy (default: 0)"),
+    ("top_k", int, "only the k likeliest tokens; 0 is all (default: 0)"),
+    ("top_p", float, "only the likeliest tokens up to this mass (default: 1)"),
+    ("min_p", float, "only tokens at least this likely, relative to the best (default: 0)"),
+    ("presence_penalty", float, "(default: 0)"),
+    ("frequency_penalty", float, "(default: 0)"),
+    ("repetition_penalty", float, "(default: 1)"),
+    ("seed", int, "of the random draws (default: a new one)"),
+)
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subcommands.add_parser(
+        "generate",
+        help="complete one prompt and print the text as it comes",
+        description="Complete one prompt and print the text as it comes. '-' reads the prompt "
+        "from standard input.",
+    )
+    parser.add_argument("prompt", help="the text to complete, or '-' for standard input")
+    parser.add_argument("--chat", action="store_true", help="prompt as a user's chat message")
+    group = parser.add_argument_group("sampling")
+    for name, kind, text in SAMPLING:
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(
+            flag, type=kind, metavar="N", default=argparse.SUPPRESS, help=text.replace("%", "%%")
+        )
+    group.add_argument("--stop", action="append", default=[], help="end before this text")
+    group.add_argument("--ignore-eos", action="store_true", help="generate on after the end token")
+    add_flags(parser, EngineConfig, "engine")
+    parser.set_defaults(run=run)
+
+
+def sampling_params(args: Namespace) -> SamplingParams:
+    """The flags as SamplingParams. Raises RequestError for impossible values."""
+    from ds_runtime.sampling_params import SamplingParams
+
+    given = {name: getattr(args, name) for name, _, _ in SAMPLING if name in args}
+    given.setdefault("max_tokens", None)
+    return SamplingParams(stop=tuple(args.stop), ignore_eos=args.ignore_eos, **given)
+
+
+def run(args: Namespace) -> int:
+    """Generate and stream."""
+    config, explicit = build(EngineConfig, args)
+    params = sampling_params(args)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise ConfigError("generate: the prompt is empty; give some text, or '-' for stdin")
+    from ds_runtime import LLM
+
+    given = {f.name: getattr(config, f.name) for f in fields(config) if f.name in explicit}
+    with LLM(**given) as llm:
+        for text in llm.stream(prompt, params, chat=args.chat):
+            print(text, end="", flush=True)
+    print()
+    return 0

@@ -1,0 +1,45 @@
+"""argparse with a memory for near misses: an unknown verb, flag or choice suggests one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'serve'?`, or nothing when nothing is near."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """No abbreviated flags; wrong input names the nearest right one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = ", ".join(map(str, action.choices))
+        hint = near(str(value), map(str, action.choices))
+        raise argparse.ArgumentError(action, f"{value!r} is not one of {known}{hint}")
+
+    def error(self, message: str) -> NoReturn:
+        """Exit 2 with one line and where to read on, instead of the whole usage."""
+        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse, but each (sub)parser reports its own unknown arguments."""
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            flag = extra[0].partition("=")[0]
+            hint = near(flag, self._option_string_actions) if flag.startswith("-") else ""
+            what = "flag" if flag.startswith("-") else "argument"
+            self.error(f"unknown {what} {flag}{hint}")
+        return found, extra

@@ -1,0 +1,70 @@
+"""`ds-runtime plugins`: every plugin, where it comes from, and why it is not in use."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace, _SubParsersAction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_runtime.ops.spec import Refusal
+    from ds_runtime.plugins import Plugins
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subcommands.add_parser("plugins", help="list plugins and why each runs here or not")
+    parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
+    parser.add_argument("--verbose", action="store_true", help="with tracebacks of broken ones")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: Namespace) -> int:
+    """Print a line per plugin."""
+    from ds_runtime.plugins import load_plugins
+
+    names = args.plugins.split(",") if args.plugins else None
+    rows = describe(load_plugins(names))
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    for row in rows:
+        origin = f"{row['distribution'] or row['module']} {row['version']}".strip()
+        print(f"{row['name']:<12} {origin:<22} {row['says']}")
+        if args.verbose and row["traceback"]:
+            print("    " + str(row["traceback"]).rstrip().replace("\n", "\n    "))
+    return 0
+
+
+def describe(plugins: Plugins) -> list[dict[str, Any]]:
+    """One row per plugin: name, module, distribution, version, says, refusal kind, traceback."""
+    platforms = plugins.platforms()
+    rows = []
+    for name, report in sorted(plugins.reports.items()):
+        platform, refusal = platforms.get(name, (None, None))
+        refusal = refusal or report.refusal or _own_probe(plugins, name, platform is not None)
+        says = f"platform {platform.name}" if platform else "kernels only, no platform"
+        rows.append(
+            {
+                "name": name,
+                "module": report.module,
+                "distribution": report.distribution,
+                "version": report.version,
+                "third_party": report.third_party,
+                "platform": platform.name if platform else None,
+                "refusal": refusal.kind if refusal else None,
+                "says": str(refusal) if refusal else says,
+                "traceback": refusal.traceback if refusal else "",
+            }
+        )
+    return rows
+
+
+def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | None:
+    """What a plugin without a platform says of this machine, by its optional PROBE."""
+    probe = getattr(plugins.manager.get_plugin(name), "PROBE", None)
+    if has_platform or probe is None:
+        return None
+    found: Refusal | None = probe()
+    return found
