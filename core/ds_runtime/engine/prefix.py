@@ -1,0 +1,174 @@
+"""Prefix cache: a tree over whole pages, so that equal prompt beginnings are computed once.
+
+One node is one full page of tokens, below the node of the page before it. Running requests hold
+references on the path that they read; a node without references may be evicted once it has no
+children, least recently used first. Only page ids live here, the bytes are the device's.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Node:
+    """One cached page. The root holds no page (−1) and is never evicted."""
+
+    __slots__ = ("children", "key", "num_refs", "page", "parent", "stamp")
+
+    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.page = page
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.num_refs = 0
+        self.stamp = 0
+
+
+class Match(NamedTuple):
+    """A path into the tree: its deepest node and its pages from the root down."""
+
+    node: Node
+    pages: list[int]
+
+
+class PrefixCache:
+    """The tree. Pages enter by `extend` and leave by `evict` or `flush`."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_evictable = 0
+        self._root = Node(None, (), -1)
+        self._nodes: dict[int, Node] = {}  # page → node
+        self._clock = 0
+        self._oldest: list[tuple[int, int, Node]] = []  # heap of leaves, some entries outdated
+
+    @property
+    def num_cached(self) -> int:
+        """Pages in the tree, whether running requests read them or not."""
+        return len(self._nodes)
+
+    @property
+    def root(self) -> Node:
+        return self._root
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """The longest cached beginning of `tokens` that leaves at least one token to compute.
+
+        Takes no reference: `lock` the node before anything is evicted.
+        """
+        node, pages, size = self._root, [], self.page_size
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            child = node.children.get(tuple(tokens[start : start + size]))
+            if child is None:
+                break
+            node = child
+            pages.append(node.page)
+        return Match(node, pages)
+
+    def lock(self, node: Node) -> None:
+        """Take a reference on `node` and all above it."""
+        step: Node | None = node
+        while step is not None and step.page >= 0:
+            self._refer(step)
+            step = step.parent
+
+    def unlock(self, node: Node) -> None:
+        """Give the reference on `node` and all above it back; they count as used just now."""
+        self._clock += 1
+        step: Node | None = node
+        while step is not None and step.page >= 0:
+            assert step.num_refs > 0, f"page {step.page} is unlocked twice"
+            step.num_refs -= 1
+            step.stamp = self._clock
+            if step.num_refs == 0:
+                self.num_evictable += 1
+            step = step.parent
+        self._push(node)
+
+    def extend(
+        self, node: Node, tokens: Sequence[int], pages: Sequence[int]
+    ) -> tuple[Match, list[int]]:
+        """Hang full `pages` holding `tokens` below `node`, on which the caller has a reference.
+
+        Returns the path below `node`, on which the reference now also lies, and the caller's
+        pages that were cached already: those are not taken over, the path names their twins.
+        """
+        size = self.page_size
+        assert len(tokens) == len(pages) * size, f"{len(tokens)} tokens in {len(pages)} full pages"
+        path, duplicates = [], []
+        for i, page in enumerate(pages):
+            key = tuple(tokens[i * size : (i + 1) * size])
+            child = node.children.get(key)
+            if child is None:
+                assert page not in self._nodes, f"page {page} enters the prefix cache twice"
+                child = node.children[key] = self._nodes[page] = Node(node, key, page)
+                child.num_refs = 1
+            else:
+                duplicates.append(page)
+                self._refer(child)
+            node = child
+            path.append(node.page)
+        return Match(node, path), duplicates
+
+    def evict(self, count: int) -> list[int]:
+        """Drop up to `count` unreferenced pages, least recently used first; the dropped ids."""
+        dropped: list[int] = []
+        while len(dropped) < count and self._oldest:
+            stamp, _, node = heapq.heappop(self._oldest)
+            if not self._is_loose(node) or node.stamp != stamp:
+                continue
+            dropped.append(node.page)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[node.key], self._nodes[node.page]
+            node.parent = None
+            self.num_evictable -= 1
+            self._push(parent)
+        return dropped
+
+    def flush(self) -> list[int]:
+        """Forget everything: no later prompt matches. Returns the pages that are free now.
+
+        Pages that running requests read stay until those end, out of reach of new ones.
+        """
+        dropped = self.evict(self.num_evictable)
+        self._root = Node(None, (), -1)
+        return dropped
+
+    def _refer(self, node: Node) -> None:
+        if node.num_refs == 0:
+            self.num_evictable -= 1
+        node.num_refs += 1
+
+    def _is_loose(self, node: Node) -> bool:
+        """Whether `node` may be evicted now."""
+        held = node.page >= 0 and self._nodes.get(node.page) is node
+        return held and node.num_refs == 0 and not node.children
+
+    def _push(self, node: Node) -> None:
+        if not self._is_loose(node):
+            return
+        if len(self._oldest) > 2 * len(self._nodes) + 64:
+            leaves = [n for n in self._nodes.values() if self._is_loose(n) and n is not node]
+            self._oldest = [(n.stamp, n.page, n) for n in leaves]
+            heapq.heapify(self._oldest)
+        heapq.heappush(self._oldest, (node.stamp, node.page, node))
+
+    def check(self) -> frozenset[int]:
+        """Assert every invariant; returns the pages in the tree."""
+        loose = {n.page for s, _, n in self._oldest if self._is_loose(n) and n.stamp == s}
+        evictable = 0
+        for page, node in self._nodes.items():
+            assert node.page == page and len(node.key) == self.page_size
+            parent = node.parent
+            assert parent is not None and parent.children[node.key] is node
+            assert parent.page < 0 or self._nodes[parent.page] is parent
+            assert parent.page < 0 or parent.num_refs >= node.num_refs
+            assert parent.page < 0 or parent.stamp >= node.stamp
+            assert all(self._nodes[c.page] is c for c in node.children.values())
+            assert not self._is_loose(node) or page in loose, f"page {page} can never be evicted"
+            evictable += node.num_refs == 0
+        assert evictable == self.num_evictable
+        return frozenset(self._nodes)

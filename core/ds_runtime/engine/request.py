@@ -1,0 +1,124 @@
+"""One request inside the engine: all that changes about it is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ds_runtime.engine.messages import Submit, TokenLogprob
+from ds_runtime.engine.prefix import Node
+from ds_runtime.sampling_params import SamplingParams
+
+
+class State(Enum):
+    """Waiting owns nothing; running owns a row and pages; finished has left the scheduler."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The choices of one client request. The leader computes the prompt that the others share."""
+
+    name: str
+    leader: Request | None = None
+    num_members: int = 0
+    is_computed: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One choice. Lengths and counts are in tokens.
+
+    `order` sorts requests by right of way, smaller first. `max_len` bounds prompt + output.
+    `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
+    `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
+    of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
+    `on_device`: the last token of the sequence was sampled in this row.
+    """
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    choice: int
+    order: tuple[int, int]
+    stop_ids: frozenset[int]
+    max_len: int
+    group: Group | None = None
+
+    output: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    state: State = State.WAITING
+    row: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0
+    node: Node | None = None
+    num_computed: int = 0
+    num_pending: int = 0
+    num_in_flight: int = 0
+    on_device: bool = False
+    cached_tokens: int | None = None
+
+    @staticmethod
+    def create(submit: Submit, order: tuple[int, int], eos: tuple[int, ...], limit: int) -> Request:
+        """From its message. `limit`: the longest sequence that the engine can hold."""
+        params = submit.params
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos)
+        max_len = limit
+        if params.max_tokens is not None:
+            max_len = min(limit, len(submit.prompt) + params.max_tokens)
+        return Request(
+            rid=submit.rid,
+            prompt=submit.prompt,
+            params=params,
+            seed=submit.seed,
+            choice=submit.choice,
+            order=order,
+            stop_ids=stop_ids,
+            max_len=max_len,
+        )
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def total_len(self) -> int:
+        """Prompt and output, with the tokens that are sampled but not back yet."""
+        return len(self.prompt) + len(self.output) + self.num_pending
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is State.RUNNING
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def can_prefill(self) -> bool:
+        """Whether tokens known to the host are left to compute."""
+        return self.is_running and not self.on_device
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether one more token is wanted after the last sampled one, as far as is known."""
+        return self.is_running and self.on_device and self.total_len < self.max_len
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities were asked for and are not complete."""
+        asked = self.params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < len(self.prompt)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt + output."""
+        size = len(self.prompt)
+        if stop <= size:
+            return self.prompt[start:stop]
+        if start >= size:
+            return self.output[start - size : stop - size]
+        return self.prompt[start:] + self.output[: stop - size]

@@ -1,0 +1,396 @@
+"""Which request computes what in the next step, and what its result means.
+
+Order within a step: running decodes, chunks of running prefills, admissions; each by right of
+way (FIFO, or priority and then FIFO). `schedule` for step n + 1 may run before `update` for step
+n. Pages and rows change hands at once, also while a launched step still uses them: devices run
+steps in the order of their plans, so the new holder always writes after the old one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from ds_runtime.engine.messages import Stats, Submit, Tokens
+from ds_runtime.engine.pages import PagePool
+from ds_runtime.engine.prefix import PrefixCache
+from ds_runtime.engine.request import Group, Request, State
+from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
+from ds_runtime.errors import QueueFullError, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority"."""
+
+    context_length: int
+    vocab_size: int
+    page_size: int
+    max_running: int = 64
+    max_step_tokens: int = 2048
+    prefill_chunk: int = 512
+    queue_limit: int = 1024
+    policy: str = "fifo"
+    eos: tuple[int, ...] = ()
+
+
+class Scheduler:
+    """Requests in, plans out, results in, tokens out. Owns every page and every row.
+
+    A page is at any time exactly one of: free in `pool`, owned by one running request, or in
+    `prefix` once. `prefix` None turns the prefix cache off.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, pool: PagePool, prefix: PrefixCache | None = None
+    ) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.prefix = prefix
+        self.waiting: list[Request] = []  # both in right of way
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._groups: dict[str, Group] = {}
+        self._rows = list(range(limits.max_running))  # a heap: low rows first
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._num_submitted = 0
+        self._stats = Stats(pages_total=pool.num_pages)
+
+    # ---- requests come and go ----
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is here, or a launched step whose result is not."""
+        return bool(self._requests or self._in_flight)
+
+    def submit(self, submit: Submit) -> None:
+        """Queue one choice. Raises QueueFullError, or RequestError if it can never run."""
+        self._check(submit)
+        if len(self.waiting) >= self.limits.queue_limit:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting, the limit is "
+                f"{self.limits.queue_limit} (--queue-limit): try again later"
+            )
+        self._num_submitted += 1
+        priority = submit.priority if self.limits.policy == "priority" else 0
+        # A sequence may be one longer than the KV pool: its last token is never computed.
+        limit = min(self.limits.context_length, self._pool_tokens + 1)
+        order = (-priority, self._num_submitted)
+        request = Request.create(submit, order, self.limits.eos, limit)
+        if submit.group:
+            request.group = self._groups.setdefault(submit.group, Group(submit.group))
+            request.group.num_members += 1
+        self._requests[request.rid] = request
+        self._enqueue(request)
+
+    def abort(self, rids: Iterable[str]) -> None:
+        """Forget requests and free what they hold; results still under way are dropped."""
+        for rid in rids:
+            if (request := self._requests.get(rid)) is not None:
+                self._finish(request)
+
+    def flush(self) -> int:
+        """Empty the prefix cache; the number of pages freed."""
+        if self.prefix is None:
+            return 0
+        pages = self.prefix.flush()
+        self.pool.free(pages)
+        return len(pages)
+
+    def stats(self) -> Stats:
+        """Gauges now and counters since start; `step_seconds` is the loop's to fill."""
+        return msgspec.structs.replace(
+            self._stats,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_free=self.pool.num_free,
+            pages_cached=self.prefix.num_cached if self.prefix else 0,
+        )
+
+    @property
+    def _pool_tokens(self) -> int:
+        return self.pool.num_pages * self.limits.page_size
+
+    def _check(self, submit: Submit) -> None:
+        prompt, limits, params = submit.prompt, self.limits, submit.params
+        if submit.rid in self._requests:
+            raise RequestError(f"request id {submit.rid!r} is in use: choose another", "rid")
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+        if len(prompt) >= limits.context_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context {limits.context_length} "
+                "(--context-length): shorten it so that a token can follow",
+                "prompt",
+            )
+        if len(prompt) > self._pool_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the KV cache holds {self._pool_tokens}: "
+                "shorten it, or start with a larger --kv-memory",
+                "prompt",
+            )
+        _check_ids("prompt", prompt, limits.vocab_size)
+        _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+        _check_ids("logit_bias", params.logit_bias, limits.vocab_size)
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=_order)
+
+    def _finish(self, request: Request) -> None:
+        if request.is_running:
+            self._release(request)
+        else:
+            _remove(self.waiting, request)
+        request.state = State.FINISHED
+        del self._requests[request.rid]
+        if (group := request.group) is not None:
+            group.num_members -= 1
+            if group.leader is request:
+                group.leader = None
+            if group.num_members == 0:
+                del self._groups[group.name]
+
+    def _release(self, request: Request) -> None:
+        """Take row and pages back from a running request."""
+        _remove(self.running, request)
+        heapq.heappush(self._rows, request.row)
+        if request.node is not None and self.prefix is not None:
+            self.prefix.unlock(request.node)
+        self.pool.free(request.pages[request.num_shared :])
+        request.row, request.node, request.on_device = -1, None, False
+        request.pages, request.num_shared, request.num_computed = [], 0, 0
+
+    # ---- before a step ----
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before an update or a submit."""
+        budget = self.limits.max_step_tokens
+        preemptions = self._stats.preemptions
+        plan = StepPlan(step=self._stats.steps, works=[])
+        planned: list[Request] = []
+        for request in [r for r in self.running if r.can_decode][:budget]:
+            if request.is_running and self._grow(request):
+                plan.works.append(self._work(request, 1))
+                planned.append(request)
+        budget -= len(planned)
+        for request in self.running:
+            if budget and request.can_prefill:
+                budget -= self._prefill(request, budget, plan, planned)
+        if self._stats.preemptions == preemptions:
+            for request in self._admissions():
+                plan.init.append(_row_init(request))
+                budget -= self._prefill(request, budget, plan, planned)
+                if not budget:
+                    break
+        if not plan.works:
+            return None
+        self._stats.steps += 1
+        self._in_flight.append((plan.step, planned))
+        return plan
+
+    def _prefill(
+        self, request: Request, budget: int, plan: StepPlan, planned: list[Request]
+    ) -> int:
+        """Plan the next chunk of known tokens; how many that are."""
+        left = request.total_len - request.num_computed
+        length = min(left, budget, self.limits.prefill_chunk)
+        plan.works.append(self._work(request, length))
+        planned.append(request)
+        return length
+
+    def _work(self, request: Request, length: int) -> Work:
+        """The next `length` tokens as a work; counts them as computed."""
+        start = request.num_computed
+        stop = start + length
+        sample = stop == request.total_len
+        asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
+        work = Work(
+            rid=request.rid,
+            row=request.row,
+            start=start,
+            length=length,
+            pages=request.pages.copy(),
+            tokens=None if request.on_device else request.tokens(start, stop),
+            sample=sample,
+            prompt_logprobs=request.params.prompt_logprobs if asks_prompt else None,
+            logprobs=request.params.logprobs if sample else None,
+        )
+        request.num_computed = stop
+        request.num_in_flight += 1
+        if sample:
+            request.num_pending += 1
+            request.on_device = True
+        return work
+
+    def _grow(self, request: Request) -> bool:
+        """A page for the next token, if it needs one; False if the request was preempted."""
+        if request.num_computed < len(request.pages) * self.limits.page_size:
+            return True
+        while not self._make_room(1):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.pages += self.pool.alloc(1)
+        return True
+
+    def _make_room(self, count: int, reserve: int = 0) -> bool:
+        """Evict until `count` pages are free, if `reserve` more could follow."""
+        spare = self.prefix.num_evictable if self.prefix else 0
+        if self.pool.num_free + spare < count + reserve:
+            return False
+        missing = count - self.pool.num_free
+        if self.prefix and missing > 0:
+            self.pool.free(self.prefix.evict(missing))
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue; it will be computed anew, with the output that it has."""
+        assert len(self.running) > 1, "one request alone always fits"
+        self._release(request)
+        request.state = State.WAITING
+        self._enqueue(request)
+        self._stats.preemptions += 1
+
+    def _admissions(self) -> Iterable[Request]:
+        """Waiting requests as they start to run, until rows or pages are out."""
+        for request in self.waiting.copy():
+            if not self._rows or request.num_in_flight:
+                return
+            if self._awaits_leader(request):
+                continue
+            if not self._admit(request):
+                return
+            yield request
+
+    def _awaits_leader(self, request: Request) -> bool:
+        """Whether a sibling is to compute the shared prompt first, so that this one reads it."""
+        group, can_share = request.group, request.prompt_len > self.limits.page_size
+        if group is None or group.is_computed or not can_share or not self._reads_cache(request):
+            return False
+        if group.leader is None:
+            group.leader = request
+        return group.leader is not request
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self.prefix is not None and not request.wants_prompt_logprobs
+
+    def _admit(self, request: Request) -> bool:
+        """Give it a row and pages for all that it has to compute, if there are enough."""
+        prefix, pages = self.prefix, list[int]()
+        node = prefix.root if prefix else None
+        if prefix and self._reads_cache(request):
+            node, pages = prefix.match(request.tokens(0, request.total_len))
+            prefix.lock(node)
+        needed = -(-request.total_len // self.limits.page_size) - len(pages)
+        # One page per running request stays in reserve: fewer preemptions right afterwards.
+        if not self._make_room(needed, reserve=len(self.running)):
+            if prefix and node:
+                prefix.unlock(node)
+            return False
+        request.node, request.num_shared = node, len(pages)
+        request.pages = pages + self.pool.alloc(needed)
+        request.num_computed = len(pages) * self.limits.page_size
+        request.row = heapq.heappop(self._rows)
+        _remove(self.waiting, request)
+        request.state = State.RUNNING
+        insort(self.running, request, key=_order)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.num_computed
+            self._stats.prompt_tokens += request.prompt_len
+            self._stats.cached_tokens += request.num_computed
+        return True
+
+    # ---- after a step ----
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Tokens]:
+        """Take a step's result, in the order of the plans; what each request is to be told."""
+        step, requests = self._in_flight.popleft()
+        assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
+        messages = []
+        for request, work, outcome in zip(requests, plan.works, result.works, strict=True):
+            assert request.rid == outcome.rid
+            request.num_in_flight -= 1
+            if request.is_finished:  # aborted, or ended by the step before
+                continue
+            if request.is_running:  # else preempted: its pages are gone
+                self._share(request, work.start + work.length)
+            if work.prompt_logprobs is not None:
+                missing = len(request.prompt_logprobs) - work.start - 1
+                request.prompt_logprobs += outcome.prompt_logprobs[missing:]
+            if work.sample:
+                messages.append(self._take(request, outcome))
+        return messages
+
+    def _share(self, request: Request, computed: int) -> None:
+        """Bring the request's full pages below token `computed` into the prefix cache."""
+        group = request.group
+        if group is not None and computed >= request.prompt_len:
+            group.is_computed = True
+        size, first = self.limits.page_size, request.num_shared
+        last = computed // size
+        if self.prefix is None or last <= first:
+            return
+        assert request.node is not None
+        tokens = request.tokens(first * size, last * size)
+        path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last])
+        request.pages[first:last] = path.pages
+        request.node, request.num_shared = path.node, last
+        self.pool.free(twins)
+
+    def _take(self, request: Request, outcome: WorkResult) -> Tokens:
+        """Append a sampled token and see whether the request ends with it."""
+        token, params = outcome.token, request.params
+        assert token is not None
+        request.num_pending -= 1
+        request.output.append(token)
+        self._stats.generated_tokens += 1
+        message = Tokens(rid=request.rid, tokens=[token], cached_tokens=request.cached_tokens or 0)
+        if params.logprobs is not None:
+            assert outcome.logprob is not None
+            message.logprobs = [outcome.logprob]
+        if params.prompt_logprobs is not None and len(request.output) == 1:
+            message.prompt_logprobs = request.prompt_logprobs
+        num_output = len(request.output)
+        if token in request.stop_ids and num_output > params.min_tokens:
+            message.finish, message.stop_token = "stop", token
+        elif request.prompt_len + num_output >= request.max_len:
+            message.finish = "length"
+        if message.finish:
+            self._finish(request)
+        return message
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _remove(ordered: list[Request], request: Request) -> None:
+    index = bisect_left(ordered, request.order, key=_order)
+    assert ordered[index] is request
+    del ordered[index]
+
+
+def _row_init(request: Request) -> RowInit:
+    return RowInit(
+        row=request.row,
+        params=request.params,
+        seed=request.seed,
+        choice=request.choice,
+        prompt=request.prompt,
+        output=request.output.copy(),
+        stop_ids=sorted(request.stop_ids),
+    )
+
+
+def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise RequestError(
+            f"{what} holds id {low if low < 0 else high}: ids are 0 to {vocab_size - 1}", what
+        )
