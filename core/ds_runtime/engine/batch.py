@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,18 +17,6 @@ from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk, Se
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRows:
-    """What the rows of the logits are for: first the rows to sample from, then prompt rows.
-
-    sample: index of the work, per sampled row. prompt: (index of the work, position) per further
-    row; its logits are the distribution of the prompt token at `position`.
-    """
-
-    sample: tuple[int, ...]
-    prompt: tuple[tuple[int, int], ...]
-
-
 def build_batch(
     plan: StepPlan,
     page_size: int,
@@ -37,12 +24,13 @@ def build_batch(
     last_tokens: Tensor,
     device: Any,
     prefix_chunk: int,
-) -> tuple[Batch, LogitRows]:
-    """The tensors of one step, without step states, and the meaning of its logit rows.
+) -> Batch:
+    """The tensors of one step, without step states.
 
     last_tokens: [max_running] int64 on `device`, the token sampled last per row; decode works
     read it there. max_pages: most pages of a sequence; tables are as wide as this step needs.
     prefix_chunk: most cached tokens that one PrefixChunk covers, over all its sequences.
+    Logit rows are in the order of the works, `num_logit_rows` each.
     """
     works = plan.works
     num_decode = next((i for i, w in enumerate(works) if w.tokens is not None), len(works))
@@ -56,12 +44,11 @@ def build_batch(
     owner = np.repeat(np.arange(len(works)), lengths)  # [tokens]: index of the work
     positions = np.arange(cu[-1]) - (cu[:-1] - starts)[owner]
     slots = table[owner, positions // page_size] * np.int64(page_size) + positions % page_size
-    rows, logit_rows = _logit_rows(works, cu)
     batch = Batch(
         input_ids=_input_ids(decodes, prefills, last_tokens, device),
         positions=_tensor(positions, device),
         slots=_tensor(slots, device),
-        logit_rows=_tensor(logit_rows, device),
+        logit_rows=_tensor(_logit_rows(works, cu), device),
     )
     if decodes:
         kv_lens = starts[:num_decode] + 1
@@ -76,7 +63,7 @@ def build_batch(
             page_table=_tensor(table[num_decode:], device),
             prefix=tuple(_prefix_chunks(starts[num_decode:].tolist(), prefix_chunk, device)),
         )
-    return batch, rows
+    return batch
 
 
 def _tensor(array: npt.NDArray[Any], device: Any) -> Tensor:
@@ -130,16 +117,17 @@ def _prefix_chunks(lens: Sequence[int], limit: int, device: Any) -> Iterator[Pre
         done += limit
 
 
-def _logit_rows(works: Sequence[Work], cu: Ints) -> tuple[LogitRows, Ints]:
-    """Which batch rows need logits: [rows] int64, and what for."""
-    sample = [i for i, w in enumerate(works) if w.sample]
-    batch_rows = [cu[[i + 1 for i in sample]] - 1]
-    prompt: list[tuple[int, int]] = []
-    for i, work in enumerate(works):
-        if work.prompt_logprobs is None:
-            continue
-        # A sampled token lies outside the prompt; all other rows predict prompt tokens.
-        count = work.length - work.sample
-        prompt += [(i, work.start + 1 + j) for j in range(count)]
-        batch_rows.append(cu[i] + np.arange(count))
-    return LogitRows(tuple(sample), tuple(prompt)), np.concatenate(batch_rows)
+def num_logit_rows(work: Work) -> int:
+    """Rows of logits of one work: of its last token if it samples, of all for prompt_logprobs.
+
+    Row j of the latter predicts the prompt token at start + 1 + j; if it samples too, its last
+    row is the one to sample from.
+    """
+    return work.length if work.prompt_logprobs is not None else int(work.sample)
+
+
+def _logit_rows(works: Sequence[Work], cu: Ints) -> Ints:
+    """[rows] int64: the last `num_logit_rows` batch rows of each work."""
+    counts = np.array([num_logit_rows(w) for w in works], np.int64)
+    ends = np.cumsum(counts)
+    return np.arange(counts.sum()) + np.repeat(cu[1:] - ends, counts)
