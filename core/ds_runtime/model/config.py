@@ -88,7 +88,7 @@ class ModelConfig:
     @property
     def softmax_scale(self) -> float:
         """(nope + rope)^-½, times m(mscale_all_dim)² under YaRN (V2 and V3 reference code)."""
-        scale = float(self.qk_head) ** -0.5
+        scale: float = self.qk_head**-0.5
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2
         return scale
