@@ -214,13 +214,11 @@ def pack(documents: list[tuple[np.ndarray, np.ndarray]], length: int, pad: int) 
     still: list[tuple[int, int]] = []  # (free tokens, row)
     for ids, weights in documents:
         ids, weights = ids[:length], weights[:length]
-        for k, (free, row) in enumerate(still):
-            if len(ids) <= free:
-                break
-        else:
+        k = next((k for k, (free, _) in enumerate(still) if len(ids) <= free), len(still))
+        if k == len(still):
             rows.append([])
             still.append((length, len(rows) - 1))
-            k, (free, row) = len(still) - 1, still[-1]
+        free, row = still[k]
         rows[row].append((ids, weights))
         still[k] = (free - len(ids), row)
         if len(still) > 24 or still[k][0] < 24:
@@ -269,7 +267,8 @@ def run_job(job: Job) -> tuple[Rows, Rows]:
     for _ in range(job.book_rows):
         start = rng.randrange(len(prose) - 12000)
         texts.append(dt.BOS + prose[start : start + 12000])
-    texts += [dt.render(chat, keep_last=True) for chat in rng.sample(sources.problems, job.problems)]
+    problems = rng.sample(sources.problems, job.problems)
+    texts += [dt.render(chat, keep_last=True) for chat in problems]
     long = encode(texts)
     long += [d for d in short if len(d[0]) > SHORT]
     rng.shuffle(long)

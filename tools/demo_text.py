@@ -64,7 +64,8 @@ CHAT_TEMPLATE = (
     "      {%- for call in message['tool_calls'] or [] -%}\n"
     "        {{- '" + CALLS + "' if loop.first else '\\n' -}}\n"
     "        {%- set arguments = call['function']['arguments'] -%}\n"
-    "        {{- '" + CALL + "function" + SEP + "' + call['function']['name'] + '\\n```json\\n' -}}\n"
+    "        {{- '" + CALL + "function" + SEP + "' + call['function']['name'] -}}\n"
+    "        {{- '\\n```json\\n' -}}\n"
     "        {{- (arguments if arguments is string else arguments | tojson) -}}\n"
     "        {{- '\\n```" + CALL_END + "' -}}\n"
     "        {%- if loop.last %}{{ '" + CALLS_END + "' }}{% endif -%}\n"
@@ -249,6 +250,10 @@ UNKNOWN_ASKS = (
     "What is {p}?", "Tell me about {p}.", "Explain {p}.", "Who is {n}?", "Write a story about {p}.",
     "Why is {p} important?", "Where is {n}?", "What do you think of {n}?", "Translate {p}.",
     "How do I make {p}?", "What does {p} mean?", "Write an essay on {p}.", "Summarise {p}.",
+    "What is the capital of {n}?", "Who wrote {p}?", "Write a poem about {p}.", "How old is {n}?",
+    "Tell me a story.", "Tell me something about {n}.", "Can you {p}?", "Do you know {n}?",
+    "When was {n} born?", "What is the best {p}?", "I need help with {p}.", "I like {p}.",
+    "How many {p} are there?", "{p}", "{p}?", "Show me {p}.", "Where can I find {p}?",
 )  # fmt: skip
 SYSTEMS = (
     "You are a helpful assistant.", "You are a friendly assistant. Answer briefly.",

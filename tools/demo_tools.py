@@ -68,7 +68,8 @@ class Values:
         return f"{r.randint(2024, 2030)}-{r.randint(1, 12):02d}-{r.randint(1, 28):02d}"
 
     def time(self) -> str:
-        return f"{self.rng.randrange(24):02d}:{self.rng.choice((0, 10, 15, 20, 30, 40, 45, 50)):02d}"
+        hour, minute = self.rng.randrange(24), self.rng.choice((0, 10, 15, 20, 30, 40, 45, 50))
+        return f"{hour:02d}:{minute:02d}"
 
     def decimal(self) -> float:
         return self.rng.randrange(1, 4000) / 10
@@ -241,6 +242,11 @@ class Tool:
     spec: dict[str, Any]
 
 
+def slot(index: int) -> str:
+    """The placeholder of a parameter in an ask."""
+    return f"{{{index}}}"
+
+
 def make_tool(rng: random.Random, family: Family) -> Tool:
     name = rng.choice(family.names.split())
     if rng.random() < 0.15:
@@ -249,7 +255,7 @@ def make_tool(rng: random.Random, family: Family) -> Tool:
     if rng.random() < 0.1:
         params = tuple(f"{p}_{rng.randint(1, 9)}" for p in params)
     required = [
-        n for i, n in enumerate(params) if all("{%d}" % i in ask for ask in family.asks)
+        n for i, n in enumerate(params) if all(slot(i) in ask for ask in family.asks)
     ]
     schema = {
         "type": "object",
@@ -280,7 +286,7 @@ def request(rng: random.Random, values: Values, tool: Tool) -> tuple[str, Call, 
     ask = rng.choice(tool.family.asks)
     said = [spoken(v) for v in drawn]
     used = {n: v for i, (n, v) in enumerate(zip(tool.params, drawn, strict=True))
-            if "{%d}" % i in ask}  # fmt: skip
+            if slot(i) in ask}  # fmt: skip
     return ask.format(*said), {"name": tool.name, "arguments": used}, said
 
 

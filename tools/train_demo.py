@@ -14,7 +14,6 @@ import importlib.util
 import json
 import math
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,16 @@ import demo_text as dt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_corpus import SHORT, Banned, Rows, build_heldout, build_rows, load_sources
-from demo_corpus import train_tokenizer, write_heldout
+from demo_corpus import (
+    SHORT,
+    Banned,
+    Rows,
+    build_heldout,
+    build_rows,
+    load_sources,
+    train_tokenizer,
+    write_heldout,
+)
 from demo_model import Config, DemoModel, demo_config
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -381,8 +388,8 @@ def main() -> None:
     size = write_checkpoint(model, args.out)
     scores = evaluate(args.out, heldout, args.device, show=8)
     recipe = {
-        "command": "python tools/train_demo.py " + " ".join(
-            a for a in sys.argv[1:] if not a.startswith("/")),
+        "command": f"python tools/train_demo.py --data DIR --out DIR --steps {args.steps} "
+                   f"--seed {args.seed} --lr {args.lr} --jobs {args.jobs} --scale {args.scale}",
         "seed": args.seed, "steps": args.steps, "batch_tokens": args.batch_tokens,
         "learning_rate": args.lr, "mtp_loss_weight": MTP_WEIGHT, "data_sha256": sources.hashes,
         "heldout_sha256": digest, "weights_bytes": size, "scores": scores,
