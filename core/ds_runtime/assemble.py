@@ -209,7 +209,7 @@ def _check_strict(config: EngineConfig, plan: Plan) -> None:
 
 def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:
     found = {"ds-runtime": __version__}
-    for name in {"torch", *(r.distribution for r in plugins.reports.values() if r.third_party)}:
+    for name in {"torch", *(r.distribution for r in plugins.reports.values() if r.distribution)}:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -213,13 +213,14 @@ def _register(
     plugins: Plugins, name: str, module: Any, entry: EntryPoint | None, third_party: bool = False
 ) -> None:
     """Import, register and validate one plugin; on any failure leave only a refusal."""
+    path = module if isinstance(module, str) else str(module.__name__)
     if name in plugins.reports:
         raise ConfigError(f"plugin {name!r} is given twice, as {plugins.reports[name].module}")
     dist = entry.dist if entry is not None else None
     distribution = dist.name if dist is not None else "" if third_party else OWN_DISTRIBUTION
     third_party = third_party or distribution != OWN_DISTRIBUTION
     version = dist.version if dist is not None else "" if third_party else __version__
-    plugins.reports[name] = PluginReport(name, str(module), distribution, version, third_party)
+    plugins.reports[name] = PluginReport(name, path, distribution, version, third_party)
     try:
         loaded = import_module(module) if isinstance(module, str) else module
         plugins.manager.register(loaded, name)

@@ -1,0 +1,363 @@
+"""Binding: ranks, refusals, pins, layouts and fusions, decided from offers made on the spot."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faulty import tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.model.config import load_config
+from ds_runtime.model.sites import model_sites
+from ds_runtime.ops.bind import Binding, BoundOps, Pin, decide_all
+from ds_runtime.ops.reference import LATENT_PAGES
+from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
+from ds_runtime.ops.table import OPS
+from ds_runtime.plan import Plan, check_against, difference, make_rows
+from ds_runtime.plugins import load_plugins
+
+BASE = Facts(
+    DeviceInfo("cpu", "any", "any"),
+    Dims({"hidden": 64, "heads": 4, "kv_lora": 32, "qk_rope": 8, "qk_nope": 16, "v": 16}),
+)
+REFERENCE = load_plugins(["cpu"]).offers(BASE)
+REFERENCE = replace(
+    REFERENCE, kernels=tuple(k for k in REFERENCE.kernels if k.provider == "reference")
+)
+KV = frozenset({LATENT_PAGES.tag})
+OTHER = Layout("other", 1, "nowhere:allocate", lambda facts: 1)
+Refuse = Callable[[Facts], str | None]
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
+    folder = tiny_config(tmp_path_factory.mktemp("m"))
+    return model_sites(load_config(folder), lambda module: "dense")
+
+
+def kernel(op: str, provider: str = "mine", rank: int = 20, **more: object) -> Kernel:
+    if op in ("linear", "experts", "mla_absorb"):
+        more.setdefault("formats", frozenset({"dense"}))
+    if OPS[op].layout:
+        more.setdefault("layouts", KV)
+    return Kernel(OPS[op], f"{provider}_kernels:{op}", provider, rank, **more)  # type: ignore[arg-type]
+
+
+def bind(
+    sites: list[Site],
+    *kernels: Kernel,
+    pins: tuple[str, ...] = (),
+    third: frozenset[str] = frozenset(),
+    layouts: tuple[Layout, ...] = (),
+    base: Facts = BASE,
+) -> Binding:
+    offers = Offers((*REFERENCE.kernels, *kernels), (*REFERENCE.layouts, *layouts), (), third)
+    return decide_all(sites, offers, base, [Pin.parse(p) for p in pins])
+
+
+def chosen(binding: Binding, op: str) -> set[str]:
+    return {d.kernel for d in binding.decisions if d.op == op}
+
+
+def decisions(binding: Binding, op: str) -> list[object]:
+    return [d for d in binding.decisions if d.op == op]
+
+
+def test_without_other_offers_every_site_has_a_reference_or_a_composition(sites) -> None:
+    binding = bind(sites)
+    assert {d.provider for d in binding.decisions} == {"reference", "core"}
+    assert {(s.op, s.layer, s.module) for s in sites} <= {
+        (d.op, d.site.layer, d.site.module) for d in binding.decisions
+    }
+    assert chosen(binding, "mla_prologue") == chosen(binding, "add_rms_norm") == {"composed"}
+
+
+def test_the_highest_rank_wins_and_the_losers_are_told(sites) -> None:
+    found = bind(sites, kernel("rms_norm", "a", 10), kernel("rms_norm", "b", 30))
+    for d in decisions(found, "rms_norm"):
+        assert d.kernel == "b.rms_norm"
+        assert d.lost == (("a.rms_norm", 10), ("reference.rms_norm", 0))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_equal_ranks_go_to_the_third_party_then_by_name(sites, order: int) -> None:
+    offered = [kernel("rms_norm", p) for p in ("aa", "bb", "zz")][::order]
+    assert chosen(bind(sites, *offered, third=frozenset({"zz"})), "rms_norm") == {"zz.rms_norm"}
+    assert chosen(bind(sites, *offered), "rms_norm") == {"aa.rms_norm"}
+
+
+def test_a_refusal_is_kept_word_for_word_and_the_next_serves(sites) -> None:
+    best = kernel("route", refuse=lambda facts: "needs matrix units; this one has none")
+    found = bind(sites, best)
+    assert chosen(found, "route") == {"reference.route"}
+    said = {d.refused for d in decisions(found, "route")}
+    assert said == {(("mine.route", "needs matrix units; this one has none"),)}
+
+
+def _fails(facts: Facts) -> str | None:
+    raise KeyError("warp")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"contract": 2}, "written for contract 2 of linear, this runtime has 1"),
+        ({"formats": frozenset({"int4"})}, "does not read weight format 'dense'; it reads int4"),
+        ({"formats": frozenset()}, "it reads none"),
+        ({"refuse": _fails}, "its refuse() raised KeyError: 'warp'"),
+        ({"refuse": lambda facts: False}, "its refuse() returned False, not None or a sentence"),
+        ({"refuse": lambda facts: ""}, "its refuse() returned '', not None or a sentence"),
+    ],
+)
+def test_what_is_not_declared_is_refused(sites, more: dict[str, object], said: str) -> None:
+    found = bind(sites, kernel("linear", **more))
+    assert chosen(found, "linear") == {"reference.ReferenceLinear"}
+    for d in decisions(found, "linear"):
+        assert said in dict(d.refused)["mine.linear"]
+
+
+@pytest.mark.parametrize(
+    ("fact", "declared", "said"),
+    [
+        ("deterministic", "deterministic", "not deterministic"),
+        ("graph_capture", "graph_safe", "not safe under graph capture"),
+    ],
+)
+def test_requirements_of_the_process(sites, fact: str, declared: str, said: str) -> None:
+    embed = Site("embed", -1, "embed_tokens")
+    offers = [kernel("embed", **{declared: False})]
+    decode = [s for s in sites if s.op == "mla_decode"][:1]
+    safe = kernel("mla_decode", "safe")
+    assert chosen(bind([*decode, embed], *offers, safe), "embed") == {"mine.embed"}
+    found = bind([*decode, embed], *offers, safe, base=replace(BASE, **{fact: True}))
+    assert chosen(found, "embed") == {"reference.embed"}
+    assert dict(decisions(found, "embed")[0].refused) == {"mine.embed": said}
+
+
+def test_a_kernel_for_one_phase_serves_that_phase_only(sites) -> None:
+    found = bind(sites, kernel("mla_decode", phases=frozenset({"prefill"})))
+    assert chosen(found, "mla_decode") == {"reference.ReferenceMlaDecode"}
+    assert "does not serve the decode phase" in str(decisions(found, "mla_decode")[0].refused)
+
+
+# pins
+
+
+def test_a_pin_beats_ranks_at_the_sites_that_it_names(sites) -> None:
+    found = bind(
+        sites, kernel("linear", "fast", 30), pins=("linear@*.o_proj=reference.ReferenceLinear",)
+    )
+    for d in decisions(found, "linear"):
+        pinned = d.site.module.endswith("o_proj")
+        assert d.kernel == ("reference.ReferenceLinear" if pinned else "fast.linear")
+
+
+def test_a_pin_by_provider_and_a_pin_on_a_fusion(sites) -> None:
+    found = bind(sites, kernel("rms_norm"), pins=("rms_norm=reference", "mla_prologue=reference"))
+    assert chosen(found, "rms_norm") == {"reference.rms_norm"}
+    assert chosen(found, "mla_prologue") == {"reference.mla_prologue"}
+
+
+def test_a_provider_pin_takes_the_provider_s_kernel_that_accepts(sites) -> None:
+    no = kernel("linear", "mine", 40, refuse=lambda facts: "only on Tuesdays")
+    yes = replace(kernel("linear", "mine", 5), fn="mine_kernels:slow_linear")
+    found = bind(sites, no, yes, kernel("linear", "other", 30), pins=("linear=mine",))
+    assert chosen(found, "linear") == {"mine.slow_linear"}
+
+
+def test_a_pin_never_beats_a_refusal(sites) -> None:
+    no = kernel("linear", refuse=lambda facts: "needs a fan" if facts.module == "lm_head" else None)
+    with pytest.raises(ConfigError, match=r"--pin linear=mine.*refused at lm_head: .*needs a fan"):
+        bind(sites, no, pins=("linear=mine.linear",))
+    found = bind(sites, no, pins=("linear@layers.*=mine.linear",))
+    assert chosen(found, "linear") == {"mine.linear", "reference.ReferenceLinear"}
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [
+        ("linear", "write OP"),
+        ("liner=x", "did you mean 'linear'"),
+        ("linear=", "write OP"),
+        ("linear=nobody.linear", "no such kernel; offered: reference.ReferenceLinear"),
+        ("linear@*.w_proj=reference", "matches no site"),
+    ],
+)
+def test_a_wrong_pin_says_what_is_wrong(sites, pin: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        bind(sites, pins=(pin,))
+
+
+# layouts
+
+
+def in_other(op: str, rank: int = 20) -> Kernel:
+    return kernel(op, "other", rank, layouts=frozenset({OTHER.tag}))
+
+
+CACHE_OPS = ("mla_decode", "cache_write", "cache_gather")
+
+
+def test_the_best_decode_kernel_chooses_the_layout_and_all_cache_ops_follow(sites) -> None:
+    found = bind(sites, *(in_other(op) for op in CACHE_OPS), layouts=(OTHER,))
+    assert found.layout == OTHER
+    for op in CACHE_OPS:
+        assert chosen(found, op) == {f"other.{op}"}
+        assert f"does not use cache layout {OTHER.tag}" in str(decisions(found, op)[0].refused)
+
+
+@pytest.mark.parametrize("missing", ["cache_write", "cache_gather"])
+def test_a_layout_that_not_every_cache_op_serves_is_not_chosen(sites, missing: str) -> None:
+    """cache_write is needed only as a part of the composed mla_prologue, and counts as well."""
+    some = [in_other(op) for op in CACHE_OPS if op != missing]
+    found = bind(sites, *some, layouts=(OTHER,))
+    assert found.layout.tag == LATENT_PAGES.tag
+    assert chosen(found, "mla_decode") == {"reference.ReferenceMlaDecode"}
+
+
+def test_a_fused_prologue_makes_up_for_the_missing_cache_write(sites) -> None:
+    some = [in_other(op) for op in ("mla_decode", "cache_gather", "mla_prologue")]
+    assert bind(sites, *some, layouts=(OTHER,)).layout == OTHER
+
+
+def test_page_sizes_of_a_layout(sites) -> None:
+    layout = replace(OTHER, page_sizes=(64,))
+    offered = [in_other(op) for op in CACHE_OPS]
+    assert bind(sites, *offered, layouts=(layout,)).layout.tag == LATENT_PAGES.tag
+    with_64 = replace(BASE, page_size=64)
+    assert bind(sites, *offered, layouts=(layout,), base=with_64).layout == layout
+
+
+def test_a_pin_decides_the_layout(sites) -> None:
+    offered = [in_other(op) for op in CACHE_OPS]
+    found = bind(sites, *offered, layouts=(OTHER,), pins=("cache_gather=reference",))
+    assert found.layout.tag == LATENT_PAGES.tag
+
+
+def test_no_layout_says_why(sites) -> None:
+    with pytest.raises(UnsupportedError, match="no KV cache layout fits: .*reference"):
+        bind(sites, base=replace(BASE, kv_dtype="int3"))
+
+
+# fusions
+
+
+def test_a_fused_kernel_binds_and_its_parts_are_not_needed(sites) -> None:
+    found = bind(sites, kernel("mla_prologue"))
+    assert chosen(found, "mla_prologue") == {"mine.mla_prologue"}
+    assert not decisions(found, "cache_write") and not decisions(found, "rope")
+
+
+def test_a_refused_fusion_is_composed_of_the_best_parts(sites) -> None:
+    fused = kernel("mla_prologue", refuse=lambda facts: "heads must be even")
+    found = bind(sites, fused, kernel("rope", "quick"))
+    decision = decisions(found, "mla_prologue")[0]
+    assert decision.kernel == "composed"
+    assert dict(decision.refused) == {"mine.mla_prologue": "heads must be even"}
+    assert chosen(found, "rope") == {"quick.rope"}
+
+
+def test_bound_compositions_call_the_bound_parts(sites) -> None:
+    import torch
+
+    ops = BoundOps(bind(sites)).at(0, "block")
+    x, residual, weight = torch.randn(3, 64), torch.randn(3, 64), torch.rand(64)
+    normed, summed = ops.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    expected = torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-6)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(summed, x + residual)
+    with pytest.raises(RuntimeError, match="'route' is not bound at site 'layer 0 block'"):
+        ops.route()
+
+
+def test_a_kernel_that_cannot_be_imported_is_named(sites) -> None:
+    with pytest.raises(PluginError, match=r"kernel mine.route .*ModuleNotFoundError.*--pin route="):
+        BoundOps(bind(sites, kernel("route")))
+
+
+# plans
+
+
+def plan_of(binding: Binding, **more: object) -> Plan:
+    values = {
+        "model": "m",
+        "platform": "cpu",
+        "arch": "any",
+        "dtype": "float32",
+        "kv_layout": binding.layout.tag,
+        "page_size": 16,
+        "tp": 1,
+        "rows": make_rows(binding.decisions),
+        "changes": (),
+        "versions": (),
+    }
+    return Plan(**{**values, **more})  # type: ignore[arg-type]
+
+
+@given(seed=st.integers(0, 2**32))
+def test_a_plan_does_not_depend_on_the_order_of_loading(sites, seed: int) -> None:
+    draw = random.Random(seed)
+    offered = [
+        *REFERENCE.kernels,
+        *(kernel(op, p, r) for op in ("linear", "rope") for p, r in (("a", 20), ("b", 20))),
+    ]
+    expected = plan_of(decide_all(sites, replace(REFERENCE, kernels=tuple(offered)), BASE))
+    draw.shuffle(offered)
+    found = plan_of(decide_all(sites, replace(REFERENCE, kernels=tuple(offered)), BASE))
+    assert found.digest() == expected.digest()
+
+
+def test_digest_and_difference_see_another_kernel(sites) -> None:
+    one, two = plan_of(bind(sites)), plan_of(bind(sites, kernel("route")))
+    assert one.digest() != two.digest()
+    said = difference(one.to_dict(), two.to_dict())
+    assert said == [
+        "route at layers.1-2.mlp: reference.route here, mine.route there",
+    ]
+    assert difference(one.to_dict(), one.to_dict()) == []
+    assert difference(one.to_dict(), plan_of(bind(sites), tp=2).to_dict()) == [
+        "tp: 1 here, 2 there"
+    ]
+
+
+def test_heavy_references_are_found(sites) -> None:
+    found = plan_of(bind(sites, kernel("linear")))
+    assert {row.op for row in found.heavy_references()} == {
+        "experts",
+        "mha_prefill",
+        "mla_absorb",
+        "mla_decode",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("{", "cannot be read"),
+        ("[]", "is no plan"),
+        ('{"rows": [{}]}', "is no plan"),
+        ('{"rows": [], "format": 0}', "format 0, this runtime reads 1"),
+    ],
+)
+def test_a_plan_file_that_is_none(sites, tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        check_against(plan_of(bind(sites)), str(path))
+
+
+def test_a_locked_plan_accepts_itself_and_names_what_differs(sites, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan_of(bind(sites)).to_dict()))
+    check_against(plan_of(bind(sites)), str(path))
+    with pytest.raises(ConfigError, match="route at layers.1-2.mlp: mine.route here"):
+        check_against(plan_of(bind(sites, kernel("route"))), str(path))
