@@ -1,0 +1,68 @@
+"""What the operator sees at start: where it runs, what it holds, which kernel serves each op."""
+
+from __future__ import annotations
+
+from ds_runtime.assemble import Assembly
+from ds_runtime.engine.runner import Runner
+from ds_runtime.progress import amount
+
+
+def banner(assembly: Assembly, runner: Runner) -> str:
+    """The start-up text of a loaded engine."""
+    device, model, plan = assembly.device, assembly.model, assembly.plan
+    memory = assembly.platform.memory(runner.rank)
+    config = assembly.config
+    ranks = f", {config.tp} ranks" if config.tp > 1 else ""
+    per_rank = " per rank" if config.tp > 1 else ""
+    lines = [
+        f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
+        f"model     {plan.model}: {model.architecture}, {model.layers} layers, "
+        f"{count(model_parameters(runner))} parameters, {config.dtype}, "
+        f"{amount(runner.model.packed_bytes)} packed{per_rank}",
+        f"memory    {amount(memory.total)}, {amount(memory.free)} free",
+        f"KV cache  {runner.kv_tokens} tokens in {runner.num_pages} pages of {plan.page_size}, "
+        f"{amount(runner.memory.total)}{per_rank}, {plan.kv_layout}; context "
+        f"{runner.context_length}",
+        *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
+        *op_lines(assembly),
+        *(f"{'not used':<10}{name}: {refusal}" for name, refusal in assembly.others),
+    ]
+    return "\n".join(lines)
+
+
+def op_lines(assembly: Assembly) -> list[str]:
+    """One line per op: its kernels, with the number of sites where there are several."""
+    chosen: dict[str, dict[str, int]] = {}
+    for decision in assembly.binding.decisions:
+        kernels = chosen.setdefault(decision.op, {})
+        kernels[decision.kernel] = kernels.get(decision.kernel, 0) + 1
+    lines = []
+    for row in assembly.plan.rows:
+        kernels = chosen.pop(row.op, {})
+        if not kernels:
+            continue  # said with the op's first row
+        said = ", ".join(f"{k} ×{n}" if len(kernels) > 1 else k for k, n in kernels.items())
+        lines.append(f"{'op':<10}{row.op:<16}{said}")
+    return lines
+
+
+def warnings(assembly: Assembly) -> list[str]:
+    """A line per heavy op that no plugin serves, to be shown once."""
+    return [
+        f"warning: {row.op} at {', '.join(row.sites)} runs on the slow reference"
+        + (f" ({row.refused[0][0]}: {row.refused[0][1]})" if row.refused else "")
+        for row in assembly.plan.heavy_references()
+    ]
+
+
+def model_parameters(runner: Runner) -> int:
+    """Logical parameters of the whole model."""
+    return runner.model.num_parameters
+
+
+def count(value: int) -> str:
+    """`236.1 B`, `4.2 M`."""
+    for limit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f} {letter}"
+    return str(value)

@@ -1,0 +1,72 @@
+"""How long a context may be and how many KV pages one rank gets. Pure arithmetic; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_runtime.assemble import Assembly
+from ds_runtime.errors import ConfigError
+from ds_runtime.progress import amount
+
+FULL_CONTEXTS = 8
+FREE_SHARE = 0.25
+
+
+def context_length(assembly: Assembly) -> int:
+    """The longest prompt + output: the flag, else the model's own limit."""
+    limit = assembly.model.max_positions
+    wanted = assembly.config.context_length
+    if wanted is not None and wanted > limit:
+        raise ConfigError(
+            f"--context-length {wanted}: the model's positions end at {limit} "
+            f"(max_position_embeddings); give at most that"
+        )
+    return limit if wanted is None else wanted
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """What one rank can hold. page_bytes: one page over all layers."""
+
+    pages: int
+    page_bytes: int
+    free: int
+    explicit: bool
+    page_size: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole KV cache."""
+        return self.pages * self.page_bytes
+
+    def too_small(self, pages: int, context: int) -> ConfigError:
+        """The error for a cache that does not hold one full context."""
+        needed = amount(-(-context // self.page_size) * self.page_bytes)
+        have = amount(pages * self.page_bytes)
+        fits = pages * self.page_size
+        what = "--kv-memory gives" if self.explicit else f"{FREE_SHARE:.0%} of free memory is"
+        return ConfigError(
+            f"KV cache: one context of {context} tokens needs {needed}, but {what} {have} "
+            f"({fits} tokens; {amount(self.free)} are free): lower --context-length, e.g. to "
+            f"{fits}, or raise --kv-memory"
+        )
+
+
+def kv_memory(assembly: Assembly, free: int, context: int) -> KvMemory:
+    """Pages for the KV cache of one rank with `free` bytes of memory left after loading."""
+    config = assembly.config
+    facts = assembly.binding.base
+    per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.model.layers
+    page_bytes = per_token * config.page_size
+    one = -(-context // config.page_size)
+    explicit = config.kv_memory is not None
+    if config.kv_memory is not None:
+        if config.kv_memory > free:
+            raise ConfigError(
+                f"--kv-memory {amount(config.kv_memory)}: only {amount(free)} are free after "
+                "loading the weights; give less"
+            )
+        pages = config.kv_memory // page_bytes
+    else:
+        pages = min(FULL_CONTEXTS * one, int(free * FREE_SHARE) // page_bytes)
+    return KvMemory(pages, page_bytes, free, explicit, config.page_size)

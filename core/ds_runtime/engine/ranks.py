@@ -1,0 +1,138 @@
+"""What every rank does at start: join the group, compare plans, load, warm up.
+
+Rank 0 sends step plans to the others over private sockets, because a rank that waits there may
+idle for days, which a collective may not.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.runner import Runner
+from ds_runtime.engine.step import StepPlan
+from ds_runtime.engine.transport import bind_pull, connect_push, ipc
+from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.plan import Plan, difference
+from ds_runtime.platform.spec import Communicator
+
+_LEAVE = b""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank's process needs to know; picklable. `plugins`: names of modules to add."""
+
+    config: EngineConfig
+    explicit: tuple[str, ...]
+    plugins: tuple[str, ...]
+    folder: Path
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.config.tp
+
+    def assemble(self) -> Assembly:
+        """Decide everything, as every rank does for itself."""
+        return assemble(self.config, self.explicit, [import_module(m) for m in self.plugins])
+
+
+def join(spec: RankSpec, assembly: Assembly) -> Communicator:
+    """Enter the group of ranks."""
+    config = assembly.config
+    assembly.platform.init_worker(spec.rank, spec.size, config.threads)
+    init_method = f"file://{spec.folder / 'rendezvous'}"
+    return assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
+
+
+def start_runner(
+    spec: RankSpec, assembly: Assembly, comm: Communicator, *, poison: bool = False
+) -> Runner:
+    """Compare plans, load, allocate and run one step."""
+    compare_plans(assembly.plan, comm)
+    runner = Runner(assembly, comm, spec.rank, poison=poison)
+    runner.warm_up()
+    return runner
+
+
+def compare_plans(plan: Plan, comm: Communicator) -> None:
+    """Raise ConfigError, on every rank alike, listing how plans differ from rank 0's."""
+    if comm.size == 1:
+        return
+    own = json.loads(json.dumps(plan.to_dict(), default=list))
+    plans = comm.gather_objects(own)
+    said = []
+    for rank, other in enumerate(plans):
+        if other["digest"] != plans[0]["digest"]:
+            changes = difference(plans[0], other) or ["other notes, ranks or refusals"]
+            said += [f"\n  rank {rank} (there) against rank 0 (here): {x}" for x in changes]
+    if said:
+        raise ConfigError(
+            "the ranks decided differently, so they cannot work together; give every rank the "
+            "same packages, devices and flags:" + "".join(said)
+        )
+
+
+class Leader:
+    """Rank 0's end of the sockets to the other ranks."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inbox = bind_pull(self._context, ipc(folder, "ranks"))
+        self._peers = [connect_push(self._context, ipc(folder, f"rank{r}")) for r in range(1, size)]
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def wait(self, timeout: float, check: Callable[[], str | None]) -> None:
+        """Until every rank has said hello. `check` gives the reason when one has died."""
+        missing = {str(r) for r in range(1, len(self._peers) + 1)}
+        deadline = time.monotonic() + timeout
+        while missing:
+            if self._inbox.poll(100):
+                missing.discard(self._inbox.recv().decode())
+            elif (reason := check()) is not None:
+                raise EngineDeadError(reason)
+            elif time.monotonic() > deadline:
+                names = ", ".join(sorted(missing))
+                raise EngineDeadError(
+                    f"rank {names} did not start within {timeout:.0f} s (--dist-timeout)"
+                )
+
+    def send(self, plan: StepPlan) -> None:
+        """Have every other rank launch `plan`."""
+        if self._peers:
+            data = self._encoder.encode(plan)
+            for peer in self._peers:
+                peer.send(data)
+
+    def close(self) -> None:
+        """Tell the others to leave."""
+        for peer in self._peers:
+            peer.send(_LEAVE)
+        self._context.destroy(linger=200)
+
+
+def follow(spec: RankSpec) -> None:
+    """The life of a rank other than 0: launch what rank 0 launches, until it says to leave."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = bind_pull(context, ipc(spec.folder, f"rank{spec.rank}"))
+    assembly = spec.assemble()
+    hello = connect_push(context, ipc(spec.folder, "ranks"))
+    hello.send(str(spec.rank).encode())
+    comm = join(spec, assembly)
+    runner = start_runner(spec, assembly, comm)
+    decoder = msgspec.msgpack.Decoder(StepPlan)
+    while data := inbox.recv():
+        runner.launch(decoder.decode(data))
+    comm.close()
+    context.destroy(linger=0)
