@@ -105,8 +105,11 @@ def parse_size(text: str) -> int:
     stripped = text.strip().lower()
     number = stripped.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:
-        return int(float(number) * units[stripped[len(number) :].strip()])
-    except (KeyError, ValueError) as e:
+        size = int(float(number) * units[stripped[len(number) :].strip()])
+        if size < 0:
+            raise ValueError("negative")
+        return size
+    except (KeyError, ValueError, OverflowError) as e:
         raise ConfigError(f"size {text!r}: write a number with KB, MB, GB or KiB, MiB, GiB") from e
 
 

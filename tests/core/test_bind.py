@@ -242,7 +242,7 @@ def test_a_pin_decides_the_layout(sites) -> None:
 
 
 def test_no_layout_says_why(sites) -> None:
-    with pytest.raises(UnsupportedError, match="no KV cache layout fits: .*reference"):
+    with pytest.raises(UnsupportedError, match=r"no KV cache layout fits: .*reference"):
         bind(sites, base=replace(BASE, kv_dtype="int3"))
 
 
@@ -359,5 +359,5 @@ def test_a_locked_plan_accepts_itself_and_names_what_differs(sites, tmp_path: Pa
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan_of(bind(sites)).to_dict()))
     check_against(plan_of(bind(sites)), str(path))
-    with pytest.raises(ConfigError, match="route at layers.1-2.mlp: mine.route here"):
+    with pytest.raises(ConfigError, match=r"route at layers.1-2.mlp: mine.route here"):
         check_against(plan_of(bind(sites, kernel("route"))), str(path))

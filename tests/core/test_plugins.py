@@ -125,7 +125,7 @@ def test_a_platform_that_is_none_is_broken(code: str, said: str) -> None:
     assert found is None
     assert refusal is not None and refusal.kind == "broken"
     assert said in refused(plugins, "bad")
-    with pytest.raises(PluginError, match="plugin bad is broken.*--platform"):
+    with pytest.raises(PluginError, match=r"plugin bad is broken.*--platform"):
         select_platform(plugins)
     assert select_platform(plugins, "cpu")[0].name == "cpu"
 
@@ -168,7 +168,7 @@ def test_loading_only_some_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_PLUGINS", "cpi")
     with pytest.raises(ConfigError, match="'cpi': no such plugin; did you mean 'cpu'"):
         load_plugins()
-    with pytest.raises(ConfigError, match="no such plugin; installed: .*cpu.*cuda"):
+    with pytest.raises(ConfigError, match=r"no such plugin; installed: .*cpu.*cuda"):
         load_plugins(["zzzzzz"])
 
 
@@ -212,7 +212,7 @@ def start(
 def wish(name: str, field: str, value: object) -> object:
     return module(
         name,
-        f"@hookimpl\ndef ds_defaults(config): return [Change({field!r}, {value!r}, 'it is faster')]",
+        f"@hookimpl\ndef ds_defaults(): return [Change({field!r}, {value!r}, 'it is faster')]",
     )
 
 
@@ -238,7 +238,7 @@ def test_a_wish_for_what_is_decided_or_unknown_names_the_plugin(tmp_path: Path, 
 
 def test_a_wish_that_is_no_change(tmp_path: Path) -> None:
     bad = module("a", "@hookimpl\ndef ds_defaults(): return [('page_size', 64)]")
-    with pytest.raises(PluginError, match="plugin a: ds_defaults returned .*no Change"):
+    with pytest.raises(PluginError, match=r"plugin a: ds_defaults returned .*no Change"):
         start(tmp_path, bad)
 
 
@@ -260,5 +260,5 @@ def test_the_platforms_own_plugin_may_not_break(
 
 def test_a_platform_whose_device_facts_fail(tmp_path: Path) -> None:
     code = platform("mine").replace("return DeviceInfo('cpu', 'Mine', 'mine1')", "raise OSError(5)")
-    with pytest.raises(PluginError, match="platform mine: info.. raised OSError: 5"):
+    with pytest.raises(PluginError, match=r"platform mine: info.. raised OSError: 5"):
         start(tmp_path, module("mine", code))

@@ -74,10 +74,14 @@ def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plug
     """Each plugin adds to a parser of its own first, so that a failing one leaves nothing."""
     for name in loaded.implementing("ds_cli"):
         scratch = Parser(prog="ds-runtime").add_subparsers(parser_class=Parser)
-        if not loaded.call("ds_cli", only=name, subcommands=scratch):
-            continue
+        loaded.call("ds_cli", only=name, subcommands=scratch)
         if taken := sorted(scratch.choices.keys() & subcommands.choices.keys()):
             loaded.drop(name, Refusal("broken", f"ds_cli adds {taken[0]!r}, which is taken"))
+        if refusal := loaded.reports[name].refusal:
+            print(
+                f"ds-runtime: plugin {name} is {refusal}; its commands are left out",
+                file=sys.stderr,
+            )
             continue
         for verb, parser in scratch.choices.items():
             helped = [a.help for a in scratch._choices_actions if a.dest == verb]

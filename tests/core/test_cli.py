@@ -1,0 +1,456 @@
+"""The command line as a user meets it: help, flags, suggestions, errors, and what verbs print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from faulty import install, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_runtime.bench import one_batch, record
+from ds_runtime.cli import build_parser, main
+from ds_runtime.cli.doctor import next_command
+from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.cli.generate import sampling_params
+from ds_runtime.cli.parser import Parser
+from ds_runtime.config import EngineConfig, ServerConfig, parse_size
+from ds_runtime.errors import ConfigError, RequestError
+from ds_runtime.ops.table import OPS
+
+VERBS = ("serve", "generate", "plan", "ops", "plugins", "doctor", "bench")
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    return str(tiny_config(tmp_path / "tiny"))
+
+
+def run(capsys: Capture, *args: str) -> tuple[int, str, str]:
+    code = main(args)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+# start-up
+
+
+def seconds(*args: str) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "ds_runtime", *args], check=True, capture_output=True)
+    return time.perf_counter() - start
+
+
+def test_help_answers_at_once() -> None:
+    assert min(seconds("--help") for _ in range(5)) < 0.4
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {'torch', 'transformers', 'fastapi', 'zmq', 'uvicorn'}:
+            raise ImportError(f'{name} is blocked')
+sys.meta_path.insert(0, Block())
+from ds_runtime.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["serve", "--help"], ["plugins"], ["doctor"], ["plan"], ["ops", "--json"]],
+    ids=" ".join,
+)
+def test_explaining_needs_no_torch(args: list[str], tiny: str) -> None:
+    model = ["--model", tiny] if args[0] in ("plan", "ops") else []
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED, *args, *model], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(capsys: Capture, verb: str) -> None:
+    code, out, err = run(capsys, verb, "--help")
+    assert (code, err) == (0, "")
+    assert f"usage: ds-runtime {verb}" in out
+
+
+def test_no_verb_prints_help_and_version_is_the_package_s(capsys: Capture) -> None:
+    code, out, _ = run(capsys)
+    assert code == 0 and all(verb in out for verb in VERBS)
+    code, out, _ = run(capsys, "--version")
+    assert (code, out) == (0, "ds-runtime 0.1.0\n")
+
+
+# flags
+
+
+def parse(config: type[object], *args: str) -> tuple[object, frozenset[str]]:
+    parser = Parser(prog="p")
+    add_flags(parser, config, "all")
+    return build(config, parser.parse_args(args))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig])
+def test_no_flags_give_the_defaults_and_nothing_explicit(config: type[object]) -> None:
+    assert parse(config) == (config(), frozenset())
+
+
+def test_every_field_has_a_flag_with_its_help(capsys: Capture) -> None:
+    _, out, _ = run(capsys, "serve", "--help")
+    flat = " ".join(out.split())
+    for f in (*fields(EngineConfig), *fields(ServerConfig)):
+        assert "--" + f.name.replace("_", "-") in flat
+        assert " ".join(f.metadata["help"].split()[:3]) in flat
+    assert "(default: 30000)" in flat and "(default: on)" in flat
+
+
+ENGINE = {
+    "model": st.sampled_from(["demo", "a/b", "/x y"]),
+    "dtype": st.sampled_from(["auto", "bfloat16", "float32"]),
+    "plugins": st.lists(st.sampled_from(["cpu", "cuda"]), min_size=1).map(tuple),
+    "tp": st.integers(1, 8),
+    "kv_memory": st.integers(1, 1 << 50),
+    "prefix_cache": st.booleans(),
+    "strict_ops": st.booleans(),
+    "pin": st.lists(st.sampled_from(["linear@*.[0,1].o=k", "rope=r"]), min_size=1).map(tuple),
+    "policy": st.sampled_from(["fifo", "priority"]),
+}
+
+
+def as_flags(values: dict[str, object]) -> list[str]:
+    args: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            args.append(flag if value else "--no-" + flag[2:])
+        elif name == "pin":
+            args += [word for pin in value for word in (flag, pin)]  # type: ignore[attr-defined]
+        elif isinstance(value, tuple):
+            args += [flag, ",".join(value)]
+        else:
+            args += [flag, str(value)]
+    return args
+
+
+@given(values=st.fixed_dictionaries({}, optional=ENGINE))
+def test_flags_round_trip_and_say_what_was_set(values: dict[str, object]) -> None:
+    found, explicit = parse(EngineConfig, *as_flags(values))
+    assert found == EngineConfig(**values)  # type: ignore[arg-type]
+    assert explicit == frozenset(values)
+
+
+def test_setting_a_field_to_its_default_counts_as_set() -> None:
+    assert parse(EngineConfig, "--page-size", "16")[1] == {"page_size"}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512", 512),
+        ("1.5GB", 1_500_000_000),
+        ("2GiB", 2 << 30),
+        ("4g", 4 << 30),
+        (" 3 mb ", 3_000_000),
+        ("7B", 7),
+        ("1e3", 1000),
+        ("1e999", None),
+        ("GB", None),
+        ("nanGB", None),
+        ("infGB", None),
+        ("-1GB", None),
+        ("2 PB", None),
+        ("", None),
+    ],
+)
+def test_sizes(text: str, size: int | None) -> None:
+    if size is None:
+        with pytest.raises(ConfigError, match="write a number with"):
+            parse_size(text)
+    else:
+        assert parse_size(text) == size
+
+
+# wrong input
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["srve"], "did you mean 'serve'?"),
+        (["serve", "--prot", "1"], "unknown flag --prot; did you mean '--port'?"),
+        (["serve", "--prot=1"], "unknown flag --prot; did you mean '--port'?"),
+        (["serve", "--dtype", "float23"], "did you mean 'float32'?"),
+        (["serve", "--kv-mem", "1"], "unknown flag --kv-mem; did you mean '--kv-memory'?"),
+        (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
+        (["serve", "model"], "unknown argument model"),
+        (["generate"], "required: prompt"),
+        (["bench"], "required: KIND"),
+        (["bench", "one-bach"], "did you mean 'one-batch'?"),
+        (["plan", "dif"], "did you mean 'diff'?"),
+    ],
+)
+def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str], said: str) -> None:
+    code, out, err = run(capsys, *args)
+    assert (code, out) == (2, "")
+    assert said in err and "--help" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["serve", "--port", "70000"], "--port 70000: a port is between 0 and 65535"),
+        (["serve", "--tp", "0"], "--tp 0: must be at least 1"),
+        (["plan", "--model", "/no/such"], "--model /no/such: no such folder"),
+        (["plan", "--platform", "cpuu"], "no such platform; did you mean 'cpu'?"),
+        (["plan", "--plugins", "cpuu"], "'cpuu': no such plugin; did you mean 'cpu'?"),
+        (["plan", "--explain", "linaer"], "no such op; did you mean 'linear'?"),
+        (["plan", "lock"], "write ds-runtime plan lock FILE"),
+        (["plan", "diff", "a"], "write ds-runtime plan diff A B"),
+        (["plan", "diff", "/no/a", "/no/b"], "plan /no/a: cannot be read"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "--top-p", "2", "hi"], "top_p is 2.0: must be between 0.0 and 1.0"),
+        (["bench", "one-batch", "--output-len", "1"], "--output-len 1: must be at least 2"),
+        (["bench", "one-batch", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
+    ],
+)
+def test_errors_exit_1_with_one_message(capsys: Capture, args: list[str], said: str) -> None:
+    code, out, err = run(capsys, *args)
+    assert (code, out) == (1, "")
+    assert err.startswith("ds-runtime: ") and said in err and "Traceback" not in err
+
+
+def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ds_runtime.plugins.Plugins.platforms", interrupted)
+    assert run(capsys, "plugins")[0] == 130
+    monkeypatch.setattr("ds_runtime.plugins.Plugins.platforms", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["plugins"])
+
+
+def test_a_reader_that_leaves_is_no_error(tiny: str) -> None:
+    command = f"{sys.executable} -m ds_runtime ops --json --model {tiny} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[\n" and done.stderr == ""
+
+
+# what verbs print
+
+
+def test_plan_names_a_kernel_for_every_op_it_needs(capsys: Capture, tiny: str) -> None:
+    code, out, _ = run(capsys, "plan", "--model", tiny)
+    assert code == 0
+    assert out.startswith("model tiny · platform cpu (")
+    named = {line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" ")}
+    assert named >= {"embed", "linear", "experts", "mla_decode", "sample"}
+    assert named <= OPS.keys()
+    assert "refused: " in out and "lost: " in out
+
+
+def test_plan_as_json_is_the_plan(capsys: Capture, tiny: str) -> None:
+    _, out, _ = run(capsys, "plan", "--model", tiny, "--json", "--page-size", "32")
+    plan = json.loads(out)
+    assert (plan["model"], plan["platform"], plan["page_size"]) == ("tiny", "cpu", 32)
+    assert {"op", "kernel", "sites", "refused", "lost"} <= plan["rows"][0].keys()
+    assert plan["digest"] in run(capsys, "plan", "--model", tiny, "--page-size", "32")[1]
+
+
+def test_explain_gives_every_kernel_a_verdict_at_every_site(capsys: Capture, tiny: str) -> None:
+    _, out, _ = run(capsys, "plan", "--model", tiny, "--explain", "linear", "--json")
+    rows = json.loads(out)
+    assert {"reference.ReferenceLinear", "reference.Fp8W8A8Linear"} <= {r["kernel"] for r in rows}
+    sites = [sorted(s for at in r["verdicts"].values() for s in at) for r in rows]
+    assert all(found == sites[0] for found in sites) and "lm_head" in sites[0]
+    chosen = [s for r in rows for s in r["verdicts"].get("chosen", ())]
+    assert sorted(chosen) == sites[0]
+    _, text, _ = run(capsys, "plan", "--model", tiny, "--explain", "linear")
+    assert "refused: does not read weight format 'dense'; it reads fp8_block" in text
+
+
+def test_lock_diff_and_hold_to_a_plan(capsys: Capture, tiny: str, tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    pin = ["--pin", "mla_prologue=reference.mla_prologue"]
+    assert run(capsys, "plan", "lock", a, "--model", tiny)[0] == 0
+    assert run(capsys, "plan", "lock", b, "--model", tiny, *pin)[0] == 0
+    assert run(capsys, "plan", "diff", a, a) == (0, "the plans are equal\n", "")
+    code, out, _ = run(capsys, "plan", "diff", a, b)
+    assert code == 1
+    assert "mla_prologue at layers.0-2.self_attn" in out and "reference.mla_prologue there" in out
+    assert run(capsys, "plan", "--model", tiny, "--plan", a)[0] == 0
+    code, _, err = run(capsys, "plan", "--model", tiny, "--plan", b)
+    assert code == 1 and "the binding differs: " in err and "mla_prologue at" in err
+    assert run(capsys, "plan", "lock", str(tmp_path / "no" / "x"), "--model", tiny)[0] == 1
+
+
+def test_a_user_setting_reaches_the_plan_as_explicit(
+    capsys: Capture, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "@hookimpl\ndef ds_defaults(): return [Change('page_size', 64, 'aligned loads')]"
+    install(tmp_path / "s", monkeypatch, code, "wisher", "wisher-dist")
+    _, out, _ = run(capsys, "plan", "--model", tiny)
+    assert "page 64" in out and "config page_size: 16 → 64 (wisher: aligned loads)" in out
+    assert "page 16" in run(capsys, "plan", "--model", tiny, "--page-size", "16")[1]
+
+
+def test_ops_lists_the_whole_vocabulary(capsys: Capture, tiny: str) -> None:
+    _, out, _ = run(capsys, "ops", "--model", tiny, "--json")
+    table = json.loads(out)
+    assert [row["op"] for row in table] == list(OPS)
+    for row in table:
+        assert row["summary"] and row["contract"] >= 1 and row["tolerance"]
+        assert any(k["provider"] == "reference" for k in row["kernels"])
+    _, text, _ = run(capsys, "ops", "--model", tiny)
+    assert "mla_prologue: " in text and "composed of rms_norm, rope, cache_write" in text
+    assert "reference.quantize_group (rank 0): this model has no site for it" in text
+
+
+BAD = "raise OSError('driver 12 is too old')"
+
+
+def test_plugins_says_where_each_comes_from_and_why_not(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "s", monkeypatch, BAD, "bad", "bad-dist")
+    _, out, _ = run(capsys, "plugins")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert {"cpu", "cuda", "rocm", "npu", "xpu", "triton", "reference", "bad"} <= lines.keys()
+    assert "ds-runtime 0.1.0" in lines["cpu"] and "platform cpu" in lines["cpu"]
+    assert "bad-dist 2.5" in lines["bad"]
+    assert "broken: OSError: driver 12 is too old" in lines["bad"]
+    assert "Traceback" not in out
+    assert "Traceback" in run(capsys, "plugins", "--verbose")[1]
+    rows = json.loads(run(capsys, "plugins", "--json", "--plugins", "bad")[1])
+    assert {r["name"]: r["refusal"] for r in rows} == {"bad": "broken", "reference": None}
+
+
+def test_doctor_ends_with_the_command_to_run(capsys: Capture) -> None:
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    for word in ("python", "torch", "plugin cpu", "device cpu", "memory", "huggingface cache"):
+        assert word in out
+    assert out.rstrip().splitlines()[-1] == "next: ds-runtime serve"
+    report = json.loads(run(capsys, "doctor", "--json")[1])
+    assert report["works"] == ["cpu"] and report["next"] == "ds-runtime serve"
+
+
+def test_doctor_s_advice(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert next_command(["cpu"], broken=True) == "ds-runtime plugins --verbose"
+    assert next_command([], broken=False).startswith("pip install")
+    install(tmp_path / "s", monkeypatch, BAD, "bad", "bad-dist")
+    code, out, _ = run(capsys, "doctor", "--plugins", "bad")
+    assert code == 1 and 'next: pip install "ds-runtime[cpu]"' in out
+
+
+# verbs of plugins
+
+
+HELLO = """
+@hookimpl
+def ds_cli(subcommands):
+    parser = subcommands.add_parser({verb!r}, help="greets")
+    parser.add_argument("--name", default="you")
+    parser.set_defaults(run=lambda args: print(f"hello {{args.name}}"))
+    {after}
+"""
+
+
+def test_a_plugin_adds_a_verb(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, HELLO.format(verb="hello", after=""), "hello", "hello-dist")
+    assert run(capsys, "hello", "--name", "there") == (0, "hello there\n", "")
+    assert "greets" in run(capsys, "--help")[1]
+    assert "did you mean 'hello'?" in run(capsys, "helo")[2]
+    assert run(capsys, "hello", "--plugins", "cpu")[0] == 2  # restricted: the verb is not there
+
+
+@pytest.mark.parametrize(
+    ("verb", "after", "said"),
+    [
+        ("hello", "raise OSError('late')", "ds_cli raised OSError: late"),
+        ("serve", "", "ds_cli adds 'serve', which is taken"),
+    ],
+)
+def test_a_plugin_whose_verb_fails_leaves_none(
+    capsys: Capture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    after: str,
+    said: str,
+) -> None:
+    install(tmp_path, monkeypatch, HELLO.format(verb=verb, after=after), "hello", "hello-dist")
+    assert run(capsys, "hello")[0] == 2
+    code, out, err = run(capsys, "serve", "--help")
+    assert code == 0 and "--port" in out
+    assert said in err
+
+
+# generate and bench without an engine
+
+
+def test_sampling_flags_become_sampling_params() -> None:
+    parser, _ = build_parser()
+    args = parser.parse_args(["generate", "hi"])
+    assert sampling_params(args).max_tokens is None
+    args = parser.parse_args(
+        [
+            "generate",
+            "--stop",
+            "a",
+            "--stop",
+            "b",
+            "--top-k=5",
+            "--seed",
+            "-3",
+            "--max-tokens",
+            "7",
+            "x",
+        ]
+    )
+    params = sampling_params(args)
+    assert (params.stop, params.top_k, params.seed, params.max_tokens) == (("a", "b"), 5, -3, 7)
+    with pytest.raises(RequestError, match="temperature"):
+        sampling_params(parser.parse_args(["generate", "--temperature", "nan", "x"]))
+
+
+def test_rates_are_medians_of_differences() -> None:
+    found = one_batch.rates((8, 512, 33), [2.0, 1.0, 4.0], [4.0, 2.0, 8.0])
+    assert (found.prefill_s, found.decode_s) == (2.0, 2.0)
+    assert found.prefill_tokens_per_s == 8 * 512 / 2.0
+    assert found.decode_tokens_per_s == 8 * 32 / 2.0
+
+
+def test_random_prompts_repeat_and_differ() -> None:
+    prompts = one_batch.random_prompts(3, 50, 11)
+    assert prompts == one_batch.random_prompts(3, 50, 11)
+    assert len({tuple(p) for p in prompts}) == 3
+    assert {len(p) for p in prompts} == {50} and max(map(max, prompts)) < 11
+
+
+def test_a_record_says_where_it_was_measured(tmp_path: Path) -> None:
+    row = record.environment()
+    assert row["machine"]["cores"] >= 1 and "torch" in row["versions"]
+    path = tmp_path / "results" / "x.jsonl"
+    for i in range(2):
+        record.append(path, {"i": i, **row})
+    assert [json.loads(line)["i"] for line in path.read_text().splitlines()] == [0, 1]
+    assert record.peak_bytes() > 1 << 20
