@@ -1,0 +1,1 @@
+"""HTTP in and out: OpenAI-compatible routes in front of an engine process."""

@@ -1,0 +1,177 @@
+"""Request bodies: their size, their JSON, their fields. Every fault is one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from ds_runtime.server.errors import ApiError, ClientGoneError
+from ds_runtime.server.protocol import Body
+
+B = TypeVar("B", bound=Body)
+_DRAIN_BYTES = 1 << 28
+_DRAIN_SECONDS = 10.0
+_TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
+
+
+async def parse(request: Request, kind: type[B], limit: int) -> B:
+    """The body as a `kind`; ApiError 413 above `limit` bytes and 400 for everything else."""
+    raw = await read_body(request, limit)
+    value = _json(raw)
+    if not isinstance(value, dict):
+        raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
+    return validate(kind, value)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body's bytes, never more than `limit` of them in memory."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdigit() else 0
+    parts: list[bytes] = []
+    try:
+        if size > limit:
+            await _refuse(request, size, limit)
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                parts.clear()
+                await _refuse(request, size, limit)
+            parts.append(chunk)
+    except ClientDisconnect as e:
+        raise ClientGoneError from e
+    return b"".join(parts)
+
+
+async def _refuse(request: Request, size: int, limit: int) -> NoReturn:
+    # Clients that write everything before they read would see a reset instead of the answer, so
+    # throw away what comes, within bounds; those that ask first (Expect) send nothing.
+    if "expect" not in request.headers:
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                seen = 0
+                while seen < _DRAIN_BYTES:
+                    message = await request.receive()
+                    seen += len(message.get("body", b""))
+                    if message["type"] != "http.request" or not message.get("more_body"):
+                        break
+        except TimeoutError:
+            seen = size
+    raise ApiError(
+        413,
+        f"the body has {size} bytes or more: the limit is {limit}; send less, or start the "
+        "server with a larger --max-body",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as e:
+        raise _bad(f"the body is not UTF-8: byte {e.start} is {raw[e.start]:#04x}") from e
+    except json.JSONDecodeError as e:
+        raise _bad(
+            f"the body is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}"
+        ) from e
+    except RecursionError as e:
+        raise _bad("the body's JSON is nested too deeply") from e
+    except ValueError as e:
+        raise _bad(f"the body is not valid JSON: {e}") from e
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def validate(kind: type[B], value: Mapping[str, Any], prefix: str = "") -> B:
+    """`value` as a `kind`, or an ApiError that names the field."""
+    known: dict[str, Any] = {}
+    for name, field in value.items():
+        if name in kind.ONLY:
+            _check_only(kind, prefix + name, name, field)
+        if name in kind.model_fields:
+            known[name] = field
+        elif name not in kind.ONLY and name not in kind.IGNORED:
+            _unknown(kind, prefix + name, name)
+    for name, field in kind.model_fields.items():
+        # Nested bodies get the same care before pydantic sees them.
+        nested = _nested(field.annotation)
+        if nested is not None and isinstance(known.get(name), dict):
+            known[name] = validate(nested, known[name], f"{prefix}{name}.")
+    try:
+        return kind.model_validate(known)
+    except ValidationError as e:
+        raise _invalid(e, prefix) from e
+
+
+def _nested(annotation: Any) -> type[Body] | None:
+    for option in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(option, type) and issubclass(option, Body):
+            return option
+    return None
+
+
+def _check_only(kind: type[Body], path: str, name: str, field: Any) -> None:
+    allowed = kind.ONLY[name]
+    if field is None or field in allowed:
+        return
+    remedy = " or ".join(json.dumps(a) for a in allowed)
+    raise _bad(
+        f"{path} {_short(field)} is not supported: "
+        + (f"leave it out or send {remedy}" if allowed else "leave it out"),
+        path,
+        "unsupported_value",
+    )
+
+
+def _unknown(kind: type[Body], path: str, name: str) -> NoReturn:
+    near = difflib.get_close_matches(name, [*kind.model_fields, *kind.ONLY], 1, 0.5)
+    hint = f": did you mean {near[0]!r}?" if near else ": remove it"
+    raise _bad(f"unknown field {path!r}{hint}", path, "unknown_field")
+
+
+def _invalid(error: ValidationError, prefix: str) -> ApiError:
+    """One sentence about the first field that is wrong."""
+    faults = error.errors(include_url=False, include_context=False)
+    field = faults[0]["loc"][0]
+    # Where one of several types would do, each says why it does not: the deepest came closest.
+    deepest = max((f for f in faults if f["loc"][0] == field), key=lambda f: len(f["loc"]))
+    path = prefix + _path(deepest["loc"])
+    same = [f for f in faults if prefix + _path(f["loc"]) == path]
+    said = " or ".join(dict.fromkeys(f["msg"].removeprefix("Input ") for f in same))
+    if deepest["type"] == "missing":
+        return _bad(f"{path} is missing: the request needs it", path, "missing_field")
+    return _bad(f"{path} is {_short(deepest['input'])}: {said}", path, "invalid_type")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    out = ""
+    for part in location:
+        if isinstance(part, int):
+            out += f"[{part}]"
+        elif part not in _TYPE_TAGS and "[" not in part:
+            out += ("." if out else "") + part
+    return out
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _name(value: Any) -> str:
+    return {list: "array", str: "string", type(None): "null", bool: "boolean"}.get(
+        type(value), "number"
+    )
+
+
+def _bad(message: str, param: str | None = None, code: str = "invalid_json") -> ApiError:
+    return ApiError(400, message, param=param, code=code)

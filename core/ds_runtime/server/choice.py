@@ -1,0 +1,79 @@
+"""One choice while it is generated: tokens of the engine in, pieces of the answer out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ds_runtime.engine.messages import TokenLogprob, Tokens
+from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.server.chat import Prompt
+from ds_runtime.text.detokenizer import OutputState
+from ds_runtime.text.tokenizer import Tokenizer
+
+PromptLogprobs = list[TokenLogprob | None]
+
+
+class Piece(NamedTuple):
+    """What one message added to a choice. `finish_reason` is set on the last one."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    first: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of one prompt. `index` counts over all choices of the client's request."""
+
+    index: int
+    rid: str
+    prompt: Prompt
+    params: SamplingParams
+    output: OutputState
+    texts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0
+    started: bool = False
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
+
+    def take(self, message: Tokens) -> Piece:
+        """Add the engine's tokens, up to where a stop string ends the text."""
+        first, self.started = not self.started, True
+        delta = self.output.push(message.tokens, message.finish, message.stop_token)
+        tokens = message.tokens[: delta.used]
+        logprobs = (message.logprobs or [])[: delta.used]
+        self.texts.append(delta.text)
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
+        if message.prompt_logprobs is not None:
+            self.prompt_logprobs = message.prompt_logprobs
+        if delta.finished:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        return Piece(delta.text, tokens, logprobs, delta.finish_reason, delta.stop_reason, first)
+
+
+def make_choices(
+    job_id: str, prompts: list[tuple[Prompt, SamplingParams]], tokenizer: Tokenizer
+) -> list[Choice]:
+    """Every choice of every prompt, prompts first."""
+    out: list[Choice] = []
+    for prompt, params in prompts:
+        for _ in range(params.n):
+            index = len(out)
+            out.append(
+                Choice(index, f"{job_id}-{index}", prompt, params, OutputState(tokenizer, params))
+            )
+    return out

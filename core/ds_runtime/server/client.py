@@ -1,0 +1,219 @@
+"""The front end's end of the sockets: submit, receive, abort, flush."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Iterable, Sequence
+
+import zmq
+
+from ds_runtime.engine.messages import (
+    Abort,
+    Dead,
+    Failed,
+    Flush,
+    Flushed,
+    FromEngine,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    Tokens,
+    decode_from_engine,
+    encoder,
+)
+from ds_runtime.engine.transport import bind_pull, connect_push
+from ds_runtime.errors import EngineDeadError, QueueFullError, RequestError
+from ds_runtime.server.errors import NotReadyError
+
+_DRAIN = 256  # messages handled before other callbacks of the event loop get a turn
+
+
+class Flight:
+    """The choices of one client request inside the engine. Close it, and what runs is aborted."""
+
+    def __init__(self, client: EngineClient, rids: Iterable[str]) -> None:
+        self._client = client
+        self._running = set(rids)
+        self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
+
+    async def next(self) -> Tokens:
+        """The next tokens of any choice, in order per choice.
+
+        Raises QueueFullError or RequestError as the engine refuses, EngineDeadError when it dies.
+        """
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def drop(self, rid: str) -> None:
+        """Abort one choice that has its text already."""
+        if rid in self._running:
+            self._running.discard(rid)
+            self._client.forget([rid], abort=True)
+
+    def close(self) -> None:
+        """Abort everything that has not finished. May be called twice."""
+        rids, self._running = sorted(self._running), set()
+        if rids:
+            self._client.forget(rids, abort=True)
+
+    def put(self, message: Tokens | Exception) -> None:
+        """For the client: hand over one message."""
+        if isinstance(message, Tokens) and message.finish is not None:
+            self._running.discard(message.rid)
+        self._queue.put_nowait(message)
+
+    def lose(self, rid: str) -> None:
+        """For the client: the engine refused this choice; there is nothing to abort."""
+        self._running.discard(rid)
+
+
+class EngineClient:
+    """Talks to one engine: PUSH to `to_engine` (the engine binds), PULL on `from_engine` (bound
+    here). Everything happens on the event loop that called `start`.
+
+    `ready` is None while the engine loads; `dead` holds the reason once it is gone.
+    """
+
+    def __init__(self, to_engine: str, from_engine: str) -> None:
+        self._to_engine, self._from_engine = to_engine, from_engine
+        self.ready: Ready | None = None
+        self.dead: str | None = None
+        self.stats = Stats()
+        self._changed = asyncio.Event()
+        self._flights: dict[str, Flight] = {}
+        self._flushes: dict[str, asyncio.Future[int]] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    async def start(self) -> None:
+        """Open the sockets. Call it before the engine starts, so that no message is lost."""
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._pull = bind_pull(self._context, self._from_engine)
+        self._push = connect_push(self._context, self._to_engine)
+        self._fd = int(self._pull.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._drain)
+        self._loop.call_soon(self._drain)
+
+    def close(self) -> None:
+        """Abort what runs and close the sockets. May be called twice."""
+        self.fail("the server is shutting down")
+        context, self._context = self._context, None
+        if context is not None:
+            self._loop.remove_reader(self._fd)
+            context.destroy()
+
+    async def wait(self) -> None:
+        """Until the engine is ready or dead."""
+        while self.ready is None and self.dead is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def wait_dead(self) -> None:
+        """Until the engine is dead."""
+        while self.dead is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def require(self) -> Ready:
+        """The ready engine's facts; EngineDeadError or NotReadyError when there is none."""
+        if self.dead is not None:
+            raise EngineDeadError(f"the engine has stopped: {self.dead}")
+        if self.ready is None:
+            raise NotReadyError("the model is still loading: try again, or poll /health")
+        return self.ready
+
+    def open(self, submits: Sequence[Submit]) -> Flight:
+        """Send the choices of one request to the engine."""
+        self.require()
+        flight = Flight(self, (s.rid for s in submits))
+        for submit in submits:
+            self._flights[submit.rid] = flight
+            self._send(submit)
+        return flight
+
+    def forget(self, rids: Sequence[str], abort: bool) -> None:
+        """Take no more messages for these choices."""
+        for rid in rids:
+            self._flights.pop(rid, None)
+        if abort and self.dead is None:
+            self._send(Abort(list(rids)))
+
+    async def flush(self, timeout: float = 10.0) -> int:
+        """Empty the prefix cache; pages freed."""
+        self.require()
+        token = uuid.uuid4().hex
+        future = self._flushes[token] = self._loop.create_future()
+        self._send(Flush(token))
+        try:
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError as e:
+            raise EngineDeadError(f"the engine did not answer within {timeout:g} s") from e
+        finally:
+            self._flushes.pop(token, None)
+
+    def fail(self, reason: str) -> None:
+        """The engine is gone: everybody who waits gets the reason. The first reason stays."""
+        if self.dead is not None:
+            return
+        flights = set(self._flights.values())
+        running = sorted(self._flights)
+        if running and self._context is not None:
+            self._send(Abort(running))
+        self.dead = reason
+        self._flights.clear()
+        for flight in flights:
+            flight.put(EngineDeadError(f"the engine has stopped: {reason}"))
+        for future in self._flushes.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(f"the engine has stopped: {reason}"))
+        self._changed.set()
+
+    def _send(self, message: ToEngine) -> None:
+        self._push.send(encoder.encode(message), zmq.NOBLOCK)
+
+    def _drain(self) -> None:
+        # The socket's descriptor signals edges: read until nothing is left, or come back at once.
+        if self._context is None:
+            return
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_DRAIN):
+                for frame in self._pull.recv_multipart(zmq.NOBLOCK):
+                    self._receive(decode_from_engine.decode(frame))
+            self._loop.call_soon(self._drain)
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Tokens():
+                flight = self._flights.get(message.rid)
+                if flight is not None:
+                    if message.finish is not None:
+                        self.forget([message.rid], abort=False)
+                    flight.put(message)
+            case Failed():
+                flight = self._flights.get(message.rid)
+                if flight is not None:
+                    self.forget([message.rid], abort=False)
+                    flight.lose(message.rid)
+                    flight.put(_refusal(message))
+            case Stats():
+                self.stats = message
+            case Flushed():
+                future = self._flushes.get(message.token)
+                if future is not None and not future.done():
+                    future.set_result(message.pages)
+            case Ready():
+                self.ready = message
+                self._changed.set()
+            case Dead():
+                self.fail(message.reason)
+
+
+def _refusal(message: Failed) -> Exception:
+    if message.kind == "queue_full":
+        return QueueFullError(message.message)
+    return RequestError(message.message, message.param)

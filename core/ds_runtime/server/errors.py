@@ -1,0 +1,94 @@
+"""Every error as an HTTP status and OpenAI's error object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from ds_runtime.errors import (
+    DsRuntimeError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+)
+
+
+class ApiError(Exception):
+    """An answer that is not the wished one. `type` and `code` as OpenAI's clients know them."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that goes over the wire."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+class NotReadyError(DsRuntimeError):
+    """The engine is still loading."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer for any exception; those that are not ours become a 500 without details."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param, code="invalid_value")
+        case QueueFullError():
+            return _unavailable(str(error), "queue_full", error.retry_after)
+        case NotReadyError():
+            return _unavailable(str(error), "engine_starting", 5)
+        case EngineDeadError():
+            return _unavailable(str(error), "engine_dead", None)
+        case ClientGoneError():
+            return ApiError(499, "the client closed the connection", code="client_gone")
+    return ApiError(
+        500,
+        "internal error: see the server's log",
+        type="server_error",
+        code="internal_error",
+    )
+
+
+def http_error(status: int, detail: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
+    """For the framework's own refusals: no such route, wrong method."""
+    message, code = detail, None
+    if status == HTTPStatus.NOT_FOUND:
+        message, code = f"there is no route {path}: see /openapi.json for the list", "not_found"
+    elif status == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (headers or {}).get("Allow", "another method")
+        message, code = f"{path} does not take this method: use {allowed}", "method_not_allowed"
+    return ApiError(status, message, code=code, headers=headers)
+
+
+def _unavailable(message: str, code: str, retry_after: int | None) -> ApiError:
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    return ApiError(503, message, type="server_error", code=code, headers=headers)

@@ -1,0 +1,221 @@
+"""The three shapes of an answer: chat, completion, generate; whole or as stream chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ds_runtime.server.choice import Choice, Piece
+from ds_runtime.server.logprobs import (
+    CompletionLogprobs,
+    chat_logprobs,
+    plain_logprobs,
+    prompt_logprobs,
+)
+from ds_runtime.server.run import Run
+from ds_runtime.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class Format(Protocol):
+    """How a route words its answer."""
+
+    def reply(self, run: Run) -> Any:
+        """The whole answer, when every choice has ended."""
+        ...
+
+    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
+        """Stream events for one piece; none when there is nothing to tell yet."""
+        ...
+
+    def last(self, run: Run) -> Iterator[Json]:
+        """Stream events after every choice has ended."""
+        ...
+
+
+class ChatFormat:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._logprobs, self._usage = logprobs, usage
+
+    def _head(self, run: Run, kind: str) -> Json:
+        return {"id": run.id, "object": kind, "created": run.created, "model": self._model}
+
+    def _content(self, entries: Any) -> Json | None:
+        if not self._logprobs:
+            return None
+        return {"content": chat_logprobs(entries, self._tokenizer), "refusal": None}
+
+    def reply(self, run: Run) -> Json:
+        """A chat.completion."""
+        out = self._head(run, "chat.completion")
+        out["choices"] = [
+            {
+                "index": c.index,
+                "message": {"role": "assistant", "content": c.text, "refusal": None},
+                "logprobs": self._content(c.logprobs),
+                "finish_reason": c.finish_reason,
+                "stop_reason": c.stop_reason,
+            }
+            for c in run.choices
+        ]
+        out["usage"] = run.usage()
+        first = run.choices[0]
+        if first.params.prompt_logprobs is not None:
+            out["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, self._tokenizer)
+        return out
+
+    def _chunk(self, run: Run, choices: list[Json], usage: Json | None = None) -> Json:
+        out = self._head(run, "chat.completion.chunk") | {"choices": choices}
+        return out | {"usage": usage} if self._usage else out
+
+    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
+        """The role first, then text, then the finish reason."""
+        entry: Json = {"index": choice.index, "logprobs": None, "finish_reason": None}
+        if piece.first:
+            delta = {"role": "assistant", "content": ""}
+            head = self._chunk(run, [entry | {"delta": delta}])
+            if choice.params.prompt_logprobs is not None:
+                head["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
+            yield head
+        logprobs = self._content(piece.logprobs) if piece.logprobs else None
+        if piece.text or logprobs:
+            delta = {"content": piece.text}
+            yield self._chunk(run, [entry | {"delta": delta, "logprobs": logprobs}])
+        if piece.finish_reason is not None:
+            end: Json = {"delta": {}, "finish_reason": piece.finish_reason}
+            yield self._chunk(run, [entry | end | {"stop_reason": piece.stop_reason}])
+
+    def last(self, run: Run) -> Iterator[Json]:
+        """The usage chunk, with no choices."""
+        if self._usage:
+            yield self._chunk(run, [], run.usage())
+
+
+class CompletionFormat:
+    """text_completion, whole and streamed. `echo` puts the prompt before the text."""
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool, echo: bool
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._logprobs, self._usage, self._echo = logprobs, usage, echo
+        self._streams: dict[int, CompletionLogprobs] = {}
+
+    def _head(self, run: Run) -> Json:
+        return {
+            "id": run.id,
+            "object": "text_completion",
+            "created": run.created,
+            "model": self._model,
+        }
+
+    def _prefix(self, choice: Choice) -> str:
+        if not self._echo:
+            return ""
+        text = choice.prompt.text
+        skip = choice.params.skip_special_tokens
+        return self._tokenizer.decode(choice.prompt.ids, skip) if text is None else text
+
+    def _start(self, choice: Choice) -> CompletionLogprobs:
+        state = CompletionLogprobs(self._tokenizer, choice.params.skip_special_tokens)
+        if self._echo:
+            state.add_prompt(choice.prompt.ids, choice.prompt_logprobs)
+        return state
+
+    def reply(self, run: Run) -> Json:
+        """A text_completion."""
+        choices: list[Json] = []
+        for c in run.choices:
+            logprobs = None
+            if self._logprobs:
+                state = self._start(c)
+                state.add(c.logprobs)
+                logprobs = state.take()
+            choices.append(self._choice(c, self._prefix(c) + c.text, logprobs, c.finish_reason))
+        return self._head(run) | {"choices": choices, "usage": run.usage()}
+
+    def _choice(
+        self, choice: Choice, text: str, logprobs: Json | None, finish_reason: str | None
+    ) -> Json:
+        out: Json = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        if finish_reason is not None:
+            out["stop_reason"] = choice.stop_reason
+            if choice.params.prompt_logprobs is not None:
+                out["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
+        return out
+
+    def _chunk(self, run: Run, choices: list[Json], usage: Json | None = None) -> Json:
+        out = self._head(run) | {"choices": choices}
+        return out | {"usage": usage} if self._usage else out
+
+    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
+        """One chunk per piece that has text or ends the choice."""
+        text = self._prefix(choice) + piece.text if piece.first else piece.text
+        logprobs = None
+        if self._logprobs:
+            if piece.first:
+                self._streams[choice.index] = self._start(choice)
+            state = self._streams[choice.index]
+            state.add(piece.logprobs)
+            logprobs = state.take()
+        if text or logprobs or piece.finish_reason is not None:
+            yield self._chunk(run, [self._choice(choice, text, logprobs, piece.finish_reason)])
+
+    def last(self, run: Run) -> Iterator[Json]:
+        """The usage chunk, with no choices."""
+        if self._usage:
+            yield self._chunk(run, [], run.usage())
+
+
+class GenerateFormat:
+    """The native route: text and ids side by side. Stream events carry what is new, not all."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def _entry(self, run: Run, choice: Choice, text: str, tokens: list[int]) -> Json:
+        meta: Json = {
+            "id": run.id,
+            "index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "prompt_tokens": len(choice.prompt.ids),
+            "completion_tokens": len(choice.tokens),
+            "cached_tokens": choice.cached_tokens,
+        }
+        return {"text": text, "output_ids": tokens, "meta_info": meta}
+
+    def _logprobs(self, choice: Choice, out: Json, entries: Any, prompt: bool) -> Json:
+        if choice.params.logprobs is not None:
+            out["meta_info"]["logprobs"] = plain_logprobs(entries)
+        if prompt and choice.params.prompt_logprobs is not None:
+            out["meta_info"]["prompt_logprobs"] = prompt_logprobs(
+                choice.prompt_logprobs, self._tokenizer
+            )
+        return out
+
+    def reply(self, run: Run) -> Any:
+        """An object, or a list of them when n is above 1."""
+        out = [
+            self._logprobs(c, self._entry(run, c, c.text, c.tokens), c.logprobs, True)
+            for c in run.choices
+        ]
+        return out[0] if len(out) == 1 else out
+
+    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
+        """One event per piece."""
+        out = self._entry(run, choice, piece.text, piece.tokens)
+        yield self._logprobs(choice, out, piece.logprobs, piece.first)
+
+    def last(self, run: Run) -> Iterator[Json]:
+        """Nothing more."""
+        return iter(())

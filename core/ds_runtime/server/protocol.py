@@ -1,0 +1,166 @@
+"""What clients may send. Strict: no coercion, and a field that nobody knows is an error.
+
+Fields of OpenAI's API that change nothing here are accepted and ignored (`IGNORED`); those that
+would change the answer are refused unless they ask for what happens anyway (`ONLY`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Tool = dict[str, Any]
+
+
+class Body(BaseModel):
+    """Base of every request body."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+class Sampling(Body):
+    """Sampling fields, shared by all generating routes. None means the model's default."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    n: int | None = None
+    seed: int | None = None
+
+
+class StreamOptions(Body):
+    """`include_usage` adds a last chunk with the token counts."""
+
+    include_usage: bool | None = None
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+
+
+class OpenAIRequest(Sampling):
+    """Fields that chat and completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+
+
+class TextPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message. Other fields (tool_calls, name, …) go to the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(OpenAIRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "metadata",
+            "parallel_tool_calls",
+            "prediction",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "user",
+            "verbosity",
+        )
+    )
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "response_format": ({"type": "text"},),
+        "tool_choice": ("auto", "none"),
+        "modalities": (["text"],),
+        "audio": (),
+        "functions": ([],),
+        "function_call": ("auto", "none"),
+        "web_search_options": (),
+    }
+
+
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions. `prompt`: text, token ids, or a list of either."""
+
+    prompt: Any
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
+
+
+class GenerateParams(Sampling):
+    """`sampling_params` of /generate: the names of `SamplingParams`, and max_new_tokens."""
+
+    max_tokens: int | None = 128
+    max_new_tokens: int | None = None
+    include_stop: bool | None = None
+    logprobs: int | None = None
+
+
+class GenerateRequest(Body):
+    """POST /generate: exactly one of `text` and `input_ids`."""
+
+    text: str | None = None
+    input_ids: TokenIds | None = None
+    sampling_params: GenerateParams = GenerateParams()
+    stream: bool | None = None
+    priority: int | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool = False

@@ -1,0 +1,133 @@
+"""Request fields and the model's defaults become `SamplingParams`."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ds_runtime.engine.messages import Ready
+from ds_runtime.errors import CheckpointError, RequestError
+from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.server.protocol import Sampling
+from ds_runtime.text.tokenizer import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What generation_config.json says; OpenAI's defaults where it says nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def load(cls, folder: str | Path) -> GenerationDefaults:
+        """From the checkpoint folder; a file without the fields, or no file, is fine."""
+        path = Path(folder) / "generation_config.json"
+        found = read_json(path)
+        values: dict[str, Any] = {}
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+            value = found.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise CheckpointError(f"{path}: {name} is {value!r}: a number is needed")
+            values[name] = value
+        if found.get("do_sample") is False:
+            values["temperature"] = 0.0
+        return cls(**values)
+
+
+def build_params(
+    fields: Sampling,
+    defaults: GenerationDefaults,
+    vocab_size: int,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    include_stop: bool | None = None,
+) -> SamplingParams:
+    """Checked parameters; RequestError names the field that is impossible."""
+    stop = fields.stop or ()
+    top_k = _or(fields.top_k, defaults.top_k)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens or 0,
+        temperature=_or(fields.temperature, defaults.temperature),
+        top_k=0 if top_k == -1 else top_k,
+        top_p=_or(fields.top_p, defaults.top_p),
+        min_p=fields.min_p or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        repetition_penalty=_or(fields.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=_logit_bias(fields.logit_bias or {}),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        include_stop=bool(_or(include_stop, fields.include_stop_str_in_output)),
+        skip_special_tokens=_or(fields.skip_special_tokens, True),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        n=_or(fields.n, 1),
+        seed=fields.seed,
+    )
+    check_ids(params.logit_bias, vocab_size, "logit_bias")
+    check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    return params
+
+
+def fit(params: SamplingParams, prompt_len: int, ready: Ready) -> SamplingParams:
+    """`params` with max_tokens set for this prompt; RequestError when the context is too short."""
+    limit = ready.context_length
+    if prompt_len == 0:
+        raise RequestError("the prompt is empty: send at least one token", "prompt")
+    if prompt_len >= limit:
+        raise RequestError(
+            f"the prompt has {prompt_len} tokens, but the context holds {limit} with the answer: "
+            "shorten the prompt, or start the server with a larger --context-length",
+            "prompt",
+        )
+    if params.max_tokens is None:
+        return msgspec.structs.replace(params, max_tokens=limit - prompt_len)
+    if prompt_len + params.max_tokens > limit:
+        raise RequestError(
+            f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
+            f"{prompt_len + params.max_tokens}, but the context holds {limit}: ask for at most "
+            f"{limit - prompt_len} tokens or shorten the prompt",
+            "max_tokens",
+        )
+    return params
+
+
+def check_ids(ids: Any, vocab_size: int, param: str) -> None:
+    """RequestError for the first id outside the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{param} holds token id {token}: the vocabulary's ids are 0 to {vocab_size - 1}",
+                param,
+            )
+
+
+def draw_seed(asked: int | None) -> int:
+    """The client's seed, or one drawn for this prompt."""
+    return secrets.randbits(63) if asked is None else asked
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for key, bias in raw.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"logit_bias key {key!r}: must be a token id", "logit_bias")
+        out[int(key)] = bias
+    return out

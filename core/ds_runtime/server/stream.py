@@ -1,0 +1,112 @@
+"""Server-sent events, and the watch for clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ds_runtime.server.choice import Choice, Piece
+from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error
+from ds_runtime.server.formats import Format
+from ds_runtime.server.run import Run
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; ClientGoneError, with `work` cancelled, when the client leaves."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response of server-sent events that ends `events` and calls `on_close`, come what may."""
+
+    def __init__(self, events: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
+        super().__init__()
+        self._events, self._on_close = events, on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the events end or the client leaves."""
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await until_disconnect(receive, self._send(send))
+        finally:
+            self._on_close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def stream_response(run: Run, form: Format, request: Request) -> EventStream:
+    """Wait for the first piece, so that refusals still get their status, then stream."""
+    pieces = run.pieces()
+    first = await until_disconnect(request.receive, anext(pieces))
+    return EventStream(_events(run, form, _chain(first, pieces)), run.close)
+
+
+async def _chain(
+    first: tuple[Choice, Piece], rest: AsyncGenerator[tuple[Choice, Piece]]
+) -> AsyncIterator[tuple[Choice, Piece]]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def _events(
+    run: Run, form: Format, pieces: AsyncIterator[tuple[Choice, Piece]]
+) -> AsyncGenerator[bytes]:
+    try:
+        async for choice, piece in pieces:
+            for chunk in form.chunks(run, choice, piece):
+                yield _event(chunk)
+        for chunk in form.last(run):
+            yield _event(chunk)
+    except Exception as e:  # the status is sent already: tell it inside the stream
+        error = as_api_error(e)
+        if error.status == 500:
+            _log.exception("a stream failed")
+        yield _event(_with_status(error))
+    yield b"data: [DONE]\n\n"
+
+
+def _with_status(error: ApiError) -> dict[str, Any]:
+    body = error.body()
+    body["error"]["status"] = error.status
+    return body
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

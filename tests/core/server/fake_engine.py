@@ -1,0 +1,158 @@
+"""An engine that speaks the real messages over real sockets, and says what the prompt orders.
+
+Orders stand in the prompt in square brackets: [say TEXT] answers TEXT and ends with EOS, [go]
+never ends by itself, [hang] never answers, [full] and [invalid] refuse, [die] dies after three
+tokens, [bytes e4 bd] gives raw byte tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+
+import zmq
+
+from ds_runtime.engine.messages import (
+    Abort,
+    Dead,
+    Failed,
+    Flush,
+    Flushed,
+    Ready,
+    Stats,
+    Stop,
+    Submit,
+    TokenLogprob,
+    Tokens,
+    decode_to_engine,
+    encoder,
+)
+from ds_runtime.text.tokenizer import Tokenizer
+
+CONTEXT, VOCAB, EOS = 4096, 512, 1
+READY = Ready(
+    banner="fake engine ready", context_length=CONTEXT, vocab_size=VOCAB, kv_tokens=1, page_size=16
+)
+
+
+@dataclass
+class Job:
+    submit: Submit
+    script: list[int]
+    order: str
+    done: int = 0
+
+
+@dataclass
+class FakeEngine:
+    tokenizer: Tokenizer
+    to_engine: str
+    from_engine: str
+    ready: bool = True
+    submits: list[Submit] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    flushes: int = 0
+    generated: int = 0
+
+    def start(self) -> None:
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        context = zmq.Context()
+        self.pull, self.push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self.pull.bind(self.to_engine)
+        self.push.connect(self.from_engine)
+        self.jobs: dict[str, Job] = {}
+        self.alive = True
+        if self.ready:
+            self.send(READY)
+        while self.alive:
+            if self.pull.poll(0 if self.jobs else 20):
+                self.receive(decode_to_engine.decode(self.pull.recv()))
+            else:
+                self.step()
+        context.destroy(linger=500)
+
+    def send(self, *messages) -> None:
+        self.push.send_multipart([encoder.encode(m) for m in messages])
+
+    def receive(self, message) -> None:
+        match message:
+            case Submit():
+                self.submits.append(message)
+                self.admit(message)
+            case Abort():
+                for rid in message.rids:
+                    if self.jobs.pop(rid, None) is not None:
+                        self.aborted.append(rid)
+            case Flush():
+                self.flushes += 1
+                self.send(Flushed(message.token, 7))
+            case Stop():
+                self.alive = False
+
+    def admit(self, submit: Submit) -> None:
+        text = self.tokenizer.decode(submit.prompt, skip_special=False)
+        order, rest = re.findall(r"\[(\w+) ?([^\]]*)\]", text)[-1]
+        if order == "full":
+            return self.send(Failed(submit.rid, "queue_full", "the queue holds 1024 requests"))
+        if order == "invalid":
+            return self.send(Failed(submit.rid, "invalid", "seed is odd", "seed"))
+        script = [*self.tokenizer.encode(rest), EOS]
+        if order == "bytes":
+            wanted = bytes.fromhex(rest)
+            table = {self.tokenizer.token_bytes(t): t for t in reversed(range(VOCAB))}
+            script = [*(table[bytes([b])] for b in wanted), EOS]
+        self.jobs[submit.rid] = Job(submit, script, order)
+
+    def step(self) -> None:
+        """One token for every job."""
+        if any(j.order == "go" for j in self.jobs.values()):
+            time.sleep(0.001)
+        messages = [m for j in list(self.jobs.values()) if (m := self.advance(j)) is not None]
+        if messages:
+            stats = Stats(running=len(self.jobs), generated_tokens=self.generated)
+            self.send(*messages, stats)
+        elif self.jobs:
+            time.sleep(0.005)
+        if any(j.order == "die" and j.done == 3 for j in self.jobs.values()):
+            self.send(Dead("rank 1 was killed by signal 9"))
+            self.alive = False
+
+    def advance(self, job: Job) -> Tokens | None:
+        params = job.submit.params
+        if job.order == "hang":
+            return None
+        endless = job.order in ("go", "die")
+        token = job.script[job.done % (len(job.script) - 1) if endless else job.done]
+        first = job.done == 0
+        job.done += 1
+        self.generated += 1
+        finish = stop = None
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            finish, stop = "stop", token
+        elif job.done == params.max_tokens or (not endless and job.done == len(job.script)):
+            finish = "length"
+        if finish is not None:
+            del self.jobs[job.submit.rid]
+        prompt = None
+        if first and params.prompt_logprobs is not None:
+            prompt = [None, *(logprob(t, params.prompt_logprobs) for t in job.submit.prompt[1:])]
+        return Tokens(
+            rid=job.submit.rid,
+            tokens=[token],
+            logprobs=None if params.logprobs is None else [logprob(token, params.logprobs)],
+            prompt_logprobs=prompt,
+            finish=finish,
+            stop_token=stop,
+            cached_tokens=4,
+        )
+
+
+def logprob(token: int, top: int) -> TokenLogprob:
+    """The chosen token is the second best."""
+    best = [(token + 1, -0.25), (token, -0.5), (token + 2, -float("inf"))]
+    return TokenLogprob(token, -0.5, best[:top])

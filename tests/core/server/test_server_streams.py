@@ -1,0 +1,174 @@
+"""Streams under stress: clients that vanish, an engine that dies, half characters, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from conftest import serving, until
+
+
+def chat_body(order, **body):
+    return {"messages": [{"role": "user", "content": order}], **body}
+
+
+def events(response):
+    """The JSON events of a stream; the last line must be [DONE]."""
+    lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("order", ["[go on ]", "[hang]"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_a_client_that_vanishes_frees_its_choices(served, path, order, stream):
+    before, aborted = len(served.engine.submits), len(served.engine.aborted)
+    body = {
+        "/v1/chat/completions": chat_body(order, n=2),
+        "/v1/completions": {"prompt": order, "n": 2, "max_tokens": 4000},
+        "/generate": {"text": order, "sampling_params": {"n": 2, "max_tokens": 4000}},
+    }[path]
+    with httpx.Client(base_url=served.url, timeout=0.15) as client:
+        if stream and order != "[hang]":
+            with client.stream("POST", path, json=body | {"stream": True}) as reply:
+                assert reply.headers["content-type"].startswith("text/event-stream")
+                next(reply.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(path, json=body | {"stream": stream})
+    mine = {s.rid for s in served.engine.submits[before:]}
+    assert len(mine) == 2
+    assert set(served.wait_aborted(aborted + 2)[aborted:]) == mine
+    until(lambda: not served.engine.jobs)
+
+
+def test_the_engine_dies_in_the_middle(bpe_folder):
+    with serving(bpe_folder) as served:
+        with served.http.stream(
+            "POST", "/v1/chat/completions", json=chat_body("[die abcdef]", stream=True)
+        ) as reply:
+            assert reply.status_code == 200
+            found = events(reply)
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in found[:-1])
+        assert text and found[-1]["error"]["code"] == "engine_dead"
+        assert "rank 1 was killed by signal 9" in found[-1]["error"]["message"]
+        health = served.http.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "dead"
+        assert "signal 9" in health.json()["reason"]
+        later = served.chat("[say x]")
+        assert later.status_code == 503 and "signal 9" in later.json()["error"]["message"]
+
+
+def test_waiting_requests_get_the_reason_too(bpe_folder):
+    async def main(served):
+        async with httpx.AsyncClient(base_url=served.url, timeout=10) as client:
+
+            def ask(order):
+                return client.post("/v1/chat/completions", json=chat_body(order))
+
+            waiting = [asyncio.ensure_future(ask("[hang]")) for _ in range(3)]
+            while len(served.engine.submits) < 3:
+                await asyncio.sleep(0.01)
+            waiting.append(asyncio.ensure_future(ask("[die abc]")))
+            return await asyncio.gather(*waiting)
+
+    with serving(bpe_folder) as served:
+        for reply in asyncio.run(main(served)):
+            assert reply.status_code == 503
+            assert "signal 9" in reply.json()["error"]["message"]
+
+
+def test_no_event_holds_half_a_character(served):
+    order = "[bytes e4 bd a0 f0 9f 91 8d 41 e4 bd 42 c3 a9]"
+    body = {"prompt": order, "stream": True, "max_tokens": 50, "logprobs": 0}
+    with served.http.stream("POST", "/v1/completions", json=body) as reply:
+        choices = [e["choices"][0] for e in events(reply)]
+    # A broken sequence is one replacement character, once it is certain to be broken.
+    assert [c["text"] for c in choices if c["text"]] == ["你", "👍", "A", "�B", "é"]
+    names = [t for c in choices if c["logprobs"] for t in c["logprobs"]["tokens"]]
+    assert names[:3] == ["bytes:\\xe4", "bytes:\\xbd", "bytes:\\xa0"]
+
+
+def test_many_streams_at_once(served):
+    texts = {i: f"stream {i} says 你好 {'abc ' * (i % 5)}end {i}" for i in range(32)}
+
+    async def one(client, i):
+        body = chat_body(f"[say {texts[i]}]", stream=True, stream_options={"include_usage": True})
+        out, usage = "", None
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            assert reply.status_code == 200
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    usage = event["usage"]
+                    for choice in event["choices"]:
+                        out += choice["delta"].get("content") or ""
+        return out, usage
+
+    async def main():
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=served.url, timeout=20, limits=limits) as client:
+            return await asyncio.gather(*(one(client, i) for i in texts))
+
+    for i, (text, usage) in enumerate(asyncio.run(main())):
+        assert text == texts[i]
+        assert usage["completion_tokens"] == len(served.tokenizer.encode(text)) + 1
+
+
+def test_generate(served):
+    ids = served.tokenizer.encode("[say native 你]")
+    params = {"temperature": 0, "max_new_tokens": 50, "logprobs": 1, "prompt_logprobs": 0}
+    body = served.post("/generate", input_ids=ids, sampling_params=params).json()
+    assert body["text"] == "native 你"
+    assert body["output_ids"] == [*served.tokenizer.encode("native 你"), 1]
+    meta = body["meta_info"]
+    assert meta["finish_reason"] == "stop" and meta["prompt_tokens"] == len(ids)
+    assert meta["logprobs"][0]["logprob"] == -0.5 and len(meta["prompt_logprobs"]) == len(ids)
+    params = served.engine.submits[-1].params
+    assert (params.temperature, params.max_tokens, params.top_p) == (0, 50, 0.95)
+    with served.http.stream("POST", "/generate", json={"text": "[say a b]", "stream": True}) as r:
+        found = events(r)
+    assert "".join(e["text"] for e in found) == "a b"
+    assert [t for e in found for t in e["output_ids"]] == [*served.tokenizer.encode("a b"), 1]
+    many = served.post("/generate", text="[say z]", sampling_params={"n": 2}).json()
+    assert [m["text"] for m in many] == ["z", "z"]
+
+
+def test_tokenize_and_back(served):
+    text = "Hello 你好"
+    body = served.post("/tokenize", prompt=text).json()
+    assert body["tokens"] == [0, *served.tokenizer.encode(text)]
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), 4096)
+    bare = served.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
+    assert bare == body["tokens"][1:]
+    assert served.post("/detokenize", tokens=bare).json() == {"prompt": text}
+    chat = served.post("/tokenize", messages=[{"role": "user", "content": "[say x]"}]).json()
+    served.chat("[say x]")
+    assert chat["tokens"] == served.engine.submits[-1].prompt
+    long = "word " * 5000  # tokenised off the event loop
+    assert served.post("/tokenize", prompt=long).json()["count"] > 5000
+
+
+def test_flush_cache(served):
+    before = served.engine.flushes
+    assert served.http.post("/flush_cache").json() == {"pages_freed": 7}
+    assert served.http.get("/flush_cache").json() == {"pages_freed": 7}
+    assert served.engine.flushes == before + 2
+
+
+def test_metrics(served):
+    served.chat("[say some words]")
+    served.http.get(f"/nowhere/{id(served)}")
+    text = served.http.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    key = 'ds_runtime_http_requests_total{route="/v1/chat/completions",status="200"}'
+    assert float(values[key]) >= 1
+    assert float(values['ds_runtime_http_requests_total{route="other",status="404"}']) >= 1
+    assert float(values["ds_runtime_time_to_first_token_seconds_count"]) >= 1
+    assert float(values['ds_runtime_choices_finished_total{reason="stop"}']) >= 1
+    assert float(values["ds_runtime_generated_tokens_total"]) >= 1
+    assert "ds_runtime_pages_free" in values
