@@ -107,7 +107,7 @@ class ModelConfig:
                 "q_lora": self.q_lora or 0,
                 "kv_lora": self.kv_lora,
                 "qk_nope": self.qk_nope,
-                "rope": self.qk_rope,
+                "qk_rope": self.qk_rope,
                 "v": self.v_head,
                 "intermediate": self.intermediate // tp,
                 "moe_intermediate": self.moe_intermediate // tp,
