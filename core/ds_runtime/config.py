@@ -69,7 +69,9 @@ class ServerConfig:
     host: str = _f("127.0.0.1", "address to listen on")
     port: int = _f(30000, "port to listen on (0: any free one)")
     served_model_name: str | None = _f(None, "model name in the API (default: folder name)")
-    api_key: str | None = _f(None, "require this bearer token on /v1 routes")
+    api_key: str | None = _f(
+        None, "require this bearer token on every route but /health and /metrics"
+    )
     max_body: int = _f(16 << 20, "largest request body, e.g. 16MB", size=True)
     routes: tuple[str, ...] = _f((), "plugins whose HTTP routes are added (comma separated)")
 

@@ -1,0 +1,188 @@
+"""The whole command: start, banner, Ctrl-C, a dying engine, a port in use."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from conftest import until
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from ds_runtime import hookimpl, plugins
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.server.serve import add_routes, listen, model_name
+
+MAIN = Path(__file__).with_name("serve_main.py")
+
+
+@contextlib.contextmanager
+def started(folder, mode="works", port=0):
+    process = subprocess.Popen(
+        [sys.executable, str(MAIN), str(folder), str(port), mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def read_until(process, pattern):
+    """The match in the first line of standard output that has one."""
+    for line in process.stdout:
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(f"no {pattern!r}: {process.stderr.read()}")
+
+
+def test_serves_and_ends_with_every_process_and_file(bpe_folder):
+    with started(bpe_folder) as process:
+        folder = Path(read_until(process, r"folder (.*)")[1])
+        engine = psutil.Process(int(read_until(process, r"engine (\d+)")[1]))
+        assert folder.stat().st_mode & 0o777 == 0o700
+        read_until(process, "fake engine ready")
+        line = read_until(process, r"serving (\S+) at (http://\S+)")
+        assert line[1] == bpe_folder.name
+        with httpx.Client(base_url=line[2], timeout=20) as http:
+            assert http.get("/health").status_code == 200
+            body = {"messages": [{"role": "user", "content": "[go on ]"}], "stream": True}
+            with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                begin = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                rest = list(lines)
+        assert process.wait(5) == 0
+        assert time.monotonic() - begin < 5
+        assert "the server is shutting down" in "".join(rest)
+        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+        assert not folder.exists()
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("mode", ["loads", "stubborn"])
+def test_sigterm_while_loading_and_with_a_stubborn_engine(bpe_folder, mode):
+    with started(bpe_folder, mode) as process:
+        folder = Path(read_until(process, r"folder (.*)")[1])
+        engine = psutil.Process(int(read_until(process, r"engine (\d+)")[1]))
+        if mode == "stubborn":
+            read_until(process, "serving")
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+        assert time.monotonic() - begin < 5
+        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
+        assert not folder.exists()
+
+
+def test_an_engine_that_does_not_start_gives_its_reason(bpe_folder):
+    with started(bpe_folder, "fails") as process:
+        assert process.wait(10) == 1
+        said = process.stderr.read()
+        assert said == "the engine did not start: engine rank 0 left with exit code 3\n"
+
+
+def test_an_engine_that_dies_later(bpe_folder):
+    with started(bpe_folder) as process:
+        engine = psutil.Process(int(read_until(process, r"engine (\d+)")[1]))
+        url = read_until(process, r"serving \S+ at (http://\S+)")[1]
+        engine.kill()
+        with httpx.Client(base_url=url, timeout=5) as http:
+            until(lambda: http.get("/health").status_code == 503)
+            assert "exit code -9" in http.get("/health").json()["reason"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) in (0, 1)
+        assert "the engine has stopped: engine rank 0 left with exit code -9" in (
+            process.stderr.read()
+        )
+
+
+def test_a_port_in_use_is_found_before_anything_starts(bpe_folder):
+    with contextlib.closing(listen("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with started(bpe_folder, port=port) as process:
+            assert process.wait(10) == 2
+            assert f"ConfigError: port {port} on 127.0.0.1 is in use" in (
+                said := process.stderr.read()
+            )
+            assert "--port N" in said
+            assert process.stdout.read() == ""
+
+
+def test_listen():
+    with pytest.raises(ConfigError, match=r"--host no\.such\.host\.invalid"):
+        listen("no.such.host.invalid", 0)
+    with pytest.raises(ConfigError, match=r"on 203\.0\.113\.7 cannot be used: .*--host or --port"):
+        listen("203.0.113.7", 0)
+    if socket.has_ipv6:
+        with contextlib.suppress(ConfigError), contextlib.closing(listen("::1", 0)) as sock:
+            assert sock.family == socket.AF_INET6
+
+
+def test_model_name(tmp_path):
+    (tmp_path / "v2-lite").mkdir()
+    assert model_name(str(tmp_path / "v2-lite") + "/") == "v2-lite"
+    assert model_name("demo") == "demo"
+    assert model_name("deepseek-ai/DeepSeek-V2-Lite") == "deepseek-ai/DeepSeek-V2-Lite"
+
+
+def test_routes_of_unknown_plugins_are_refused():
+    with pytest.raises(ConfigError, match="--routes nothing: no such plugin brings routes"):
+        add_routes(None, None, EngineConfig(), ("nothing",))
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    """A module with the ds_routes hook, loaded beside the installed plugins."""
+    module = types.ModuleType("routed")
+    module.fail = False
+
+    @hookimpl
+    def ds_routes(app, engine):
+        if module.fail:
+            raise RuntimeError("no route today")
+        app.get("/hello")(lambda: engine)
+
+    module.ds_routes = ds_routes
+    monkeypatch.setattr(plugins, "load_plugins", partial(plugins.load_plugins, extra=[module]))
+    return module
+
+
+def test_routes_of_a_named_plugin_and_of_no_other(plugin):
+    app = FastAPI()
+    add_routes(app, "the client", EngineConfig(), ())
+    assert TestClient(app).get("/hello").status_code == 404
+    add_routes(app, "the client", EngineConfig(), ("routed",))
+    assert TestClient(app).get("/hello").json() == "the client"
+
+
+def test_a_plugin_whose_routes_fail_stops_the_start(plugin):
+    plugin.fail = True
+    with pytest.raises(ConfigError, match=r"--routes routed: .*no route today"):
+        add_routes(FastAPI(), None, EngineConfig(), ("routed",))
+
+
+def test_the_front_end_does_not_load_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import ds_runtime.server.serve, ds_runtime.text.template"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
