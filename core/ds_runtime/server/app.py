@@ -156,7 +156,7 @@ def _openai_routes(router: APIRouter, service: Service) -> None:
         )
         usage = _include_usage(body)
         prompt = await chat_prompt(body, model.template, tokenizer)
-        prompts = [(prompt, fit(params, len(prompt.ids), ready))]
+        prompts = [(prompt, fit(params, len(prompt.ids), ready, "messages"))]
         form = ChatFormat(model.name, tokenizer, bool(body.logprobs), usage)
         return await service.answer(
             request, "chatcmpl", prompts, form, bool(body.stream), body.priority
@@ -179,7 +179,7 @@ def _openai_routes(router: APIRouter, service: Service) -> None:
         )
         usage = _include_usage(body)
         texts = await completion_prompts(body.prompt, tokenizer, ready.vocab_size)
-        prompts = [(p, fit(params, len(p.ids), ready)) for p in texts]
+        prompts = [(p, fit(params, len(p.ids), ready, "prompt")) for p in texts]
         wished = body.logprobs is not None
         form = CompletionFormat(model.name, tokenizer, wished, usage, bool(body.echo))
         return await service.answer(
@@ -224,7 +224,8 @@ def _native_routes(router: APIRouter, service: Service) -> None:
         else:
             ids = body.input_ids or []
             check_ids(ids, ready.vocab_size, "input_ids")
-        prompts = [(Prompt(ids, body.text), fit(params, len(ids), ready))]
+        name = "input_ids" if body.text is None else "text"
+        prompts = [(Prompt(ids, body.text), fit(params, len(ids), ready, name))]
         form = GenerateFormat(tokenizer)
         return await service.answer(request, "gen", prompts, form, bool(body.stream), body.priority)
 

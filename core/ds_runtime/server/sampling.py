@@ -12,6 +12,7 @@ import msgspec
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import CheckpointError, RequestError
 from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.server.errors import ApiError
 from ds_runtime.server.protocol import Sampling
 from ds_runtime.text.tokenizer import read_json
 
@@ -82,27 +83,35 @@ def build_params(
     return params
 
 
-def fit(params: SamplingParams, prompt_len: int, ready: Ready) -> SamplingParams:
-    """`params` with max_tokens set for this prompt; RequestError when the context is too short."""
+def fit(params: SamplingParams, prompt_len: int, ready: Ready, param: str) -> SamplingParams:
+    """`params` with max_tokens set for a prompt that came in field `param`.
+
+    RequestError for an empty prompt; ApiError context_length_exceeded when the context is too
+    short for the prompt, or for prompt and max_tokens together.
+    """
     limit = ready.context_length
     if prompt_len == 0:
-        raise RequestError("the prompt is empty: send at least one token", "prompt")
+        raise RequestError(f"{param}: the prompt is empty, send at least one token", param)
     if prompt_len >= limit:
-        raise RequestError(
+        raise _too_long(
             f"the prompt has {prompt_len} tokens, but the context holds {limit} with the answer: "
             "shorten the prompt, or start the server with a larger --context-length",
-            "prompt",
+            param,
         )
     if params.max_tokens is None:
         return msgspec.structs.replace(params, max_tokens=limit - prompt_len)
     if prompt_len + params.max_tokens > limit:
-        raise RequestError(
+        raise _too_long(
             f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
             f"{prompt_len + params.max_tokens}, but the context holds {limit}: ask for at most "
             f"{limit - prompt_len} tokens or shorten the prompt",
             "max_tokens",
         )
     return params
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def check_ids(ids: Any, vocab_size: int, param: str) -> None:

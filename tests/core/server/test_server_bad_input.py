@@ -157,6 +157,22 @@ def test_bad_json(served, raw, message):
     assert message in found["message"]
 
 
+def test_prompts_over_the_context(served):
+    found = error(served.chat("word " * 3000), 400)
+    assert (found["code"], found["param"]) == ("context_length_exceeded", "messages")
+    tokens = served.post("/tokenize", messages=[{"role": "user", "content": "word " * 3000}])
+    assert f"the prompt has {tokens.json()['count']} tokens" in found["message"]
+    assert "4096" in found["message"] and "--context-length" in found["message"]
+    served.engine.submits.clear()
+    ids = served.tokenizer.encode("[say x]")
+    room = 4096 - len(ids)
+    body = {"prompt": ids, "max_tokens": room}
+    assert served.post("/v1/completions", **body).status_code == 200
+    found = error(served.post("/v1/completions", **body | {"max_tokens": room + 1}), 400)
+    assert (found["code"], found["param"]) == ("context_length_exceeded", "max_tokens")
+    assert len(served.engine.submits) == 1
+
+
 def test_unknown_model_and_routes(served):
     found = error(served.chat("[say x]", model="gpt-4"), 404)
     assert (found["code"], found["param"]) == ("model_not_found", "model")
