@@ -1,0 +1,146 @@
+"""Writes docs/contracts.md and docs/hooks.md from the code; --check only compares.
+
+python tools/gen_docs.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from ds_runtime import hookspecs
+from ds_runtime.ops.spec import Op, load_attr
+from ds_runtime.ops.table import OPS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings there. -->\n\n"
+
+
+def contracts() -> str:
+    """Every op: its Protocol's docstring, signatures, tolerance, fusion and layout."""
+    out = [NOTE, "# Op contracts\n\n", CONTRACTS_HEAD]
+    areas: dict[str, list[Op]] = {}
+    for op in OPS.values():
+        areas.setdefault(op.protocol.partition(":")[0], []).append(op)
+    for area, ops in areas.items():
+        out.append(f"## {area.rpartition('.')[2]}\n\n{_module_line(area)}\n\n")
+        out += [_contract(op) for op in ops]
+    return "".join(out)
+
+
+CONTRACTS_HEAD = """\
+What a kernel must do, op by op. The docstrings are the contract; the torch reference in
+`ds_runtime/ops/reference/` is its executable form, and `ds_runtime.testing.conformance` runs every
+kernel against that reference in float64. The error bound is relative: the norm of the difference
+divided by the norm of the oracle, by compute dtype.
+
+A *function* op is called as it stands. An *object* op is made once per site from the site's
+`Facts`; it owns packed weights or the state of a step. *Heavy* ops on the reference are warned
+about at start, and refused under `--strict-ops`.
+
+"""
+
+
+def _module_line(name: str) -> str:
+    doc = inspect.getdoc(importlib.import_module(name))
+    return (doc or "").splitlines()[0]
+
+
+def _contract(op: Op) -> str:
+    protocol = load_attr(op.protocol)
+    kind = f"{op.kind}{', heavy' if op.heavy else ''}"
+    lines = [f"### `{op.name}`\n", f"{op.summary[:1].upper()}{op.summary[1:]}. "]
+    lines.append(f"{kind.capitalize()}; contract version {op.version}; `{op.protocol}`.\n")
+    lines.append("```python\n" + _signatures(protocol) + "```\n")
+    lines.append((inspect.getdoc(protocol) or "") + "\n")
+    if op.composition:
+        parts = ", ".join(f"`{p}`" for p in op.uses)
+        lines.append(f"A fusion: where no kernel of its own is bound, composed of {parts}.\n")
+    if op.layout:
+        lines.append(f"All kernels of a process agree on one layout for `{op.layout}`.\n")
+    bounds = ", ".join(f"{dtype} {bound:g}" for dtype, bound in op.tolerance.items())
+    lines.append(f"Tolerance: {bounds}.\n")
+    lines[1:3] = ["".join(lines[1:3])]
+    return "\n".join(lines) + "\n"
+
+
+def _signatures(protocol: type) -> str:
+    out = []
+    for name, member in vars(protocol).items():
+        if isinstance(member, FunctionType) and (not name.startswith("_") or name == "__call__"):
+            out.append(_signature(member))
+    return "".join(out)
+
+
+def _signature(function: Any) -> str:
+    """`def name(...) -> ...` on one line if it fits, else a line per argument."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    result = ast.unparse(tree.returns) if tree.returns else "None"
+    line = f"def {tree.name}({ast.unparse(tree.args)}) -> {result}\n"
+    if len(line) <= 100:
+        return line
+    arguments = [ast.unparse(a) for a in tree.args.args]
+    return f"def {tree.name}(\n" + "".join(f"    {a},\n" for a in arguments) + f") -> {result}\n"
+
+
+HOOKS_HEAD = """\
+All hooks are called once, at start-up, never during a step. A plugin is a module named in the
+entry-point group `ds_runtime`, with functions of these names marked `@hookimpl`
+(`from ds_runtime.api import hookimpl`). A function may take fewer arguments than listed, so that
+an argument added here later breaks nobody. A plugin that raises, misspells a hook or an argument,
+or returns something else is dropped whole: `ds-runtime plugins --verbose` shows its traceback.
+
+Order of assembly: `ds_platform`, device facts, config.json, `ds_defaults`, the frozen config, the
+offers (`ds_attention`, `ds_moe`, `ds_quant_loaders`, `ds_topk`, `ds_ops`), shared layouts, one
+decision per op and site, and only then weights. `ds_cli` is called while the command line is built.
+
+"""
+
+
+def hooks() -> str:
+    """Every hook with its signature and docstring."""
+    out = [NOTE, "# Hooks\n\n", HOOKS_HEAD]
+    for name in hookspecs.HOOKS:
+        function = getattr(hookspecs, name)
+        out.append(f"## `{name}`\n\n```python\n{_signature(function)}```\n\n")
+        out.append((inspect.getdoc(function) or "") + "\n\n")
+    return "".join(out).rstrip() + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page with its text."""
+    return {DOCS / "contracts.md": contracts().rstrip() + "\n", DOCS / "hooks.md": hooks()}
+
+
+def stale() -> list[Path]:
+    """Generated pages that differ from the code."""
+    return [p for p, text in pages().items() if not p.exists() or p.read_text() != text]
+
+
+def main() -> int:
+    """Write the pages, or name those that would change."""
+    parser = argparse.ArgumentParser(description="Write docs/contracts.md and docs/hooks.md.")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a page is out of date")
+    args = parser.parse_args()
+    changed = stale()
+    if args.check:
+        for path in changed:
+            print(f"{path.name} is out of date: run python tools/gen_docs.py", file=sys.stderr)
+        return int(bool(changed))
+    for path in changed:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(pages()[path])
+        print(f"wrote {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

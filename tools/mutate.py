@@ -1,0 +1,265 @@
+"""Named faults that the tests must catch: each is put into a copy of the sources, one at a time.
+
+    python tools/mutate.py [--only NAME] [--list]
+
+The working tree is never touched. A fault whose text is not found exactly once, a copy that is
+not what the tests import, or a selection that is red without the fault is an error of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("core", "plugins", "tests", "tools", "pyproject.toml", "README.md", "ARCHITECTURE.md")
+TIMEOUT = 600.0  # seconds for one selection
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One wrong line: `find` occurs exactly once in `file`, `tests` must turn red with `replace`."""
+
+    name: str
+    file: str
+    find: str
+    replace: str
+    tests: tuple[str, ...]
+
+
+class MutationError(Exception):
+    """The machinery cannot say anything about a fault."""
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "masked groups 0 instead of -inf",
+        "core/ds_runtime/ops/reference/moe.py",
+        'closed = float("-inf") if routing.method == "noaux_tc" else 0.0',
+        "closed = 0.0",
+        ("tests/core/ops/test_reference_routing.py",),
+    ),
+    Fault(
+        "bias kept in the routing weights",
+        "core/ds_runtime/ops/reference/moe.py",
+        "weights = scores.gather(1, ids)",
+        "weights = choice.gather(1, ids)",
+        ("tests/core/ops/test_reference_routing.py",),
+    ),
+    Fault(
+        "half-split rope",
+        "core/ds_runtime/ops/reference/rope.py",
+        "a, b = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)",
+        "a, b = x.to(cos.dtype).chunk(2, dim=-1)",
+        ("tests/core/ops/test_reference_small.py",),
+    ),
+    Fault(
+        "fp8 scale transposed",
+        "core/ds_runtime/ops/reference/formats.py",
+        'scale = decode_scale(part.tensors["scale"], compute)\n',
+        'scale = decode_scale(part.tensors["scale"], compute)\n'
+        "    scale = scale.t().reshape(scale.shape)\n",
+        ("tests/core/ops/test_reference_formats.py",),
+    ),
+    Fault(
+        "page off by one",
+        "core/ds_runtime/ops/reference/cache.py",
+        "owners = pages[tokens // page_size].to(torch.int64)",
+        "owners = pages[(tokens - 1).clamp_min(0) // page_size].to(torch.int64)",
+        ("tests/core/ops/test_reference_attention.py",),
+    ),
+    Fault(
+        "stale prefix",
+        "core/ds_runtime/engine/prefix.py",
+        "del parent.children[node.key], self._nodes[node.page]",
+        "del self._nodes[node.page]",
+        ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),
+    ),
+    Fault(
+        "shared seed",
+        "core/ds_runtime/engine/sampler.py",
+        "return _mix((_mix((seed + _GOLDEN) & _MASK) + (choice + 1) * _GOLDEN) & _MASK)",
+        "return _mix((seed + _GOLDEN) & _MASK)",
+        ("tests/core/engine/test_sampler.py",),
+    ),
+    Fault(
+        "refusal ignored",
+        "core/ds_runtime/ops/bind.py",
+        "    return _own_refusal(kernel, facts)\n",
+        "    return None\n",
+        ("tests/core/test_bind.py",),
+    ),
+    Fault(
+        "abort leaks a page",
+        "core/ds_runtime/engine/scheduler.py",
+        "self.pool.free(request.pages[request.num_shared :])",
+        "self.pool.free(request.pages[request.num_shared : -1])",
+        ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),
+    ),
+    Fault(
+        "plugin half registered",
+        "core/ds_runtime/plugins.py",
+        "            self.manager.unregister(plugin)\n",
+        "            pass\n",
+        ("tests/core/test_plugins.py",),
+    ),
+    Fault(
+        "pin beats a refusal",
+        "core/ds_runtime/ops/bind.py",
+        "if all(sentence is not None for _, sentence in said):",
+        "if not said:",
+        ("tests/core/test_bind.py",),
+    ),
+)
+
+# Editable installs put a finder before every path; without it PYTHONPATH names the copy.
+SITECUSTOMIZE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "_editable" not in type(f).__module__]
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What pytest said: whether all was green, the first test that was not, and the output."""
+
+    green: bool
+    first_red: str
+    output: str
+
+
+class Copy:
+    """A copy of the sources that tests import instead of the originals."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        skipped = shutil.ignore_patterns("__pycache__", ".*_cache", "*.pyc")
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name, ignore=skipped)
+            elif source.exists():
+                shutil.copy(source, folder / name)
+        self._copy_native()
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        self._check_imports()
+
+    def _copy_native(self) -> None:
+        """The built library, which an editable install keeps outside the sources."""
+        with contextlib.suppress(ModuleNotFoundError):
+            built = Path(str(files("ds_runtime_cpu") / "_lib"))
+            target = self.folder / "plugins/cpu/ds_runtime_cpu/_lib"
+            if built.is_dir() and not target.exists():
+                shutil.copytree(built, target)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        roots = [self.folder, self.folder / "core", *sorted((self.folder / "plugins").iterdir())]
+        path = os.pathsep.join(str(r) for r in roots)
+        return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def _check_imports(self) -> None:
+        code = "import ds_runtime, ds_runtime_cpu as c; print(ds_runtime.__file__, c.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+        found = [Path(p).resolve() for p in done.stdout.split()]
+        if len(found) != 2 or not all(p.is_relative_to(self.folder.resolve()) for p in found):
+            raise MutationError(f"the tests would import {done.stdout}{done.stderr}, not the copy")
+
+    @contextlib.contextmanager
+    def with_fault(self, fault: Fault) -> Iterator[None]:
+        """The copy with one fault in it. Raises MutationError if its text is not there once."""
+        path = self.folder / fault.file
+        if not path.is_file():
+            raise MutationError(f"{fault.name}: {fault.file} does not exist")
+        original = path.read_text()
+        if (count := original.count(fault.find)) != 1:
+            raise MutationError(f"{fault.name}: {fault.find!r} is {count} times in {fault.file}")
+        path.write_text(original.replace(fault.find, fault.replace))
+        try:
+            yield
+        finally:
+            path.write_text(original)
+
+    def run(self, tests: Sequence[str]) -> Outcome:
+        """Run a selection in the copy. Raises MutationError if pytest itself fails."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+        except subprocess.TimeoutExpired as e:
+            raise MutationError(f"{' '.join(tests)}: not done after {TIMEOUT:.0f} s") from e
+        red = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
+        if done.returncode not in (0, 1) or (done.returncode == 1) != bool(red):
+            raise MutationError(f"{' '.join(tests)}: pytest failed:\n{done.stdout}{done.stderr}")
+        return Outcome(done.returncode == 0, red.group(1) if red else "", done.stdout)
+
+
+@contextlib.contextmanager
+def copied() -> Iterator[Copy]:
+    """A copy in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="ds-mutate-") as folder:
+        yield Copy(Path(folder))
+
+
+def selection(faults: Sequence[Fault]) -> list[str]:
+    """Every test that these faults name, once."""
+    return sorted({test for fault in faults for test in fault.tests})
+
+
+def check_green(copy: Copy, faults: Sequence[Fault]) -> None:
+    """Raise MutationError if a selection is red without any fault."""
+    found = copy.run(selection(faults))
+    if not found.green:
+        raise MutationError(f"red without a fault: {found.first_red}\n{found.output}")
+
+
+def check_fault(copy: Copy, fault: Fault) -> Outcome:
+    """Run the fault's selection with the fault in place."""
+    with copy.with_fault(fault):
+        return copy.run(fault.tests)
+
+
+def main() -> int:
+    """Print fault → test that went red; exit 1 if one stayed green."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", action="append", metavar="NAME", choices=[f.name for f in FAULTS])
+    parser.add_argument("--list", action="store_true", help="name the faults and run nothing")
+    args = parser.parse_args()
+    faults = [f for f in FAULTS if not args.only or f.name in args.only]
+    if args.list:
+        print("\n".join(f"{f.name}: {f.file}" for f in faults))
+        return 0
+    survived = 0
+    with copied() as copy:
+        check_green(copy, faults)
+        for fault in faults:
+            found = check_fault(copy, fault)
+            survived += found.green
+            print(f"{fault.name:<36} {found.first_red or 'NOT CAUGHT'}", flush=True)
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
