@@ -1,0 +1,90 @@
+"""Every hook and every op says what it is, and what it names exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_runtime import hookspecs
+from ds_runtime.ops import table
+from ds_runtime.ops.reference.cases import Case
+from ds_runtime.ops.spec import DeviceInfo, Op, load_attr
+from ds_runtime.ops.table import OPS, Ops
+from ds_runtime.testing.conformance import facts_for
+
+ROOT = Path(__file__).parents[2]
+AREAS = ("activation", "attention", "cache", "linear", "moe", "norm", "rope", "sampling")
+ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+
+
+def methods(protocol: Any) -> Iterator[tuple[str, Any]]:
+    for name, member in vars(protocol).items():
+        if inspect.isfunction(member) and (name == "__call__" or not name.startswith("_")):
+            yield name, member
+
+
+def test_the_list_of_hooks_is_complete() -> None:
+    specified = [n for n, f in vars(hookspecs).items() if n.startswith("ds_") and callable(f)]
+    assert sorted(specified) == sorted(hookspecs.HOOKS)
+    assert set(hookspecs.OFFER_HOOKS) <= set(hookspecs.HOOKS)
+
+
+@pytest.mark.parametrize("hook", hookspecs.HOOKS)
+def test_a_hook_is_documented_with_its_signature(hook: str) -> None:
+    function = getattr(hookspecs, hook)
+    assert len(inspect.getdoc(function) or "") > 40
+    signature = str(inspect.signature(function)).replace("'", "")
+    assert f"def {hook}{signature}" in (ROOT / "docs/hooks.md").read_text()
+
+
+def test_the_docs_name_no_hook_that_does_not_exist() -> None:
+    named = set(re.findall(r"^def (ds_\w+)\(", (ROOT / "docs/hooks.md").read_text(), re.M))
+    assert named == set(hookspecs.HOOKS)
+
+
+def test_every_op_of_every_area_is_in_the_table_and_has_a_field() -> None:
+    found = {}
+    for area in AREAS:
+        module = import_module(f"ds_runtime.ops.{area}")
+        found |= {v.name: v for v in vars(module).values() if isinstance(v, Op)}
+    assert found == OPS
+    assert list(Ops.__dataclass_fields__) == list(OPS)
+    assert table.__doc__
+
+
+@ops
+def test_an_op_states_its_contract(op: Op) -> None:
+    protocol = load_attr(op.protocol)
+    assert len(inspect.getdoc(protocol) or "") > 60, "the docstring is the contract"
+    assert op.summary
+    assert {"float32", "bfloat16", "float16"} <= set(op.tolerance)
+    assert all(0 <= bound < 0.1 for bound in op.tolerance.values())
+    named = dict(methods(protocol))
+    assert ("__call__" in named) is (op.kind == "function")
+    for name, method in named.items():
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())[1:]
+        assert signature.return_annotation is not inspect.Signature.empty, name
+        assert all(p.annotation is not inspect.Parameter.empty for p in parameters), name
+
+
+@ops
+def test_what_an_op_names_exists(op: Op) -> None:
+    assert callable(load_attr(op.reference))
+    facts = facts_for(DeviceInfo("cpu", "any", "any"), "float32")
+    cases = list(load_attr(op.samples)(facts))
+    assert len(cases) >= 3
+    assert all(isinstance(c, Case) and c.calls for c in cases)
+    assert len({c.label for c in cases}) == len(cases), "labels differ"
+    assert set(op.uses) <= set(OPS)
+    if op.composition:
+        fused = list(inspect.signature(load_attr(op.composition)).parameters)
+        contract = list(inspect.signature(load_attr(op.protocol).__call__).parameters)
+        assert fused == ["ops", *contract[1:]]
+        assert op.uses
