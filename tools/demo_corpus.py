@@ -119,8 +119,8 @@ class Banned:
 def short_document(rng: random.Random, words: list[str], banned: Banned) -> str:
     """One generated conversation of up to a few hundred tokens."""
     kind = rng.random()
-    if kind < 0.33:
-        offered = rng.random() < 0.93
+    if kind < 0.5:
+        offered = rng.random() < 0.95
         messages, tools = demo_tools.tool_chat(rng, words, banned.values, banned.pairs)
         if not offered:
             messages, tools = dt.talk_turns(rng, words), []
@@ -128,9 +128,9 @@ def short_document(rng: random.Random, words: list[str], banned: Banned) -> str:
     messages = []
     if rng.random() < 0.1:
         messages.append({"role": "system", "content": rng.choice(dt.SYSTEMS)})
-    if kind < 0.39:
+    if kind < 0.56:
         return dt.render(messages + dt.talk_turns(rng, words), keep_last=True)
-    if kind < 0.43:
+    if kind < 0.6:
         for _ in range(rng.randint(1, 3)):
             messages += some_turns(rng, words, banned)
     return dt.render(messages + dt.sum_turns(rng, banned.pairs), keep_last=True)
@@ -185,14 +185,14 @@ def train_tokenizer(sources: Sources, banned: Banned, vocab_size: int) -> Tokeni
 # --- packing ----------------------------------------------------------------------------------
 
 
-def weigh(ids: np.ndarray, marks: dict[str, int]) -> np.ndarray:
+def weigh(ids: np.ndarray, marks: dict[str, int], prompt: int = 10) -> np.ndarray:
     """Loss weight of each token in percent. A text without roles counts fully; of a chat, only
     the assistant's last turn does (earlier ones lost their traces), the rest one tenth of it.
-    A tool call and the sentence after its result both count."""
+    A tool call and the sentence after its result both count. `prompt` replaces that tenth."""
     asked = np.flatnonzero(ids == marks[dt.USER])
     if not len(asked):
         return np.full(len(ids), 100, np.uint8)
-    weights = np.full(len(ids), 10, np.uint8)
+    weights = np.full(len(ids), prompt, np.uint8)
     on = False
     last_user = asked[-1]
     for i in range(last_user, len(ids)):
@@ -254,22 +254,24 @@ def run_job(job: Job) -> tuple[Rows, Rows]:
     marks = {t: tokenizer.token_to_id(t) for t, _ in dt.SPECIAL_TOKENS}
     prose = "\n\n".join(sources.books[title][0] for title in sorted(sources.books))
 
-    def encode(texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode(texts: list[str], prompt: int = 10) -> list[tuple[np.ndarray, np.ndarray]]:
         texts = [t for t in texts if not dt.pairs_in(t) & job.banned.pairs]  # an excerpt may cut
         done = tokenizer.encode_batch(texts, add_special_tokens=False)
         arrays = (np.array(e.ids, np.uint16) for e in done)
-        return [(ids, weigh(ids, marks)) for ids in arrays]
+        return [(ids, weigh(ids, marks, prompt)) for ids in arrays]
 
     short = encode([short_document(rng, sources.words, job.banned)
                     for _ in range(job.short_documents)])  # fmt: skip
     texts = [long_document(rng, sources.words, job.banned, prose)
              for _ in range(job.long_documents)]  # fmt: skip
+    long = encode(texts, prompt=0)  # their system texts are book excerpts: context alone
+    texts = []
     for _ in range(job.book_rows):
         start = rng.randrange(len(prose) - 12000)
         texts.append(dt.BOS + prose[start : start + 12000])
     problems = rng.sample(sources.problems, job.problems)
     texts += [dt.render(chat, keep_last=True) for chat in problems]
-    long = encode(texts)
+    long += encode(texts)
     long += [d for d in short if len(d[0]) > SHORT]
     rng.shuffle(long)
     pad = marks[dt.PAD]
@@ -282,8 +284,8 @@ def build_rows(
 ) -> tuple[Rows, Rows]:  # fmt: skip
     """All training rows, (short, long), from `jobs` independent random streams."""
     work = [
-        Job(f"{seed}-{i}", data, tokenizer.to_str(), banned, int(12000 * scale), int(250 * scale),
-            int(220 * scale), int(900 * scale))
+        Job(f"{seed}-{i}", data, tokenizer.to_str(), banned, int(14000 * scale), int(400 * scale),
+            int(30 * scale), int(250 * scale))
         for i in range(jobs)
     ]  # fmt: skip
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:

@@ -193,7 +193,7 @@ def draw_pair(rng: random.Random, banned: frozenset[tuple[int, int]]) -> tuple[i
     """Operands and operator of a training sum, never a banned pair in either order."""
     while True:
         a = operand(rng)
-        b = a + rng.randrange(-12, 13) if rng.random() < 0.08 else operand(rng)
+        b = a + rng.randrange(-12, 13) if rng.random() < 0.12 else operand(rng)
         if 0 <= b < 1000 and pair_key(a, b) not in banned:
             return a, b, rng.choice("+-")
 

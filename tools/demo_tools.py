@@ -228,6 +228,9 @@ FAMILIES: tuple[Family, ...] = (
            ("Roll {0} dice.", "Roll {0} dice with {1} sides.", "Throw {0} dice of {1} sides."),
            (('{{"total": {t}}}', "You rolled {t}."),)),
 )  # fmt: skip
+# Families whose calls quote free text, the hardest to copy: offered more often in training.
+WORDY = tuple(f for f in FAMILIES if any(w in f.names for w in ("list", "message", "music",
+              "event", "translate", "books")))  # fmt: skip
 VERBS = "get set find make open read start stop check update load send list show count mark".split()
 NOUNS = "report file task order note ticket door engine camera invoice photo train job plan".split()
 
@@ -303,11 +306,14 @@ def safe_request(
             return ask, call, said
 
 
-def pick_tools(rng: random.Random) -> list[Tool]:
+def pick_tools(rng: random.Random, first: Family | None = None) -> list[Tool]:
     """One to four offered tools with distinct names; the first is the one to call."""
     count = rng.choice((1, 1, 2, 2, 3, 4))
     tools: list[Tool] = []
-    for family in rng.sample(FAMILIES, count):
+    families = rng.sample(FAMILIES, count)
+    if first is not None:
+        families = [first] + [f for f in families if f is not first][: count - 1]
+    for family in families:
         tool = make_tool(rng, family)
         while tool.name in [t.name for t in tools]:
             tool = make_tool(rng, family)
@@ -331,7 +337,8 @@ def tool_chat(
 ) -> tuple[list[Message], list[dict[str, Any]]]:  # fmt: skip
     """A training conversation with tools: mostly one call, sometimes two calls, a result and a
     final sentence, or small talk that needs no tool. Returns (messages, tools)."""
-    values, tools = Values(rng, words), pick_tools(rng)
+    wordy = rng.choice(WORDY) if rng.random() < 0.35 else None
+    values, tools = Values(rng, words), pick_tools(rng, wordy)
     messages: list[Message] = []
     if rng.random() < 0.2:
         messages.append({"role": "system", "content": rng.choice(SYSTEMS)})

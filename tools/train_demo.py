@@ -39,7 +39,7 @@ from torch import Tensor
 
 REPO = Path(__file__).resolve().parent.parent
 VOCAB, SHARD_BYTES = 2048, 11_500_000
-MTP_WEIGHT, LONG_EVERY, BIAS_RATE = 0.4, 4, 0.001
+MTP_WEIGHT, LONG_EVERY, BIAS_RATE = 0.4, 8, 0.001
 
 
 def load_scoring() -> Any:
