@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.1
 _LAST_WORDS = 0.5  # seconds for a dying engine's own message to arrive before poll's reason counts
 _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server leaves
 _GRACE_SECONDS = 1.5  # for open answers at shutdown; with the engine's share it stays below 5
-_ENGINE_SECONDS = 2.5
+_ENGINE_SECONDS = 2.0
 
 
 class Engine(Protocol):
