@@ -170,7 +170,6 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed before an update or a submit."""
         budget = self.limits.max_step_tokens
-        preemptions = self._stats.preemptions
         plan = StepPlan(step=self._stats.steps, works=[])
         planned: list[Request] = []
         for request in [r for r in self.running if r.can_decode][:budget]:
@@ -181,12 +180,11 @@ class Scheduler:
         for request in self.running:
             if budget and request.can_prefill:
                 budget -= self._prefill(request, budget, plan, planned)
-        if self._stats.preemptions == preemptions:
-            for request in self._admissions():
-                plan.init.append(_row_init(request))
-                budget -= self._prefill(request, budget, plan, planned)
-                if not budget:
-                    break
+        for request in self._admissions() if budget else ():
+            plan.init.append(_row_init(request))
+            budget -= self._prefill(request, budget, plan, planned)
+            if not budget:
+                break
         if not plan.works:
             return None
         self._stats.steps += 1
@@ -260,7 +258,7 @@ class Scheduler:
     def _admissions(self) -> Iterable[Request]:
         """Waiting requests as they start to run, until rows or pages are out."""
         for request in self.waiting.copy():
-            if not self._rows or request.num_in_flight:
+            if not self._rows or request.num_in_flight:  # its output is not known yet
                 return
             if self._awaits_leader(request):
                 continue

@@ -1,0 +1,259 @@
+"""A fake device for the scheduler: its cache keeps token ids, its model is a hash of the prefix.
+
+Every work is checked against the sequence that its row stands for, through the page table, so a
+stale page, a wrong position or a lost token cannot pass unseen. Free pages are poisoned.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
+from ds_runtime.engine.pages import PagePool
+from ds_runtime.engine.prefix import PrefixCache
+from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
+from ds_runtime.sampling_params import SamplingParams
+
+VOCAB = 40
+EOS = 3
+POISON = -7
+
+
+def next_token(prefix, seed, choice, forbidden=frozenset()):
+    """The token that follows `prefix` in this stream: a pure function."""
+    for salt in range(VOCAB * 4):
+        token = zlib.crc32(repr((prefix, seed, choice, salt)).encode()) % VOCAB
+        if token not in forbidden:
+            return token
+    raise AssertionError("everything is forbidden")
+
+
+def logprob(prefix, token):
+    return -(zlib.crc32(repr((prefix, token)).encode()) % 1000) / 100
+
+
+@dataclass
+class Answer:
+    """All that one request was sent, or is to be sent."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float | None] | None = None
+    finish: str | None = None
+    stop_token: int | None = None
+
+
+def alone(submit: Submit, context: int, pool_tokens: int, eos=(EOS,)) -> Answer:
+    """What the request gets if the fake model runs it by itself, token by token."""
+    p, answer = submit.params, Answer()
+    stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos))
+    sequence, limit = list(submit.prompt), min(context, pool_tokens + 1)
+    if p.prompt_logprobs is not None:
+        answer.prompt_logprobs = [None] + [
+            logprob(sequence[:i], sequence[i]) for i in range(1, len(sequence))
+        ]
+    while answer.finish is None:
+        masked = stops if len(answer.tokens) < p.min_tokens else set()
+        token = next_token(sequence, submit.seed, submit.choice, masked)
+        if p.logprobs is not None:
+            answer.logprobs.append(logprob(sequence, token))
+        sequence.append(token)
+        answer.tokens.append(token)
+        if token in stops and len(answer.tokens) > p.min_tokens:
+            answer.finish, answer.stop_token = "stop", token
+        elif len(answer.tokens) == p.max_tokens or len(sequence) == limit:
+            answer.finish = "length"
+    return answer
+
+
+@dataclass
+class Row:
+    init: RowInit
+    sequence: list[int]  # prompt and output, as sampled here
+
+
+class FakeDevice:
+    def __init__(self, num_pages: int, page_size: int, max_running: int) -> None:
+        self.page_size = page_size
+        self.cache = [[POISON] * page_size for _ in range(num_pages)]
+        self.rows: dict[int, Row] = {}
+        self.last_tokens = [POISON] * max_running
+
+    def poison(self, pages) -> None:
+        for page in pages:
+            self.cache[page] = [POISON] * self.page_size
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        for init in plan.init:
+            self.rows[init.row] = Row(init, init.prompt + init.output)
+        writes = [self._slots(w, w.start) for w in plan.works]
+        flat = [slot for slots in writes for slot in slots]
+        assert len(set(flat)) == len(flat), "two works write to one slot"
+        inputs = [self._inputs(w) for w in plan.works]
+        for slots, tokens in zip(writes, inputs, strict=True):
+            for (page, row), token in zip(slots, tokens, strict=True):
+                self.cache[page][row] = token
+        return StepResult(step=plan.step, works=[self._run(w) for w in plan.works])
+
+    def _slots(self, work: Work, start: int):
+        size = self.page_size
+        return [(work.pages[i // size], i % size) for i in range(start, work.start + work.length)]
+
+    def _inputs(self, work: Work) -> list[int]:
+        if work.tokens is None:
+            assert work.length == 1 and work.sample
+            return [self.last_tokens[work.row]]
+        assert len(work.tokens) == work.length
+        return work.tokens
+
+    def _run(self, work: Work) -> WorkResult:
+        row = self.rows[work.row]
+        end = work.start + work.length
+        seen = [self.cache[page][i] for page, i in self._slots(work, 0)]
+        assert seen == row.sequence[:end], f"{work.rid}: the cache holds other tokens"
+        assert work.sample == (end == len(row.sequence))
+        result = WorkResult(rid=work.rid)
+        prompt = row.init.prompt
+        if work.prompt_logprobs is not None:
+            assert end <= len(prompt)
+            targets = prompt[work.start + 1 : end + 1]
+            result.prompt_logprobs = [
+                TokenLogprob(token, logprob(seen[: work.start + 1 + i], token))
+                for i, token in enumerate(targets)
+            ]
+        if work.sample:
+            early = end - len(prompt) < row.init.params.min_tokens
+            masked = set(row.init.stop_ids) if early else set()
+            token = next_token(seen, row.init.seed, row.init.choice, masked)
+            result.token = token
+            if work.logprobs is not None:
+                result.logprob = TokenLogprob(token, logprob(seen, token))
+            row.sequence.append(token)
+            self.last_tokens[work.row] = token
+        return result
+
+
+class Rig:
+    """Scheduler and fake device, stepped in lockstep or with `overlap` steps under way."""
+
+    def __init__(
+        self,
+        num_pages: int = 32,
+        page_size: int = 4,
+        *,
+        prefix: bool = True,
+        overlap: int = 0,
+        **limits,
+    ) -> None:
+        values = {"context_length": 200, "max_running": 8, "eos": (EOS,), **limits}
+        self.limits = SchedulerLimits(vocab_size=VOCAB, page_size=page_size, **values)
+        self.pool = PagePool(num_pages)
+        self.prefix = PrefixCache(page_size) if prefix else None
+        self.scheduler = Scheduler(self.limits, self.pool, self.prefix)
+        self.device = FakeDevice(num_pages, page_size, self.limits.max_running)
+        self.overlap = overlap
+        self.submits: dict[str, Submit] = {}
+        self.answers: dict[str, Answer] = {}
+        self.cached: dict[str, int] = {}
+        self.launched: list[tuple[StepPlan, StepResult]] = []
+        self.plans: list[StepPlan] = []
+
+    def submit(self, rid: str, prompt: list[int], *, priority=0, group="", choice=0, **params):
+        settings = {"max_tokens": 8, "ignore_eos": True, **params}
+        submit = Submit(
+            rid=rid,
+            prompt=prompt,
+            params=SamplingParams(**settings),
+            seed=len(prompt),
+            choice=choice,
+            group=group,
+            priority=priority,
+        )
+        self.scheduler.submit(submit)
+        self.submits[rid] = submit
+        self.answers[rid] = Answer()
+
+    def abort(self, *rids: str) -> None:
+        self.scheduler.abort(rids)
+        for rid in rids:
+            self.answers.pop(rid, None)
+            self.submits.pop(rid, None)
+
+    def step(self) -> StepPlan | None:
+        """One step: schedule and launch, then take the result that is due."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.check_plan(plan)
+            self.device.poison(self.pool.free_pages())
+            self.launched.append((plan, self.device.launch(plan)))
+            self.plans.append(plan)
+        else:
+            assert self.launched or not self.scheduler.has_work, "stuck"
+        if self.launched and (plan is None or len(self.launched) > self.overlap):
+            self.receive()
+        self.check_pages()
+        return plan
+
+    def receive(self) -> list[Tokens]:
+        messages = self.scheduler.update(*self.launched.pop(0))
+        for message in messages:
+            self._take(message)
+        return messages
+
+    def run(self, steps: int = 20000) -> None:
+        while self.scheduler.has_work:
+            steps -= 1
+            assert steps, "no end in sight"
+            self.step()
+
+    def _take(self, message: Tokens) -> None:
+        answer = self.answers[message.rid]
+        assert answer.finish is None, f"{message.rid} goes on after its end"
+        answer.tokens += message.tokens
+        answer.logprobs += [entry.logprob for entry in message.logprobs or ()]
+        if message.prompt_logprobs is not None:
+            assert answer.prompt_logprobs is None and len(answer.tokens) == 1
+            answer.prompt_logprobs = [
+                None if entry is None else entry.logprob for entry in message.prompt_logprobs
+            ]
+        answer.finish, answer.stop_token = message.finish, message.stop_token
+        self.cached[message.rid] = message.cached_tokens
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert 0 < plan.num_tokens <= self.limits.max_step_tokens
+        is_prefill = [w.tokens is not None for w in plan.works]
+        assert is_prefill == sorted(is_prefill), "decodes come first"
+        rows = [w.row for w in plan.works]
+        assert len(set(rows)) == len(rows) and len({w.rid for w in plan.works}) == len(rows)
+        assert all(w.length <= self.limits.prefill_chunk for w in plan.works)
+
+    def check_pages(self) -> None:
+        """Every page is free, owned by one running request, or cached, exactly once."""
+        held = list(self.pool.free_pages())
+        cached = self.prefix.check() if self.prefix else frozenset()
+        held += cached
+        for request in self.scheduler.running:
+            shared, owned = (
+                request.pages[: request.num_shared],
+                request.pages[request.num_shared :],
+            )
+            assert set(shared) <= cached
+            held += owned
+        assert sorted(held) == list(range(self.pool.num_pages))
+        assert all(not r.pages and r.row < 0 for r in self.scheduler.waiting)
+
+    def check_end(self) -> None:
+        """Nothing is left behind, and everybody got what it would have got alone."""
+        assert not self.scheduler.running and not self.scheduler.waiting
+        self.check_pages()
+        cached = self.prefix.num_cached if self.prefix else 0
+        assert self.pool.num_free + cached == self.pool.num_pages
+        assert self.prefix is None or self.prefix.num_evictable == cached
+        assert sorted(self.scheduler._rows) == list(range(self.limits.max_running))
+        assert not self.scheduler._groups
+        pool_tokens = self.pool.num_pages * self.limits.page_size
+        for rid, submit in self.submits.items():
+            expected = alone(submit, self.limits.context_length, pool_tokens)
+            assert self.answers[rid] == expected, rid

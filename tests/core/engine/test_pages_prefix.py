@@ -1,0 +1,178 @@
+"""Page pool and prefix cache against naive models of themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from ds_runtime.engine.pages import PagePool
+from ds_runtime.engine.prefix import PrefixCache
+
+SIZE = 2
+
+
+def test_pool_hands_out_every_page_once():
+    pool = PagePool(5)
+    first, rest = pool.alloc(2), pool.alloc(3)
+    assert sorted(first + rest) == [0, 1, 2, 3, 4] and pool.num_free == 0
+    assert pool.can_alloc(0) and not pool.can_alloc(1) and pool.alloc(0) == []
+    pool.free(first)
+    assert pool.num_free == 2 and pool.free_pages() == frozenset(first)
+    assert sorted(pool.alloc(2)) == sorted(first)
+
+
+def test_pool_notices_what_must_not_happen():
+    pool = PagePool(3)
+    pages = pool.alloc(3)
+    with pytest.raises(AssertionError):
+        pool.alloc(1)
+    pool.free(pages[:1])
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(pages[:1])
+
+
+def test_match_stops_at_the_first_difference_and_leaves_a_token():
+    cache = PrefixCache(3)
+    match, twins = cache.extend(cache.root, [1, 2, 3, 4, 5, 6], [10, 11])
+    assert (match.pages, twins) == ([10, 11], [])
+    assert cache.match([]).pages == []
+    assert cache.match([1, 2, 3]).pages == []
+    assert cache.match([1, 2, 3, 4]).pages == [10]
+    assert cache.match([1, 2, 3, 4, 5, 6]).pages == [10]
+    assert cache.match([1, 2, 3, 4, 5, 6, 7]).pages == [10, 11]
+    assert cache.match([1, 2, 3, 4, 5, 7, 7]).pages == [10]
+    assert cache.match([4, 5, 6, 1, 2, 3, 7]).pages == []
+    assert cache.evict(5) == [] and cache.num_evictable == 0
+    cache.unlock(match.node)
+    assert cache.evict(5) == [11, 10]
+
+
+def test_bookkeeping_does_not_grow_with_use():
+    cache = PrefixCache(1)
+    node = cache.extend(cache.root, [1, 2, 3], [0, 1, 2])[0].node
+    cache.unlock(node)
+    for _ in range(5000):
+        cache.lock(node)
+        cache.unlock(node)
+    cache.check()
+    assert len(cache._oldest) < 200
+    assert cache.evict(3) == [2, 1, 0]
+
+
+class Naive:
+    """Every cached page under the whole sequence that it ends, with counts kept the slow way."""
+
+    def __init__(self) -> None:
+        self.pages: dict[tuple[int, ...], int] = {}
+        self.used: dict[tuple[int, ...], int] = {}
+        self.held: list[tuple[int, ...]] = []  # one entry per reader: the sequence it is on
+        self.hidden: list[dict] = []
+
+    def match(self, tokens) -> list[int]:
+        found, size = [], SIZE
+        while size < len(tokens) and tuple(tokens[:size]) in self.pages:
+            found.append(self.pages[tuple(tokens[:size])])
+            size += SIZE
+        return found
+
+    def is_held(self, key) -> bool:
+        return any(h[: len(key)] == key for h in self.held)
+
+    def evict_one(self) -> int | None:
+        loose = [
+            key
+            for key in self.pages
+            if not self.is_held(key)
+            and not any(k != key and k[: len(key)] == key for k in self.pages)
+        ]
+        if not loose:
+            return None
+        return self.pages.pop(min(loose, key=lambda k: self.used[k]))
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Readers come, extend their path, leave; pages are evicted in between."""
+
+    readers = Bundle("readers")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(SIZE)
+        self.naive = Naive()
+        self.clock = 0
+        self.next_page = 0
+
+    tokens = st.lists(st.integers(0, 1), max_size=9)
+
+    def fresh(self, count: int) -> list[int]:
+        self.next_page += count
+        return list(range(self.next_page - count, self.next_page))
+
+    @rule(target=readers, tokens=tokens)
+    def arrive(self, tokens):
+        match = self.cache.match(tokens)
+        assert match.pages == self.naive.match(tokens)
+        self.cache.lock(match.node)
+        sequence = tuple(tokens[: len(match.pages) * SIZE])
+        self.naive.held.append(sequence)
+        return [match.node, sequence]
+
+    @rule(reader=readers, count=st.integers(1, 3), data=st.data())
+    def extend(self, reader, count, data):
+        node, sequence = reader
+        more = data.draw(st.lists(st.integers(0, 1), min_size=count * SIZE, max_size=count * SIZE))
+        offered = self.fresh(count)
+        path, twins = self.cache.extend(node, more, offered)
+        expected, expected_twins, now = [], [], sequence
+        for i, page in enumerate(offered):
+            now += tuple(more[i * SIZE : (i + 1) * SIZE])
+            if now in self.naive.pages:
+                expected_twins.append(page)
+            else:
+                self.naive.pages[now] = page
+                self.naive.used[now] = 0
+            expected.append(self.naive.pages[now])
+        assert (path.pages, twins) == (expected, expected_twins)
+        self.naive.held.remove(sequence)
+        self.naive.held.append(now)
+        reader[:] = [path.node, now]
+
+    @rule(reader=consumes(readers))
+    def leave(self, reader):
+        node, sequence = reader
+        self.cache.unlock(node)
+        self.naive.held.remove(sequence)
+        self.clock += 1
+        for size in range(SIZE, len(sequence) + 1, SIZE):
+            self.naive.used[sequence[:size]] = self.clock
+
+    @rule(count=st.integers(0, 4))
+    def evict(self, count):
+        expected = []
+        while len(expected) < count and (page := self.naive.evict_one()) is not None:
+            expected.append(page)
+        assert self.cache.evict(count) == expected
+
+    @rule(tokens=tokens)
+    def look(self, tokens):
+        assert self.cache.match(tokens).pages == self.naive.match(tokens)
+
+    @invariant()
+    def agrees(self):
+        assert self.cache.check() == frozenset(self.naive.pages.values())
+        assert self.cache.num_cached == len(self.naive.pages)
+        loose = sum(not self.naive.is_held(key) for key in self.naive.pages)
+        assert self.cache.num_evictable == loose
+
+    def teardown(self):
+        held = {self.naive.pages[k] for k in self.naive.pages if self.naive.is_held(k)}
+        dropped = self.cache.flush()
+        assert sorted(dropped) == sorted(set(self.naive.pages.values()) - held)
+        assert self.cache.check() == held
+        assert self.cache.match([0] * 9).pages == self.cache.match([1] * 9).pages == []
+
+
+TestPrefix = PrefixMachine.TestCase
+TestPrefix.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
