@@ -120,25 +120,34 @@ def test_activation_scales_follow_the_formula(values: list[float], ue8m0: bool) 
 
 @pytest.mark.parametrize(
     ("shape", "offset", "scale"),
-    [((5, 256), (0, 0), "float32"), ((130, 300), (64, 37), "float32"), ((9, 128), (0, 0), "uint8")],
+    [
+        ((5, 256), (0, 0), "float32"),
+        ((130, 300), (64, 37), "float32"),
+        ((9, 128), (0, 0), "uint8"),
+        ((9, 256), (0, 0), "powers in float32"),
+    ],
 )
 def test_fp8_arithmetic_equals_a_loop_over_blocks(
     shape: tuple[int, int], offset: tuple[int, int], scale: str
 ) -> None:
     """Σ over K blocks of (Σ a8·w8 in fp32)·s_a·s_w, per output, as DeepSeek-V3's report says."""
-    part = fp8_part(3, shape, (128, 128), offset, scale)
+    in_float, powers = scale == "powers in float32", scale != "float32"
+    part = fp8_part(3, shape, (128, 128), offset, "uint8" if powers else scale)
+    scales = part.tensors["scale"].double()
+    scales = 2.0 ** (scales - 127) if powers else scales
+    if in_float:
+        tensors = {**part.tensors, "scale": scales.float()}
+        part = WeightPart("w", part.format, shape, tensors, part.block)
     x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(0))
     kernel = Fp8W8A8Linear(FACTS)
     got = kernel.apply(x, kernel.pack(Weight((part,)), FACTS))
     codes = np.vectorize(decode_e4m3)(part.tensors["weight"].view(torch.uint8).numpy())
-    raw = part.tensors["scale"]
-    scales = 2.0 ** (raw.double() - 127) if scale == "uint8" else raw.double()
     want = np.zeros((3, shape[0]))
     edges = [0, *range(128 - offset[1], shape[1], 128), shape[1]]
     for t in range(3):
         for block, (lo, hi) in enumerate(itertools.pairwise(edges)):
             s = max(float(x[t, lo:hi].abs().max()), 1e-4) / 448
-            s = 2.0 ** math.ceil(math.log2(s)) if scale == "uint8" else s
+            s = 2.0 ** math.ceil(math.log2(s)) if powers else s
             a8 = (x[t, lo:hi] / s).to(torch.float8_e4m3fn).double().numpy()
             for r in range(shape[0]):
                 w_scale = scales[(r + offset[0]) // 128, block].item()

@@ -71,6 +71,7 @@ FP8_W8A8 = Kernel(
     note="FP8 arithmetic step by step, for comparing numerics; slow",
     source="ds_runtime.ops.reference",
     numerics="fp8_w8a8",
+    keeps=frozenset({"fp8_block"}),
 )
 
 

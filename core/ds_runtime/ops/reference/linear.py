@@ -52,8 +52,8 @@ def _restore_weight(packed: Packed) -> Tensor:
 class Fp8W8A8Linear:
     """FP8 × FP8 with one scale per token and 128 channels, and per weight block.
 
-    Each block of 128 input channels accumulates in fp32 and is scaled before it is added. Power
-    of two weight scales (one byte each) ask for power of two activation scales.
+    Each block of 128 input channels accumulates in fp32 and is scaled before it is added. Weight
+    scales that are all powers of two, in whatever type, ask for such activation scales too.
     """
 
     tag = "reference.linear_fp8_w8a8"
@@ -62,14 +62,16 @@ class Fp8W8A8Linear:
         self.dtype = torch_dtype(facts.dtype)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        tensors: dict[str, object] = {"weight": weight}
+        ue8m0 = all(_powers_of_two(p.tensors["scale"]) for p in weight.parts)
+        tensors: dict[str, object] = {"weight": weight, "ue8m0": ue8m0}
         nbytes = sum(t.nbytes for p in weight.parts for t in p.tensors.values())
         return Packed(self.tag, weight.shape, tensors, nbytes, restore=_restore_parts)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         weight: Weight = packed.tensors["weight"]
-        return torch.cat([_w8a8(x, part) for part in weight.parts], dim=-1).to(x.dtype)
+        ue8m0: bool = packed.tensors["ue8m0"]
+        return torch.cat([_w8a8(x, part, ue8m0) for part in weight.parts], dim=-1).to(x.dtype)
 
 
 def _restore_parts(packed: Packed) -> Tensor:
@@ -77,16 +79,22 @@ def _restore_parts(packed: Packed) -> Tensor:
     return weight.dequantise(torch.float32)
 
 
-def _w8a8(x: Tensor, part: WeightPart) -> Tensor:
+def _powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(decode_scale(scale, torch.float64))[0] == 0.5).all())
+
+
+def _w8a8(x: Tensor, part: WeightPart, ue8m0: bool) -> Tensor:
     """[tokens, in] × one FP8 part → [tokens, rows], fp32 (float64 if x is)."""
     assert part.block is not None
-    compute, raw = wide(x.dtype), part.tensors["scale"]
+    compute = wide(x.dtype)
     (rows, cols), (height, width), (row0, col0) = part.shape, part.block, part.offset
-    scale = decode_scale(raw, compute).repeat_interleave(height, 0)[row0 : row0 + rows]
+    scale = decode_scale(part.tensors["scale"], compute).repeat_interleave(height, 0)[
+        row0 : row0 + rows
+    ]
     weight = part.tensors["weight"]
     # A shard may begin inside a block: padding restores the groups that the scales describe.
     padded = F.pad(x.to(compute), (col0, -(col0 + cols) % width))
-    q, x_scale = quantize_group(padded, width, raw.element_size() == 1)
+    q, x_scale = quantize_group(padded, width, ue8m0)
     out = torch.zeros(x.shape[0], rows, dtype=compute, device=x.device)
     for block in range(x_scale.shape[1]):
         lo, hi = max(block * width, col0), min((block + 1) * width, col0 + cols)
