@@ -110,7 +110,8 @@ def hooks() -> str:
     out = [NOTE, "# Hooks\n\n", HOOKS_HEAD]
     for name in hookspecs.HOOKS:
         function = getattr(hookspecs, name)
-        out.append(f"## `{name}`\n\n```python\n{_signature(function)}```\n\n")
+        call = f"{name}({', '.join(inspect.signature(function).parameters)})"
+        out.append(f"## `{call}`\n\n```python\n{_signature(function)}```\n\n")
         out.append((inspect.getdoc(function) or "") + "\n\n")
     return "".join(out).rstrip() + "\n"
 

@@ -28,7 +28,7 @@ TIMEOUT = 600.0  # seconds for one selection
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line: `find` occurs exactly once in `file`, `tests` must turn red with `replace`."""
+    """One wrong line: `find` is in `file` exactly once, and `tests` turn red with `replace`."""
 
     name: str
     file: str

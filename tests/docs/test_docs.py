@@ -1,0 +1,122 @@
+"""The documents say what is so: links lead somewhere, flags exist, and the plugin shown works."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from ds_runtime.assemble import assemble
+from ds_runtime.cli import build_parser
+from ds_runtime.config import EngineConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")])
+page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "gen_docs.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stale_page_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("ds_gen_docs", ROOT / "tools" / "gen_docs.py")
+    assert spec is not None and spec.loader is not None
+    gen = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gen)
+    monkeypatch.setattr(gen, "DOCS", tmp_path)
+    assert len(gen.stale()) == 2
+    for path, text in gen.pages().items():
+        path.write_text(text)
+    assert gen.stale() == []
+    (tmp_path / "hooks.md").write_text("old")
+    assert gen.stale() == [tmp_path / "hooks.md"]
+
+
+@page
+def test_links_lead_to_files(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@page
+def test_paths_in_the_text_exist(page: Path) -> None:
+    roots = ("core/", "plugins/", "tests/", "tools/", "docs/", "benchmarks/")
+    for word in re.findall(r"`([\w./-]+\.(?:py|md|cpp|h|jsonl|toml))`", page.read_text()):
+        if word.startswith(roots):
+            assert (ROOT / word).exists(), f"{page.name} names {word}"
+
+
+def known_flags() -> set[str]:
+    """Every flag of every verb and of their kinds."""
+    todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}
+    while todo:
+        parser = todo.pop()
+        found |= set(parser._option_string_actions)
+        for action in parser._actions:
+            if isinstance(action.choices, dict):
+                todo += action.choices.values()
+    return found
+
+
+def tool_flags() -> set[str]:
+    """Flags of the project's own scripts."""
+    sources = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py")]
+    return {f for s in sources for f in re.findall(r'"(--[a-z-]+)"', s.read_text())}
+
+
+@page
+def test_flags_in_the_text_exist(page: Path) -> None:
+    known = known_flags() | tool_flags()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+    assert named <= known
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/writing-a-plugin.md"])
+def test_python_in_the_text_compiles(name: str) -> None:
+    blocks = code_blocks(ROOT / name, "python")
+    assert blocks
+    for block in blocks:
+        compile(block, name, "exec")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/writing-a-plugin.md"])
+def test_the_plugin_shown_wins_its_op(
+    name: str, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
+) -> None:
+    plugin, kernel = (b for b in code_blocks(ROOT / name, "python") if "# acme/" in b)
+    assert len(plugin.splitlines()) <= 24
+    for module, source in (("acme", plugin), ("acme.kernels", kernel)):
+        made = types.ModuleType(module)
+        monkeypatch.setitem(sys.modules, module, made)
+        exec(compile(source, module, "exec"), made.__dict__)
+    config = EngineConfig(model=str(tiny_folder), plugins=("cpu",))
+    found = assemble(config, extra_plugins=[sys.modules["acme"]])
+    mine = [d for d in found.binding.decisions if d.op == "silu_mul"]
+    assert mine and {d.kernel for d in mine} == {"acme.silu_mul"}
+
+    import torch
+
+    from ds_runtime.ops.bind import BoundOps
+
+    run = BoundOps(found.binding).at(0, "mlp").silu_mul
+    x = torch.randn(5, 64, dtype=torch.float32)
+    gate, up = x.chunk(2, dim=-1)
+    torch.testing.assert_close(run(x), torch.nn.functional.silu(gate) * up)
