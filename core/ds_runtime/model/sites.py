@@ -78,7 +78,7 @@ def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list[Site]
             layer,
             "mlp.experts",
             weight_format=format_of(f"model.layers.{layer}.mlp.experts.0.gate_proj"),
-            shape=(c.hidden, width),
+            shape=(c.experts, width, c.hidden),
         ),
     ]
     if c.shared_experts:

@@ -182,7 +182,9 @@ class Kernel:
     weight formats that `pack` reads (ops that own weights). `layouts` are the tags of the shared
     layouts that it reads or writes. What is not declared is refused (closed world).
     `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
-    than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row.
+    than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `keeps` are the
+    formats that stay packed in their own encoding (others are held in the compute dtype), for
+    the estimate of memory.
     """
 
     op: Op
@@ -200,6 +202,7 @@ class Kernel:
     contract: int = 1
     source: str = ""
     numerics: str = ""
+    keeps: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:

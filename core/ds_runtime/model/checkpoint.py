@@ -1,0 +1,259 @@
+"""A folder of safetensors shards: names, shapes, and parts of tensors. Reads no pickle, ever.
+
+Headers are parsed here, so that a damaged shard is found before anything is allocated. Parts are
+read into fresh memory with plain reads: nothing of a file stays mapped, so the process holds
+exactly what the caller keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ds_runtime.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER = 100 << 20
+_STRIP = 8 << 20  # bytes read at a time where only some columns are wanted
+_READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in a shard. dtype as safetensors names it; begin and end are file offsets."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.begin
+
+
+class Checkpoint:
+    """All tensors of a checkpoint folder, checked against the files' true lengths.
+
+    `on_read`, if set, is called with the number of bytes of each read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.entries: dict[str, Entry] = {}
+        self.on_read: Callable[[int], None] | None = None
+        self._files: dict[Path, BinaryIO] = {}
+        index = folder / INDEX
+        if index.is_file():
+            self._open_index(index)
+        elif (folder / SINGLE).is_file():
+            self.entries = read_header(folder / SINGLE)
+        else:
+            raise CheckpointError(_nothing_here(folder))
+
+    def _open_index(self, index: Path) -> None:
+        try:
+            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({str(name) for name in where.values()})
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+            raise CheckpointError(
+                f"{index}: not a safetensors index with a weight_map "
+                f"({type(e).__name__}: {e}); download the file again"
+            ) from e
+        shards = {}
+        for name in files:
+            path = self.folder / name
+            if os.path.basename(name) != name:
+                raise CheckpointError(f"{index}: weight_map names {name!r}, not a plain file name")
+            if not path.is_file():
+                have = sum((self.folder / f).is_file() for f in files)
+                raise CheckpointError(
+                    f"{path}: missing; the index names {len(files)} shards and {have} are here: "
+                    "download the missing ones"
+                )
+            shards[name] = read_header(path)
+        for tensor, name in where.items():
+            if tensor not in shards[name]:
+                raise CheckpointError(
+                    f"{self.folder / name}: holds no tensor {tensor!r}, although the index says "
+                    "so; index and shards are of different checkpoints: download both again"
+                )
+            self.entries[tensor] = shards[name][tensor]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    @property
+    def names(self) -> list[str]:
+        """All tensor names."""
+        return list(self.entries)
+
+    def entry(self, name: str) -> Entry:
+        """Shape, dtype and place of one tensor; CheckpointError if there is none."""
+        try:
+            return self.entries[name]
+        except KeyError:
+            raise CheckpointError(f"{self.folder}: no tensor {name!r}") from None
+
+    def read(
+        self,
+        name: str,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        index: int | None = None,
+    ) -> Tensor:
+        """A new tensor with these rows (first dimension) and columns (last) of a tensor.
+
+        `index` first picks one matrix of a stack [n, rows, cols]. Slices are within the shape and
+        without a step. Reads from the file only what is asked, strip by strip for columns.
+        """
+        entry = self.entry(name)
+        dtype = DTYPES[entry.dtype]
+        shape, begin = entry.shape, entry.begin
+        if index is not None:
+            shape = shape[1:]
+            begin += index * math.prod(shape) * dtype.itemsize
+        if not shape:
+            return self._bytes(entry, begin, dtype.itemsize).view(dtype).reshape(())
+        r0, r1 = _bounds(rows, shape[0])
+        width = math.prod(shape[1:])  # elements per row
+        if cols is None or len(shape) == 1:
+            at, size = begin + r0 * width * dtype.itemsize, (r1 - r0) * width * dtype.itemsize
+            return self._bytes(entry, at, size).view(dtype).reshape(r1 - r0, *shape[1:])
+        assert len(shape) == 2, f"{name}: columns of a {len(shape)}-dimensional tensor"
+        c0, c1 = _bounds(cols, width)
+        out = torch.empty(r1 - r0, c1 - c0, dtype=dtype)
+        step = max(1, _STRIP // max(1, width * dtype.itemsize))
+        for row in range(r0, r1, step):
+            last = min(r1, row + step)
+            size = (last - row) * width * dtype.itemsize
+            strip = self._bytes(entry, begin + row * width * dtype.itemsize, size)
+            # Bytes are copied as bytes: not every dtype has a copy kernel on every device.
+            wide = strip.view(last - row, width * dtype.itemsize)
+            part = wide[:, c0 * dtype.itemsize : c1 * dtype.itemsize]
+            out.view(torch.uint8)[row - r0 : last - r0] = part
+        return out
+
+    def _bytes(self, entry: Entry, begin: int, size: int) -> Tensor:
+        """`size` bytes of a shard from file offset `begin`, as a new uint8 tensor."""
+        file = self._files.get(entry.file)
+        if file is None:
+            file = self._files[entry.file] = entry.file.open("rb", buffering=0)
+        out = torch.empty(size, dtype=torch.uint8)
+        view = memoryview(out.numpy().data)
+        done = 0
+        while done < size:
+            got = os.preadv(file.fileno(), [view[done : done + _READ]], begin + done)
+            if got == 0:
+                raise CheckpointError(
+                    f"{entry.file}: became shorter while it was read ({done} of {size} bytes at "
+                    f"{begin}); restore the file and start again"
+                )
+            done += got
+        if self.on_read is not None:
+            self.on_read(size)
+        return out
+
+    def close(self) -> None:
+        """Close the shards."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _bounds(part: slice | None, size: int) -> tuple[int, int]:
+    if part is None:
+        return 0, size
+    assert part.step in (None, 1) and 0 <= part.start <= part.stop <= size, (part, size)
+    return part.start, part.stop
+
+
+def _nothing_here(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        return (
+            f"{folder}: holds only pickled weights ({pickles[0]}, …), which can run code when "
+            "loaded; convert them to safetensors"
+        )
+    loose = sorted(p.name for p in folder.glob("*.safetensors"))
+    if loose:
+        return (
+            f"{folder}: holds {loose[0]} but no {INDEX}; download the index, or name a single "
+            f"file {SINGLE}"
+        )
+    return f"{folder}: neither {INDEX} nor {SINGLE} is there; is the download complete?"
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one shard, after checking that the file is as long as its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(_MAX_HEADER, size - 8):
+            raise CheckpointError(
+                f"{path}: {size} bytes, but its header alone should take {length + 8}; the file is "
+                "truncated or no safetensors file: download it again"
+            )
+        try:
+            header = json.loads(file.read(length))
+            entries = {
+                name: _entry(path, 8 + length, fields)
+                for name, fields in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise CheckpointError(
+                f"{path}: its safetensors header cannot be read ({type(e).__name__}: {e}); "
+                "download it again"
+            ) from e
+    expected = max((e.end for e in entries.values()), default=8 + length)
+    if size != expected:
+        raise CheckpointError(
+            f"{path}: {size} bytes found, {expected} expected from its header; download it again"
+        )
+    return entries
+
+
+def _entry(path: Path, base: int, fields: Mapping[str, Any]) -> Entry:
+    dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
+    begin, end = (int(n) for n in fields["data_offsets"])
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown")
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != _size(dtype, shape):
+        raise ValueError(f"shape {list(shape)} of {dtype} does not take {end - begin} bytes")
+    return Entry(path, dtype, shape, base + begin, base + end)
+
+
+def _size(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize

@@ -1,0 +1,77 @@
+"""DeepSeek V2 and V3: embedding, pre-norm blocks, final norm, head. No device, no globals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_runtime.model.attention import Attention
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.layers import RmsNorm
+from ds_runtime.model.moe import DenseMlp, MoeMlp
+from ds_runtime.model.rope import cos_sin_table
+from ds_runtime.ops.batch import Batch
+
+if TYPE_CHECKING:
+    from ds_runtime.model.loader import Loader
+
+
+class Block:
+    """x += attention(norm(x)); x += mlp(norm(x)), with the sum carried as `residual`."""
+
+    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+        ops = load.ops(layer, "block")
+        self.input_norm = RmsNorm(ops, load.vector(layer, "input_layernorm"), config.eps)
+        self.attention = Attention(config, load, layer)
+        self.mlp_norm = RmsNorm(ops, load.vector(layer, "post_attention_layernorm"), config.eps)
+        self.mlp: DenseMlp | MoeMlp = (
+            MoeMlp(config, load, layer) if config.is_moe(layer) else DenseMlp(load, layer)
+        )
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Tensor, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(mlp output, residual before it), both [T, hidden]; the next norm adds them."""
+        if residual is None:
+            normed, residual = self.input_norm(x), x
+        else:
+            normed, residual = self.input_norm.add(x, residual)
+        attended = self.attention(normed, batch, cache, cos_sin)
+        normed, residual = self.mlp_norm.add(attended, residual)
+        return self.mlp(normed), residual
+
+
+class DeepSeekModel:
+    """One rank's part of the model; `load` reads and packs its weights block by block.
+
+    positions: how many the rotation table covers, so the longest context.
+    """
+
+    def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
+        self.config = config
+        self.comm = load.comm
+        self.dtype, self.device = load.dtype, load.device
+        self.cos_sin = cos_sin_table(config, positions, load.device)
+        self.embed = load.embedding()
+        self.blocks = [Block(config, load, layer) for layer in range(config.layers)]
+        self.norm = RmsNorm(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
+        self.lm_head = load.head()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, caches: list[Tensor]) -> Tensor:
+        """Logits of `batch.logit_rows`: [rows, vocab] float32, the same on every rank.
+
+        caches: one per layer, in the bound KV layout; the batch's tokens are written to them.
+        """
+        x = self.comm.all_reduce(self.embed(batch.input_ids))  # [T, hidden]
+        residual: Tensor | None = None
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, residual = block(x, residual, batch, cache, self.cos_sin)
+        if batch.logit_rows.shape[0] == 0:
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        assert residual is not None, "a model has at least one layer"
+        normed, _ = self.norm.add(x[batch.logit_rows], residual[batch.logit_rows])
+        logits = self.lm_head(normed).to(torch.float32)  # [rows, this rank's vocabulary]
+        return self.comm.all_gather(logits)[:, : self.config.vocab_size]

@@ -1,0 +1,39 @@
+"""How much memory one rank's weights take once packed: from sites alone. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.sites import vocab_rows
+from ds_runtime.ops.spec import Kernel, Site
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8_BYTES = 1 + 4 / (128 * 128)
+
+
+def packed_bytes(
+    config: ModelConfig,
+    choices: Iterable[tuple[Site, Kernel | None]],
+    dtype: str,
+    tp: int,
+    positions: int,
+) -> int:
+    """Bytes of one rank's packed weights, embedding, routers and rotation table.
+
+    choices: sites with their kernels, as `Binding.choices`. A kernel holds a weight in the
+    compute dtype unless it keeps the format.
+    """
+    item = ITEM_BYTES[dtype]
+    total = vocab_rows(config, tp) * config.hidden * item + positions * config.qk_rope * 4.0
+    for site, kernel in choices:
+        if not site.weight_format or not site.shape:
+            continue
+        matrices = 3 if site.op == "experts" else 1
+        kept = kernel is not None and site.weight_format in kernel.keeps
+        size = _FP8_BYTES if kept else item
+        total += matrices * math.prod(site.shape) * size
+    routers = sum(config.is_moe(layer) for layer in range(config.layers))
+    total += routers * config.experts * config.hidden * 4
+    return int(total)

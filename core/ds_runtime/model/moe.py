@@ -1,0 +1,63 @@
+"""The feed-forward half of a block: a SwiGLU, or routed experts beside a shared one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ds_runtime.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from ds_runtime.model.loader import Loader
+
+
+class SwiGlu:
+    """down(silu(gate x) · up x) on one rank's width; the sum over ranks is the caller's."""
+
+    def __init__(self, load: Loader, layer: int, module: str) -> None:
+        self.ops = load.ops(layer, module)
+        parts = (f"{module}.gate_proj", f"{module}.up_proj")
+        self.gate_up = load.linear(layer, f"{module}.gate_up_proj", parts)
+        self.down = load.linear(layer, f"{module}.down_proj")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] → [T, hidden]."""
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
+
+
+class DenseMlp:
+    """The MLP of the first layers."""
+
+    def __init__(self, load: Loader, layer: int) -> None:
+        self.mlp = SwiGlu(load, layer, "mlp")
+        self.comm = load.comm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] → [T, hidden], summed over ranks."""
+        return self.comm.all_reduce(self.mlp(x))
+
+
+class MoeMlp:
+    """Routed experts plus the shared experts, which are one SwiGLU and are added unscaled."""
+
+    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+        assert config.routing is not None
+        self.ops = load.ops(layer, "mlp")
+        self.comm = load.comm
+        self.routing = config.routing
+        self.router = load.router(layer)
+        self.bias = load.router_bias(layer) if config.routing.method == "noaux_tc" else None
+        self.experts = load.experts(layer)
+        self.shared: SwiGlu | None = None
+        if config.shared_experts:
+            self.shared = SwiGlu(load, layer, "mlp.shared_experts")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] → [T, hidden], summed over ranks once."""
+        logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
+        weights, ids = self.ops.route(logits, self.bias, self.routing)
+        out = self.experts(x, weights, ids)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return self.comm.all_reduce(out)

@@ -1,0 +1,81 @@
+"""Load a checkpoint into a model: check it, check memory, then read and pack layer by layer."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from ds_runtime.assemble import Assembly
+from ds_runtime.errors import ConfigError
+from ds_runtime.model.checkpoint import Checkpoint
+from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.estimate import packed_bytes
+from ds_runtime.model.loader import Loader
+from ds_runtime.model.quant import Quant
+from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.platform.spec import Communicator
+from ds_runtime.progress import Progress, amount
+
+__all__ = ["Checkpoint", "check_memory", "load_model", "needed_bytes"]
+
+
+def load_model(
+    assembly: Assembly,
+    bound: BoundOps,
+    comm: Communicator,
+    device: Any,
+    progress: bool = False,
+) -> DeepSeekModel:
+    """The model of this rank, packed on `device`. `progress` shows a bar.
+
+    Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
+    the packed weights would not fit, both before any weight is read.
+    """
+    config = assembly.model
+    checkpoint = Checkpoint(assembly.folder)
+    dtype = torch_dtype(assembly.config.dtype)
+    try:
+        load = Loader(config, Quant.of(assembly), checkpoint, bound, comm, device, dtype)
+        check_memory(assembly, comm, device)
+        with Progress("loading weights", load.total_bytes(), enabled=progress) as bar:
+            checkpoint.on_read = bar.advance
+            return DeepSeekModel(config, load, _positions(assembly))
+    finally:
+        checkpoint.close()
+
+
+def _positions(assembly: Assembly) -> int:
+    return assembly.config.context_length or assembly.model.max_positions
+
+
+def needed_bytes(assembly: Assembly) -> int:
+    """What one rank's packed weights will take."""
+    config = assembly.config
+    choices = assembly.binding.choices
+    return packed_bytes(assembly.model, choices, config.dtype, config.tp, _positions(assembly))
+
+
+def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:
+    """ConfigError, on every rank alike, if the ranks of some device do not fit in its memory."""
+    needed = needed_bytes(assembly)
+    free = assembly.platform.memory(comm.rank).free
+    ranks = comm.gather_objects((socket.gethostname(), str(device), free))
+    for host, place, _ in ranks:
+        together = [f for h, d, f in ranks if (h, d) == (host, place)]
+        if needed * len(together) > min(together):
+            each = f"{len(together)} ranks of {amount(needed)}" if len(together) > 1 else ""
+            raise ConfigError(
+                f"the weights need {amount(needed * len(together))} in {assembly.config.dtype}"
+                f"{f' ({each})' if each else ''}, and {amount(min(together))} are free on {place}: "
+                f"{_remedy(assembly)}"
+            )
+
+
+def _remedy(assembly: Assembly) -> str:
+    config = assembly.config
+    shorter = "" if config.dtype != "float32" else "--dtype bfloat16 halves that, "
+    return (
+        f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "
+        "(--kv-memory comes on top and does not help)"
+    )
