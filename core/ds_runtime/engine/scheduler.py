@@ -269,11 +269,11 @@ class Scheduler:
     def _awaits_leader(self, request: Request) -> bool:
         """Whether a sibling is to compute the shared prompt first, so that this one reads it."""
         group, can_share = request.group, request.prompt_len > self.limits.page_size
-        if group is None or group.is_computed or not can_share or not self._reads_cache(request):
+        if group is None or group.is_computed or not can_share:
             return False
         if group.leader is None:
             group.leader = request
-        return group.leader is not request
+        return group.leader is not request and self._reads_cache(request)
 
     def _reads_cache(self, request: Request) -> bool:
         return self.prefix is not None and not request.wants_prompt_logprobs

@@ -112,6 +112,15 @@ def test_choices_wait_for_the_first_one_and_then_share_its_prompt():
     assert together[0] == {"x0", "other"} and together[3] >= {"x1", "x2", "x3"}
 
 
+def test_choices_wait_for_one_that_scores_the_prompt():
+    rig = Rig(page_size=4)
+    rig.submit("x0", prompt(11), choice=0, group="x", prompt_logprobs=0)
+    rig.submit("x1", prompt(11), choice=1, group="x")
+    rig.run()
+    rig.check_end()
+    assert rig.cached == {"x0": 0, "x1": 8}
+
+
 def test_a_sibling_takes_the_lead_when_the_first_choice_is_aborted():
     rig = Rig(page_size=4, prefill_chunk=5)
     for i in range(3):
