@@ -15,9 +15,9 @@ from pathlib import Path
 
 # x86 flags of /proc/cpuinfo, and aarch64's "Features", under the names that kernels ask for.
 FEATURES = frozenset(
-    "avx avx2 fma f16c avx_vnni avx512f avx512bw avx512dq avx512vl avx512_vnni avx512_bf16 "
-    "avx512_fp16 amx_tile amx_bf16 amx_int8 amx_fp16 "
-    "asimd asimddp asimdhp bf16 i8mm sve sve2".split()
+    {"avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    | {"avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16"}
+    | {"asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2"}
 )
 _NO_LIMIT = 1 << 60  # cgroup v1 says "unlimited" with a number near 2^63
 

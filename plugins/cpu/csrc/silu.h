@@ -1,0 +1,20 @@
+// silu(gate) * up over one row.
+#pragma once
+
+#include "simd.h"
+
+namespace ds {
+
+inline F silu(F g) { return g / (F::all(1.0f) + exp(g * F::all(-1.0f))); }
+
+template <class T, class U>
+inline void silu_mul_row(const U* gate, const U* up, T* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + F::W <= n; i += F::W) (silu(F::load(gate + i)) * F::load(up + i)).store(out + i);
+  if (i < n) {
+    int m = int(n - i);
+    store_tail(silu(load_tail(gate + i, m)) * load_tail(up + i, m), out + i, m);
+  }
+}
+
+}  // namespace ds

@@ -1,0 +1,195 @@
+// Vectors of floats, as wide as the instruction set of this build, and bfloat16 conversion.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace ds {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) {  // round to nearest, ties to even; NaN stays NaN
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+inline void put4(float* p, const float* x) { std::memcpy(p, x, 16); }
+inline void put4(bf16* p, const float* x) {
+#if defined(__AVX2__)
+  __m128 v = _mm_loadu_ps(x);
+  __m128i u = _mm_castps_si128(v);
+  __m128i lsb = _mm_and_si128(_mm_srli_epi32(u, 16), _mm_set1_epi32(1));
+  u = _mm_srli_epi32(_mm_add_epi32(u, _mm_add_epi32(lsb, _mm_set1_epi32(0x7fff))), 16);
+  __m128i nan = _mm_castps_si128(_mm_cmpunord_ps(v, v));
+  u = _mm_blendv_epi8(u, _mm_set1_epi32(0x7fc0), nan);
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi32(u, u));
+#else
+  for (int i = 0; i < 4; ++i) put(p + i, x[i]);
+#endif
+}
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+
+struct F {
+  static constexpr int W = 16;
+  __m512 v;
+  static F zero() { return {_mm512_setzero_ps()}; }
+  static F all(float x) { return {_mm512_set1_ps(x)}; }
+  static F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static F load(const bf16* p) {
+    __m256i h = _mm256_loadu_si256((const __m256i*)p);
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+  }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store(bf16* p) const {
+    __m512i u = _mm512_castps_si512(v);
+    __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+    r = _mm512_srli_epi32(r, 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    r = _mm512_mask_mov_epi32(r, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
+  }
+  float sum() const { return _mm512_reduce_add_ps(v); }
+};
+inline F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F clamp(F x, float lo, float hi) {
+  return {_mm512_min_ps(_mm512_max_ps(x.v, _mm512_set1_ps(lo)), _mm512_set1_ps(hi))};
+}
+inline F round_even(F x) {
+  return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline F times_pow2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+#elif defined(__AVX2__)
+
+struct F {
+  static constexpr int W = 8;
+  __m256 v;
+  static F zero() { return {_mm256_setzero_ps()}; }
+  static F all(float x) { return {_mm256_set1_ps(x)}; }
+  static F load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static F load(const bf16* p) {
+    __m128i h = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16))};
+  }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void store(bf16* p) const {
+    __m256i u = _mm256_castps_si256(v);
+    __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+    r = _mm256_srli_epi32(r, 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
+    __m128i h = _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+    _mm_storeu_si128((__m128i*)p, h);
+  }
+  float sum() const {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  }
+};
+inline F operator+(F a, F b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline F operator*(F a, F b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline F operator/(F a, F b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline F clamp(F x, float lo, float hi) {
+  return {_mm256_min_ps(_mm256_max_ps(x.v, _mm256_set1_ps(lo)), _mm256_set1_ps(hi))};
+}
+inline F round_even(F x) {
+  return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline F times_pow2(F x, F n) {
+  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
+  return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(e))};
+}
+
+#else
+
+struct F {  // plain arrays: the compiler vectorises these loops with what the baseline has
+  static constexpr int W = 8;
+  float v[8];
+  static F zero() { return all(0.0f); }
+  static F all(float x) {
+    F r;
+    for (float& e : r.v) e = x;
+    return r;
+  }
+  template <class T>
+  static F load(const T* p) {
+    F r;
+    for (int i = 0; i < W; ++i) r.v[i] = to_float(p[i]);
+    return r;
+  }
+  template <class T>
+  void store(T* p) const {
+    for (int i = 0; i < W; ++i) put(p + i, v[i]);
+  }
+  float sum() const {
+    return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));
+  }
+};
+#define DS_LANES(expr)                     \
+  F r;                                     \
+  for (int i = 0; i < F::W; ++i) r.v[i] = (expr); \
+  return r
+inline F operator+(F a, F b) { DS_LANES(a.v[i] + b.v[i]); }
+inline F operator*(F a, F b) { DS_LANES(a.v[i] * b.v[i]); }
+inline F operator/(F a, F b) { DS_LANES(a.v[i] / b.v[i]); }
+inline F fma(F a, F b, F c) { DS_LANES(a.v[i] * b.v[i] + c.v[i]); }
+inline F clamp(F x, float lo, float hi) {
+  DS_LANES(x.v[i] < lo ? lo : (x.v[i] > hi ? hi : x.v[i]));
+}
+inline F round_even(F x) { DS_LANES(std::nearbyint(x.v[i])); }
+inline F times_pow2(F x, F n) { DS_LANES(std::ldexp(x.v[i], int(n.v[i]))); }
+#undef DS_LANES
+
+#endif
+
+// e^x to about one unit in the last place, between e^-87 and e^88; NaN is not kept.
+inline F exp(F x) {
+  x = clamp(x, -87.0f, 88.0f);
+  F n = round_even(x * F::all(1.44269504f));
+  F r = fma(n, F::all(-0.693359375f), x);  // x - n * ln 2, in two parts
+  r = fma(n, F::all(2.12194440e-4f), r);
+  F p = F::all(1.0f / 5040);
+  for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    p = fma(p, r, F::all(c));
+  return times_pow2(p, n);
+}
+
+template <class T>
+inline F load_tail(const T* p, int n) {
+  T buffer[F::W] = {};
+  std::memcpy(buffer, p, size_t(n) * sizeof(T));
+  return F::load(buffer);
+}
+template <class T>
+inline void store_tail(F x, T* p, int n) {
+  T buffer[F::W];
+  x.store(buffer);
+  std::memcpy(p, buffer, size_t(n) * sizeof(T));
+}
+
+}  // namespace ds
