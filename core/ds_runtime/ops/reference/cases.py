@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.reference.formats import torch_dtype
-from ds_runtime.ops.spec import Dims, Facts
+from ds_runtime.ops.spec import Facts
 from ds_runtime.ops.weight import Weight, WeightPart
 
 BLOCK = (128, 128)
@@ -76,11 +76,6 @@ def case(label: str, facts: Facts, *args: Any, written: tuple[int, ...] = ()) ->
 def site(facts: Facts, weight: Weight) -> Facts:
     """The facts of a site that owns this weight."""
     return replace(facts, weight_format=weight.format, shape=weight.shape)
-
-
-def with_dims(facts: Facts, **values: int) -> Facts:
-    """The facts of a model with other dimensions."""
-    return replace(facts, dims=Dims({**facts.dims, **values}))
 
 
 def segments(*lens: int) -> Segments:
