@@ -22,7 +22,7 @@ from ds_runtime.testing.conformance import (
 
 IN_TREE = tuple(f"ds_runtime_{name}" for name in ("cpu", "cuda", "rocm", "npu", "xpu", "triton"))
 HOST = DeviceInfo("cpu", "host", "any")
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 # Where the latent's and the heads' widths matter, the true ones are run as well.
 WIDTHS = {
     "small": (SMALL_DIMS, 4, frozenset(OPS)),
