@@ -1,0 +1,68 @@
+"""What Intel GPUs, driver and packages are here, read from the operating system."""
+
+from __future__ import annotations
+
+import ctypes.util
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ds_runtime.api import Refusal
+
+INSTALL = 'pip install "ds-runtime[xpu]" with torch from https://download.pytorch.org/whl/xpu'
+DRIVERS = ("xe", "i915")
+
+
+def installed(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def pci_devices(root: Path) -> list[tuple[str, str]]:
+    """(PCI address, bound kernel driver or "") of this vendor's display controllers."""
+    folder = root / "sys/bus/pci/devices"
+    if not folder.is_dir():
+        return []
+    found = []
+    for device in sorted(folder.iterdir()):
+        display = _read(device / "class").startswith("0x03")
+        if display and _read(device / "vendor").strip() == "0x8086":
+            driver = device / "driver"
+            found.append((device.name, driver.resolve().name if driver.exists() else ""))
+    return found
+
+
+def probe(
+    root: Path = Path("/"),
+    package: Callable[[str], str | None] = installed,
+    library: Callable[[str], str | None] = ctypes.util.find_library,
+) -> Refusal | None:
+    """Why no platform is offered; arguments stand for the machine in tests."""
+    devices = pci_devices(root)
+    if not devices:
+        return Refusal("absent", "no Intel GPU on the PCI bus")
+    what = f"{len(devices)} Intel GPU{'s' if len(devices) > 1 else ''}"
+    if not any(driver in DRIVERS for _, driver in devices):
+        return Refusal(
+            "not installed", f"{what}, but neither kernel driver (xe, i915) is bound to it"
+        )
+    render = root / "dev/dri"
+    if not render.is_dir() or not list(render.glob("renderD*")):
+        return Refusal("broken", f"{what}, but there is no /dev/dri/renderD128 in this container")
+    missing = [] if "xpu" in (package("torch") or "") else ["an XPU build of torch"]
+    missing += [] if package("vllm-xpu-kernels") else ["vllm-xpu-kernels"]
+    if missing:
+        return Refusal("not installed", f"{what}, without {' and '.join(missing)}: {INSTALL}")
+    if library("ze_loader") is None:
+        return Refusal("broken", f"{what}, but the Level Zero loader libze_loader is not found")
+    return Refusal("unsupported", f"{what}, but this release brings no kernels for it yet")
