@@ -1,0 +1,213 @@
+"""Random checkpoints of real shapes, written shard by shard in bounded memory.
+
+Values come from pools of random numbers that are read from random offsets, so that writing runs
+at the disk's speed. Routing is spread, logits differ, and nothing else about them is meaningful.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from ds_runtime.assemble import find_loader
+from ds_runtime.bench.shapes import config_of
+from ds_runtime.model.checkpoint import INDEX
+from ds_runtime.model.config import from_hf
+from ds_runtime.model.manifest import Stored, stored_modules
+from ds_runtime.model.quant import Quant
+from ds_runtime.ops.spec import DeviceInfo, Facts, load_attr
+from ds_runtime.plugins import load_plugins
+from ds_runtime.progress import Progress
+
+SHARD_BYTES = 5_000_000_000
+_POOL = 1 << 25  # elements
+_FP8_STD = 60.0  # of the stored bytes' values; scales bring it back to _STD
+_STD = 0.02
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+_TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor to be written: kind names its pool."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def make_checkpoint(
+    out: Path,
+    shape: str,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> Path:
+    """Write config.json, a small tokenizer and random safetensors shards with their index.
+
+    shape: a key of `shapes.SHAPES`; dtype: bfloat16, float16, float32, fp8 or fp8_ue8m0. The same
+    arguments give the same bytes. Returns `out`.
+    """
+    raw = config_of(shape, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    plan = list(plan_tensors(raw))
+    largest = max(math.prod(p.shape) for p in plan)
+    pools = Pools(_TORCH[raw["torch_dtype"]], dtype, seed, min(_POOL, 2 * largest))
+    shards = _shards(plan, shard_bytes)
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    total = sum(p.nbytes for p in plan)
+    with Progress(f"writing {shape}", total, enabled=progress) as bar:
+        for file, tensors in zip(files, shards, strict=True):
+            with (out / file).open("wb") as handle:
+                _write_shard(handle, tensors, pools, bar)
+    where = {p.name: file for file, shard in zip(files, shards, strict=True) for p in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / INDEX).write_text(json.dumps(index, indent=1))
+    (out / "config.json").write_text(json.dumps(raw, indent=1))
+    generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+    (out / "generation_config.json").write_text(json.dumps(generation))
+    _write_tokenizer(out)
+    return out
+
+
+def plan_tensors(raw: dict[str, Any]) -> Iterator[Planned]:
+    """Every tensor of a checkpoint with this config.json, layer by layer."""
+    config = from_hf(raw)
+    facts = Facts(DeviceInfo("cpu", "", ""), config.dims())
+    loader = find_loader(load_plugins(()).offers(facts), config)
+    quant = Quant(loader, config.quantization, load_attr(loader.read))
+    dtype = _TORCH[config.dtype]
+    for stored in stored_modules(config, quant.format_of).values():
+        yield from _components(stored, dtype)
+
+
+def _components(stored: Stored, dtype: torch.dtype) -> Iterator[Planned]:
+    module, shape, size = stored.module, stored.shape, math.prod(stored.shape)
+    if module.endswith("e_score_correction_bias"):
+        yield Planned(module, "bias", "F32", shape, 4 * size)
+    elif stored.format == "fp8_block":
+        grid = tuple(-(-n // 128) for n in shape)
+        yield Planned(f"{module}.weight", "fp8", "F8_E4M3", shape, size)
+        name = f"{module}.weight_scale_inv"
+        yield Planned(name, "scale", "F32", grid, 4 * math.prod(grid))
+    else:
+        embeds = module.endswith("embed_tokens")
+        kind = "embedding" if embeds else "norm" if len(shape) == 1 else "weight"
+        nbytes = size * dtype.itemsize
+        yield Planned(f"{module}.weight", kind, _NAMES[dtype], shape, nbytes)
+
+
+class Pools:
+    """Random bytes per kind of tensor, made once and read from random offsets."""
+
+    def __init__(self, dtype: torch.dtype, format: str, seed: int, elements: int) -> None:
+        self._dtype = dtype
+        self._ue8m0 = format == "fp8_ue8m0"
+        self._draw = torch.Generator().manual_seed(seed)
+        self._offsets = np.random.default_rng(seed)
+        self._elements = elements
+        self._pools: dict[str, tuple[int, npt.NDArray[np.uint8]]] = {}
+
+    def bytes_of(self, planned: Planned) -> Iterator[memoryview]:
+        """The tensor's content in pieces."""
+        if planned.kind not in self._pools:
+            values = self._make(planned.kind)
+            self._pools[planned.kind] = (values.itemsize, values.view(torch.uint8).numpy())
+        item, pool = self._pools[planned.kind]
+        left = planned.nbytes
+        while left:
+            start = int(self._offsets.integers(len(pool) // item)) * item
+            piece = pool[start : start + left]
+            left -= len(piece)
+            yield piece.data
+
+    def _make(self, kind: str) -> torch.Tensor:
+        small = kind in ("norm", "bias", "scale")
+        n = min(self._elements, 1 << 16) if small else self._elements
+        normal = torch.randn(n, generator=self._draw)
+        if kind == "fp8":
+            return normal.mul_(_FP8_STD).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        if kind == "scale":
+            spread = torch.exp2(normal.clamp(-1, 1) / 2) * (_STD / _FP8_STD)
+            return torch.exp2(spread.log2().round()) if self._ue8m0 else spread
+        if kind == "bias":
+            return normal.mul_(0.05)
+        if kind == "norm":
+            return normal.mul_(0.1).add_(1).to(self._dtype)
+        return normal.mul_(1.0 if kind == "embedding" else _STD).to(self._dtype)
+
+
+def _shards(plan: Sequence[Planned], limit: int) -> list[list[Planned]]:
+    """Consecutive tensors in groups of at most `limit` bytes, a larger one alone."""
+    shards: list[list[Planned]] = [[]]
+    used = 0
+    for planned in plan:
+        if shards[-1] and used + planned.nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(planned)
+        used += planned.nbytes
+    return shards
+
+
+def _write_shard(file: BinaryIO, tensors: Sequence[Planned], pools: Pools, bar: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for p in tensors:
+        ends = [offset, offset + p.nbytes]
+        header[p.name] = {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": ends}
+        offset += p.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for p in tensors:
+        for piece in pools.bytes_of(p):
+            file.write(piece)
+        bar.advance(p.nbytes)
+
+
+def _write_tokenizer(out: Path) -> None:
+    """A byte-level BPE tokenizer of a few hundred tokens, with a template for chats."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([__doc__ or ""] * 2, trainer)
+    backend.save(str(out / "tokenizer.json"))
+    bos, eos, user, assistant = _SPECIAL
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+        + f"{assistant}{{{{ m['content'] }}}}{{{{ eos_token }}}}"
+        + "{% else %}"
+        + f"{user}{{{{ m['content'] }}}}"
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + assistant
+        + "{% endif %}"
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True,
+        "bos_token": bos,
+        "eos_token": eos,
+        "chat_template": template,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
