@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace, _SubParsersAction
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +19,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser("bench", help="measure speed, accuracy and host cost")
     kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     _one_batch(kinds)
+    _host(kinds)
 
 
 def _one_batch(kinds: _SubParsersAction[Any]) -> None:
@@ -29,6 +31,18 @@ def _one_batch(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line")
     add_flags(parser, EngineConfig, "engine")
     parser.set_defaults(run=run_one_batch)
+
+
+def _host(kinds: _SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser("host", help="host time per step, on the null platform")
+    parser.add_argument("--running", type=int, default=64, metavar="N", help="(default: 64)")
+    parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="(default: 200)")
+    parser.add_argument("--json", action="store_true", help="one JSON line")
+    given = ("platform", "plugins", "max_running")  # set by the measurement itself
+    names = [f.name for f in fields(EngineConfig) if f.name not in given]
+    add_flags(parser, EngineConfig, "engine", only=names)
+    parser.set_defaults(run=run_host)
 
 
 def settings(args: Namespace) -> dict[str, Any]:
@@ -43,6 +57,18 @@ def run_one_batch(args: Namespace) -> int:
     from ds_runtime.bench import one_batch
 
     report = one_batch.run(given, args.batch_size, args.input_len, args.output_len, args.runs)
+    return _show(report, args.json, one_batch.render)
+
+
+def run_host(args: Namespace) -> int:
+    """Measure and print."""
+    given = settings(args)
+    from ds_runtime.bench import host
+
+    return _show(host.run(given, args.running, args.input_len, args.steps), args.json, host.render)
+
+
+def _show(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> int:
     report["command"] = " ".join(["ds-runtime", *sys.argv[1:]])
-    print(json.dumps(report) if args.json else one_batch.render(report))
+    print(json.dumps(report) if as_json else render(report))
     return 0
