@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import os
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_runtime.api import Refusal
@@ -12,11 +11,14 @@ from ds_runtime.api import Refusal
 VENDOR = "0x10de"
 DISPLAY_CLASS = "0x03"
 PACKAGES = ("torch", "sglang-kernel", "flashinfer-python", "sgl-deep-gemm", "sgl-flash-mla")
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib", "lib64", "usr/local/lib", "usr/lib/wsl/lib")
 INSTALL = 'pip install "ds-runtime[cuda]"'
 
 
 def installed(package: str) -> str | None:
     """The installed version of a distribution, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -57,10 +59,18 @@ def driver_version(root: Path) -> str:
     return next((w for w in words if w[:1].isdigit() and "." in w), "")
 
 
+def has_library(root: Path, name: str, search: tuple[str, ...] | None = None) -> bool:
+    """Whether `name` lies where the linker looks (no process is started to ask it)."""
+    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":") if search is None else list(search)
+    folders = [Path(p) for p in paths if p] + [root / p for p in LIBRARY_FOLDERS]
+    folders += sorted(root.glob("usr/lib/*-linux-gnu"))
+    return any((folder / name).exists() for folder in folders)
+
+
 def probe(
     root: Path = Path("/"),
     package: Callable[[str], str | None] = installed,
-    library: Callable[[str], str | None] = ctypes.util.find_library,
+    search: tuple[str, ...] | None = None,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
     nodes, driver = device_nodes(root), driver_version(root)
@@ -79,6 +89,6 @@ def probe(
     missing = [name for name in PACKAGES if package(name) is None]
     if missing:
         return Refusal("not installed", f"{what}, without {', '.join(missing)}: {INSTALL}")
-    if library("cuda") is None:
-        return Refusal("broken", f"{what}, but the driver's libcuda is not found by the linker")
+    if not has_library(root, "libcuda.so.1", search):
+        return Refusal("broken", f"{what}, but the driver's libcuda.so.1 is in no library folder")
     return Refusal("unsupported", f"{what}, but this release brings no kernels for it yet")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_runtime.api import Refusal
@@ -13,6 +12,8 @@ INSTALL = "install a ROCm build of torch and amd-aiter from source (see docs/ins
 
 def installed(package: str) -> str | None:
     """The installed version of a distribution, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import os
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_runtime.api import Refusal
 
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib", "lib64", "usr/local/lib", "usr/lib/wsl/lib")
 INSTALL = 'pip install "ds-runtime[xpu]" with torch from https://download.pytorch.org/whl/xpu'
 DRIVERS = ("xe", "i915")
 
 
 def installed(package: str) -> str | None:
     """The installed version of a distribution, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
@@ -42,10 +44,18 @@ def pci_devices(root: Path) -> list[tuple[str, str]]:
     return found
 
 
+def has_library(root: Path, name: str, search: tuple[str, ...] | None = None) -> bool:
+    """Whether `name` lies where the linker looks (no process is started to ask it)."""
+    paths = os.environ.get("LD_LIBRARY_PATH", "").split(":") if search is None else list(search)
+    folders = [Path(p) for p in paths if p] + [root / p for p in LIBRARY_FOLDERS]
+    folders += sorted(root.glob("usr/lib/*-linux-gnu"))
+    return any((folder / name).exists() for folder in folders)
+
+
 def probe(
     root: Path = Path("/"),
     package: Callable[[str], str | None] = installed,
-    library: Callable[[str], str | None] = ctypes.util.find_library,
+    search: tuple[str, ...] | None = None,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
     devices = pci_devices(root)
@@ -63,6 +73,8 @@ def probe(
     missing += [] if package("vllm-xpu-kernels") else ["vllm-xpu-kernels"]
     if missing:
         return Refusal("not installed", f"{what}, without {' and '.join(missing)}: {INSTALL}")
-    if library("ze_loader") is None:
-        return Refusal("broken", f"{what}, but the Level Zero loader libze_loader is not found")
+    if not has_library(root, "libze_loader.so.1", search):
+        return Refusal(
+            "broken", f"{what}, but the Level Zero loader libze_loader.so.1 is in no library folder"
+        )
     return Refusal("unsupported", f"{what}, but this release brings no kernels for it yet")
