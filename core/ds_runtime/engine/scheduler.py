@@ -12,10 +12,10 @@ import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 
+from ds_runtime.engine.limits import SchedulerLimits, check_submit
 from ds_runtime.engine.messages import Stats, Submit, Tokens
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
@@ -23,20 +23,7 @@ from ds_runtime.engine.request import Group, Request, State
 from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority"."""
-
-    context_length: int
-    vocab_size: int
-    page_size: int
-    max_running: int = 64
-    max_step_tokens: int = 2048
-    prefill_chunk: int = 512
-    queue_limit: int = 1024
-    policy: str = "fifo"
-    eos: tuple[int, ...] = ()
+__all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
@@ -70,7 +57,9 @@ class Scheduler:
 
     def submit(self, submit: Submit) -> None:
         """Queue one choice. Raises QueueFullError, or RequestError if it can never run."""
-        self._check(submit)
+        check_submit(submit, self.limits, self._pool_tokens)
+        if submit.rid in self._requests:
+            raise RequestError(f"request id {submit.rid!r} is in use: choose another", "rid")
         if len(self.waiting) >= self.limits.queue_limit:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, the limit is "
@@ -115,28 +104,6 @@ class Scheduler:
     @property
     def _pool_tokens(self) -> int:
         return self.pool.num_pages * self.limits.page_size
-
-    def _check(self, submit: Submit) -> None:
-        prompt, limits, params = submit.prompt, self.limits, submit.params
-        if submit.rid in self._requests:
-            raise RequestError(f"request id {submit.rid!r} is in use: choose another", "rid")
-        if not prompt:
-            raise RequestError("the prompt is empty: it needs at least one token", "prompt")
-        if len(prompt) >= limits.context_length:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the context {limits.context_length} "
-                "(--context-length): shorten it so that a token can follow",
-                "prompt",
-            )
-        if len(prompt) > self._pool_tokens:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, the KV cache holds {self._pool_tokens}: "
-                "shorten it, or start with a larger --kv-memory",
-                "prompt",
-            )
-        _check_ids("prompt", prompt, limits.vocab_size)
-        _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
-        _check_ids("logit_bias", params.logit_bias, limits.vocab_size)
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -384,11 +351,3 @@ def _row_init(request: Request) -> RowInit:
         output=request.output.copy(),
         stop_ids=sorted(request.stop_ids),
     )
-
-
-def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
-    low, high = min(ids, default=0), max(ids, default=0)
-    if low < 0 or high >= vocab_size:
-        raise RequestError(
-            f"{what} holds id {low if low < 0 else high}: ids are 0 to {vocab_size - 1}", what
-        )

@@ -34,7 +34,8 @@ class Work(msgspec.Struct, kw_only=True):
     `tokens` None means a decode step of length 1 whose input is the row's last sampled token,
     which never left the device. `pages` cover at least start + length tokens. `sample`: draw the
     token at position start + length. `prompt_logprobs`: n alternatives wanted for the prompt
-    positions start + 1 … start + length that lie inside the prompt (None: not wanted).
+    positions start + 1 … start + length that lie inside the prompt (None: not wanted); such a
+    work lies within the prompt itself.
     """
 
     rid: str

@@ -1,0 +1,54 @@
+"""What an engine can hold, and which requests it can never serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_runtime.engine.messages import Submit
+from ds_runtime.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority"."""
+
+    context_length: int
+    vocab_size: int
+    page_size: int
+    max_running: int = 64
+    max_step_tokens: int = 2048
+    prefill_chunk: int = 512
+    queue_limit: int = 1024
+    policy: str = "fifo"
+    eos: tuple[int, ...] = ()
+
+
+def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> None:
+    """Raise RequestError if this can never run. pool_tokens: what the whole KV cache holds."""
+    prompt, params = submit.prompt, submit.params
+    if not prompt:
+        raise RequestError("the prompt is empty: it needs at least one token", "prompt")
+    if len(prompt) >= limits.context_length:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, the context {limits.context_length} "
+            "(--context-length): shorten it so that a token can follow",
+            "prompt",
+        )
+    if len(prompt) > pool_tokens:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, the KV cache holds {pool_tokens}: "
+            "shorten it, or start with a larger --kv-memory",
+            "prompt",
+        )
+    _check_ids("prompt", prompt, limits.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_ids("logit_bias", params.logit_bias, limits.vocab_size)
+
+
+def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise RequestError(
+            f"{what} holds id {low if low < 0 else high}: ids are 0 to {vocab_size - 1}", what
+        )
