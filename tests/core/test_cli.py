@@ -222,6 +222,8 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
         (["generate", ""], "the prompt is empty"),
         (["generate", "--top-p", "2", "hi"], "top_p is 2.0: must be between 0.0 and 1.0"),
         (["bench", "one-batch", "--output-len", "1"], "--output-len 1: must be at least 2"),
+        (["bench", "host", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["bench", "make-checkpoint", "/"], "exists and is not an empty folder"),
         (["bench", "one-batch", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
     ],
 )

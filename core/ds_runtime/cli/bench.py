@@ -7,11 +7,14 @@ import sys
 from argparse import Namespace, _SubParsersAction
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.bench.shapes import DTYPES, SHAPES
+from ds_runtime.cli.flags import add_flags, build, size
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -20,6 +23,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     _one_batch(kinds)
     _host(kinds)
+    _make_checkpoint(kinds)
 
 
 def _one_batch(kinds: _SubParsersAction[Any]) -> None:
@@ -45,6 +49,16 @@ def _host(kinds: _SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run_host)
 
 
+def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser("make-checkpoint", help="write a random checkpoint of a real shape")
+    parser.add_argument("out", metavar="DIR", help="folder to write")
+    parser.add_argument("--shape", default="tiny-v3", choices=tuple(SHAPES), help="(%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    parser.add_argument("--shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="(5GB)")
+    parser.set_defaults(run=run_make_checkpoint)
+
+
 def settings(args: Namespace) -> dict[str, Any]:
     """The EngineConfig fields that the user set, checked."""
     config, explicit = build(EngineConfig, args)
@@ -66,6 +80,18 @@ def run_host(args: Namespace) -> int:
     from ds_runtime.bench import host
 
     return _show(host.run(given, args.running, args.input_len, args.steps), args.json, host.render)
+
+
+def run_make_checkpoint(args: Namespace) -> int:
+    """Write the checkpoint."""
+    from ds_runtime.bench.checkpoint import make_checkpoint
+
+    out = Path(args.out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"make-checkpoint {out}: exists and is not an empty folder; name another")
+    make_checkpoint(out, args.shape, args.dtype, args.seed, args.shard_size, progress=True)
+    print(f"{out}: {args.shape} in {args.dtype}; next: ds-runtime bench one-batch --model {out}")
+    return 0
 
 
 def _show(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> int:

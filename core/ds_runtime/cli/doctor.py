@@ -85,8 +85,12 @@ def _plugin_rows(plugins: Plugins) -> list[Row]:
     rows = [(f"plugin {row['name']}", str(row["says"])) for row in describe(plugins)]
     for name in sorted(plugins.reports):
         diagnose = getattr(plugins.manager.get_plugin(name), "DIAGNOSE", None)
-        if diagnose is not None:
-            rows += [(f"  {what}", said) for what, said in diagnose()]
+        if diagnose is None:
+            continue
+        try:
+            rows += [(f"{name}: {what}", str(said)) for what, said in diagnose()]
+        except Exception as e:
+            rows.append((f"plugin {name}", f"broken: DIAGNOSE raised {type(e).__name__}: {e}"))
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from argparse import Namespace, _SubParsersAction
 from typing import TYPE_CHECKING, Any
 
@@ -66,5 +67,10 @@ def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | Non
     probe = getattr(plugins.manager.get_plugin(name), "PROBE", None)
     if has_platform or probe is None:
         return None
-    found: Refusal | None = probe()
+    try:
+        found: Refusal | None = probe()
+    except Exception as e:
+        from ds_runtime.ops.spec import Refusal
+
+        return Refusal("broken", f"PROBE raised {type(e).__name__}: {e}", traceback.format_exc())
     return found

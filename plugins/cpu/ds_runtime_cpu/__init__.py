@@ -12,7 +12,16 @@ def probe() -> Refusal | None:
     return None
 
 
+def diagnose() -> list[tuple[str, str]]:
+    """What `ds-runtime doctor` says of the native library, from its files alone."""
+    from ds_runtime_cpu import native
+
+    built = ", ".join(native.built_for())
+    return [("native library", native.why_not() or f"built for {built}")]
+
+
 PROBE: Callable[[], Refusal | None] = probe
+DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
 
 
 @hookimpl

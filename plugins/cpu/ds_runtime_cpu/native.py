@@ -135,3 +135,8 @@ def calls() -> Any:
 def why_not() -> str | None:
     """None if native libraries were built, else the sentence. Looks at files only."""
     return None if _candidates(library_folder()) else NOT_BUILT
+
+
+def built_for() -> list[str]:
+    """The instruction sets that the installed libraries were built for."""
+    return [_isa(path) for path in _candidates(library_folder())]

@@ -1,0 +1,58 @@
+"""Verbs that load a model, as a user runs them: in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from ds_runtime import LLM, SamplingParams
+
+
+def ds_runtime(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ds_runtime", *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_generate_prints_what_the_offline_api_gives(tiny: Path) -> None:
+    settings = {"model": str(tiny), "platform": "cpu", "dtype": "float32"}
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    sampling = ["--max-tokens", "12", "--temperature", "0.8", "--seed", "5"]
+    done = ds_runtime("generate", *flags, *sampling, "-", stdin="Once upon")
+    assert done.returncode == 0, done.stderr
+    with LLM(**settings) as llm:
+        params = SamplingParams(max_tokens=12, temperature=0.8, seed=5)
+        assert done.stdout == llm.generate("Once upon", params)[0].text + "\n"
+        chat = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=6))[0].text
+    done = ds_runtime("generate", *flags, "--chat", "--max-tokens", "6", "hi")
+    assert done.stdout == chat + "\n"
+
+
+def test_bench_one_batch_reports_rates_and_where_they_come_from(tiny: Path) -> None:
+    shape = ["--batch-size", "1", "3", "--input-len", "20", "--output-len", "4", "--runs", "2"]
+    done = ds_runtime("bench", "one-batch", "--model", str(tiny), *shape, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [r["batch_size"] for r in report["results"]] == [1, 3]
+    for r in report["results"]:
+        assert r["prefill_tokens_per_s"] > 0 and r["decode_tokens_per_s"] > 0
+        assert (r["input_len"], r["output_len"], r["runs"]) == (20, 4, 2)
+    assert report["peak_bytes"] > 50 << 20
+    assert report["versions"]["torch"] and report["machine"]["cores"] >= 1
+
+
+def test_make_checkpoint_writes_what_plan_and_generate_read(tmp_path: Path) -> None:
+    out = str(tmp_path / "made")
+    done = ds_runtime("bench", "make-checkpoint", out, "--shape", "tiny-v3", "--dtype", "fp8")
+    assert done.returncode == 0, done.stderr
+    assert f"ds-runtime bench one-batch --model {out}" in done.stdout
+    plan = json.loads(ds_runtime("plan", "--model", out, "--json").stdout)
+    assert plan["model"] == "made"
+    done = ds_runtime("generate", "--model", out, "--max-tokens", "2", "--ignore-eos", "hello")
+    assert done.returncode == 0, done.stderr
