@@ -211,6 +211,11 @@ class LLM:
             return Tokenizer.load(self._assembly.folder)  # raises, naming what is missing
         return self._tokenizer
 
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the other ranks, from rank 1 on."""
+        return [] if self._group is None else self._group.pids
+
     def stats(self) -> Stats:
         """Counters since start and gauges now."""
         return self._alive().stats()
@@ -300,6 +305,12 @@ class LLM:
 
     def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    f"the prompt is text, but {self._assembly.folder} has no tokenizer.json: "
+                    "give token ids, or add the model's tokenizer files",
+                    "prompt",
+                )
             return prompt, self.tokenizer.encode(prompt, add_special=True)
         return None, list(prompt)
 

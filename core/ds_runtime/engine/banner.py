@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from ds_runtime.assemble import Assembly
 from ds_runtime.engine.runner import Runner
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.manifest import stored_modules
+from ds_runtime.model.weights import needed_bytes
 from ds_runtime.progress import amount
 
 
@@ -17,8 +22,8 @@ def banner(assembly: Assembly, runner: Runner) -> str:
     lines = [
         f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
         f"model     {plan.model}: {model.architecture}, {model.layers} layers, "
-        f"{count(model_parameters(runner))} parameters, {config.dtype}, "
-        f"{amount(runner.model.packed_bytes)} packed{per_rank}",
+        f"{count(parameters(model))} parameters, {config.dtype}, "
+        f"{amount(needed_bytes(assembly))} packed{per_rank}",
         f"memory    {amount(memory.total)}, {amount(memory.free)} free",
         f"KV cache  {runner.kv_tokens} tokens in {runner.num_pages} pages of {plan.page_size}, "
         f"{amount(runner.memory.total)}{per_rank}, {plan.kv_layout}; context "
@@ -55,9 +60,10 @@ def warnings(assembly: Assembly) -> list[str]:
     ]
 
 
-def model_parameters(runner: Runner) -> int:
-    """Logical parameters of the whole model."""
-    return runner.model.num_parameters
+def parameters(model: ModelConfig) -> int:
+    """Logical parameters of the whole model, without MTP layers."""
+    stored = stored_modules(model, lambda module: "").values()
+    return sum(math.prod(s.shape) for s in stored)
 
 
 def count(value: int) -> str:

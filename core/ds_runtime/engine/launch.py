@@ -56,9 +56,9 @@ class RankGroup:
         threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
 
     @property
-    def pids(self) -> list[int | None]:
-        """Process ids, in the order of the ranks."""
-        return [p.pid for p in self._processes]
+    def pids(self) -> list[int]:
+        """Process ids, in the order of the ranks; empty before the start."""
+        return [p.pid for p in self._processes if p.pid is not None]
 
     def poll(self) -> str | None:
         """Why the engine ended, or None while it lives."""
@@ -94,6 +94,9 @@ class RankGroup:
         dead = wait([*sentinels, self._woken])
         if self._stopping.is_set() or self._woken in dead:
             return
+        for process in self._processes:
+            if process.sentinel in dead:
+                process.join(1.0)  # the sentinel speaks before the exit code is there
         killed = self._killed()
         time.sleep(_GRACE)
         self.failure = self._reason(killed)
@@ -168,7 +171,8 @@ class EngineProcesses:
         """Ask the engine to leave, then end what is left."""
         if self.group.poll() is None:
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            connect_push(context, self.to_engine).send(encoder.encode(Stop()))
+            socket = connect_push(context, self.to_engine)
+            socket.send(encoder.encode(Stop()))
             context.destroy(linger=200)
         self.group.stop(timeout)
 
@@ -184,6 +188,9 @@ def rank_main(spec: RankSpec) -> None:
             serve(spec)
         else:
             follow(spec)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # taking torch down in order costs a second
     except BaseException as e:
         leave_reason(spec, e)
         if not isinstance(e, errors.DsRuntimeError):

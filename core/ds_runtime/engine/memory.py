@@ -45,10 +45,10 @@ class KvMemory:
         have = amount(pages * self.page_bytes)
         fits = pages * self.page_size
         what = "--kv-memory gives" if self.explicit else f"{FREE_SHARE:.0%} of free memory is"
+        lower = f"lower --context-length, e.g. to {fits}, or " if fits else ""
         return ConfigError(
-            f"KV cache: one context of {context} tokens needs {needed}, but {what} {have} "
-            f"({fits} tokens; {amount(self.free)} are free): lower --context-length, e.g. to "
-            f"{fits}, or raise --kv-memory"
+            f"KV cache: one context of {context} tokens needs {needed}, but {what} {have}, "
+            f"{fits} tokens; {amount(self.free)} are free: {lower}raise --kv-memory"
         )
 
 

@@ -1,0 +1,56 @@
+"""How many KV pages a rank gets, and what the error says when one context does not fit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.memory import context_length, kv_memory
+from ds_runtime.errors import ConfigError
+
+PER_TOKEN = 100 * 3  # bytes over three layers
+PAGE = 16 * PER_TOKEN
+
+
+def assembly(max_positions=1000, **settings):
+    layout = SimpleNamespace(bytes_per_token=lambda facts: 100)
+    return SimpleNamespace(
+        config=EngineConfig(page_size=16, **settings),
+        model=SimpleNamespace(layers=3, max_positions=max_positions),
+        binding=SimpleNamespace(layout=layout, base=None),
+    )
+
+
+def test_eight_full_contexts_when_memory_is_plenty():
+    got = kv_memory(assembly(), free=10**12, context=1000)
+    assert (got.pages, got.page_bytes, got.total) == (8 * 63, PAGE, 8 * 63 * PAGE)
+
+
+def test_a_quarter_of_free_memory_when_that_is_less():
+    got = kv_memory(assembly(), free=4 * 100 * PAGE + 5, context=1000)
+    assert got.pages == 100
+
+
+def test_an_explicit_size_is_taken_as_it_is():
+    assert kv_memory(assembly(kv_memory=70 * PAGE + 1), free=10**9, context=1000).pages == 70
+
+
+def test_more_than_is_free_is_refused():
+    with pytest.raises(ConfigError, match=r"--kv-memory 2\.0 GB: only 1\.0 GB are free"):
+        kv_memory(assembly(kv_memory=2 * 10**9), free=10**9, context=1000)
+
+
+def test_too_small_says_needed_available_and_both_flags():
+    got = kv_memory(assembly(), free=4 * 10 * PAGE, context=1000)
+    said = str(got.too_small(got.pages, 1000))
+    for part in ("302.4 kB", "48.0 kB", "192.0 kB", "--context-length, e.g. to 160", "--kv-memory"):
+        assert part in said
+
+
+def test_context_length_is_the_models_or_less():
+    assert context_length(assembly(max_positions=77)) == 77
+    assert context_length(assembly(max_positions=77, context_length=50)) == 50
+    with pytest.raises(ConfigError, match="--context-length 78: the model's positions end at 77"):
+        context_length(assembly(max_positions=77, context_length=78))

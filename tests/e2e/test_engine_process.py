@@ -1,0 +1,217 @@
+"""The engine behind real sockets, in real processes that really die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.launch import EngineProcesses
+from ds_runtime.engine.messages import (
+    Abort,
+    Failed,
+    Flush,
+    Flushed,
+    Ready,
+    Stats,
+    Submit,
+    Tokens,
+    decode_from_engine,
+    encoder,
+)
+from ds_runtime.engine.transport import bind_pull, connect_push, private_folder
+from ds_runtime.errors import CheckpointError
+
+SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "threads": 1}
+
+
+class Front:
+    """A front end: an engine's processes and the two sockets to them."""
+
+    def __init__(self, model: Path, folder: Path, **settings):
+        config = EngineConfig(model=str(model), **{**SETTINGS, **settings})
+        self.engine = EngineProcesses(config, folder, SETTINGS)
+        self.context = zmq.Context()
+        self.inbox = bind_pull(self.context, self.engine.from_engine)
+        self.outbox = connect_push(self.context, self.engine.to_engine)
+        self.pending = []
+        self.engine.start()
+
+    def send(self, message):
+        self.outbox.send(encoder.encode(message))
+
+    def next(self, *kinds, timeout=60.0):
+        """The next message of these kinds; others are dropped."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            while self.pending:
+                message = self.pending.pop(0)
+                if isinstance(message, kinds):
+                    return message
+            if self.inbox.poll(100):
+                self.pending += map(decode_from_engine.decode, self.inbox.recv_multipart())
+            elif self.engine.poll() is not None and not self.inbox.poll(300):
+                raise AssertionError(f"the engine died: {self.engine.poll()}")
+        raise AssertionError(f"no {kinds} within {timeout} s")
+
+    def tokens(self, rid):
+        """All tokens of one request; those of others are dropped."""
+        found, finish = [], None
+        while finish is None:
+            message = self.next(Tokens, Failed)
+            assert not (isinstance(message, Failed) and message.rid == rid), message
+            if message.rid == rid:
+                found += message.tokens
+                finish = message.finish
+        return found
+
+    def close(self):
+        self.engine.stop()
+        self.context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def front(model, **settings):
+    with private_folder() as folder:
+        end = Front(model, folder, **settings)
+        try:
+            yield end
+        finally:
+            end.close()
+
+
+@pytest.fixture(scope="module")
+def running(tiny):
+    with front(tiny, queue_limit=2, max_running=1) as end:
+        end.ready = end.next(Ready)
+        yield end
+
+
+def submit(rid, max_tokens=5, prompt=(5, 6, 7), **params):
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return Submit(rid=rid, prompt=list(prompt), params=sampling, seed=1)
+
+
+def test_ready_says_what_was_loaded(running):
+    ready = running.ready
+    assert (ready.context_length, ready.vocab_size, ready.page_size) == (160, 288, 16)
+    assert ready.kv_tokens >= 160 and "DeepseekV3ForCausalLM" in ready.banner
+    mode = running.engine.folder.stat().st_mode
+    assert stat.S_IMODE(mode) == 0o700
+
+
+def test_tokens_are_those_of_the_offline_api(running, tiny):
+    running.send(submit("a", 8))
+    with LLM(tiny, **SETTINGS) as llm:
+        expected = llm.generate([5, 6, 7], SamplingParams(max_tokens=8))[0].token_ids
+    assert running.tokens("a") == expected
+
+
+def test_aborted_requests_fall_silent_and_free_their_pages(running):
+    running.send(submit("long", 150))
+    assert running.next(Tokens).rid == "long"
+    running.send(Abort(["long", "unknown"]))
+    running.send(submit("next", 2))
+    while (message := running.next(Tokens)).rid == "long":
+        assert message.finish is None
+    assert message.rid == "next"
+    running.next(Tokens)
+    stats = running.next(Stats)
+    while stats.running:
+        stats = running.next(Stats)
+    assert stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_a_full_queue_and_an_invalid_request_are_refused(running):
+    running.send(submit("q0", 150))
+    running.next(Tokens)  # it runs: two more may wait
+    for i in range(1, 5):
+        running.send(submit(f"q{i}"))
+    refused = [running.next(Failed) for _ in range(2)]
+    assert [(f.rid, f.kind) for f in refused] == [("q3", "queue_full"), ("q4", "queue_full")]
+    assert "--queue-limit" in refused[0].message
+    running.send(Abort([f"q{i}" for i in range(5)]))
+    running.send(submit("bad", prompt=[9999]))
+    failed = running.next(Failed)
+    assert (failed.rid, failed.kind, failed.param) == ("bad", "invalid", "prompt")
+    running.send(submit("good", 3))
+    assert len(running.tokens("good")) == 3
+
+
+def test_flush_answers_with_the_pages_that_it_freed(running):
+    running.send(Flush("before"))
+    running.next(Flushed)
+    running.send(submit("fill", 2, prompt=range(2, 50)))
+    running.tokens("fill")
+    running.send(Flush("t1"))
+    flushed = running.next(Flushed)
+    assert (flushed.token, flushed.pages) == ("t1", 3)
+
+
+def test_an_idle_engine_does_not_spin(running):
+    running.send(submit("one", 1))
+    running.next(Tokens)
+    time.sleep(0.3)
+    process = psutil.Process(running.engine.group.pids[0])
+    before = process.cpu_times()
+    time.sleep(1.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.1
+
+
+def test_a_killed_engine_gives_its_reason(tiny):
+    with front(tiny) as end:
+        end.next(Ready)
+        os.kill(end.engine.group.pids[0], signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while end.engine.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "rank 0 was ended by SIGKILL" in end.engine.poll()
+
+
+def test_a_checkpoint_error_is_a_sentence_without_traceback(tiny, tmp_path, capfd):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny / name).read_bytes())
+    with front(tmp_path) as end:
+        deadline = time.monotonic() + 60
+        while end.engine.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert "safetensors" in end.engine.poll()
+        assert isinstance(end.engine.failure, CheckpointError)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ctrl_c_does_not_reach_the_engine_and_stop_is_quick(tiny):
+    with front(tiny) as end:
+        end.next(Ready)
+        os.kill(end.engine.group.pids[0], signal.SIGINT)
+        end.send(submit("after", 2))
+        end.tokens("after")
+        start = time.monotonic()
+        end.engine.stop()
+        assert time.monotonic() - start < 3
+        assert not psutil.pid_exists(end.engine.group.pids[0])
+
+
+def test_children_leave_when_their_parent_is_killed(tiny):
+    script = Path(__file__).with_name("engine_main.py")
+    parent = subprocess.Popen([sys.executable, str(script), str(tiny)], stdout=subprocess.PIPE)
+    try:
+        pids = [int(p) for p in parent.stdout.readline().split()]
+        assert pids and all(psutil.pid_exists(p) for p in pids)
+    finally:
+        parent.kill()
+        parent.communicate()
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
+    assert not alive, alive

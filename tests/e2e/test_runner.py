@@ -1,0 +1,141 @@
+"""One rank's runner on a tiny checkpoint: warm-up, poisoned caches, launch and collect apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.engine import Engine, eos_tokens
+from ds_runtime.engine.messages import Failed, Submit
+from ds_runtime.engine.runner import Runner
+from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.errors import CheckpointError, ConfigError
+from ds_runtime.parallel.group import SoloCommunicator
+
+SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "threads": 1}
+
+
+def make(tiny, poison=True, comm=None, **settings):
+    config = EngineConfig(model=str(tiny), **{**SETTINGS, **settings})
+    return Runner(assemble(config, SETTINGS), comm or SoloCommunicator(), poison=poison)
+
+
+@pytest.fixture(scope="module")
+def runner(tiny):
+    return make(tiny)
+
+
+def run(engine, submits):
+    for submit in submits:
+        assert engine.submit(submit) is None
+    found = {s.rid: [] for s in submits}
+    while engine.has_work:
+        for message in engine.step():
+            found[message.rid] += message.tokens
+    return found
+
+
+def test_warm_up_leaves_no_trace(tiny):
+    runner = make(tiny)
+    runner.warm_up()
+    assert all(torch.isnan(cache).all() for cache in runner.caches)
+    assert runner.last_tokens.eq(0).all()
+    assert all(row is None for row in runner.sampler.rows)
+
+
+def test_unwritten_pages_are_never_read(runner, tiny):
+    prompts = [[7] * 3, list(range(2, 70)), list(range(30, 47))]
+    params = SamplingParams(max_tokens=20)
+    engine = Engine(runner.assembly, runner)
+    submits = [Submit(rid=str(i), prompt=p, params=params, seed=0) for i, p in enumerate(prompts)]
+    found = run(engine, submits)
+    with LLM(tiny, **SETTINGS) as llm:
+        expected = [o.token_ids for o in llm.generate(prompts, params)]
+    assert [found[str(i)] for i in range(3)] == expected
+
+
+def test_a_step_can_be_launched_before_the_last_one_is_collected(runner):
+    init = RowInit(row=3, params=SamplingParams(max_tokens=9), seed=0, choice=0, prompt=[9, 8, 7])
+
+    def plan(step, **work):
+        init_now = [init] if step == 0 else []
+        return StepPlan(step=step, works=[Work(rid="r", row=3, **work)], init=init_now)
+
+    plans = [plan(0, start=0, length=3, pages=[5], tokens=[9, 8, 7])]
+    plans += [plan(i, start=2 + i, length=1, pages=[5]) for i in range(1, 4)]
+    apart = [runner.collect(runner.launch(p)).works[0].token for p in plans]
+    handles = [runner.launch(p) for p in plans]
+    assert [runner.collect(h).works[0].token for h in handles] == apart
+
+
+def test_ranks_agree_on_the_fewest_pages(tiny):
+    class Pair(SoloCommunicator):
+        """Another rank that has room for 40 pages only."""
+
+        def gather_objects(self, value):
+            if isinstance(value, int):
+                return [value, 40]
+            return [value, ("elsewhere", *value[1:])]
+
+    assert make(tiny).num_pages > 40
+    assert make(tiny, comm=Pair()).num_pages == 40
+
+
+def test_ranks_on_one_device_share_its_memory(tiny):
+    class Quad(SoloCommunicator):
+        def gather_objects(self, value):
+            return [value] * 4
+
+    alone = make(tiny).memory.free
+    assert make(tiny, comm=Quad()).memory.free == pytest.approx(alone / 4, rel=0.3)
+
+
+def test_a_cache_below_one_context_is_refused(tiny):
+    with pytest.raises(ConfigError, match="one context of 160 tokens needs"):
+        make(tiny, kv_memory=5000)
+
+
+def test_observers_see_steps_and_ends_and_a_raising_one_is_dropped(runner, capsys):
+    seen = []
+
+    class Watcher:
+        def on_step(self, stats):
+            seen.append(("step", stats.steps))
+
+        def on_finish(self, tokens):
+            seen.append(("finish", tokens.rid, tokens.finish))
+
+    class Broken:
+        def on_step(self, stats):
+            raise ValueError("oh")
+
+    class Plugins:
+        def call(self, hook, config):
+            return [("a", None), ("w", Watcher()), ("b", Broken())]
+
+    assembly = replace(runner.assembly, plugins=Plugins())
+    engine = Engine(assembly, runner)
+    run(engine, [Submit(rid="x", prompt=[3], params=SamplingParams(max_tokens=2), seed=0)])
+    assert seen == [("step", 1), ("step", 2), ("finish", "x", "length")]
+    assert capsys.readouterr().err.count("plugin b: observer dropped: ValueError: oh") == 1
+
+
+def test_refusals_are_messages(runner):
+    engine = Engine(runner.assembly, runner)
+    failed = engine.submit(Submit(rid="e", prompt=[], params=SamplingParams(), seed=0))
+    assert isinstance(failed, Failed) and failed.kind == "invalid" and "empty" in failed.message
+
+
+def test_eos_ids_come_from_both_files(runner, tmp_path):
+    model = runner.assembly.model
+    assert eos_tokens(tmp_path, model) == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 1, 100000]}')
+    assert eos_tokens(tmp_path, model) == (4, 1)
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        eos_tokens(tmp_path, model)

@@ -1,0 +1,89 @@
+"""Two ranks over Gloo: the same results, the same decisions, one fate."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.errors import ConfigError, EngineDeadError
+
+SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": "2MB", "threads": 1, "dist_timeout": 60}
+PARAMS = SamplingParams(max_tokens=10, logprobs=2)
+
+
+def prompts(count):
+    draw = random.Random(1)
+    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, 50))] for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def pair(tiny):
+    with LLM(tiny, **SETTINGS, tp=2) as engine:
+        yield engine
+
+
+def test_two_ranks_give_the_tokens_and_logprobs_of_one(pair, tiny):
+    with LLM(tiny, **SETTINGS) as single:
+        expected = single.generate(prompts(6), PARAMS)
+    for ours, theirs in zip(pair.generate(prompts(6), PARAMS), expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert [x.logprob for x in ours.logprobs] == pytest.approx(
+            [x.logprob for x in theirs.logprobs], abs=1e-4
+        )
+    drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=4, repetition_penalty=1.2)
+    twice = [pair.generate(prompts(3), drawn) for _ in range(2)]
+    assert [o.token_ids for o in twice[0]] == [o.token_ids for o in twice[1]]
+
+
+def test_two_ranks_wait_without_work(pair):
+    pair.generate([5], SamplingParams(max_tokens=1))
+    child = psutil.Process(pair.pids[0])
+    time.sleep(0.3)
+    before = child.cpu_times()
+    time.sleep(1.0)
+    after = child.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.1
+
+
+def test_different_decisions_stop_the_start_with_a_list(tiny, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).with_name("plugins")))
+    import lopsided
+
+    try:
+        with pytest.raises(ConfigError, match=r"ranks decided differently") as caught:
+            LLM(tiny, **SETTINGS, tp=2, extra_plugins=[lopsided])
+    finally:
+        del sys.modules["lopsided"]
+    lines = str(caught.value).splitlines()[1:]
+    assert lines and all(line.startswith("  rank 1 ") for line in lines)
+    assert any("silu_mul" in line and "lopsided" in line for line in lines)
+
+
+def test_a_killed_rank_ends_the_engine_within_seconds_and_says_which(tiny):
+    engine = LLM(tiny, **SETTINGS, tp=2)
+    stream = engine.stream([5, 6, 7], SamplingParams(max_tokens=150, ignore_eos=True))
+    next(stream)
+    (pid,) = engine.pids
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 1 was ended by SIGKILL"):
+        for _ in stream:
+            pass
+    assert time.monotonic() - start < 5
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        engine.generate("x")
+    engine.close()
+
+
+def test_a_model_that_cannot_be_cut_is_refused_before_anything_starts(tiny):
+    with pytest.raises(ConfigError, match="--tp 3: num_attention_heads 4"):
+        LLM(tiny, **SETTINGS, tp=3)
