@@ -1,0 +1,58 @@
+"""Collectives of the CPU platform between real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+
+import pytest
+import torch
+
+from ds_runtime_cpu.platform import CpuPlatform
+
+
+def worker(rank: int, size: int, address: str, results) -> None:
+    try:
+        torch.set_num_threads(1)
+        group = CpuPlatform().communicator(rank, size, address, timeout=60)
+        out = {"rank": group.rank, "size": group.size}
+        for dtype in (torch.float32, torch.bfloat16):
+            part = torch.full((3, 5), 2.0 + rank, dtype=dtype)
+            out[str(dtype)] = group.all_reduce(part.T.contiguous().T).tolist()
+        out["gather"] = group.all_gather(torch.tensor([[rank, 10.0 + rank], [5.0, 6.0]])).tolist()
+        out["objects"] = group.gather_objects({"rank": rank})
+        out["broadcast"] = group.broadcast_object(("from", rank), source=size - 1)
+        group.close()
+        results.put(out)
+    except BaseException:
+        results.put(traceback.format_exc())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective(tmp_path, size):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    address = f"file://{tmp_path}/rendezvous"
+    ranks = [context.Process(target=worker, args=(r, size, address, results)) for r in range(size)]
+    for process in ranks:
+        process.start()
+    found = [results.get(timeout=120) for _ in ranks]
+    for process in ranks:
+        process.join(30)
+    assert all(isinstance(f, dict) for f in found), found
+    total = float(sum(2 + r for r in range(size)))
+    for out in found:
+        assert out["size"] == size
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            assert out[dtype] == [[total] * 5] * 3
+        assert out["gather"][0] == [v for r in range(size) for v in (r, 10.0 + r)]
+        assert out["gather"][1] == [5.0, 6.0] * size
+        assert out["objects"] == [{"rank": r} for r in range(size)]
+        assert out["broadcast"] == ("from", size - 1)
+
+
+def test_one_rank_needs_no_group():
+    group = CpuPlatform().communicator(0, 1, "unused")
+    x = torch.ones(2, 3)
+    assert group.size == 1 and group.all_reduce(x) is x and group.all_gather(x) is x
+    assert group.gather_objects(7) == [7] and group.broadcast_object("a") == "a"

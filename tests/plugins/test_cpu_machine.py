@@ -1,0 +1,160 @@
+"""Processor, memory and core counts, from copies of other machines' files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_runtime_cpu import machine
+from ds_runtime_cpu.platform import CpuPlatform
+
+GIB = 1 << 30
+MEMINFO = (
+    f"MemTotal: {64 * GIB // 1024} kB\nMemFree: 1024 kB\nMemAvailable: {48 * GIB // 1024} kB\n"
+)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("flags", "arch", "fast"),
+    [
+        ("fpu sse2", "x86-64", {"float32"}),
+        ("sse2 avx2 fma", "x86-64-avx2", {"float32"}),
+        ("avx2 fma avx512f avx512bw avx512vl", "x86-64-avx512", {"float32"}),
+        (
+            "avx2 fma avx512f avx512bw avx512vl avx512_bf16 avx512_vnni",
+            "x86-64-avx512bf16",
+            {"float32", "bfloat16"},
+        ),
+        (
+            "avx2 fma avx512f avx512bw avx512vl avx512_bf16 avx512_fp16 amx_tile amx_bf16",
+            "x86-64-avx512bf16",
+            {"float32", "bfloat16", "float16"},
+        ),
+    ],
+)
+def test_x86(tmp_path, flags, arch, fast):
+    text = f"processor : 0\nmodel name : Some CPU @ 2 GHz\nflags : {flags}\n\nprocessor : 1\n"
+    found = machine.processor(write(tmp_path, {"proc/cpuinfo": text}), "x86_64")
+    assert (found.name, found.arch) == ("Some CPU @ 2 GHz", arch)
+    assert machine.fast_dtypes(found.features) == fast
+    assert "sse2" not in found.features
+
+
+def test_arm_and_unknown(tmp_path):
+    root = write(
+        tmp_path, {"proc/cpuinfo": "processor : 0\nFeatures : fp asimd asimdhp bf16 sve\n"}
+    )
+    found = machine.processor(root, "aarch64")
+    assert found.arch == "aarch64-bf16" and "sve" in found.features
+    bare = machine.processor(tmp_path / "nothing", "riscv64")
+    assert bare.arch == "riscv64" and machine.fast_dtypes(bare.features) == {"float32"}
+
+
+def test_memory_without_limits(tmp_path):
+    root = write(tmp_path, {"proc/meminfo": MEMINFO})
+    assert machine.memory(root) == (64 * GIB, 48 * GIB)
+
+
+def test_memory_cgroup_v2_counts_every_ancestor_and_page_cache(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/pod/app\n",
+            "sys/fs/cgroup/pod/app/memory.max": "max\n",
+            "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{6 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 5\ninactive_file {2 * GIB}\n",
+        },
+    )
+    assert machine.memory(root) == (8 * GIB, 4 * GIB)
+
+
+def test_memory_cgroup_v2_inside_a_container(tmp_path):
+    """The path is the host's; the container's own folder is what is mounted."""
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/system.slice/docker-abc.scope\n",
+            "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        },
+    )
+    assert machine.memory(root) == (2 * GIB, 0)
+
+
+def test_memory_cgroup_v1(tmp_path):
+    folder = "sys/fs/cgroup/memory/docker/abc"
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "5:cpuset:/\n4:memory:/docker/abc\n",
+            f"{folder}/memory.limit_in_bytes": f"{16 * GIB}\n",
+            f"{folder}/memory.usage_in_bytes": f"{4 * GIB}\n",
+            f"{folder}/memory.stat": f"total_inactive_file {GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert machine.memory(root) == (16 * GIB, 13 * GIB)
+
+
+def test_memory_without_proc(tmp_path):
+    total, free = machine.memory(tmp_path)
+    assert total >= free > 0
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "350000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        (
+            {
+                "proc/self/cgroup": "2:cpu,cpuacct:/a\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "2:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_cpu_quota(tmp_path, files, quota):
+    assert machine._quota(write(tmp_path, files)) == quota
+
+
+def test_hardware_threads_of_one_core_count_once(tmp_path):
+    names = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    root = write(tmp_path, {names.format(i): f"{i % 2},{i % 2 + 2}\n" for i in range(4)})
+    assert machine._physical(root, [0, 1, 2, 3]) == 2
+    assert machine._physical(root, [1, 3]) == 1
+    assert machine._physical(tmp_path / "nothing", [0, 1, 2]) == 3
+
+
+def test_platform_agrees_with_psutil():
+    import psutil
+
+    platform = CpuPlatform()
+    info, memory = platform.info(), platform.memory()
+    assert 0 < memory.free <= memory.total <= psutil.virtual_memory().total
+    assert 1 <= info.cores <= psutil.cpu_count()
+    assert info.type == "cpu" and "float32" in info.fast_dtypes

@@ -1,0 +1,152 @@
+"""Probes of the device plugins, against copies of other machines' /dev, /proc and /sys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ds_runtime_cuda.platform as cuda
+import ds_runtime_npu.platform as npu
+import ds_runtime_rocm.platform as rocm
+import ds_runtime_triton
+import ds_runtime_xpu.platform as xpu
+from ds_runtime.api import Refusal
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def pci(address: str, vendor: str, cls: str) -> dict[str, str]:
+    folder = f"sys/bus/pci/devices/{address}"
+    return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/class": f"{cls}\n"}
+
+
+def have(*names: str, **versions: str):
+    known = dict.fromkeys(names, "1.0") | versions
+    return lambda name: known.get(name)
+
+
+NETWORK_CARD = pci("0000:00:03.0", "0x10de", "0x020000") | pci("0000:00:04.0", "0x8086", "0x020000")
+GPU = pci("0000:17:00.0", "0x10de", "0x030200")
+DRIVER = {
+    "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  "
+    "580.95.05  Release Build\nGCC version: 12\n",
+    "dev/nvidia0": "",
+    "dev/nvidia1": "",
+    "dev/nvidiactl": "",
+}
+CUDA_LIBRARY = {"usr/lib/x86_64-linux-gnu/libcuda.so.1": ""}
+
+
+@pytest.mark.parametrize("module", [cuda, rocm, npu, xpu])
+def test_absent_on_a_machine_without_devices(module, tmp_path):
+    assert module.probe(tmp_path).kind == "absent"
+    assert module.probe(write(tmp_path, NETWORK_CARD)).kind == "absent"
+
+
+def test_cuda_stages(tmp_path):
+    none = have()
+    root = write(tmp_path, GPU)
+    first = cuda.probe(root, none, ())
+    assert first.kind == "not installed" and "driver is not loaded" in first.reason
+    write(root, {"proc/driver/nvidia/version": DRIVER["proc/driver/nvidia/version"]})
+    hidden = cuda.probe(root, none, ())
+    assert hidden.kind == "broken" and "/dev/nvidia0" in hidden.reason
+    write(root, DRIVER)
+    bare = cuda.probe(root, have("torch"), ())
+    assert bare.kind == "not installed"
+    assert "2 NVIDIA GPUs with driver 580.95.05" in bare.reason
+    assert "flashinfer-python" in bare.reason and "torch," not in bare.reason
+    assert 'pip install "ds-runtime[cuda]"' in bare.reason
+    unlinked = cuda.probe(root, have(*cuda.PACKAGES), ())
+    assert unlinked.kind == "broken" and "libcuda" in unlinked.reason
+    write(root, CUDA_LIBRARY)
+    whole = cuda.probe(root, have(*cuda.PACKAGES), ())
+    assert whole.kind == "unsupported" and "no kernels" in whole.reason
+
+
+def test_rocm_stages(tmp_path):
+    root = write(tmp_path, pci("0000:05:00.0", "0x1002", "0x120000"))
+    assert rocm.probe(root, have()).kind == "not installed"
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    write(
+        root,
+        {
+            f"{nodes}/0/properties": "cpu_cores_count 64\ngfx_target_version 0\n",
+            f"{nodes}/1/properties": "simd_count 1216\ngfx_target_version 90402\n",
+            f"{nodes}/2/properties": "gfx_target_version 90010\n",
+        },
+    )
+    assert rocm.architectures(root) == ["gfx942", "gfx90a"]
+    assert rocm.probe(root, have()).kind == "broken"  # no /dev/kfd
+    write(root, {"dev/kfd": ""})
+    missing = rocm.probe(root, have("amd-aiter", torch="2.13.0+cpu"))
+    assert missing.kind == "not installed" and "a ROCm build of torch" in missing.reason
+    assert rocm.probe(root, have("amd-aiter", torch="2.14.0+rocm7.2")).kind == "unsupported"
+
+
+def test_npu_stages(tmp_path):
+    root = write(tmp_path, pci("0000:c1:00.0", "0x19e5", "0x120000"))
+    assert npu.probe(root, have()).kind == "not installed"
+    write(root, {"dev/davinci0": ""})
+    assert npu.probe(root, have()).kind == "broken"
+    write(root, {"dev/davinci_manager": ""})
+    assert "CANN" in npu.probe(root, have()).reason
+    write(root, {"usr/local/Ascend/ascend-toolkit/latest/version.cfg": ""})
+    missing = npu.probe(root, have())
+    assert missing.kind == "not installed" and "ds-runtime[npu]" in missing.reason
+    assert npu.probe(root, have("torch-npu")).kind == "unsupported"
+
+
+def test_xpu_stages(tmp_path):
+    root = write(tmp_path, pci("0000:03:00.0", "0x8086", "0x038000"))
+    assert "neither kernel driver" in xpu.probe(root, have(), ()).reason
+    (root / "sys/bus/pci/drivers/xe").mkdir(parents=True)
+    link = root / "sys/bus/pci/devices/0000:03:00.0/driver"
+    link.symlink_to(root / "sys/bus/pci/drivers/xe")
+    assert xpu.probe(root, have(), ()).kind == "broken"
+    write(root, {"dev/dri/renderD128": ""})
+    assert xpu.probe(root, have(torch="2.14.0+xpu"), ()).kind == "not installed"
+    ready = have("vllm-xpu-kernels", torch="2.14.0+xpu")
+    assert xpu.probe(root, ready, ()).kind == "broken"
+    write(root, {"opt/level-zero/libze_loader.so.1": ""})
+    assert xpu.probe(root, ready, (str(root / "opt/level-zero"),)).kind == "unsupported"
+
+
+def test_triton_says_what_it_found():
+    assert ds_runtime_triton.probe(()).kind == "not installed"
+    found = ds_runtime_triton.probe(("pytest",))
+    assert found.kind == "unsupported" and "pytest" in found.reason
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "npu", "xpu", "triton", "cpu"])
+def test_probe_is_quick_and_starts_no_process(name):
+    """In a fresh interpreter, with torch and subprocess blocked."""
+    code = f"""
+import sys
+sys.modules["torch"] = None
+sys.modules["subprocess"] = None
+import importlib.metadata, pathlib, time
+import ds_runtime.api
+plugin = __import__("ds_runtime_{name}")
+begin = time.thread_time()
+found = plugin.PROBE()
+spent = time.thread_time() - begin
+assert found is None or found.kind in ("absent", "not installed", "unsupported", "broken")
+assert spent < 0.02, spent
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_refusals_are_sentences(tmp_path):
+    for module in (cuda, rocm, npu, xpu):
+        found = module.probe(tmp_path)
+        assert isinstance(found, Refusal) and len(found.reason.split()) > 3
