@@ -293,4 +293,3 @@ def build_rows(
     short = tuple(np.concatenate([p[0][k] for p in parts]) for k in range(2))
     long = tuple(np.concatenate([p[1][k] for p in parts]) for k in range(2))
     return (short[0], short[1]), (long[0], long[1])
-

@@ -42,9 +42,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}\n"
     "{{- '" + BOS + "' + ns.system -}}\n"
     "{%- if tools -%}\n"
-    "  {{- ('\\n\\n' if ns.system else '') + '"
-    + TOOLS_INTRO.replace("\n", "\\n")
-    + "' -}}\n"
+    "  {{- ('\\n\\n' if ns.system else '') + '" + TOOLS_INTRO.replace("\n", "\\n") + "' -}}\n"
     "  {%- for tool in tools -%}\n"
     "    {{- '\\n' + ((tool['function'] if 'function' in tool else tool) | tojson) -}}\n"
     "  {%- endfor -%}\n"

@@ -14,20 +14,20 @@ from typing import Any
 from demo_text import SYSTEMS, Message, dumps, pair_key, talk_turns
 
 Call = dict[str, Any]
-FIRST = (
+FIRST = str.split(
     "Anna Ben Clara David Elena Felix Greta Hugo Ida Jonas Karla Leo Maria Nora Oscar Paula Quinn "
     "Rosa Simon Tara Uwe Vera Walter Xenia Yusuf Zoe Mei Ravi Aiko Omar Ling Pedro Sofia Ivan "
     "Amara Kofi Lars Nina Tom Julia"
-).split()
-CITIES = (
+)
+CITIES = str.split(
     "Paris Rome Berlin Madrid London Oslo Vienna Prague Lisbon Dublin Warsaw Athens Tokyo Osaka "
     "Beijing Shanghai Delhi Mumbai Cairo Nairobi Lagos Lima Quito Bogota Boston Chicago Denver "
     "Dallas Seattle Toronto Montreal Sydney Melbourne Auckland Seoul Hanoi Bangkok Jakarta Zurich "
     "Geneva Munich Hamburg Milan Turin Porto Seville Lyon Nice Ghent Bergen"
-).split()
-ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pl qu r s sh st t tr v w y z".split()
-VOWELS = "a e i o u ai ea io ou".split()
-CODAS = " n r l s t m nd rt x th ng".split(" ")
+)
+ONSETS = str.split("b br c ch d dr f fl g gr h j k kl l m n p pl qu r s sh st t tr v w y z")
+VOWELS = str.split("a e i o u ai ea io ou")
+CODAS = ["", *str.split("n r l s t m nd rt x th ng")]
 ROOMS = ("kitchen", "bedroom", "bathroom", "garage", "office", "hall", "garden", "attic")
 LANGUAGES = ("French", "German", "Spanish", "Italian", "Chinese", "Japanese", "Polish", "Greek")
 CURRENCIES = ("USD", "EUR", "GBP", "JPY", "CNY", "CHF", "SEK", "INR", "BRL", "CAD")
@@ -231,8 +231,12 @@ FAMILIES: tuple[Family, ...] = (
 # Families whose calls quote free text, the hardest to copy: offered more often in training.
 WORDY = tuple(f for f in FAMILIES if any(w in f.names for w in ("list", "message", "music",
               "event", "translate", "books")))  # fmt: skip
-VERBS = "get set find make open read start stop check update load send list show count mark".split()
-NOUNS = "report file task order note ticket door engine camera invoice photo train job plan".split()
+VERBS = str.split(
+    "get set find make open read start stop check update load send list show count mark"
+)
+NOUNS = str.split(
+    "report file task order note ticket door engine camera invoice photo train job plan"
+)
 
 
 @dataclass(frozen=True)
@@ -257,9 +261,7 @@ def make_tool(rng: random.Random, family: Family) -> Tool:
     params = tuple(rng.choice(p.names.split()) for p in family.params)
     if rng.random() < 0.1:
         params = tuple(f"{p}_{rng.randint(1, 9)}" for p in params)
-    required = [
-        n for i, n in enumerate(params) if all(slot(i) in ask for ask in family.asks)
-    ]
+    required = [n for i, n in enumerate(params) if all(slot(i) in ask for ask in family.asks)]
     schema = {
         "type": "object",
         "properties": {n: p.schema for n, p in zip(params, family.params, strict=True)},
@@ -312,7 +314,7 @@ def pick_tools(rng: random.Random, first: Family | None = None) -> list[Tool]:
     tools: list[Tool] = []
     families = rng.sample(FAMILIES, count)
     if first is not None:
-        families = [first] + [f for f in families if f is not first][: count - 1]
+        families = [first, *[f for f in families if f is not first][: count - 1]]
     for family in families:
         tool = make_tool(rng, family)
         while tool.name in [t.name for t in tools]:

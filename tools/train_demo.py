@@ -93,7 +93,7 @@ def step_losses(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(main loss, MTP loss, expert loads) of one batch [B, T]."""
     documents = (tokens == 0).cumsum(1)  # every document begins with BOS, id 0
-    mask, loads = document_mask(documents), []
+    mask, loads = document_mask(documents), list[Tensor]()
     following = F.pad(tokens[:, 1:], (0, 1), value=2)
     head = model.lm_head.weight
     hidden = model(tokens, mask, loads)
@@ -152,7 +152,7 @@ def train(
         for gate, share in zip(gates, load, strict=True):
             gate.e_score_correction_bias += bias_rate * (share.mean() - share).sign()
         if step % 25 < 2 * LONG_EVERY and step % LONG_EVERY in (0, LONG_EVERY - 1):
-            record.append([step, int(is_long), main.item(), mtp.item()])
+            record.append([step, int(is_long), round(main.item(), 4), round(mtp.item(), 4)])
         if step % 250 == 0 or step == steps - 1:
             seconds = time.monotonic() - began
             print(f"step {step} {'long' if is_long else 'short'} main {main.item():.4f} "
@@ -195,6 +195,16 @@ def write_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_recipe(path: Path, recipe: dict[str, Any]) -> None:
+    """Write RECIPE.json with one line per point of the loss curve: step, 1 if the rows were the
+    long ones, loss of the model, loss of the MTP layer."""
+    mark = '"curve": '
+    training = {**recipe["training"], "curve": 0}
+    text = json.dumps({**recipe, "training": training}, indent=2)
+    points = ",\n".join("      " + json.dumps(point) for point in recipe["training"]["curve"])
+    path.write_text(text.replace(mark + "0", f"{mark}[\n{points}\n    ]") + "\n")
 
 
 def write_checkpoint(model: DemoModel, folder: Path) -> int:
@@ -333,7 +343,7 @@ def plot(facts: dict[str, Any], path: Path) -> None:
         axes.plot(part[:, 0], part[:, 2], label=f"model, {name}", linewidth=1)
         axes.plot(part[:, 0], part[:, 3], label=f"MTP layer, {name}", linewidth=1, alpha=0.6)
     axes.set(xlabel="step", ylabel="weighted cross entropy (nats)", yscale="log")
-    axes.legend()
+    axes.legend(ncol=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
@@ -397,10 +407,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "training": facts,
     }  # fmt: skip
-    text = json.dumps(recipe, indent=1)
-    curve = json.dumps(facts["curve"])
-    text = text.replace(json.dumps(facts["curve"], indent=1).replace("\n", "\n  "), curve)
-    (args.out / "RECIPE.json").write_text(text + "\n")
+    write_recipe(args.out / "RECIPE.json", recipe)
     if args.plot:
         plot(facts, args.plot)
     print(json.dumps(scores, indent=1))
