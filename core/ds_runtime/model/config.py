@@ -139,6 +139,8 @@ def load_config(folder: Path) -> ModelConfig:
         ) from e
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: holds {type(raw).__name__}, expected a JSON object")
     return from_hf(raw, str(path))
 
 
@@ -160,7 +162,7 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         hidden=get.integer("hidden_size"),
         layers=get.integer("num_hidden_layers"),
         heads=heads,
-        q_lora=get.optional("q_lora_rank"),
+        q_lora=get.integer("q_lora_rank", default=0) or None,
         kv_lora=get.integer("kv_lora_rank"),
         qk_nope=get.integer("qk_nope_head_dim"),
         qk_rope=get.integer("qk_rope_head_dim"),
@@ -168,11 +170,11 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         intermediate=get.integer("intermediate_size"),
         moe_intermediate=get.integer("moe_intermediate_size", default=0 if not experts else None),
         experts=experts,
-        shared_experts=get.optional("n_shared_experts") or 0,
+        shared_experts=get.integer("n_shared_experts", default=0),
         first_dense=_first_dense(raw, get),
         moe_every=get.integer("moe_layer_freq", default=1),
         routing=_routing(raw, get, experts, v3, where) if experts else None,
-        eps=float(raw.get("rms_norm_eps", 1e-6)),
+        eps=get.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         yarn=yarn,
         rope_interleave=bool(raw.get("rope_interleave", True)),
@@ -205,12 +207,23 @@ class _Reader:
             value = self.raw.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{self.where}: {key} is {value!r}, expected a whole number")
+            least = 1 if default is None else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{self.where}: {key} is {value!r}, expected a whole number of at least {least}"
+                )
             return value
         if default is None:
             raise ConfigError(f"{self.where}: {keys[0]} is missing")
         return default
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f"{self.where}: {key} is {value!r}, expected a positive number")
+        return float(value)
 
 
 def _architecture(raw: Mapping[str, Any], where: str) -> str:
@@ -227,7 +240,7 @@ def _architecture(raw: Mapping[str, Any], where: str) -> str:
 def _first_dense(raw: Mapping[str, Any], get: _Reader) -> int:
     kinds = raw.get("mlp_layer_types")
     if kinds and raw.get("first_k_dense_replace") is None:
-        return sum(1 for _ in iter(_leading_dense(kinds)))
+        return len(_leading_dense(kinds))
     return get.integer("first_k_dense_replace", default=0)
 
 
@@ -252,12 +265,12 @@ def _routing(raw: Mapping[str, Any], get: _Reader, experts: int, v3: bool, where
     routing = Routing(
         top_k=get.integer("num_experts_per_tok"),
         num_experts=experts,
-        n_group=raw.get("n_group") or 1,
-        topk_group=raw.get("topk_group") or 1,
+        n_group=get.integer("n_group", default=0) or 1,
+        topk_group=get.integer("topk_group", default=0) or 1,
         scoring=scoring,  # type: ignore[arg-type]
         method=method,  # type: ignore[arg-type]
         renormalize=bool(raw.get("norm_topk_prob", v3)),
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
+        scale=get.number("routed_scaling_factor", 1.0),
     )
     if experts % routing.n_group:
         raise ConfigError(

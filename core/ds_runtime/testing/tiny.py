@@ -109,3 +109,70 @@ def write_tiny(folder: Path, shape: str, seed: int = 0, **overrides: Any) -> Any
     model = make_model(shape, seed, **overrides)
     model.save_pretrained(folder)
     return model
+
+
+def write_tiny_fp8(folder: Path, shape: str, seed: int = 0, **overrides: Any) -> Any:
+    """As write_tiny, but with native 128×128 FP8 weights; the returned model holds their values.
+
+    Scales are float32; every Linear that DeepSeek stores in FP8 is.
+    """
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = write_tiny(folder, shape, seed, **overrides)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_proj.weight") or "kv_a_proj" in n]:
+        weight, scale = _to_fp8(tensors[name])
+        tensors[name] = weight
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        _round_model(model)
+    return model
+
+
+def _to_fp8(values: Any) -> tuple[Any, Any]:
+    """(e4m3 [rows, cols], float32 scales per 128×128 block, partial ones included)."""
+    import torch
+
+    rows, cols = values.shape
+    weight = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(-(-rows // 128), -(-cols // 128))
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            block = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+            scale[i, j] = values[block].abs().max() / 448
+            weight[block] = (values[block] / scale[i, j]).to(torch.float8_e4m3fn)
+    return weight, scale
+
+
+def _round_model(model: Any) -> None:
+    """Replace the weights that write_tiny_fp8 quantises by what their FP8 form means."""
+
+    def rounded(values: Any) -> Any:
+        weight, scale = _to_fp8(values)
+        wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return weight.float() * wide[: values.shape[0], : values.shape[1]]
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            half = parameter.shape[1] // 2
+            for expert in parameter:
+                expert[:half].copy_(rounded(expert[:half]))
+                expert[half:].copy_(rounded(expert[half:]))
+        elif name.endswith("experts.down_proj"):
+            for expert in parameter:
+                expert.copy_(rounded(expert))
+        elif name.endswith("_proj.weight") or "kv_a_proj" in name:
+            parameter.copy_(rounded(parameter))

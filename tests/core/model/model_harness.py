@@ -1,0 +1,236 @@
+"""Runs a model without an engine: batches built by hand, pages shuffled, unowned memory NaN."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ds_runtime_cpu
+import torch
+from torch import Tensor
+
+from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.weights import load_model
+from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
+from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.spec import load_attr
+from ds_runtime.parallel.group import SoloCommunicator
+
+CPU = torch.device("cpu")
+HEAVY = ("linear", "mla_absorb", "mha_prefill", "mla_decode", "experts", "mla_prologue", "embed")
+SMALL = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "router_logits", "route", "merge_state")
+PAGED = ("cache_write", "cache_gather")
+ALL_REFERENCE = tuple(f"{op}=reference" for op in (*HEAVY, *SMALL, *PAGED) if op != "mla_prologue")
+
+
+def decide(folder: Path, kernels: str = "reference", **settings: object) -> Assembly:
+    """Assemble for the CPU, on its own kernels ("cpu") or on the references."""
+    pins = {"reference": ALL_REFERENCE, "cpu": ()}[kernels]
+    values = {"dtype": "float32", "plugins": (), "platform": "cpu", "pin": pins, **settings}
+    if kernels == "reference":
+        values["pin"] = tuple(p for p in pins if _has_site(folder, p.partition("=")[0]))
+    return assemble(EngineConfig(model=str(folder), **values), extra_plugins=[ds_runtime_cpu])
+
+
+def _has_site(folder: Path, op: str) -> bool:
+    from ds_runtime.model.config import load_config
+    from ds_runtime.model.sites import model_sites
+
+    always = ("rope", "cache_write")  # parts of the composed prologue
+    sites = model_sites(load_config(folder), lambda module: "dense")
+    return op in always or any(site.op == op for site in sites)
+
+
+@dataclass
+class Sequence_:
+    """A sequence on its way: its tokens, its pages, and how many tokens are in the cache."""
+
+    tokens: list[int]
+    pages: list[int]
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class Harness:
+    """One loaded model with poisoned caches. `width` is the most pages of a sequence."""
+
+    def __init__(self, assembly: Assembly, comm: object = None, pages: int = 64) -> None:
+        self.assembly = assembly
+        self.page_size = assembly.config.page_size
+        self.bound = BoundOps(assembly.binding)
+        comm = comm or SoloCommunicator()
+        self.model: DeepSeekModel = load_model(assembly, self.bound, comm, CPU)
+        heads = assembly.model.heads // assembly.config.tp
+        self.pages = pages
+        limits = Limits(4096, 64, pages, self.page_size, heads, CPU)
+        self.states = {key: k.state(limits) for key, k in self.bound.stateful.items()}
+        self.caches = self._caches()
+
+    def _caches(self) -> list[Tensor]:
+        allocate = load_attr(self.bound.layout.allocate)
+        layers = range(self.assembly.model.layers)
+        caches = [allocate(self.pages, self.bound.base, CPU) for _ in layers]
+        for cache in caches:
+            cache.fill_(float("nan"))
+        return caches
+
+    def step(self, works: Sequence[tuple[Sequence_, int]], prefix_chunk: int = 4096) -> None:
+        """Run one batch: (sequence, number of next tokens); those of one token may decode."""
+        decodes = [w for w in works if w[1] == 1 and w[0].done > 0]
+        prefills = [w for w in works if w not in decodes]
+        batch = self._batch(decodes, prefills, prefix_chunk)
+        batch.states = self.states
+        for key, kernel in self.bound.stateful.items():
+            kernel.prepare(self.states[key], batch)
+        logits = self.model.forward(batch, self.caches)
+        row = 0
+        for sequence, count in (*decodes, *prefills):
+            sequence.logits.append(logits[row : row + count])
+            sequence.done += count
+            row += count
+
+    def _batch(
+        self,
+        decodes: list[tuple[Sequence_, int]],
+        prefills: list[tuple[Sequence_, int]],
+        prefix_chunk: int,
+    ) -> Batch:
+        ids, positions, slots = [], [], []
+        for sequence, count in (*decodes, *prefills):
+            for position in range(sequence.done, sequence.done + count):
+                page = sequence.pages[position // self.page_size]
+                ids.append(sequence.tokens[position])
+                positions.append(position)
+                slots.append(page * self.page_size + position % self.page_size)
+        batch = Batch(*(torch.tensor(x) for x in (ids, positions, slots)), torch.arange(len(ids)))
+        if decodes:
+            lens = tuple(s.done + 1 for s, _ in decodes)
+            device_lens = torch.tensor(lens, dtype=torch.int32)
+            batch.decode = DecodePart(self._table([s for s, _ in decodes]), device_lens, lens)
+        if prefills:
+            sequences = [s for s, _ in prefills]
+            segs = segments([count for _, count in prefills])
+            chunks = prefix_chunks([s.done for s in sequences], prefix_chunk)
+            batch.prefill = PrefillPart(segs, self._table(sequences), tuple(chunks))
+        return batch
+
+    def _table(self, sequences: list[Sequence_]) -> Tensor:
+        """Page table whose unused entries name pages that hold NaN, or someone else's."""
+        width = max(-(-len(s.tokens) // self.page_size) for s in sequences) + 1
+        rows = [s.pages[:width] + [self.pages - 1] * (width - len(s.pages)) for s in sequences]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    def sequences(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Sequence_]:
+        """Prompts with shuffled pages; the last page stays nobody's."""
+        free = list(range(self.pages - 1))
+        random.Random(seed).shuffle(free)
+        found = []
+        for tokens in prompts:
+            needed = -(-len(tokens) // self.page_size)
+            found.append(Sequence_(list(tokens), [free.pop() for _ in range(needed)]))
+        return found
+
+
+def segments(lens: Sequence[int]) -> Segments:
+    cu = [0]
+    for n in lens:
+        cu.append(cu[-1] + n)
+    return Segments(tuple(lens), torch.tensor(cu, dtype=torch.int32))
+
+
+def prefix_chunks(done: list[int], size: int) -> list[PrefixChunk]:
+    """Every sequence's prefix in pieces of `size`, all sequences side by side."""
+    chunks = []
+    for begin in range(0, max(done, default=0), size):
+        starts = [min(begin, n) for n in done]
+        lens = [min(size, n - start) for n, start in zip(done, starts, strict=True)]
+        chunks.append(PrefixChunk(torch.tensor(starts), segments(lens)))
+    return chunks
+
+
+def run_schedule(
+    harness: Harness, prompts: Sequence[Sequence[int]], seed: int, largest: int
+) -> list[Tensor]:
+    """Logits of every position, computed in random mixed steps of at most `largest` tokens each."""
+    draw = random.Random(seed)
+    sequences = harness.sequences(prompts, seed)
+    with torch.inference_mode():
+        while any(s.done < len(s.tokens) for s in sequences):
+            waiting = [s for s in sequences if s.done < len(s.tokens)]
+            chosen = draw.sample(waiting, draw.randint(1, len(waiting)))
+            works = [(s, _length(s, largest, draw)) for s in chosen]
+            harness.step(works, prefix_chunk=draw.choice((5, 17, 4096)))
+    for cache in harness.caches:  # what nobody wrote must still be poison
+        assert cache[harness.pages - 1].isnan().all()
+        cache.fill_(float("nan"))
+    return [torch.cat(s.logits) for s in sequences]
+
+
+def _length(sequence: Sequence_, largest: int, draw: random.Random) -> int:
+    left = len(sequence.tokens) - sequence.done
+    return 1 if draw.random() < 0.3 else draw.randint(1, min(left, largest))
+
+
+class ThreadGroup:
+    """Collectives between threads of this process, one per rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.slots: list[object] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=60)
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+    def run(self, function: object) -> list[object]:
+        """function(communicator) on every rank; the first error wins."""
+        results: list[object] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(ThreadCommunicator(self, rank))
+            except BaseException as e:
+                errors.append(e)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(r,)) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        if errors:
+            raise (real or errors)[0]
+        return results
+
+
+class ThreadCommunicator:
+    """Communicator of one rank in a ThreadGroup."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.group.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.group.exchange(self.rank, x), dim=-1)
+
+    def broadcast_object(self, value: object, source: int = 0) -> object:
+        return self.group.exchange(self.rank, value)[source]
+
+    def gather_objects(self, value: object) -> list[object]:
+        return self.group.exchange(self.rank, value)
+
+    def close(self) -> None:
+        return None
