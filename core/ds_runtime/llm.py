@@ -373,8 +373,7 @@ class LLM:
         group = self._group
         first = None if group is None else group.wait_failure(2.0)
         self._broken = str(first or error) or type(error).__name__
-        self._engine = None
-        self._finalizer()
+        self.close()
         if first is not None and isinstance(error, Exception):
             raise first from error
         raise error

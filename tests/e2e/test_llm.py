@@ -136,7 +136,11 @@ def test_a_strong_bias_decides_and_a_ban_forbids(llm):
 
 def test_penalties_choose_as_the_formula_does(llm):
     params = SamplingParams(
-        max_tokens=14, presence_penalty=1.5, frequency_penalty=2.0, logit_bias={77: 3.0}, logprobs=20
+        max_tokens=14,
+        presence_penalty=1.5,
+        frequency_penalty=2.0,
+        logit_bias={77: 3.0},
+        logprobs=20,
     )
     output = llm.generate([77, 78, 79], params)[0]
     seen, changed = [], 0

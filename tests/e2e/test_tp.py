@@ -15,7 +15,13 @@ import pytest
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import ConfigError, EngineDeadError
 
-SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": "2MB", "threads": 1, "dist_timeout": 60}
+SETTINGS = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "kv_memory": "2MB",
+    "threads": 1,
+    "dist_timeout": 60,
+}
 PARAMS = SamplingParams(max_tokens=10, logprobs=2)
 
 
@@ -24,33 +30,32 @@ def prompts(count):
     return [[draw.randrange(2, 258) for _ in range(draw.randint(1, 50))] for _ in range(count)]
 
 
-@pytest.fixture(scope="module")
-def pair(tiny):
-    with LLM(tiny, **SETTINGS, tp=2) as engine:
-        yield engine
+def cpu_seconds(process):
+    times = process.cpu_times()
+    return times.user + times.system
 
 
-def test_two_ranks_give_the_tokens_and_logprobs_of_one(pair, tiny):
+def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tiny):
     with LLM(tiny, **SETTINGS) as single:
         expected = single.generate(prompts(6), PARAMS)
-    for ours, theirs in zip(pair.generate(prompts(6), PARAMS), expected, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert [x.logprob for x in ours.logprobs] == pytest.approx(
-            [x.logprob for x in theirs.logprobs], abs=1e-4
-        )
-    drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=4, repetition_penalty=1.2)
-    twice = [pair.generate(prompts(3), drawn) for _ in range(2)]
-    assert [o.token_ids for o in twice[0]] == [o.token_ids for o in twice[1]]
-
-
-def test_two_ranks_wait_without_work(pair):
-    pair.generate([5], SamplingParams(max_tokens=1))
-    child = psutil.Process(pair.pids[0])
-    time.sleep(0.3)
-    before = child.cpu_times()
-    time.sleep(1.0)
-    after = child.cpu_times()
-    assert after.user + after.system - before.user - before.system < 0.1
+    with LLM(tiny, **SETTINGS, tp=2) as pair:
+        for ours, theirs in zip(pair.generate(prompts(6), PARAMS), expected, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            assert [x.logprob for x in ours.logprobs] == pytest.approx(
+                [x.logprob for x in theirs.logprobs], abs=1e-4
+            )
+        drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=4, repetition_penalty=1.2)
+        twice = [pair.generate(prompts(3), drawn) for _ in range(2)]
+        assert [o.token_ids for o in twice[0]] == [o.token_ids for o in twice[1]]
+        with pytest.raises(ConfigError, match="close the other engine first"):
+            LLM(tiny, **SETTINGS, tp=2)
+        child = psutil.Process(pair.pids[0])
+        time.sleep(0.3)
+        before = cpu_seconds(child)
+        time.sleep(1.0)
+        assert cpu_seconds(child) - before < 0.1
+        assert pair.generate([5])[0].token_ids
+    assert not psutil.pid_exists(child.pid)
 
 
 def test_different_decisions_stop_the_start_with_a_list(tiny, monkeypatch):

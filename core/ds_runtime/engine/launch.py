@@ -65,8 +65,9 @@ class RankGroup:
         return None if self.failure is None else str(self.failure)
 
     def wait_failure(self, timeout: float) -> errors.DsRuntimeError | None:
-        """`failure`, waiting up to `timeout` seconds for it."""
-        self._failed.wait(timeout)
+        """`failure`, waiting up to `timeout` seconds for it once the processes are started."""
+        if self._processes:
+            self._failed.wait(timeout)
         return self.failure
 
     def stop(self, timeout: float = 5.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -25,12 +26,17 @@ def start_engine(
     assembly = assemble(spec.config, spec.explicit, plugins) if plugins else spec.assemble()
     for line in warnings(assembly):
         print(line, file=sys.stderr, flush=True)
-    leader = None
-    if spec.size > 1:
-        leader = Leader(spec.folder, spec.size)
-        if others is not None:
-            others.start()
-        check = (lambda: None) if others is None else others.poll
-        leader.wait(assembly.config.dist_timeout, check)
-    comm = join(spec, assembly)
-    return Engine(assembly, start_runner(spec, assembly, comm), leader)
+    with contextlib.ExitStack() as undo:
+        leader = None
+        if spec.size > 1:
+            leader = Leader(spec.folder, spec.size)
+            undo.callback(leader.close)
+            if others is not None:
+                others.start()
+            check = (lambda: None) if others is None else others.poll
+            leader.wait(assembly.config.dist_timeout, check)
+        comm = join(spec, assembly)
+        undo.callback(comm.close)
+        engine = Engine(assembly, start_runner(spec, assembly, comm), leader)
+        undo.pop_all()
+    return engine

@@ -57,6 +57,11 @@ class TorchCommunicator:
     ) -> None:
         if not dist.is_available():
             raise ConfigError(f"--tp {size}: this build of torch has no torch.distributed")
+        if dist.is_initialized():
+            raise ConfigError(
+                f"--tp {size}: this process is in a group of ranks already; close the other engine "
+                "first, or start this one in a process of its own"
+            )
         self.rank = rank
         self.size = size
         self._reduce_dtype = reduce_dtype
