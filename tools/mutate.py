@@ -43,6 +43,13 @@ class MutationError(Exception):
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "softmax scale without mscale squared",
+        "core/ds_runtime/model/config.py",
+        "scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2",
+        "scale *= 1.0",
+        ("tests/core/model/test_parity.py::test_whole_prompts",),
+    ),
+    Fault(
         "masked groups 0 instead of -inf",
         "core/ds_runtime/ops/reference/moe.py",
         'closed = float("-inf") if routing.method == "noaux_tc" else 0.0',
@@ -77,6 +84,29 @@ FAULTS: tuple[Fault, ...] = (
         "owners = pages[tokens // page_size].to(torch.int64)",
         "owners = pages[(tokens - 1).clamp_min(0) // page_size].to(torch.int64)",
         ("tests/core/ops/test_reference_attention.py",),
+    ),
+    Fault(
+        "decode page off by one",
+        "core/ds_runtime/engine/batch.py",
+        "slots = table[owner, positions // page_size]",
+        "slots = table[owner, (positions - (positions > 0)) // page_size]",
+        ("tests/core/engine/test_batch.py",),
+    ),
+    Fault(
+        "merge missing",
+        "core/ds_runtime/model/attention.py",
+        "out, lse = self.ops.merge_state(out, lse, old, old_lse)",
+        "lse = old_lse",
+        ("tests/core/model/test_parity.py::test_random_schedules",),
+    ),
+    Fault(
+        "swapped shard",
+        "core/ds_runtime/model/loader.py",
+        'rows = self.shard.slice(stored.shape[0], f"rows of {module}")',
+        "rows = Shard(self.shard.size - 1 - self.shard.rank, self.shard.size).slice(\n"
+        '                stored.shape[0], f"rows of {module}"\n'
+        "            )",
+        ("tests/core/model/test_parity.py::test_tensor_parallel",),
     ),
     Fault(
         "stale prefix",
@@ -121,6 +151,16 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/core/test_bind.py",),
     ),
 )
+
+
+def check_text(fault: Fault, root: Path = ROOT) -> None:
+    """Raise MutationError unless the fault's text is in its file exactly once."""
+    path = root / fault.file
+    if not path.is_file():
+        raise MutationError(f"{fault.name}: {fault.file} does not exist")
+    if (count := path.read_text().count(fault.find)) != 1:
+        raise MutationError(f"{fault.name}: {fault.find!r} is {count} times in {fault.file}")
+
 
 # Editable installs put a finder before every path; without it PYTHONPATH names the copy.
 SITECUSTOMIZE = """
@@ -184,12 +224,9 @@ class Copy:
     @contextlib.contextmanager
     def with_fault(self, fault: Fault) -> Iterator[None]:
         """The copy with one fault in it. Raises MutationError if its text is not there once."""
+        check_text(fault, self.folder)
         path = self.folder / fault.file
-        if not path.is_file():
-            raise MutationError(f"{fault.name}: {fault.file} does not exist")
         original = path.read_text()
-        if (count := original.count(fault.find)) != 1:
-            raise MutationError(f"{fault.name}: {fault.find!r} is {count} times in {fault.file}")
         path.write_text(original.replace(fault.find, fault.replace))
         try:
             yield
@@ -251,6 +288,8 @@ def main() -> int:
     if args.list:
         print("\n".join(f"{f.name}: {f.file}" for f in faults))
         return 0
+    for fault in faults:
+        check_text(fault)
     survived = 0
     with copied() as copy:
         check_green(copy, faults)

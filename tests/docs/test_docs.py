@@ -31,11 +31,29 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_stale_page_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("ds_gen_docs", ROOT / "tools" / "gen_docs.py")
+def load_tool(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"ds_{name}", ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    gen = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gen)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_named_fault_has_its_place() -> None:
+    """The slow suite runs them; a change of the code that they name shows here already."""
+    mutate = load_tool("mutate")
+    for fault in mutate.FAULTS:
+        mutate.check_text(fault)
+        for test in fault.tests:
+            path, _, function = test.partition("::")
+            assert f"def {function}" in (ROOT / path).read_text()
+    with pytest.raises(mutate.MutationError, match="0 times"):
+        mutate.check_text(mutate.FAULTS[0].__class__("x", "README.md", "no such text", "", ()))
+
+
+def test_a_stale_page_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gen = load_tool("gen_docs")
     monkeypatch.setattr(gen, "DOCS", tmp_path)
     assert len(gen.stale()) == 2
     for path, text in gen.pages().items():
