@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,8 @@ class Checkpoint:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self.on_read: Callable[[int], None] | None = None
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, int] = {}  # open descriptors
+        weakref.finalize(self, _close, self._files)
         index = folder / INDEX
         if index.is_file():
             self._open_index(index)
@@ -168,12 +170,12 @@ class Checkpoint:
         """`size` bytes of a shard from file offset `begin`, as a new uint8 tensor."""
         file = self._files.get(entry.file)
         if file is None:
-            file = self._files[entry.file] = entry.file.open("rb", buffering=0)
+            file = self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
         out = torch.empty(size, dtype=torch.uint8)
         view = memoryview(out.numpy().data)
         done = 0
         while done < size:
-            got = os.preadv(file.fileno(), [view[done : done + _READ]], begin + done)
+            got = os.preadv(file, [view[done : done + _READ]], begin + done)
             if got == 0:
                 raise CheckpointError(
                     f"{entry.file}: became shorter while it was read ({done} of {size} bytes at "
@@ -185,10 +187,13 @@ class Checkpoint:
         return out
 
     def close(self) -> None:
-        """Close the shards."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Close the shards; reading opens them again."""
+        _close(self._files)
+
+
+def _close(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _bounds(part: slice | None, size: int) -> tuple[int, int]:

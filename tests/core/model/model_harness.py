@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ds_runtime_cpu
 import torch
 from torch import Tensor
 
+import ds_runtime_cpu
 from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.model.deepseek import DeepSeekModel

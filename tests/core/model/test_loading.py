@@ -1,0 +1,212 @@
+"""Whole checkpoints: what is missing, unexpected or wrong is named before anything is read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from model_harness import CPU, Harness, decide, run_schedule
+from safetensors.torch import load_file, save_file
+
+from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_runtime.model.checkpoint import SINGLE, Checkpoint
+from ds_runtime.model.loader import Loader
+from ds_runtime.model.quant import Quant
+from ds_runtime.model.weights import load_model, needed_bytes
+from ds_runtime.ops.bind import BoundOps
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.platform.spec import MemoryInfo
+from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+
+PROMPTS = [[5, 17, 3, 90, 41, 7, 8, 120], [1, 2, 3]]
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("v3")
+    write_tiny(folder, "v3")
+    return folder
+
+
+@pytest.fixture
+def change(original, tmp_path):
+    """change(function of the tensors, **config values) → a folder with the changed copy."""
+
+    def make(function=None, **config):
+        shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+        tensors = load_file(original / SINGLE)
+        if function is not None:
+            function(tensors)
+        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / SINGLE)
+        raw = json.loads((original / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **config}))
+        return tmp_path
+
+    return make
+
+
+def logits(folder) -> torch.Tensor:
+    return torch.cat(run_schedule(Harness(decide(folder)), PROMPTS, 0, 5))
+
+
+def refused(folder, said, error=CheckpointError):
+    with pytest.raises(error, match=said):
+        Harness(decide(folder))
+
+
+def test_missing(change):
+    def drop(tensors):
+        del tensors["model.norm.weight"]
+
+    refused(change(drop), r"tensor model\.norm\.weight is missing; config.json asks for 3 layers")
+
+
+def test_many_missing(change):
+    def drop(tensors):
+        for name in [n for n in tensors if ".layers.2." in n]:
+            del tensors[name]
+
+    refused(change(drop), r"\d+ tensors \(model\.layers\.2\..*, …\) are missing")
+
+
+def test_unexpected(change):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(3)
+
+    refused(change(add), r"tensor .*q_proj\.bias is not expected")
+
+
+def test_more_layers_than_config_says(change):
+    refused(change(num_hidden_layers=1), "not expected")
+
+
+def test_scales_without_a_quantisation(change):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.o_proj.weight_scale_inv"] = torch.ones(1, 1)
+
+    refused(change(add), "quantization_config describe another model")
+
+
+def test_wrong_shape(change):
+    def cut(tensors):
+        name = "model.layers.0.self_attn.o_proj.weight"
+        tensors[name] = tensors[name][:, :-1]
+
+    refused(change(cut), r"o_proj\.weight: shape \[64, 79\] found, \[64, 80\] expected")
+
+
+def test_wrong_shape_of_a_norm(change):
+    def cut(tensors):
+        tensors["model.norm.weight"] = torch.ones(63)
+
+    refused(change(cut), r"norm\.weight: shape \[63\] found, \[64\] expected")
+
+
+def test_wrong_dtype(change):
+    def cast(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+
+    refused(change(cast), r"lm_head\.weight: dtype I8 found, BF16 or F16 or F32 or F64 expected")
+
+
+def test_what_may_be_ignored(change, original):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)  # a draft layer
+
+    assert torch.equal(logits(change(add)), logits(original))
+
+
+def test_fused_experts(change, original):
+    """A re-export that stacks gate and up, and down, of all experts of a layer."""
+
+    def fuse(tensors):
+        def taken(name):
+            return [tensors.pop(f"{EXPERTS}.{e}.{name}.weight") for e in range(16)]
+
+        pairs = zip(taken("gate_proj"), taken("up_proj"), strict=True)
+        tensors[f"{EXPERTS}.gate_up_proj"] = torch.stack([torch.cat(p) for p in pairs])
+        tensors[f"{EXPERTS}.down_proj"] = torch.stack(taken("down_proj"))
+
+    assert torch.equal(logits(change(fuse)), logits(original))
+
+
+def test_too_few_fused_experts(change):
+    def fuse(tensors):
+        for name in [n for n in tensors if n.startswith(EXPERTS)]:
+            del tensors[name]
+        tensors[f"{EXPERTS}.gate_up_proj"] = torch.ones(15, 64, 64)
+        tensors[f"{EXPERTS}.down_proj"] = torch.ones(15, 64, 32)
+
+    refused(change(fuse), "15 experts found, more expected")
+
+
+def test_16_bit_checkpoints_in_float32(change, original):
+    def cast(tensors):
+        for name, t in tensors.items():
+            tensors[name] = t.half() if "proj" in name else t.bfloat16()
+
+    def cast_back(tensors):
+        cast(tensors)
+        for name, t in tensors.items():
+            tensors[name] = t.float()
+
+    assert torch.equal(logits(change(cast)), logits(change(cast_back)))
+
+
+def test_half_split_rotation_needs_dense_weights(tmp_path):
+    write_tiny_fp8(tmp_path, "v3", rope_interleave=False)
+    refused(tmp_path, "rope_interleave false with fp8_block", UnsupportedError)
+
+
+def test_not_enough_memory(original, monkeypatch):
+    assembly = decide(original)
+    needed = needed_bytes(assembly)
+    monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: MemoryInfo(9, needed))
+    Harness(assembly)
+    free = MemoryInfo(9, needed - 1)
+    monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: free)
+    with pytest.raises(ConfigError, match=r"weights need .* are free on cpu: --dtype bfloat16"):
+        Harness(assembly)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_estimate_and_progress(tmp_path, fp8, capsys):
+    """The estimate is what is packed, and the bar's total what is read, within 2 %."""
+    (write_tiny_fp8 if fp8 else write_tiny)(tmp_path, "v3")
+    assembly = decide(tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    bound, comm = BoundOps(assembly.binding), SoloCommunicator()
+    quant = Quant.of(assembly)
+    loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
+    file_bytes = sum(checkpoint.entry(name).nbytes for name in checkpoint.names)
+    assert abs(loader.total_bytes() - file_bytes) <= 0.02 * file_bytes
+    model = load_model(assembly, bound, comm, CPU, progress=True)
+    bar = re.search(r"loading weights: (\S+ \S+) of (\S+ \S+),", capsys.readouterr().err)
+    assert bar is not None and bar[1] == bar[2]
+    held = _held(model)
+    assert abs(needed_bytes(assembly) - held) <= 0.02 * held
+
+
+def _held(model) -> int:
+    """Bytes of all packed weights, tables and vectors of a model."""
+    total, todo, seen = 0, [model], set()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor) or hasattr(item, "nbytes"):
+            total += item.nbytes
+        elif isinstance(item, list):
+            todo += item
+        elif type(item).__module__.startswith("ds_runtime.model") and type(item) is not type(
+            model.config
+        ):
+            slots = getattr(type(item), "__slots__", ())
+            todo += [getattr(item, name) for name in (*slots, *getattr(item, "__dict__", {}))]
+    return total
