@@ -361,6 +361,24 @@ def test_doctor_s_advice(capsys: Capture, tmp_path: Path, monkeypatch: pytest.Mo
     assert code == 1 and 'next: pip install "ds-runtime[cpu]"' in out
 
 
+def test_what_plugins_say_of_themselves(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+    PROBE = lambda: Refusal("not installed", "its compiler is missing")
+    DIAGNOSE = lambda: [("compiler", "none")]
+    """
+    install(tmp_path / "a", monkeypatch, code, "mine", "mine-dist")
+    install(tmp_path / "b", monkeypatch, "PROBE = DIAGNOSE = lambda: 1 / 0", "bad", "bad-dist")
+    _, out, _ = run(capsys, "plugins")
+    assert "not installed: its compiler is missing" in out
+    assert "broken: PROBE raised ZeroDivisionError" in out
+    _, out, _ = run(capsys, "doctor")
+    assert "mine: compiler" in out and "broken: DIAGNOSE raised ZeroDivisionError" in out
+    assert "cpu: native library" in out
+    assert out.rstrip().endswith("next: ds-runtime plugins --verbose")
+
+
 # verbs of plugins
 
 

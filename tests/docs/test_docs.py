@@ -138,3 +138,10 @@ def test_the_plugin_shown_wins_its_op(
     x = torch.randn(5, 64, dtype=torch.float32)
     gate, up = x.chunk(2, dim=-1)
     torch.testing.assert_close(run(x), torch.nn.functional.silu(gate) * up)
+
+
+def test_the_offline_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (b for b in code_blocks(ROOT / "README.md", "python") if "with LLM(" in b)
+    assert len(block.strip().splitlines()) <= 7
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.endswith("579 stop\n")
