@@ -12,9 +12,12 @@ from __future__ import annotations
 import difflib
 import secrets
 import shutil
+import signal
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -363,10 +366,11 @@ class LLM:
             engine.abort(running)
 
     def _step(self, engine: Engine) -> list[Tokens]:
-        try:
-            return engine.step()
-        except BaseException as e:
-            self._fail(e)
+        with _interrupt_deferred():
+            try:
+                return engine.step()
+            except BaseException as e:
+                self._fail(e)
 
     def _fail(self, error: BaseException) -> NoReturn:
         """A step or the start broke: nothing can be served any more."""
@@ -382,6 +386,30 @@ class LLM:
         if self._engine is None:
             raise EngineDeadError(f"this LLM is closed{_because(self._broken)}")
         return self._engine
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of a step, which it would leave half done; a second one does not."""
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or before is not signal.default_int_handler:
+        yield
+        return
+    pressed: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _because(reason: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 import torch
@@ -219,6 +220,37 @@ def test_leaving_a_stream_early_aborts_it(llm):
     stream.close()
     stats = llm.stats()
     assert stats.running == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
+
+
+def test_ctrl_c_during_a_step_leaves_a_working_engine(llm, monkeypatch):
+    runner = llm._engine.runner
+    collect = runner.collect
+
+    def interrupted(handle):
+        signal.raise_signal(signal.SIGINT)
+        return collect(handle)
+
+    monkeypatch.setattr(runner, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("Hi", SamplingParams(max_tokens=40))
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.stats().running == 0
+    assert llm.generate("Hi", SamplingParams(max_tokens=4))[0].finish_reason == "length"
+
+
+def test_a_step_that_fails_closes_the_engine_with_its_reason(tiny, monkeypatch):
+    engine = LLM(tiny, **SETTINGS)
+    runner = engine._engine.runner
+
+    def broken(plan):
+        raise ZeroDivisionError("no such luck")
+
+    monkeypatch.setattr(runner, "launch", broken)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate("Hi")
+    with pytest.raises(EngineDeadError, match="no such luck"):
+        engine.generate("Hi")
 
 
 def test_more_prompts_than_the_queue_holds(tiny):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -11,9 +12,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.model import weights
+from ds_runtime.model.manifest import ROWS, VOCAB, stored_modules
+from ds_runtime.ops.bind import BoundOps
+from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
+from ds_runtime.progress import Progress
 
 SETTINGS = {
     "platform": "cpu",
@@ -48,7 +57,7 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tin
         twice = [pair.generate(prompts(3), drawn) for _ in range(2)]
         assert [o.token_ids for o in twice[0]] == [o.token_ids for o in twice[1]]
         with pytest.raises(ConfigError, match="close the other engine first"):
-            LLM(tiny, **SETTINGS, tp=2)
+            TorchCommunicator("gloo", 0, 2, "file:///nowhere")
         child = psutil.Process(pair.pids[0])
         time.sleep(0.3)
         before = cpu_seconds(child)
@@ -56,6 +65,35 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tin
         assert cpu_seconds(child) - before < 0.1
         assert pair.generate([5])[0].token_ids
     assert not psutil.pid_exists(child.pid)
+
+
+def test_each_rank_reads_only_its_share_of_the_weights(tiny, monkeypatch):
+    class Rank(SoloCommunicator):
+        def __init__(self, rank, size):
+            self.rank, self.size = rank, size
+
+        def gather_objects(self, value):
+            return [value] * self.size
+
+    class Count(Progress):
+        def __enter__(self):
+            counts.append(self)
+            return self
+
+    counts = []
+    monkeypatch.setattr(weights, "Progress", Count)
+    for size in (1, 2):
+        config = EngineConfig(model=str(tiny), platform="cpu", dtype="float32", tp=size)
+        for rank in range(size):
+            assembly = assemble(config)
+            bound = BoundOps(assembly.binding)
+            weights.load_model(assembly, bound, Rank(rank, size), torch.device("cpu"))
+    whole, first, second = (c.done for c in counts)
+    stored = stored_modules(assembly.model, lambda module: "dense").values()
+    # Rows are read one rank's share at a time; columns in strips, of which each keeps its part.
+    shares = [4 * math.prod(m.shape) * (0.5 if m.cut in (ROWS, VOCAB) else 1) for m in stored]
+    assert whole == sum(4 * math.prod(m.shape) for m in stored)
+    assert first == second == sum(shares) < 0.7 * whole
 
 
 def test_different_decisions_stop_the_start_with_a_list(tiny, monkeypatch):

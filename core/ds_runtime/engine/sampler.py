@@ -108,6 +108,8 @@ class Sampler:
             self._min_p.clone(),
             torch.zeros(max_running, dtype=torch.float64, device=device),
         )
+        # Rows: repetition, frequency, presence.
+        self._penalties = torch.zeros(3, max_running, dtype=torch.float32, device=device)
         self._counts: Tensor | None = None  # [max_running, vocab] output counts, if ever needed
         self._seen: Tensor | None = None  # [max_running, vocab] in prompt or output
 
@@ -140,6 +142,8 @@ class Sampler:
         else:
             self._temperature[init.row] = 0.0
         if p.penalised:
+            penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+            self._penalties[:, init.row] = torch.tensor(penalties, device=self.device)
             self._start_counts(init)
 
     def _start_counts(self, init: RowInit) -> None:
@@ -200,11 +204,10 @@ class Sampler:
     def _change(self, raw: Tensor, draws: Sequence[Draw], rows: list[Row]) -> Tensor:
         """A copy of the logits with penalties, biases and masks applied."""
         logits = raw.clone()
+        penalised = [i for i, r in enumerate(rows) if r.penalised]
+        if penalised:
+            self._penalise(logits, penalised, [draws[i].row for i in penalised])
         for i, (draw, row) in enumerate(zip(draws, rows, strict=True)):
-            if not row.extras:
-                continue
-            if row.penalised:
-                logits[i] = self._penalise(logits[i], draw.row, row.params)
             if row.bias is not None:
                 logits[i].index_add_(0, *row.bias)
             if row.stop_ids is not None:
@@ -214,16 +217,16 @@ class Sampler:
                     row.stop_ids = None
         return logits
 
-    def _penalise(self, logits: Tensor, row: int, p: SamplingParams) -> Tensor:
-        """[vocab] → [vocab]. Repetition divides positive logits and multiplies negative ones."""
+    def _penalise(self, logits: Tensor, where: list[int], rows: list[int]) -> None:
+        """Change logits[where] in place; repetition divides positive ones, multiplies others."""
         assert self._counts is not None and self._seen is not None
-        if p.repetition_penalty != 1.0:
-            scaled = torch.where(
-                logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty
-            )
-            logits = torch.where(self._seen[row], scaled, logits)
-        counts = self._counts[row]
-        return logits - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+        at = torch.tensor(where, dtype=torch.int64, device=self.device)
+        owners = torch.tensor(rows, dtype=torch.int64, device=self.device)
+        repetition, frequency, presence = self._penalties[:, owners].unsqueeze(-1)  # each [n, 1]
+        values, counts = logits[at], self._counts[owners]  # [n, vocab]
+        scaled = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(self._seen[owners], scaled, values)
+        logits[at] = values - frequency * counts - presence * (counts > 0)
 
     def _count(self, index: Tensor, tokens: Tensor, rows: list[Row]) -> None:
         if self._counts is None or self._seen is None or not any(r.penalised for r in rows):
