@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace, _SubParsersAction
+from argparse import BooleanOptionalAction, Namespace, _SubParsersAction
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +22,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser("bench", help="measure speed, accuracy and host cost")
     kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     _one_batch(kinds)
+    _accuracy(kinds)
     _host(kinds)
     _make_checkpoint(kinds)
 
@@ -49,6 +50,20 @@ def _host(kinds: _SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run_host)
 
 
+def _accuracy(kinds: _SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser("accuracy", help="scores on the demo model's held-out set")
+    parser.add_argument("--limit", type=int, metavar="N", help="only N entries of each kind")
+    parser.add_argument(
+        "--mtp",
+        action=BooleanOptionalAction,
+        default=True,
+        help="also compare the MTP layer's drafts (default: on)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line")
+    add_flags(parser, EngineConfig, "engine")
+    parser.set_defaults(run=run_accuracy)
+
+
 def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("make-checkpoint", help="write a random checkpoint of a real shape")
     parser.add_argument("out", metavar="DIR", help="folder to write")
@@ -72,6 +87,14 @@ def run_one_batch(args: Namespace) -> int:
 
     report = one_batch.run(given, args.batch_size, args.input_len, args.output_len, args.runs)
     return _show(report, args.json, one_batch.render)
+
+
+def run_accuracy(args: Namespace) -> int:
+    """Score and print."""
+    given = settings(args)
+    from ds_runtime.bench import accuracy
+
+    return _show(accuracy.run(given, args.limit, args.mtp), args.json, accuracy.render)
 
 
 def run_host(args: Namespace) -> int:
