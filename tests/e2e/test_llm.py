@@ -308,3 +308,19 @@ def test_the_banner_names_platform_model_memory_and_kernels(llm):
         assert part in text
     ops = [line for line in text.splitlines() if line.startswith("op ")]
     assert len(ops) == len({r.op for r in llm.plan.rows})
+
+
+@pytest.mark.slow
+def test_the_demo_gives_equal_text_alone_and_in_mixed_batches():
+    asked = [f"What is {a}+{b}?" for a, b in ((12, 30), (7, 8), (99, 1), (345, 678), (5, 5))]
+    talks = [[{"role": "user", "content": text}] for text in asked]
+    drawn = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.95, seed=9)
+    with LLM("demo", dtype="float32", platform="cpu", kv_memory="400MB", threads=1) as engine:
+        for params in (drawn, SamplingParams(max_tokens=40)):
+            alone = []
+            for talk in talks:
+                engine.flush_cache()
+                alone += engine.chat(talk, params)
+            mixed = engine.chat(talks, params)
+            assert [o.text for o in mixed] == [o.text for o in alone]
+            assert [o.token_ids for o in mixed] == [o.token_ids for o in alone]
