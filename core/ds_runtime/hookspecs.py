@@ -72,7 +72,11 @@ def ds_defaults(config: EngineConfig, facts: Facts) -> Sequence[Change]:
 
 @hookspec
 def ds_observer(config: EngineConfig) -> Any:
-    """An object whose optional methods `on_step(stats)` and `on_finish(request)` are called."""
+    """An object whose optional methods `on_step(stats)` and `on_finish(tokens)` are called.
+
+    They get `engine.messages` values: the Stats after every step, and the last Tokens of every
+    request that ends. One that raises is dropped.
+    """
 
 
 @hookspec

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, TypeAlias
@@ -34,108 +34,15 @@ from ds_runtime.engine.ranks import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import make_private_folder
 from ds_runtime.errors import ConfigError, EngineDeadError, RequestError
+from ds_runtime.outputs import Completion, Job, RequestOutput, Usage
 from ds_runtime.plan import Plan
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.text.detokenizer import OutputState
 from ds_runtime.text.template import ChatTemplate, Message, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
+__all__ = ["LLM", "Completion", "RequestOutput", "Usage"]
+
 Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
-
-
-@dataclass(slots=True)
-class Completion:
-    """One choice. `token_ids` include the EOS or stop id that ended it, `text` does not.
-
-    finish_reason: "stop" or "length"; stop_reason: the stop string or stop id, None for EOS.
-    `logprobs` has one entry per token where asked for. Without a tokenizer `text` is empty.
-    """
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass(slots=True)
-class Usage:
-    """Counts of tokens; `cached_tokens` of the prompt came from the prefix cache."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """The result of one prompt. `prompt` is None where token ids were given.
-
-    `prompt_logprobs`: one entry per prompt token where asked for; the first is None.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    usage: Usage = field(default_factory=Usage)
-
-    @property
-    def text(self) -> str:
-        """Text of the first choice."""
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the first choice."""
-        return self.outputs[0].token_ids
-
-    @property
-    def logprobs(self) -> list[TokenLogprob] | None:
-        """Log-probabilities of the first choice, one per token."""
-        return self.outputs[0].logprobs
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the first choice ended."""
-        return self.outputs[0].finish_reason
-
-
-class _Job:
-    """One choice on its way through the engine."""
-
-    def __init__(
-        self, submit: Submit, output: RequestOutput, choice: int, tokenizer: Tokenizer | None
-    ) -> None:
-        self.submit = submit
-        self.output = output
-        self.completion = output.outputs[choice]
-        self._state = None if tokenizer is None else OutputState(tokenizer, submit.params)
-
-    def take(self, message: Tokens) -> bool:
-        """Add new tokens; True when a stop string ended the text, which the engine cannot see."""
-        done, used, ended = self.completion, len(message.tokens), False
-        done.finish_reason = message.finish
-        if self._state is None:
-            if message.stop_token in self.submit.params.stop_token_ids:
-                done.stop_reason = message.stop_token
-        else:
-            delta = self._state.push(message.tokens, message.finish, message.stop_token)
-            used, done.text = delta.used, done.text + delta.text
-            if delta.finished:
-                done.finish_reason, done.stop_reason = delta.finish_reason, delta.stop_reason
-                ended = message.finish is None
-        done.token_ids += message.tokens[:used]
-        if done.logprobs is not None and message.logprobs is not None:
-            done.logprobs += message.logprobs[:used]
-        usage = self.output.usage
-        usage.completion_tokens += used
-        if message.prompt_logprobs is not None:
-            self.output.prompt_logprobs = message.prompt_logprobs
-        if done.index == 0:
-            usage.cached_tokens = message.cached_tokens
-        return ended
 
 
 class LLM:
@@ -317,7 +224,7 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt, add_special=True)
         return None, list(prompt)
 
-    def _jobs(self, output: RequestOutput, params: SamplingParams) -> list[_Job]:
+    def _jobs(self, output: RequestOutput, params: SamplingParams) -> list[Job]:
         """The choices of one prompt."""
         if params.stop and self._tokenizer is None:
             raise RequestError(
@@ -338,14 +245,14 @@ class LLM:
                 choice=choice,
                 group=str(self._served) if params.n > 1 else "",
             )
-            jobs.append(_Job(submit, output, choice, self._tokenizer))
+            jobs.append(Job(submit, output, choice, self._tokenizer))
         return jobs
 
-    def _run(self, jobs: Sequence[_Job]) -> Iterator[_Job]:
+    def _run(self, jobs: Sequence[Job]) -> Iterator[Job]:
         """Feed the engine as its queue allows until every job is done; each that got tokens."""
         engine = self._alive()
         window = engine.assembly.config.queue_limit
-        pending, running = deque(jobs), dict[str, _Job]()
+        pending, running = deque(jobs), dict[str, Job]()
         try:
             while pending or running:
                 while pending and len(running) < window:
