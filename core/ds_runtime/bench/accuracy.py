@@ -1,0 +1,143 @@
+"""Scores of the runtime on a held-out set: sums, tool calls, and how often MTP drafts agree.
+
+The set is heldout.json of the checkpoint's folder, or else the demo model's. The runtime generates
+greedily; answers are scored as raw text. MTP agreement is computed in plain torch on the outputs
+of the runtime, and apart from them on prose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.bench import scoring
+from ds_runtime.bench.record import environment, peak_bytes
+from ds_runtime.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from ds_runtime.llm import LLM, RequestOutput
+
+LIMITS = {"sums": 96, "tools": 160}  # tokens; correct answers of the demo model need fewer
+
+
+def load_heldout(path: Path) -> tuple[dict[str, Any], str]:
+    """The held-out set and its SHA-256; CheckpointError if its hash is not the recorded one."""
+    data = path.read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    recorded = path.with_suffix(".sha256")
+    if recorded.is_file() and recorded.read_text().split()[0] != digest:
+        raise CheckpointError(f"{path}: its hash is not the one in {recorded.name}; restore it")
+    held: dict[str, Any] = json.loads(data)
+    return held, digest
+
+
+def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[RequestOutput]:
+    """The runtime's greedy answers to the entries' messages, marker tokens kept in the text."""
+    from ds_runtime.sampling_params import SamplingParams
+    from ds_runtime.text.template import load_template
+
+    template = load_template(folder, llm.tokenizer)
+    if template is None:
+        raise CheckpointError(f"{folder}: has no chat template, which this measurement needs")
+    texts = [template.render(e["messages"], e.get("tools")) for e in entries]
+    params = SamplingParams(max_tokens=LIMITS[kind], skip_special_tokens=False)
+    return llm.generate([llm.tokenizer.encode(t) for t in texts], params)
+
+
+def right(kind: str, raw: str, entry: Mapping[str, Any]) -> bool:
+    """Whether one raw answer is right."""
+    if kind == "sums":
+        return scoring.sum_correct(raw, entry["answer"])
+    return scoring.calls_correct(raw, entry["calls"])
+
+
+def draft_agreement(
+    folder: Path, outputs: Sequence[RequestOutput], prose: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Share of MTP drafts equal to the model's argmax: on outputs, and on prose (true text)."""
+    from ds_runtime.bench.mtp import DraftCheck, refusal
+    from ds_runtime.model.config import load_config
+
+    reason = refusal(load_config(folder))
+    if reason is not None:
+        return {"refused": reason}
+    check = DraftCheck(folder)
+    own, text = [], []
+    for output in outputs:
+        prompt = output.prompt_token_ids
+        own += check.pairs([*prompt, *output.token_ids], len(prompt))
+    for ids in prose:
+        text += check.pairs(ids, 1)
+    return {
+        "outputs": scoring.agreement(own),
+        "output_tokens": len(own),
+        "prose": scoring.agreement(text),
+        "prose_tokens": len(text),
+    }
+
+
+def run(settings: Mapping[str, Any], limit: int | None = None, mtp: bool = True) -> dict[str, Any]:
+    """Load the engine with these EngineConfig fields and score it; `limit` entries per kind."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit {limit}: must be at least 1")
+    from ds_runtime import LLM
+    from ds_runtime.model.hub import resolve_model
+
+    model = str(settings.get("model", "demo"))
+    folder = resolve_model(model)
+    path = folder / "heldout.json"
+    heldout, digest = load_heldout(path if path.is_file() else resolve_model("demo") / path.name)
+    scores: dict[str, Any] = {}
+    outputs: list[RequestOutput] = []
+    with LLM(**settings) as llm:
+        for kind in LIMITS:
+            entries = heldout[kind][:limit]
+            start = time.perf_counter()
+            done = answers(llm, folder, kind, entries)
+            spent = time.perf_counter() - start
+            good = sum(right(kind, o.text, e) for o, e in zip(done, entries, strict=True))
+            scores[kind] = {
+                "right": good,
+                "of": len(entries),
+                "share": good / len(entries),
+                "seconds": spent,
+            }
+            outputs += done
+        tokenizer = llm.tokenizer
+        start_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        prose = [start_ids + tokenizer.encode(p["text"]) for p in heldout["prose"][:limit]]
+    if mtp:
+        scores["mtp"] = draft_agreement(folder, outputs, prose)
+    return {
+        "bench": "accuracy",
+        "model": model,
+        "settings": {k: v for k, v in settings.items() if k != "model"},
+        "heldout_sha256": digest,
+        "scores": scores,
+        "peak_bytes": peak_bytes(),
+        **environment(),
+    }
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    scores = report["scores"]
+    lines = [f"{report['model']}, held-out set {report['heldout_sha256'][:12]}"]
+    for kind, name in (("sums", "sums"), ("tools", "tool calls")):
+        s = scores[kind]
+        lines.append(
+            f"{name}: {s['right']} of {s['of']} right ({s['share']:.1%}) in {s['seconds']:.1f} s"
+        )
+    mtp = scores.get("mtp")
+    if mtp is not None and "refused" in mtp:
+        lines.append(f"MTP agreement not measured: {mtp['refused']}")
+    elif mtp is not None:
+        lines.append(
+            f"MTP argmax equal to the model's: {mtp['outputs']:.2%} of {mtp['output_tokens']:,} "
+            f"output tokens, {mtp['prose']:.2%} of {mtp['prose_tokens']:,} prose tokens"
+        )
+    return "\n".join(lines)
