@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
-from oracle import Oracle, compare
 
+from ds_runtime.testing.oracle import Oracle, compare
 from ds_runtime.testing.tiny import SHAPES, write_tiny, write_tiny_fp8
 
 LENGTHS = (150, 64, 65, 1, 33, 16)  # the original rope length of most shapes is 64

@@ -27,7 +27,8 @@ class Oracle:
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
         """[T, vocab] float32, of all positions."""
-        return self.model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+        logits: Tensor = self.model(torch.tensor([list(tokens)])).logits[0]
+        return logits.log_softmax(-1)
 
     @torch.no_grad()
     def near_tie(self, tokens: Sequence[int]) -> Tensor:
