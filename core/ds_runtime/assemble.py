@@ -204,7 +204,10 @@ def _check_strict(config: EngineConfig, plan: Plan) -> None:
     heavy = plan.heavy_references()
     if config.strict_ops and heavy:
         said = "; ".join(f"{r.op} at {', '.join(r.sites)}" for r in heavy)
-        raise UnsupportedError(f"--strict-ops: heavy ops would run on the reference: {said}")
+        raise UnsupportedError(
+            f"--strict-ops: heavy ops would run on the reference: {said}; "
+            f"ds-runtime plan --explain {heavy[0].op} says why"
+        )
 
 
 def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:

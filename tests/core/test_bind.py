@@ -186,6 +186,7 @@ def test_a_pin_never_beats_a_refusal(sites) -> None:
         ("linear", "write OP"),
         ("liner=x", "did you mean 'linear'"),
         ("linear=", "write OP"),
+        ("linear=reference.ReferenceLinaer", "did you mean 'reference.ReferenceLinear'"),
         ("linear=nobody.linear", "no such kernel; offered: reference.ReferenceLinear"),
         ("linear@*.w_proj=reference", "matches no site"),
     ],

@@ -313,6 +313,14 @@ def test_a_user_setting_reaches_the_plan_as_explicit(
     assert "page 16" in run(capsys, "plan", "--model", tiny, "--page-size", "16")[1]
 
 
+def test_strict_ops_names_the_heavy_op_and_where(capsys: Capture, tiny: str) -> None:
+    assert run(capsys, "plan", "--model", tiny, "--strict-ops")[0] == 0
+    code, _, err = run(capsys, "plan", "--model", tiny, "--strict-ops", "--pin", "linear=reference")
+    assert code == 1
+    assert "linear at layers.0-2.self_attn.kv_a_proj_with_mqa" in err
+    assert "ds-runtime plan --explain linear says why" in err
+
+
 def test_ops_lists_the_whole_vocabulary(capsys: Capture, tiny: str) -> None:
     _, out, _ = run(capsys, "ops", "--model", tiny, "--json")
     table = json.loads(out)

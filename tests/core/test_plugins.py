@@ -145,6 +145,9 @@ def test_selection_by_score_by_flag_and_by_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("DS_PLATFORM", "cpu")
     assert select_platform(plugins)[0].name == "cpu"
     assert select_platform(plugins, "mine")[0].name == "mine"
+    monkeypatch.setenv("DS_PLATFORM", "cqu")
+    with pytest.raises(ConfigError, match="DS_PLATFORM 'cqu': no such platform; did you mean 'cpu"):
+        select_platform(plugins)
     monkeypatch.setenv("DS_PLATFORM", "")
     assert select_platform(plugins)[0].name == "mine"
     with pytest.raises(ConfigError, match="no such platform; did you mean 'mine'"):

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def _load() -> ModuleType:

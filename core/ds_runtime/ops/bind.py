@@ -151,9 +151,12 @@ class Binder:
             if pin.op == site.op and fnmatchcase(site.path, pin.glob):
                 chosen = [k for k in kernels if pin.kernel in (k.name, k.provider)]
                 if not chosen:
-                    names = ", ".join(k.name for k in kernels)
+                    names = [k.name for k in kernels]
+                    near = difflib.get_close_matches(pin.kernel, names, n=1)
+                    hint = f"did you mean {near[0]!r}? " if near else ""
                     raise ConfigError(
-                        f"--pin {pin.op}={pin.kernel}: no such kernel; offered: {names}"
+                        f"--pin {pin.op}={pin.kernel}: no such kernel; {hint}"
+                        f"offered: {', '.join(names)}"
                     )
                 facts = site_facts(self.base, site)
                 said = [(k.name, refusal(k, facts)) for k in chosen]

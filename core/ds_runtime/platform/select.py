@@ -19,13 +19,14 @@ def select_platform(
     A broken plugin, one whose packages are installed but fail on hardware that is there, stops
     the start (PluginError) unless the user named another platform.
     """
-    if wanted == "auto":
-        wanted = os.environ.get("DS_PLATFORM") or "auto"
+    source = "--platform"
+    if wanted == "auto" and (named := os.environ.get("DS_PLATFORM")):
+        source, wanted = "DS_PLATFORM", named
     found = plugins.platforms()
     refusals = tuple((name, r) for name, (_, r) in sorted(found.items()) if r is not None)
     here = [p for _, (p, _) in sorted(found.items()) if p is not None]
     if wanted != "auto":
-        return _named(wanted, here, refusals), refusals
+        return _named(source, wanted, here, refusals), refusals
     for name, refusal in refusals:
         if refusal.kind == "broken":
             raise PluginError(
@@ -39,15 +40,15 @@ def select_platform(
 
 
 def _named(
-    wanted: str, here: list[Platform], refusals: tuple[tuple[str, Refusal], ...]
+    source: str, wanted: str, here: list[Platform], refusals: tuple[tuple[str, Refusal], ...]
 ) -> Platform:
     for platform in here:
         if platform.name == wanted:
             return platform
     for name, refusal in refusals:
         if name == wanted:
-            raise UnsupportedError(f"--platform {wanted}: {refusal}")
+            raise UnsupportedError(f"{source} {wanted}: {refusal}")
     names = sorted({p.name for p in here} | {n for n, _ in refusals})
     near = difflib.get_close_matches(wanted, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-    raise ConfigError(f"--platform {wanted!r}: no such platform; {hint}")
+    raise ConfigError(f"{source} {wanted!r}: no such platform; {hint}")
