@@ -43,7 +43,7 @@ def _needs_same_kv(facts: Facts) -> str | None:
 
 
 def _native_decode(facts: Facts) -> str | None:
-    if facts.dims["kv_lora"] > _MAX_LORA:
+    if facts.dims.get("kv_lora", 0) > _MAX_LORA:
         return f"holds at most {_MAX_LORA} latent values per token, not {facts.dims['kv_lora']}"
     return _needs_same_kv(facts)
 
