@@ -8,8 +8,10 @@ from functools import cache
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.oracle import TIE, Oracle
 from ds_runtime.testing.tiny import SHAPES, write_tiny, write_tiny_fp8
 
@@ -199,3 +201,17 @@ def test_ties_are_found(checkpoints):
         model.lm_head.weight[6] = model.lm_head.weight[5] = model.lm_head.weight[5] * 10
     tied = Oracle(model).near_tie(list(range(60)))
     assert 0 < int(tied.sum()) < 60 and TIE == 1e-5
+
+
+def test_the_demo_model():
+    """Trained weights at the true head sizes, on text."""
+    folder = resolve_model("demo")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    oracle = Oracle(model.eval())
+    params = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    texts = ["It is a truth universally acknowledged, that a", "What is 17 + 25?", "Call me"]
+    with LLM("demo", **SETTINGS, prefill_chunk=5) as llm:
+        outputs = llm.generate(texts, params)
+    check(oracle, outputs)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.sites import vocab_rows
 from ds_runtime.ops.spec import Kernel, Site
+
+if TYPE_CHECKING:
+    from ds_runtime.assemble import Assembly
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP8_BYTES = 1 + 4 / (128 * 128)
@@ -37,3 +41,15 @@ def packed_bytes(
     routers = sum(config.is_moe(layer) for layer in range(config.layers))
     total += routers * config.experts * config.hidden * 4
     return int(total)
+
+
+def positions_of(assembly: Assembly) -> int:
+    """Positions that the rotation table covers: the context."""
+    return assembly.config.context_length or assembly.model.max_positions
+
+
+def needed_bytes(assembly: Assembly) -> int:
+    """What one rank's packed weights will take."""
+    config, choices = assembly.config, assembly.binding.choices
+    positions = positions_of(assembly)
+    return packed_bytes(assembly.model, choices, config.dtype, config.tp, positions)

@@ -13,6 +13,7 @@ from ds_runtime.model.quant import Place, Quant, check_component, expected
 
 _SHOWN = 4
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_DRAFT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # only a layer that drafts has it
 
 
 def check_checkpoint(
@@ -29,7 +30,8 @@ def check_checkpoint(
             f"{checkpoint.folder}: {_some(missing)} missing; config.json asks for "
             f"{config.layers} layers and {config.experts} experts: is the download complete?"
         )
-    extra = [n for n in checkpoint.names if n not in needed and not _ignorable(n, config)]
+    drafts = {m[1] for n in checkpoint.names if (m := _DRAFT.match(n)) is not None}
+    extra = [n for n in checkpoint.names if n not in needed and not _ignorable(n, config, drafts)]
     if extra:
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(extra)} not expected; config.json and "
@@ -53,16 +55,14 @@ def _some(names: list[str]) -> str:
     return f"{len(unique)} tensors ({shown}{more}) are"
 
 
-def _ignorable(name: str, config: ModelConfig) -> bool:
-    """Rotation tables, draft layers behind the last one, and a head that ties to the embedding."""
+def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
+    """Rotation tables, a head that ties to the embedding, and draft layers behind the last one."""
     if name.endswith("rotary_emb.inv_freq"):
         return True
     if config.tie_embeddings and name == "lm_head.weight":
         return True
     layer = _LAYER.match(name)
-    return layer is not None and config.layers <= int(layer[1]) < config.layers + max(
-        1, config.mtp_layers
-    )
+    return layer is not None and layer[1] in drafts and int(layer[1]) >= config.layers
 
 
 def _wrong(checkpoint: Checkpoint, quant: Quant, stored: Stored, place: Place) -> list[str]:

@@ -9,7 +9,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
-from ds_runtime.model.estimate import packed_bytes
+from ds_runtime.model.estimate import needed_bytes, positions_of
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
 from ds_runtime.ops.bind import BoundOps
@@ -40,20 +40,9 @@ def load_model(
         check_memory(assembly, comm, device)
         with Progress("loading weights", load.total_bytes(), enabled=progress) as bar:
             checkpoint.on_read = bar.advance
-            return DeepSeekModel(config, load, _positions(assembly))
+            return DeepSeekModel(config, load, positions_of(assembly))
     finally:
         checkpoint.close()
-
-
-def _positions(assembly: Assembly) -> int:
-    return assembly.config.context_length or assembly.model.max_positions
-
-
-def needed_bytes(assembly: Assembly) -> int:
-    """What one rank's packed weights will take."""
-    config = assembly.config
-    choices = assembly.binding.choices
-    return packed_bytes(assembly.model, choices, config.dtype, config.tp, _positions(assembly))
 
 
 def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:

@@ -19,6 +19,7 @@ class Oracle:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.double = copy.deepcopy(model).double()
+        self.double.config._experts_implementation = "eager"  # the others know no float64
         self.gaps: list[Tensor] = []
         for module in self.double.modules():
             if type(module).__name__.endswith("TopkRouter"):

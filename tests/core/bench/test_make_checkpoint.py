@@ -1,0 +1,89 @@
+"""Generated checkpoints: equal bytes for equal arguments, and models that transformers runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.bench.checkpoint import make_checkpoint, plan_tensors
+from ds_runtime.bench.shapes import DTYPES, SHAPES, config_of
+from ds_runtime.errors import ConfigError
+from ds_runtime.model.checkpoint import Checkpoint
+from ds_runtime.testing.oracle import Oracle
+
+SETTINGS = {"platform": "cpu", "dtype": "float32", "threads": 1}
+SETTINGS |= {"context_length": 320, "kv_memory": "8MB"}
+
+
+def digest(folder):
+    files = sorted(folder.iterdir())
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(f"tiny-{s}", d) for s, d in zip(("v3", "v2-lite") * 3, DTYPES, strict=False)],
+)
+def test_same_arguments_same_bytes(tmp_path, shape, dtype):
+    first = make_checkpoint(tmp_path / "a", shape, dtype, seed=4, shard_bytes=300_000)
+    second = make_checkpoint(tmp_path / "b", shape, dtype, seed=4, shard_bytes=300_000)
+    other = make_checkpoint(tmp_path / "c", shape, dtype, seed=5, shard_bytes=300_000)
+    assert digest(first) == digest(second) != digest(other)
+    shards = sorted(first.glob("*.safetensors"))
+    assert len(shards) > 2
+    index = json.loads((first / "model.safetensors.index.json").read_text())
+    checkpoint = Checkpoint(first)
+    assert index["metadata"]["total_size"] == sum(
+        checkpoint.entry(name).nbytes for name in checkpoint.names
+    )
+    for shard in shards:  # the format's own reader agrees
+        with safe_open(shard, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                theirs = file.get_tensor(name)
+                ours = checkpoint.read(name)
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", ["tiny-v2-lite", "tiny-v3"])
+def test_transformers_runs_them(tmp_path, shape):
+    folder = make_checkpoint(tmp_path, shape, "float32")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    oracle = Oracle(model.eval())
+    prompt = oracle.draw_prompt(300, seed=0)
+    with LLM(folder, **SETTINGS) as llm:
+        output = llm.generate(prompt, SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
+        assert llm.tokenizer.decode(llm.tokenizer.encode("random weights")) == "random weights"
+        assert llm.chat([{"role": "user", "content": "x"}])[0].token_ids
+    exact = oracle.logprobs(prompt)
+    assert exact.std() > 0.1
+    for position, entry in enumerate(output.prompt_logprobs[1:], start=1):
+        assert entry.logprob == pytest.approx(float(exact[position - 1, entry.token]), abs=1e-4)
+
+
+def test_sizes_are_those_of_the_real_models():
+    def parameters(shape, dtype="bfloat16"):
+        return sum(p.nbytes for p in plan_tensors(config_of(shape, dtype))) / 2
+
+    assert parameters("v2-lite") == pytest.approx(15.706e9, rel=1e-3)
+    assert 2 * parameters("lite-8") == pytest.approx(9.19e9, rel=1e-3)
+    assert parameters("v3-cpu") == pytest.approx(2.9e9, rel=0.05)
+    slice_fp8 = 2 * parameters("v3-slice", "fp8")
+    assert 37e9 < slice_fp8 < 42e9
+
+
+def test_unknown_names():
+    assert len(SHAPES) == 6
+    with pytest.raises(ConfigError, match="--shape 'huge': known are tiny-v2-lite"):
+        config_of("huge", "bfloat16")
+    with pytest.raises(ConfigError, match="--dtype 'int3'"):
+        config_of("lite-8", "int3")
