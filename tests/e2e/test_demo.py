@@ -1,0 +1,111 @@
+"""The embedded demo model: what the package promises of it, and its scores through the runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from ds_runtime.bench import accuracy
+from ds_runtime.errors import CheckpointError
+from ds_runtime.model.config import load_config
+from ds_runtime.model.hub import resolve_model
+from ds_runtime.text.template import load_template
+from ds_runtime.text.tokenizer import Tokenizer
+
+FOLDER = resolve_model("demo")
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def test_its_files_are_small_and_whole():
+    shards = sorted(FOLDER.glob("*.safetensors"))
+    index = json.loads((FOLDER / "model.safetensors.index.json").read_text())
+    assert {s.name for s in shards} == set(index["weight_map"].values())
+    assert all(s.stat().st_size <= 12_000_000 for s in shards)
+    assert sum(s.stat().st_size for s in shards) <= 24_000_000
+
+
+def test_its_shape_is_deepseek_v3():
+    config = load_config(FOLDER)
+    assert config.architecture == "DeepseekV3ForCausalLM"
+    assert (config.kv_lora, config.qk_rope, config.qk_nope, config.v_head) == (512, 64, 128, 128)
+    assert config.heads % 2 == 0
+    assert config.first_dense == 1
+    assert config.mtp_layers == 1
+    assert config.shared_experts == 1
+    widths = (config.hidden, config.q_lora, config.intermediate, config.moe_intermediate)
+    assert all(w and w % 128 == 0 for w in widths)
+    assert config.routing is not None
+    assert config.routing.method == "noaux_tc"
+    assert config.routing.n_group > 1
+
+
+def test_the_held_out_set_is_the_recorded_one(tmp_path):
+    held, digest = accuracy.load_heldout(FOLDER / "heldout.json")
+    assert digest == hashlib.sha256((FOLDER / "heldout.json").read_bytes()).hexdigest()
+    recipe = json.loads((FOLDER / "RECIPE.json").read_text())
+    assert recipe["heldout_sha256"] == digest
+    assert len(held["sums"]) == 500
+    assert len(held["tools"]) == 200
+    assert all(max(s["a"], s["b"]) <= 999 for s in held["sums"])
+    sign = {"+": 1, "-": -1}
+    assert all(s["a"] + sign[s["op"]] * s["b"] == s["answer"] for s in held["sums"])
+    changed = tmp_path / "heldout.json"
+    changed.write_text((FOLDER / "heldout.json").read_text() + " ")
+    (tmp_path / "heldout.sha256").write_text((FOLDER / "heldout.sha256").read_text())
+    with pytest.raises(CheckpointError, match="its hash is not the one"):
+        accuracy.load_heldout(changed)
+
+
+def test_training_draws_no_reserved_operand_pair(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    corpus = importlib.import_module("demo_corpus")
+    text = importlib.import_module("demo_text")
+    held = json.loads((FOLDER / "heldout.json").read_text())
+    banned = corpus.Banned.of(held).pairs
+    assert banned == {(min(s["a"], s["b"]), max(s["a"], s["b"])) for s in held["sums"]}
+    rng = random.Random(3)
+    reserved = {text.pair_key(*text.draw_pair(rng, frozenset())[:2]) for _ in range(2000)}
+    rng = random.Random(3)  # the same draws, had they not been reserved
+    drawn = {text.pair_key(*text.draw_pair(rng, frozenset(reserved))[:2]) for _ in range(2000)}
+    assert len(drawn) > 500
+    assert not drawn & reserved
+
+
+def test_digits_are_single_tokens_and_markers_are_known():
+    tokenizer = Tokenizer.load(FOLDER)
+    assert len(tokenizer.encode("90817263")) == 8
+    for marker in (
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<think>",
+        "</think>",
+        "<｜tool▁calls▁begin｜>",
+    ):
+        assert len(tokenizer.encode(marker)) == 1
+    template = load_template(FOLDER, tokenizer)
+    assert template is not None
+    text = template.render([{"role": "user", "content": "Hello"}], None)
+    assert text == "<｜begin▁of▁sentence｜><｜User｜>Hello<｜Assistant｜>"
+
+
+def test_some_held_out_answers_through_the_runtime():
+    report = accuracy.run({"model": "demo", "platform": "cpu", "threads": 1}, limit=6)
+    assert report["scores"]["sums"]["right"] == 6
+    assert report["scores"]["tools"]["right"] == 6
+    assert report["scores"]["mtp"]["outputs"] >= 0.9
+    assert "6 of 6 right" in accuracy.render(report)
+
+
+@pytest.mark.slow
+def test_the_scores_that_the_demo_promises():
+    scores = accuracy.run({"model": "demo", "platform": "cpu"})["scores"]
+    assert scores["sums"]["of"] == 500
+    assert scores["sums"]["share"] >= 0.95
+    assert scores["tools"]["of"] == 200
+    assert scores["tools"]["share"] >= 0.95
+    assert scores["mtp"]["outputs"] >= 0.60
