@@ -30,7 +30,7 @@ from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.launch import RankGroup
 from ds_runtime.engine.messages import Failed, Stats, Submit, TokenLogprob, Tokens
-from ds_runtime.engine.ranks import RankSpec
+from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import make_private_folder
 from ds_runtime.errors import ConfigError, EngineDeadError, RequestError

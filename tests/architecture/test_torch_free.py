@@ -18,7 +18,8 @@ NEEDS_TORCH = {"batch", "weight"}  # under ops: values that hold tensors
 ALWAYS = """
     ds_runtime ds_runtime.api ds_runtime.assemble ds_runtime.config ds_runtime.errors
     ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
-    ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.platform.spec
+    ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.launch
+    ds_runtime.platform.spec
     ds_runtime.platform.select ds_runtime.model.config ds_runtime.model.sites ds_runtime.cli
     ds_runtime.ops.reference ds_runtime.testing
 """

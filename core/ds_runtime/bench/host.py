@@ -56,7 +56,7 @@ def run(
         if value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1")
     from ds_runtime.engine.messages import Submit
-    from ds_runtime.engine.ranks import RankSpec
+    from ds_runtime.engine.rankspec import RankSpec
     from ds_runtime.engine.start import start_engine
 
     engine = start_engine(

@@ -25,7 +25,7 @@ import zmq
 from ds_runtime import errors
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Stop, encoder
-from ds_runtime.engine.ranks import RankSpec, follow
+from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.transport import connect_push, ipc
 
 _GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
@@ -188,6 +188,8 @@ def rank_main(spec: RankSpec) -> None:
 
             serve(spec)
         else:
+            from ds_runtime.engine.ranks import follow
+
             follow(spec)
         sys.stdout.flush()
         sys.stderr.flush()

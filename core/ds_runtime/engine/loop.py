@@ -21,7 +21,7 @@ from ds_runtime.engine.messages import (
     decode_to_engine,
     encoder,
 )
-from ds_runtime.engine.ranks import RankSpec
+from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from ds_runtime.assemble import Assembly, assemble
-from ds_runtime.config import EngineConfig
+from ds_runtime.assemble import Assembly
+from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import StepPlan
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
@@ -26,26 +24,6 @@ from ds_runtime.plan import Plan, difference
 from ds_runtime.platform.spec import Communicator
 
 _LEAVE = b""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """What a rank's process needs to know; picklable. `plugins`: names of modules to add."""
-
-    config: EngineConfig
-    explicit: tuple[str, ...]
-    plugins: tuple[str, ...]
-    folder: Path
-    rank: int
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self.config.tp
-
-    def assemble(self) -> Assembly:
-        """Decide everything, as every rank does for itself."""
-        return assemble(self.config, self.explicit, [import_module(m) for m in self.plugins])
 
 
 def join(spec: RankSpec, assembly: Assembly) -> Communicator:

@@ -11,7 +11,8 @@ from ds_runtime.assemble import assemble
 from ds_runtime.engine.banner import warnings
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.launch import RankGroup
-from ds_runtime.engine.ranks import Leader, RankSpec, join, start_runner
+from ds_runtime.engine.ranks import Leader, join, start_runner
+from ds_runtime.engine.rankspec import RankSpec
 
 
 def start_engine(

@@ -1,0 +1,30 @@
+"""What crosses to a rank's process at its start. Torch-free: the front end makes these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """What a rank's process needs to know; picklable. `plugins`: names of modules to add."""
+
+    config: EngineConfig
+    explicit: tuple[str, ...]
+    plugins: tuple[str, ...]
+    folder: Path
+    rank: int
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self.config.tp
+
+    def assemble(self) -> Assembly:
+        """Decide everything, as every rank does for itself."""
+        return assemble(self.config, self.explicit, [import_module(m) for m in self.plugins])
