@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,3 +149,20 @@ def test_experts_equal_the_moe_block_of_transformers(tokens: int) -> None:
     got = experts.apply(x[0], weights, ids.int(), experts.pack(source, facts))
     # transformers rounds the routing weights to float32
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shift", [-5.0, -1.5, 0.0])
+def test_a_closed_group_is_never_chosen_however_low_the_bias(shift: float) -> None:
+    """Choice scores below 0 in every open group: a closed group at 0 would win."""
+    routing = Routing(4, 32, 8, 2, "sigmoid", "noaux_tc", True, 2.5)
+    generator = torch.Generator().manual_seed(11)
+    logits = torch.randn(64, 32, generator=generator)
+    bias = torch.rand(32, generator=generator) * 0.2 + shift
+    _, ids = route(logits, bias, routing)
+    for row, chosen in zip(logits.tolist(), ids.tolist(), strict=True):
+        choice = [1 / (1 + math.exp(-v)) + b for v, b in zip(row, bias.tolist(), strict=True)]
+        groups = [sum(sorted(choice[4 * g : 4 * g + 4])[-2:]) for g in range(8)]
+        kept = sorted(range(8), key=lambda g: groups[g])[-2:]
+        inside = [e for g in kept for e in range(4 * g, 4 * g + 4)]
+        best = sorted(inside, key=lambda e: choice[e])[-4:]
+        assert sorted(chosen) == sorted(best)
