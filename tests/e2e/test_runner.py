@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,54 @@ def test_a_step_can_be_launched_before_the_last_one_is_collected(runner):
     apart = [runner.collect(runner.launch(p)).works[0].token for p in plans]
     handles = [runner.launch(p) for p in plans]
     assert [runner.collect(h).works[0].token for h in handles] == apart
+
+
+def test_prompt_scores_hold_a_slice_of_logits_at_a_time(runner, monkeypatch):
+    """Of 158 scored positions and three draws, with two numbers of alternatives, as of float64."""
+    draw = random.Random(4)
+    prompts = [[draw.randrange(2, 258) for _ in range(n)] for n in (96, 60, 5)]
+    model, heads, head = runner.model, [], runner.model.logits
+    hidden = []
+
+    def watched(rows):
+        heads.append(rows.shape[0])
+        return head(rows)
+
+    def forward(batch, caches):
+        hidden.append(type(model).forward(model, batch, caches))
+        return hidden[-1]
+
+    monkeypatch.setattr(model, "logits", watched)
+    monkeypatch.setattr(model, "forward", forward)
+    works, init = [], []
+    for row, (prompt, wanted) in enumerate(zip(prompts, (3, 3, 1), strict=True)):
+        init.append(RowInit(row=row, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
+        pages = list(range(row * 8, row * 8 + 8))
+        works.append(
+            Work(
+                rid=str(row),
+                row=row,
+                start=0,
+                length=len(prompt),
+                pages=pages,
+                tokens=prompt,
+                prompt_logprobs=wanted,
+            )
+        )
+    result = runner.collect(runner.launch(StepPlan(step=0, works=works, init=init)))
+    assert heads == [3, 64, 64, 30]  # the draws, then slices of the scores
+    exact = torch.log_softmax(head(hidden[0]).double(), -1)
+    first = 0
+    for prompt, wanted, work in zip(prompts, (3, 3, 1), result.works, strict=True):
+        rows = exact[first : first + len(prompt)]
+        first += len(prompt)
+        assert work.token == rows[-1].argmax()
+        assert [e.token for e in work.prompt_logprobs] == prompt[1:]
+        for entry, row in zip(work.prompt_logprobs, rows, strict=False):
+            assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
+            assert [v for _, v in entry.top] == pytest.approx(
+                row.sort(descending=True).values[:wanted].tolist(), abs=1e-4
+            )
 
 
 def test_ranks_agree_on_the_fewest_pages(tiny):

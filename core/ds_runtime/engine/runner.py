@@ -25,6 +25,8 @@ from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress
 from ds_runtime.sampling_params import SamplingParams
 
+_SCORE_ROWS = 64  # prompt positions whose logits are held at a time: 33 MB at 129 280 tokens
+
 
 @dataclass(slots=True)
 class Handle:
@@ -33,7 +35,7 @@ class Handle:
     plan: StepPlan
     drawn: Drawn | None = None
     draw_works: list[int] = field(default_factory=list)  # index of the work, per draw
-    scores: list[LogprobGroup] = field(default_factory=list)
+    scores: list[list[LogprobGroup]] = field(default_factory=list)  # per _SCORE_ROWS scored rows
     score_works: list[int] = field(default_factory=list)  # index of the work, per scored row
 
 
@@ -136,10 +138,10 @@ class Runner:
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
-        logits = self.model.forward(batch, caches)  # [logit rows, vocab] float32
-        return self._sample(plan, logits)
+        hidden = self.model.forward(batch, caches)  # [logit rows, hidden]
+        return self._sample(plan, hidden)
 
-    def _sample(self, plan: StepPlan, logits: Tensor) -> Handle:
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> Handle:
         """Sort the logit rows, which come work by work, into draws and prompt scores."""
         handle = Handle(plan)
         draws: list[Draw] = []
@@ -159,19 +161,24 @@ class Runner:
                 draws.append(Draw(work.row, work.start + work.length, work.logprobs))
                 draw_rows.append(end - 1)
                 handle.draw_works.append(i)
-        assert end == logits.shape[0], f"{logits.shape[0]} rows of logits, {end} are due"
+        assert end == hidden.shape[0], f"{hidden.shape[0]} hidden rows, {end} are due"
         if draws:
-            handle.drawn = self.sampler.draw(self._pick(logits, draw_rows), draws)
+            logits = self.model.logits(self._pick(hidden, draw_rows))
+            handle.drawn = self.sampler.draw(logits, draws)
             index = torch.tensor([d.row for d in draws], dtype=torch.int64, device=self.device)
             self.last_tokens.index_copy_(0, index, handle.drawn.tokens)
-        if scores:
-            handle.scores = self.sampler.score(self._pick(logits, score_rows), scores)
+            del logits
+        for first in range(0, len(scores), _SCORE_ROWS):
+            some = slice(first, first + _SCORE_ROWS)
+            logits = self.model.logits(self._pick(hidden, score_rows[some]))
+            handle.scores.append(self.sampler.score(logits, scores[some]))
+            del logits  # before the next slice's
         return handle
 
-    def _pick(self, logits: Tensor, rows: list[int]) -> Tensor:
-        if len(rows) == logits.shape[0]:  # rows are distinct and rising
-            return logits
-        return logits[torch.tensor(rows, dtype=torch.int64, device=self.device)]
+    def _pick(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        if len(rows) == hidden.shape[0]:  # rows are distinct and rising
+            return hidden
+        return hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a launched step and bring its results to the host."""
@@ -182,9 +189,11 @@ class Runner:
             for group in handle.drawn.logprobs:
                 for owner, entry in group.fetch():
                     works[handle.draw_works[owner]].logprob = entry
-        entries = dict(pair for group in handle.scores for pair in group.fetch())
-        for owner, i in enumerate(handle.score_works):
-            works[i].prompt_logprobs.append(entries[owner])
+        for number, groups in enumerate(handle.scores):
+            entries = dict(pair for group in groups for pair in group.fetch())
+            owners = handle.score_works[number * _SCORE_ROWS :]
+            for row in range(len(entries)):
+                works[owners[row]].prompt_logprobs.append(entries[row])
         return StepResult(step=handle.plan.step, works=works)
 
     def warm_up(self) -> None:

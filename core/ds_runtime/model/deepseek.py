@@ -61,17 +61,27 @@ class DeepSeekModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: list[Tensor]) -> Tensor:
-        """Logits of `batch.logit_rows`: [rows, vocab] float32, the same on every rank.
+        """Final hidden states of `batch.logit_rows`: [rows, hidden], the same on every rank.
 
-        caches: one per layer, in the bound KV layout; the batch's tokens are written to them.
+        They are what `logits` takes. caches: one per layer, in the bound KV layout; the batch's
+        tokens are written to them.
         """
         x = self.comm.all_reduce(self.embed(batch.input_ids))  # [T, hidden]
         residual: Tensor | None = None
         for block, cache in zip(self.blocks, caches, strict=True):
             x, residual = block(x, residual, batch, cache, self.cos_sin)
         if batch.logit_rows.shape[0] == 0:
-            return torch.empty(0, self.config.vocab_size, device=self.device)
+            return x.new_empty(0, self.config.hidden)
         assert residual is not None, "a model has at least one layer"
         normed, _ = self.norm.add(x[batch.logit_rows], residual[batch.logit_rows])
-        logits = self.lm_head(normed).to(torch.float32)  # [rows, this rank's vocabulary]
+        return normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: [rows, hidden] → [rows, vocab] float32, the same on every rank.
+
+        Collective: every rank calls it for the same rows. A row's logits take 4 bytes per
+        vocabulary entry, so many rows go through in slices.
+        """
+        logits = self.lm_head(hidden).to(torch.float32)  # [rows, this rank's vocabulary]
         return self.comm.all_gather(logits)[:, : self.config.vocab_size]

@@ -87,7 +87,7 @@ class Harness:
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
-        logits = self.model.forward(batch, self.caches)
+        logits = self.model.logits(self.model.forward(batch, self.caches))
         row = 0
         for sequence, count in (*decodes, *prefills):
             sequence.logits.append(logits[row : row + count])
