@@ -70,12 +70,14 @@ def _arch(machine: str, features: frozenset[str]) -> str:
 
 
 def fast_dtypes(features: frozenset[str]) -> frozenset[str]:
-    """Dtypes whose matmul is not emulated. float32 always; 16-bit types only with hardware."""
+    """Dtypes that kernels of this plugin compute in without emulation.
+
+    float32 always, bfloat16 with hardware for it. float16 never, whatever the processor says: no
+    kernel here takes it, so `--dtype auto` must not choose it.
+    """
     fast = {"float32"}
     if features & {"avx512_bf16", "amx_bf16", "bf16"}:
         fast.add("bfloat16")
-    if features & {"avx512_fp16", "amx_fp16", "asimdhp"}:
-        fast.add("float16")
     return frozenset(fast)
 
 
