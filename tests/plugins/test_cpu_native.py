@@ -170,17 +170,19 @@ def test_mla_decode_reads_only_its_own_rows(isa, dtype, heads, lora, rope, page)
 def test_norms_and_activation(isa, dtype, rows, n):
     x, residual = (torch.randn(rows, 2 * n + 1).to(dtype)[:, 1:] for _ in range(2))
     weight = torch.rand(n) + 0.5
-    for w in (weight, weight.to(dtype)):
+    for w in (weight, weight.to(torch.bfloat16)):
         normed = small.rms_norm(x[:, :n], w, 1e-6)
         want = F.rms_norm(x[:, :n].double(), (n,), w.double(), 1e-6)
         assert normed.shape == want.shape
         if rows:
             close(normed, want)
     summed = x[:, :n] + residual[:, :n]
-    normed, total = small.add_rms_norm(x[:, :n], residual[:, :n], weight, 1e-6)
-    assert torch.equal(total, summed)
+    for w in (weight, weight.to(torch.bfloat16)):
+        normed, total = small.add_rms_norm(x[:, :n], residual[:, :n].clone(), w, 1e-6)
+        assert torch.equal(total, summed)
+        if rows:
+            close(normed, F.rms_norm(summed.double(), (n,), w.double(), 1e-6))
     if rows:
-        close(normed, F.rms_norm(summed.double(), (n,), weight.double(), 1e-6))
         close(small.silu_mul(x), F.silu(x[:, :n].double()) * x[:, n:].double())
 
 
@@ -199,20 +201,94 @@ def test_nan_comes_through(isa):
     assert small.rms_norm(x.bfloat16(), torch.ones(64), 1e-6)[1].isnan().all()
 
 
-def test_results_do_not_depend_on_threads(isa):
-    weight = torch.randn(515, 2048).bfloat16()
-    kernel = linear.LinearNative(facts(torch.bfloat16))
-    packed = kernel.pack(dense("w", weight), facts(torch.bfloat16))
-    x = torch.randn(5, 2048).bfloat16()
+def over_threads(call) -> list[torch.Tensor]:
+    """The same call on one, two and three threads."""
     before = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(kernel.apply(x, packed))
+            results.append(call())
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    return results
+
+
+def same_bits(results: list[torch.Tensor]) -> None:
+    assert not results[0].isnan().any()
+    for other in results[1:]:
+        assert torch.equal(results[0], other), int((results[0] != other).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 13])
+@pytest.mark.parametrize(("rows", "k"), [(36, 4096), (515, 2048), (9, 30001)])
+def test_linear_does_not_depend_on_threads(isa, dtype, tokens, rows, k):
+    kernel = linear.LinearNative(facts(dtype))
+    packed = kernel.pack(dense("w", torch.randn(rows, k).to(dtype)), facts(dtype))
+    x = torch.randn(tokens, k).to(dtype)
+    same_bits(over_threads(lambda: kernel.apply(x, packed)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "hidden", "inter"), [(1, 1800, 164), (3, 120, 1900)])
+def test_experts_do_not_depend_on_threads(isa, dtype, tokens, hidden, inter):
+    gate, up = (torch.randn(4, inter, hidden).to(dtype) / hidden**0.5 for _ in range(2))
+    down = torch.randn(4, hidden, inter).to(dtype) / inter**0.5
+    kernel = experts.ExpertsNative(facts(dtype))
+    packed = kernel.pack(Source(gate, up, down), facts(dtype))
+    x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
+    ids = torch.stack([torch.randperm(4)[:3] for _ in range(tokens)]).int()
+    same_bits(over_threads(lambda: kernel.apply(x, weights, ids, packed)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_absorb_does_not_depend_on_threads(isa, dtype, tokens):
+    heads, n, k = 5, 52, 1700  # threads' pieces cross heads
+    dims = {"heads": heads, "qk_nope": k, "qk_rope": 8, "v": n, "kv_lora": k}
+    kernel = attention.MlaAbsorbNative(facts_for(CpuPlatform().info(), str(dtype)[6:], dims))
+    values = torch.randn(heads, n, k).to(dtype)
+    packed = packing.empty_packed(heads, n, k, dtype)
+    for h in range(heads):
+        packing.pack_into(packed[h], values[h])
+    x = torch.randn(tokens, heads, k).to(dtype)
+    results = over_threads(lambda: kernel._heads(x, packed, n))
+    same_bits(results)
+    close(results[0], torch.einsum("thk,hnk->thn", x.double(), values.double()))
+
+
+def decode(q, cache, lens, lora, page):
+    """The native decode of rows whose pages lie one after the other in the cache."""
+    tables = [-(-n // page) for n in lens]
+    table = torch.zeros(len(lens), max(tables), dtype=torch.int32)
+    for i, used in enumerate(tables):
+        table[i, :used] = torch.arange(used) + sum(tables[:i])
+    part = DecodePart(table, torch.tensor(lens, dtype=torch.int32), lens)
+    empty = torch.empty(0, dtype=torch.int64)
+    kernel = attention.MlaDecodeNative(
+        facts_for(CpuPlatform().info(), str(q.dtype)[6:], {"kv_lora": lora})
+    )
+    state = kernel.state(Limits(8, 8, max(tables), page, q.shape[1], "cpu"))
+    kernel.prepare(state, Batch(empty, empty, empty, empty, decode=part))
+    return kernel.run(state, q, cache, 0.11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_does_not_depend_on_threads(isa, dtype):
+    cache, q = torch.randn(17, 16, 169).to(dtype), torch.randn(3, 21, 169).to(dtype)
+    same_bits(over_threads(lambda: decode(q, cache, (100, 7, 129), 160, 16)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_nan_in_the_cache_comes_through_attention(isa, dtype):
+    """A NaN score must not be taken for a very small one."""
+    cache, q = torch.randn(16, 16, 41).to(dtype), torch.randn(2, 3, 41).to(dtype)
+    for place in (0, 70, 99):  # in the first block, a later one, and its last row
+        spoilt = cache.clone()
+        spoilt[place // 16, place % 16, 40] = float("nan")  # of the rotated part: no value has it
+        got = decode(q, spoilt, (100, 140), 32, 16)
+        assert got[0].isnan().all() and not got[1].isnan().any()
 
 
 def test_without_libraries_every_native_kernel_refuses(monkeypatch, tmp_path):

@@ -131,6 +131,13 @@ inline void dots(const T* w, int64_t r0, int64_t r1, X x_row, int64_t m, int64_t
       dot_tile<T, 2, 1>(w + r / ROWS * group, group, x, k, out);
       emit(0, r, out[0], 2 * ROWS);
     }
+    // As above over the whole of k: where a thread's rows end must not change how a row is summed.
+    for (; r < r1; r += ROWS) {
+      float out[1][ROWS];
+      dot_tile<T, 1, 1>(w + r / ROWS * group, group, x, k, out);
+      emit(0, r, out[0], int(r1 - r < ROWS ? r1 - r : ROWS));
+    }
+    return;
   }
   // Weights and tokens of one block along k stay in the first-level cache.
   constexpr int64_t BLOCK_M = 8 * MAX_M, BLOCK_K = 3072 / int64_t(sizeof(T));

@@ -6,6 +6,15 @@
 namespace ds {
 namespace {
 
+// Calls run(x's type, weight's type) with a value of each.
+template <class Run>
+void dispatch(int32_t dtype, int32_t weight_dtype, Run run) {
+  if (dtype == DS_F32)
+    weight_dtype == DS_F32 ? run(float(), float()) : run(float(), bf16());
+  else
+    weight_dtype == DS_F32 ? run(bf16(), float()) : run(bf16(), bf16());
+}
+
 template <class T>
 float mean_square(const T* x, int64_t n) {
   F a = F::zero(), b = F::zero();
@@ -72,17 +81,16 @@ using namespace ds;
 
 void ds_cpu_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x, int64_t ldx,
                      const void* weight, double eps, void* out, int64_t rows, int64_t n) {
-  auto f = dtype == DS_F32          ? rms_norm<float, float>
-           : weight_dtype == DS_F32 ? rms_norm<bf16, float>
-                                    : rms_norm<bf16, bf16>;
-  f(x, ldx, weight, eps, out, rows, n);
+  dispatch(dtype, weight_dtype, [&](auto t, auto u) {
+    rms_norm<decltype(t), decltype(u)>(x, ldx, weight, eps, out, rows, n);
+  });
 }
 
 void ds_cpu_add_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x, int64_t ldx,
                          const void* residual, int64_t ldr, const void* weight, double eps,
                          void* out, void* summed, int64_t rows, int64_t n) {
-  auto f = dtype == DS_F32          ? add_rms_norm<float, float>
-           : weight_dtype == DS_F32 ? add_rms_norm<bf16, float>
-                                    : add_rms_norm<bf16, bf16>;
-  f(x, ldx, residual, ldr, weight, eps, out, summed, rows, n);
+  dispatch(dtype, weight_dtype, [&](auto t, auto u) {
+    add_rms_norm<decltype(t), decltype(u)>(x, ldx, residual, ldr, weight, eps, out, summed, rows,
+                                           n);
+  });
 }

@@ -74,7 +74,8 @@ inline F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F clamp(F x, float lo, float hi) {
-  return {_mm512_min_ps(_mm512_max_ps(x.v, _mm512_set1_ps(lo)), _mm512_set1_ps(hi))};
+  // NaN stays: min and max answer with the second operand then
+  return {_mm512_min_ps(_mm512_set1_ps(hi), _mm512_max_ps(_mm512_set1_ps(lo), x.v))};
 }
 inline F round_even(F x) {
   return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
@@ -115,7 +116,8 @@ inline F operator*(F a, F b) { return {_mm256_mul_ps(a.v, b.v)}; }
 inline F operator/(F a, F b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline F clamp(F x, float lo, float hi) {
-  return {_mm256_min_ps(_mm256_max_ps(x.v, _mm256_set1_ps(lo)), _mm256_set1_ps(hi))};
+  // NaN stays: min and max answer with the second operand then
+  return {_mm256_min_ps(_mm256_set1_ps(hi), _mm256_max_ps(_mm256_set1_ps(lo), x.v))};
 }
 inline F round_even(F x) {
   return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
@@ -162,12 +164,12 @@ inline F clamp(F x, float lo, float hi) {
   DS_LANES(x.v[i] < lo ? lo : (x.v[i] > hi ? hi : x.v[i]));
 }
 inline F round_even(F x) { DS_LANES(std::nearbyint(x.v[i])); }
-inline F times_pow2(F x, F n) { DS_LANES(std::ldexp(x.v[i], int(n.v[i]))); }
+inline F times_pow2(F x, F n) { DS_LANES(n.v[i] == n.v[i] ? std::ldexp(x.v[i], int(n.v[i])) : n.v[i]); }
 #undef DS_LANES
 
 #endif
 
-// e^x to about one unit in the last place, between e^-87 and e^88; NaN is not kept.
+// e^x to about one unit in the last place, between e^-87 and e^88; NaN gives NaN.
 inline F exp(F x) {
   x = clamp(x, -87.0f, 88.0f);
   F n = round_even(x * F::all(1.44269504f));
