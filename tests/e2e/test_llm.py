@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 
@@ -222,6 +223,41 @@ def test_leaving_a_stream_early_aborts_it(llm):
     assert stats.running == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
 
 
+def test_calls_may_overlap(llm):
+    """Two streams in turns, and whole generations inside a stream's loop, lose no token."""
+    drawn = SamplingParams(max_tokens=30, temperature=1.0, seed=4)
+    asked = ["Hi", "abc", "zz", "hello"]
+    alone = [llm.generate(p, drawn)[0].text for p in asked]
+    first, second = llm.stream(asked[0], drawn), llm.stream(asked[1], drawn)
+    texts = ["", ""]
+    for pieces in itertools.zip_longest(first, second, fillvalue=""):
+        texts = [t + p for t, p in zip(texts, pieces, strict=True)]
+    assert texts == alone[:2]
+    outer, inner = "", []
+    for piece in llm.stream(asked[2], drawn):
+        outer += piece
+        if len(inner) < 2:
+            inner.append(llm.generate(asked[3], drawn)[0].text)
+    assert outer == alone[2] and inner == [alone[3]] * 2
+    assert llm.stats().running == llm.stats().waiting == 0
+
+
+def test_overlapping_calls_share_the_queue(tiny):
+    """Open streams fill the queue: others wait for them, and leaving one drops only its own."""
+    params = SamplingParams(max_tokens=20)
+    with LLM(tiny, **SETTINGS, queue_limit=2, max_running=1) as engine:
+        expected = engine.generate(["Hi", "abc"], params)
+        streams = [engine.stream("Hi", params), engine.stream("abc", params)]
+        begun = [next(s) for s in streams]
+        left = engine.stream("zz", params)
+        next(left)
+        left.close()
+        many = engine.generate(["Hi"] * 5, params)
+        assert [o.text for o in many] == [expected[0].text] * 5
+        texts = [b + "".join(s) for b, s in zip(begun, streams, strict=True)]
+        assert texts == [o.text for o in expected]
+
+
 def test_ctrl_c_during_a_step_leaves_a_working_engine(llm, monkeypatch):
     runner = llm._engine.runner
     collect = runner.collect
@@ -230,10 +266,14 @@ def test_ctrl_c_during_a_step_leaves_a_working_engine(llm, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         return collect(handle)
 
+    expected = llm.generate("abc", GREEDY)[0].text
+    open_stream = llm.stream("abc", GREEDY)
+    begun = next(open_stream)
     monkeypatch.setattr(runner, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate("Hi", SamplingParams(max_tokens=40))
     monkeypatch.undo()
+    assert begun + "".join(open_stream) == expected  # the step's tokens for others are kept
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.stats().running == 0
     assert llm.generate("Hi", SamplingParams(max_tokens=4))[0].finish_reason == "length"

@@ -15,21 +15,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import zmq
 
-from ds_runtime import errors
+from ds_runtime import errors, interrupt
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.transport import connect_push, ipc
 
 _GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
-_TERMINATED = -signal.SIGTERM
 
 
 class RankGroup:
@@ -46,7 +45,7 @@ class RankGroup:
     def start(self) -> None:
         """Start every process (spawn) and the watcher."""
         context = multiprocessing.get_context("spawn")
-        with _interrupt_ignored():
+        with interrupt.ignored():
             for spec in self._specs:
                 process = context.Process(
                     target=rank_main, args=(spec,), name=f"ds-runtime rank {spec.rank}", daemon=True
@@ -211,19 +210,6 @@ def _exit_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
-
-
-@contextlib.contextmanager
-def _interrupt_ignored() -> Iterator[None]:
-    """Children started in here never see Ctrl-C, not even while Python starts in them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def leave_reason(spec: RankSpec, error: BaseException) -> None:

@@ -52,7 +52,6 @@ class DeepSeekModel:
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
         self.config = config
         self.comm = load.comm
-        self.dtype, self.device = load.dtype, load.device
         self.cos_sin = cos_sin_table(config, positions, load.device)
         self.embed = load.embedding()
         self.blocks = [Block(config, load, layer) for layer in range(config.layers)]

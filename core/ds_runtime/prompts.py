@@ -1,0 +1,102 @@
+"""From what a caller of the offline API gives to requests: the checkpoint's text side."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from ds_runtime.assemble import Assembly
+from ds_runtime.engine.messages import Submit
+from ds_runtime.errors import ConfigError, RequestError
+from ds_runtime.outputs import Completion, Job, RequestOutput
+from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.text.template import ChatTemplate, Message, load_template
+from ds_runtime.text.tokenizer import Tokenizer
+
+Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+
+
+class JobMaker:
+    """Numbers requests and encodes their prompts. A checkpoint without tokenizer takes ids."""
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._folder = assembly.folder
+        self._override = assembly.config.chat_template
+        file = self._folder / "tokenizer.json"
+        self._tokenizer = Tokenizer.load(self._folder) if file.is_file() else None
+        self._template: ChatTemplate | None = None
+        self._served = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer; CheckpointError if it has none."""
+        if self._tokenizer is None:
+            return Tokenizer.load(self._folder)  # raises, naming what is missing
+        return self._tokenizer
+
+    def render(
+        self,
+        conversation: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation through the chat template; ConfigError if there is none."""
+        if self._template is None:
+            self._template = load_template(self._folder, self.tokenizer, self._override)
+        if self._template is None:
+            raise ConfigError(f"{self._folder}: has no chat template; pass chat_template=")
+        return self._template.render(conversation, tools, kwargs=kwargs)
+
+    def output(self, prompt: str | Sequence[int], params: SamplingParams) -> RequestOutput:
+        """An empty result with a choice for each of `params.n`."""
+        text, ids = self._encode(prompt)
+        logprobs = params.logprobs is not None
+        choices = [Completion(c, logprobs=[] if logprobs else None) for c in range(params.n)]
+        return RequestOutput(text, ids, choices)
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    f"the prompt is text, but {self._folder} has no tokenizer.json: "
+                    "give token ids, or add the model's tokenizer files",
+                    "prompt",
+                )
+            return prompt, self._tokenizer.encode(prompt, add_special=True)
+        return None, list(prompt)
+
+    def jobs(self, output: RequestOutput, params: SamplingParams) -> list[Job]:
+        """The choices of one prompt."""
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids",
+                "stop",
+            )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        output.usage.prompt_tokens = len(output.prompt_token_ids)
+        self._served += 1
+        jobs = []
+        for choice in range(params.n):
+            own = params if choice == 0 else replace(params, prompt_logprobs=None)
+            submit = Submit(
+                rid=f"{self._served}.{choice}",
+                prompt=output.prompt_token_ids,
+                params=own,
+                seed=seed,
+                choice=choice,
+                group=str(self._served) if params.n > 1 else "",
+            )
+            jobs.append(Job(submit, output, choice, self._tokenizer))
+        return jobs
+
+
+def listed(prompts: Prompts) -> list[str | Sequence[int]]:
+    """Prompts in a list: text or ids alone are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
