@@ -20,8 +20,9 @@ class Sample(Protocol):
     top_p, min_p: [rows] float32 (1 and 0 = off). uniform: [rows] float64 in [0, 1).
     Filters apply to softmax(logits / temperature), as: keep the top_k largest; of these keep the
     smallest set of largest whose renormalised sum reaches top_p (the first always stays); drop
-    those below min_p · max. Tokens in order of falling probability, lower id first at ties; the
-    result is the first whose cumulative kept probability exceeds uniform · total.
+    those below min_p · max. "Larger" goes by logit, and at equal logits the lower id comes first.
+    The draw walks the kept tokens in order of rising id: the result is the first whose cumulative
+    kept probability exceeds uniform · total. Without filters nothing needs to be sorted.
     Returns [rows] int64. Equal rows give equal results whatever else is in the batch.
     """
 

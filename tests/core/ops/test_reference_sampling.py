@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,13 +34,13 @@ def slow_sample(
         margin = min([margin, *(abs(weight[i] - min_p) for i in nucleus[1:])])
     nucleus = [i for i in nucleus if i == order[0] or weight[i] >= min_p]
     total, running, chosen = math.fsum(weight[i] for i in nucleus), 0.0, None
-    for i in nucleus:
+    for i in sorted(nucleus):  # the draw walks in order of rising id
         running += weight[i]
         if weight[i]:
             margin = min(margin, abs(running / total - uniform))
         if chosen is None and running > uniform * total:
             chosen = i
-    return (nucleus[-1] if chosen is None else chosen), margin
+    return (max(nucleus) if chosen is None else chosen), margin
 
 
 row = st.fixed_dictionaries(
@@ -64,6 +66,7 @@ def test_sample_equals_a_slow_loop(data: st.DataObject) -> None:
         for _ in rows
     ]
     got = sample(torch.tensor(logits), *columns(rows)).tolist()
+    exactly = sample(torch.tensor(logits, dtype=torch.float64), *columns(rows)).tolist()
     for i, settings_ in enumerate(rows):
         exact = {k: (np.float32(v) if k != "uniform" else v) for k, v in settings_.items()}
         want, margin = slow_sample(
@@ -71,7 +74,99 @@ def test_sample_equals_a_slow_loop(data: st.DataObject) -> None:
             float(exact["min_p"]), settings_["uniform"],
         )  # fmt: skip
         if margin > 1e-9:
+            assert exactly[i] == want, (logits[i], settings_)
+        if margin > 1e-6:  # float32's rounding of each probability
             assert got[i] == want, (logits[i], settings_)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    step=st.sampled_from([0.01, 0.5, 4.0]),
+    top_k=st.sampled_from([0, 300, 4999]),
+    top_p=st.sampled_from([0.3, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01]),
+)
+def test_large_nuclei_with_ties_equal_a_slow_loop(
+    seed: int, step: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Nuclei of thousands of tokens, cut inside runs of equal logits."""
+    random = np.random.default_rng(seed)
+    logits = np.round(random.normal(size=5000) / step) * step
+    logits[random.random(5000) < 0.2] = -math.inf
+    row_ = torch.tensor(logits)
+    draws = [0.0, 1 - 2**-53, *random.random(4).tolist()]
+    made = [
+        {"temperature": 1.0, "top_k": top_k, "top_p": top_p, "min_p": min_p, "uniform": u}
+        for u in draws
+    ]
+    got = sample(row_.repeat(len(draws), 1), *columns(made)).tolist()
+    for token, draw in zip(got, draws, strict=True):
+        share, floor = float(np.float32(top_p)), float(np.float32(min_p))
+        want, margin = slow_sample(row_.tolist(), 1.0, top_k, share, floor, draw)
+        if margin > 1e-9:
+            assert token == want
+
+
+def test_the_walk_goes_by_id_and_ties_are_cut_by_id() -> None:
+    """Five kept tokens of equal mass: each fifth of [0, 1) is one of them, lowest id first."""
+    logits = torch.tensor([0.0, -9.0, 0.0, 0.0, -9.0, 0.0, 0.0, 0.0, 0.0])
+    n = 10
+    draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    ones, zeros = torch.ones(n), torch.zeros(n)
+    for top_k, top_p in ((5, 1.0), (0, 4.9 / 7), (6, 4.9 / 6)):
+        k = torch.full((n,), top_k, dtype=torch.int32)
+        got = sample(logits.repeat(n, 1), ones, k, ones * top_p, zeros, draws)
+        assert got.tolist() == [0, 0, 2, 2, 3, 3, 5, 5, 6, 6]
+    draws = torch.tensor([0.0, 0.2, 0.5], dtype=torch.float64)  # the largest is not the first
+    rising = torch.tensor([0.0, 1.0, 2.0]).repeat(3, 1)
+    off = torch.zeros(3, dtype=torch.int32)
+    assert sample(rising, ones[:3], off, ones[:3], zeros[:3], draws).tolist() == [0, 1, 2]
+
+
+def fastest(call: Callable[[], object]) -> float:
+    """Seconds of the best of several calls, of this thread alone."""
+    times = []
+    for _ in range(7):
+        begin = time.thread_time()
+        call()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+def test_a_full_vocabulary_is_not_sorted() -> None:
+    """At DeepSeek's vocabulary: a row costs a fraction of one sort."""
+    logits = torch.randn(1, 129280, generator=torch.Generator().manual_seed(1)) * 3
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # thread_time sees no other
+    try:
+        sort = fastest(lambda: torch.sort(logits.double(), descending=True, stable=True))
+        for top_k, top_p in ((0, 1.0), (40, 1.0), (0, 0.9)):
+            setting = {
+                "temperature": 0.5,
+                "top_k": top_k,
+                "top_p": top_p,
+                "min_p": 0,
+                "uniform": 0.7,
+            }
+            args = columns([setting])
+            assert fastest(lambda: sample(logits, *args)) < sort / 3, (top_k, top_p)  # noqa: B023
+        ids = torch.tensor([5])
+        assert fastest(lambda: logprobs(logits, ids, 20)) < sort / 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_logprob_ties_at_the_last_place_go_to_the_lowest_ids() -> None:
+    logits = torch.zeros(3, 129280)
+    logits[0, [129279, 77]] = 1.0
+    logits[1] = -math.inf
+    logits[1, 500] = 2.0
+    logits[2, 3] = math.nan  # shows, and stops nothing
+    chosen, values, ids = logprobs(logits, torch.tensor([77, 500, 3]), 5)
+    assert ids.tolist() == [[77, 129279, 0, 1, 2], [500, 0, 1, 2, 3], [3, 0, 1, 2, 4]]
+    assert values[1].tolist() == [0.0] + [-math.inf] * 4
+    assert values[2].isnan().all() and chosen[2].isnan()
 
 
 def columns(rows: list[dict[str, float]]) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,8 @@
 """Torch references of sampling and log-probabilities.
 
-Each sampled row is computed as a tensor of its own and in float64, so its result cannot depend
-on what else is in the batch: vectorised maths over a whole batch rounds by position.
+Each sampled row is computed as a tensor of its own, so its result cannot depend on what else is
+in the batch: vectorised maths over a whole batch rounds by position. Nothing sorts a vocabulary:
+a row of DeepSeek's 129,280 tokens would take longer than some models' whole step.
 """
 
 from __future__ import annotations
@@ -15,25 +16,65 @@ from ds_runtime.ops.reference.cases import Case, Maker, case
 from ds_runtime.ops.reference.formats import wide
 from ds_runtime.ops.spec import Facts
 
+_BINS, _PER_UNIT = 1024, 16  # of a row's falling log-masses; the last bin is open
+
+
+def best(row: Tensor, count: int) -> Tensor:
+    """Ids [count] of the largest of row [vocab], falling, lower id first at ties; no NaN."""
+    floor = torch.topk(row, count, sorted=False).values.min()
+    above = (row > floor).nonzero().flatten()  # fewer than count
+    ties = (row == floor).nonzero().flatten()[: count - above.shape[0]]
+    order = torch.sort(row[above], descending=True, stable=True).indices
+    return torch.cat((above[order], ties))
+
+
+def _comparable(logits: Tensor) -> Tensor:
+    """Logits whose NaN count as largest, so that every comparison has an answer."""
+    return logits.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
+
+
+def _nucleus(row: Tensor, falling: Tensor, mass: Tensor, top_p: float) -> Tensor:
+    """`mass` [vocab], zero outside the nucleus. `falling`: log-masses below the largest, ≥ 0.
+
+    Sums of bins say in which bin the nucleus ends; only that bin is sorted.
+    """
+    bins = (falling * _PER_UNIT).clamp_(max=_BINS - 1).to(torch.int64)
+    sums = torch.bincount(bins, weights=mass, minlength=_BINS).cumsum(0)
+    goal = top_p * sums[-1]
+    cut = torch.searchsorted(sums, goal).clamp_(max=_BINS - 1)  # the first bin that reaches it
+    inside = (bins == cut).nonzero().flatten()
+    inside = inside[torch.sort(row[inside], descending=True, stable=True).indices]
+    before = torch.where(cut > 0, sums[cut - 1], 0.0)
+    keep = torch.searchsorted(before + mass[inside].cumsum(0), goal) + 1
+    mass = torch.where(bins <= cut, mass, 0.0)
+    mass[inside[keep:]] = 0.0
+    return mass
+
 
 def _sample_row(
-    row: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+    row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
 ) -> Tensor:
-    """One row [vocab] with a temperature above 0, all else 0-dim: the token, 0-dim int64."""
-    values = row.to(torch.float64)
-    shifted = (values - values.max()) / temperature.to(torch.float64)
-    shifted = shifted.nan_to_num(nan=0.0, neginf=float("-inf"))
-    ordered, ids = torch.sort(shifted, descending=True, stable=True)
-    mass = torch.exp(ordered)  # falling, 1 at the front
-    rank = torch.arange(mass.shape[0], device=mass.device)
-    mass = torch.where((top_k <= 0) | (rank < top_k), mass, 0.0)
-    cumulative = torch.cumsum(mass, 0)
-    reached = cumulative - mass >= top_p * cumulative[-1]  # the larger ones suffice already
-    mass = torch.where((rank > 0) & reached, 0.0, mass)
-    mass = torch.where(mass >= min_p * mass[0], mass, 0.0)
-    cumulative = torch.cumsum(mass, 0)
-    place = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
-    return ids[torch.minimum(place, (mass > 0).sum() - 1)]
+    """One row [vocab] with a temperature above 0: the token, 0-dim int64. Sums are in float64."""
+    shifted = (row - row.max()) / temperature
+    shifted = shifted.nan_to_num_(nan=0.0, neginf=float("-inf"))
+    mass = torch.exp(shifted).to(torch.float64)  # 1 at the largest
+    ids = None
+    if 0 < top_k < row.shape[0]:
+        ids = best(_comparable(row), top_k)
+        if top_p < 1:
+            sums = mass[ids].cumsum(0)
+            ids = ids[: int(torch.searchsorted(sums, top_p * sums[-1])) + 1]
+        ids = ids.sort().values
+        mass = mass[ids]
+    elif top_p < 1:
+        mass = _nucleus(_comparable(row), -shifted, mass, top_p)
+    if min_p > 0:
+        mass = torch.where(mass >= min_p, mass, 0.0)
+    sums = torch.cumsum(mass, 0)
+    # Rounded up to the total, a draw would walk past the last token.
+    below = torch.nextafter(sums[-1], torch.zeros_like(sums[-1]))
+    place = torch.searchsorted(sums, torch.minimum(uniform * sums[-1], below), right=True)
+    return place if ids is None else ids[place]
 
 
 def sample(
@@ -46,9 +87,10 @@ def sample(
 ) -> Tensor:
     """Reference of Sample."""
     tokens = logits.argmax(-1)
-    for r in (temperature > 0).nonzero().flatten().tolist():
-        row = (t[r].contiguous() for t in (logits, temperature, top_k, top_p, min_p, uniform))
-        tokens[r] = _sample_row(*row)
+    settings = zip(*(t.tolist() for t in (temperature, top_k, top_p, min_p, uniform)), strict=True)
+    for r, setting in enumerate(settings):
+        if setting[0] > 0:
+            tokens[r] = _sample_row(logits[r].contiguous(), *setting)
     return tokens
 
 
@@ -59,8 +101,10 @@ def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, T
     if top_n == 0:
         empty = values.new_zeros(values.shape[0], 0)
         return chosen, empty, empty.to(torch.int64)
-    # Sorting raw logits: distinct logits may round to one log-probability.
-    top_ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_n]
+    # By raw logits: distinct ones may round to one log-probability.
+    top_ids = torch.empty(ids.shape[0], top_n, dtype=torch.int64, device=logits.device)
+    for r, row in enumerate(_comparable(logits)):
+        top_ids[r] = best(row, top_n)
     return chosen, values.gather(1, top_ids), top_ids
 
 
@@ -90,7 +134,7 @@ def _settings(make: Maker, rows: int) -> tuple[Tensor, ...]:
 def sample_samples(facts: Facts) -> Iterator[Case]:
     """Every filter alone and together, forbidden tokens, ties, both ends of the draw."""
     f32 = torch.float32
-    for rows, vocab in ((0, 50), (1, 1), (64, 7), (64, 50), (48, 1000)):
+    for rows, vocab in ((0, 50), (1, 1), (64, 7), (64, 50), (48, 1000), (12, 6000)):
         make = Maker(facts, label := f"{rows}x{vocab}")
         logits = make.normal(rows, vocab, scale=3, dtype=f32)
         logits[:, 1::3] = float("-inf")
