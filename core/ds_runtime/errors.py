@@ -41,3 +41,12 @@ class QueueFullError(DsRuntimeError):
 
 class EngineDeadError(DsRuntimeError):
     """An engine process ended. The message carries the reason that it gave."""
+
+
+def shown(value: object) -> str:
+    """`value` for a message, cut short. Python refuses to write the longest integers."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else text[:77] + "..."

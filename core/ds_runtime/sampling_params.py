@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import RequestError, shown
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,12 +40,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not math.isfinite(value) or not low <= value <= high:
-                raise RequestError(f"{name} is {value}: must be between {low} and {high}", name)
+        for name, kind, low, high in _RANGES:
+            _check_number(name, getattr(self, name), kind, low, high)
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} is {shown(value)}: must be true or false", name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens"
@@ -54,14 +53,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("repetition_penalty is 0: must be above 0", "repetition_penalty")
         if self.top_p <= 0.0:
             raise RequestError("top_p is 0: must be above 0 and at most 1", "top_p")
-        if any(not s for s in self.stop):
-            raise RequestError("stop holds an empty string: remove it", "stop")
-        for token, bias in self.logit_bias.items():
-            if token < 0 or not -100.0 <= bias <= 100.0:
-                raise RequestError(
-                    f"logit_bias {{{token}: {bias}}}: ids are at least 0, biases within ±100",
-                    "logit_bias",
-                )
+        _check_stops(self.stop)
+        _check_stop_ids(self.stop_token_ids)
+        _check_bias(self.logit_bias)
 
     @property
     def penalised(self) -> bool:
@@ -73,18 +67,85 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, 1 << 31),
-    ("min_tokens", 0, 1 << 31),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, 1 << 31),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 0.0, 10.0),
-    ("logprobs", 0, 20),
-    ("prompt_logprobs", 0, 20),
-    ("n", 1, 128),
-    ("seed", -(1 << 63), (1 << 63) - 1),
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 256
+_FLAGS = ("ignore_eos", "include_stop", "skip_special_tokens")
+_OPTIONAL = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
+_RANGES: tuple[tuple[str, type[int] | type[float], float, float], ...] = (
+    ("max_tokens", int, 1, 1 << 31),
+    ("min_tokens", int, 0, 1 << 31),
+    ("temperature", float, 0.0, 100.0),
+    ("top_k", int, 0, 1 << 31),
+    ("top_p", float, 0.0, 1.0),
+    ("min_p", float, 0.0, 1.0),
+    ("presence_penalty", float, -2.0, 2.0),
+    ("frequency_penalty", float, -2.0, 2.0),
+    ("repetition_penalty", float, 0.0, 10.0),
+    ("logprobs", int, 0, 20),
+    ("prompt_logprobs", int, 0, 20),
+    ("n", int, 1, 128),
+    ("seed", int, -(1 << 63), (1 << 63) - 1),
 )
+
+
+def _check_number(
+    name: str, value: Any, kind: type[int] | type[float], low: float, high: float
+) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    if not _is_number(value, kind):
+        wanted = "an integer" if kind is int else "a number"
+        raise RequestError(f"{name} is {shown(value)}: must be {wanted}", name)
+    # Comparisons are exact for integers of any size, and false for NaN.
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {shown(value)}: must be between {low} and {high}", name)
+
+
+def _check_stops(stops: Any) -> None:
+    if not isinstance(stops, tuple | list) or not all(isinstance(s, str) for s in stops):
+        raise RequestError(f"stop is {shown(stops)}: must be a tuple of strings", "stop")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(
+            f"stop holds {len(stops)} strings: at most {MAX_STOPS} are looked for", "stop"
+        )
+    if any(not s for s in stops):
+        raise RequestError("stop holds an empty string: remove it", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise RequestError(
+            f"stop holds a string of {longest} characters: at most {MAX_STOP_CHARS} are looked for",
+            "stop",
+        )
+
+
+def _check_stop_ids(ids: Any) -> None:
+    name = "stop_token_ids"
+    if not isinstance(ids, tuple | list):
+        raise RequestError(f"{name} is {shown(ids)}: must be a tuple of token ids", name)
+    if len(ids) > MAX_STOP_IDS:
+        raise RequestError(f"{name} holds {len(ids)} ids: at most {MAX_STOP_IDS} fit", name)
+    for token in ids:
+        if not _is_number(token, int) or token < 0:
+            raise RequestError(
+                f"{name} holds {shown(token)}: a token id is an integer from 0 on", name
+            )
+
+
+def _check_bias(biases: Any) -> None:
+    name = "logit_bias"
+    if not isinstance(biases, Mapping):
+        raise RequestError(f"{name} is {shown(biases)}: must map token ids to numbers", name)
+    for token, bias in biases.items():
+        good = _is_number(token, int) and _is_number(bias, float)
+        if not good or token < 0 or not -100.0 <= bias <= 100.0:
+            raise RequestError(
+                f"{name} {{{shown(token)}: {shown(bias)}}}: ids are integers from 0 on, biases "
+                "numbers within ±100",
+                name,
+            )
+
+
+def _is_number(value: Any, kind: type[int] | type[float]) -> bool:
+    allowed = int if kind is int else int | float
+    return isinstance(value, allowed) and not isinstance(value, bool)

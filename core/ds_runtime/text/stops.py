@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -50,7 +51,8 @@ class StopMatcher:
         return best
 
 
-def _failures(pattern: str) -> list[int]:
+@lru_cache(maxsize=1024)
+def _failures(pattern: str) -> tuple[int, ...]:
     """For every prefix of `pattern`, its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
     k = 0
@@ -59,4 +61,4 @@ def _failures(pattern: str) -> list[int]:
             k = table[k - 1]
         k += pattern[k] == pattern[i]
         table[i] = k
-    return table
+    return tuple(table)
