@@ -6,10 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from msgspec.structs import replace
-
 from ds_runtime.assemble import Assembly
-from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.outputs import Completion, Job, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
@@ -78,19 +76,14 @@ class JobMaker:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         output.usage.prompt_tokens = len(output.prompt_token_ids)
         self._served += 1
-        jobs = []
-        for choice in range(params.n):
-            own = params if choice == 0 else replace(params, prompt_logprobs=None)
-            submit = Submit(
-                rid=f"{self._served}.{choice}",
-                prompt=output.prompt_token_ids,
-                params=own,
-                seed=seed,
-                choice=choice,
-                group=str(self._served) if params.n > 1 else "",
-            )
-            jobs.append(Job(submit, output, choice, self._tokenizer))
-        return jobs
+        group = SubmitGroup(
+            rids=[f"{self._served}.{choice}" for choice in range(params.n)],
+            prompt=output.prompt_token_ids,
+            params=params,
+            seed=seed,
+            group=str(self._served),
+        )
+        return [Job(submit, output, submit.choice, self._tokenizer) for submit in group.choices()]
 
 
 def listed(prompts: Prompts) -> list[str | Sequence[int]]:

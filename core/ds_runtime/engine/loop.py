@@ -17,6 +17,7 @@ from ds_runtime.engine.messages import (
     Ready,
     Stop,
     Submit,
+    SubmitGroup,
     ToEngine,
     decode_to_engine,
     encoder,
@@ -65,15 +66,21 @@ class EngineLoop:
 
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
-            failed = self.engine.submit(message)
-            if failed is not None:
-                self.emit(failed)
+            self._submit(message)
+        elif isinstance(message, SubmitGroup):
+            for submit in message.choices():
+                self._submit(submit)
         elif isinstance(message, Abort):
             self.engine.abort(message.rids)
         elif isinstance(message, Flush):
             self.emit(Flushed(message.token, self.engine.flush()))
         elif isinstance(message, Stop):
             self._stopped = True
+
+    def _submit(self, submit: Submit) -> None:
+        failed = self.engine.submit(submit)
+        if failed is not None:
+            self.emit(failed)
 
     def _tell_stats(self) -> None:
         """A few times a second, and once more when the last request has left."""

@@ -1,8 +1,8 @@
 """The messages between the front end (HTTP, tokenisation) and the engine. msgpack, tagged.
 
-Front end → engine: Submit, Abort, Flush, Stop. Engine → front end: Ready, Tokens, Failed, Stats,
-Flushed, Dead. One request id is one choice: a request with n choices is submitted n times under ids
-`<rid>`, with `choice` 0…n−1 and one `group`.
+Front end → engine: Submit, SubmitGroup, Abort, Flush, Stop. Engine → front end: Ready, Tokens,
+Failed, Stats, Flushed, Dead. One request id is one choice: a prompt with n choices is one
+SubmitGroup, which the engine takes as n Submits with `choice` 0…n−1 and one `group`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ds_runtime.sampling_params import SamplingParams
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
-    """One choice to generate. `group` ids belong to one client request (shared prompt)."""
+    """One choice to generate. Those with the same `group` have the same prompt; "" is none."""
 
     rid: str
     prompt: list[int]
@@ -22,6 +22,39 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     choice: int = 0
     group: str = ""
     priority: int = 0
+
+
+class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
+    """All choices of one prompt, which is sent once. `rids`: one id per choice, in order."""
+
+    rids: list[str]
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    group: str
+    priority: int = 0
+
+    def choices(self) -> list[Submit]:
+        """One Submit per choice; they share the prompt's list.
+
+        Prompt log-probabilities are the same for all, so only choice 0 computes them; the engine
+        sends them before or with the first tokens of the others.
+        """
+        later = self.params
+        if later.prompt_logprobs is not None:
+            later = msgspec.structs.replace(later, prompt_logprobs=None)
+        return [
+            Submit(
+                rid=rid,
+                prompt=self.prompt,
+                params=later if choice else self.params,
+                seed=self.seed,
+                choice=choice,
+                group=self.group if len(self.rids) > 1 else "",
+                priority=self.priority,
+            )
+            for choice, rid in enumerate(self.rids)
+        ]
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -75,7 +108,11 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Stats(msgspec.Struct, tag=True, kw_only=True):
-    """Counters since start and gauges now, sent at most a few times a second."""
+    """Counters since start and gauges now, sent at most a few times a second.
+
+    `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
+    neither they nor `pages_free` count are those that running requests use.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -113,7 +150,7 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
-ToEngine = Submit | Abort | Flush | Stop
+ToEngine = Submit | SubmitGroup | Abort | Flush | Stop
 FromEngine = Tokens | Failed | Stats | Flushed | Ready | Dead
 
 encoder = msgspec.msgpack.Encoder()

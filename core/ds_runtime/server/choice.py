@@ -58,8 +58,6 @@ class Choice:
         self.tokens += tokens
         self.logprobs += logprobs
         self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
-        if message.prompt_logprobs is not None:
-            self.prompt_logprobs = message.prompt_logprobs
         if delta.finished:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         return Piece(delta.text, tokens, logprobs, delta.finish_reason, delta.stop_reason, first)

@@ -18,7 +18,7 @@ from ds_runtime.engine.messages import (
     FromEngine,
     Ready,
     Stats,
-    Submit,
+    SubmitGroup,
     ToEngine,
     Tokens,
     decode_from_engine,
@@ -127,13 +127,17 @@ class EngineClient:
             raise NotReadyError("the model is still loading: try again, or poll /health")
         return self.ready
 
-    def open(self, submits: Sequence[Submit]) -> Flight:
-        """Send the choices of one request to the engine."""
+    def open(self, groups: Sequence[SubmitGroup]) -> Flight:
+        """Send the choices of one request to the engine: all of them, or none if this raises."""
         self.require()
-        flight = Flight(self, (s.rid for s in submits))
-        for submit in submits:
-            self._flights[submit.rid] = flight
-            self._send(submit)
+        flight = Flight(self, (rid for g in groups for rid in g.rids))
+        try:
+            for group in groups:
+                self._flights.update(dict.fromkeys(group.rids, flight))
+                self._send(group)
+        except BaseException:
+            flight.close()
+            raise
         return flight
 
     def forget(self, rids: Sequence[str], abort: bool) -> None:

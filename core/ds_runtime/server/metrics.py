@@ -93,7 +93,7 @@ class Timer:
         self._last[rid] = now
 
     def finished(self, reason: str) -> None:
-        """A choice has ended by itself."""
+        """A choice has ended: by itself, or as `abort`."""
         self._metrics.finished.labels(reason).inc()
 
     def close(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from itertools import islice
 from typing import Any
 
-from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.messages import SubmitGroup, Tokens
 from ds_runtime.errors import RequestError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
@@ -44,46 +45,55 @@ class Run:
         self.prompts = [p for p, _ in prompts]
         self.choices = make_choices(self.id, prompts, tokenizer)
         self._by_rid = {c.rid: c for c in self.choices}
+        self._running = set(self._by_rid)
         self._timer = metrics.start(sum(len(p.ids) for p in self.prompts))
-        self._flight = client.open(self._submits(prompts, priority))
+        self._flight = client.open(self._groups(prompts, priority))
 
-    def _submits(self, prompts: list[tuple[Prompt, SamplingParams]], priority: int) -> list[Submit]:
-        out: list[Submit] = []
-        for n, (prompt, params) in enumerate(prompts):
-            seed = draw_seed(params.seed)
-            for choice in range(params.n):
-                out.append(
-                    Submit(
-                        rid=self.choices[len(out)].rid,
-                        prompt=prompt.ids,
-                        params=params,
-                        seed=seed,
-                        choice=choice,
-                        group=f"{self.id}/{n}",
-                        priority=priority,
-                    )
-                )
-        return out
+    def _groups(
+        self, prompts: list[tuple[Prompt, SamplingParams]], priority: int
+    ) -> list[SubmitGroup]:
+        rids = iter(self._by_rid)
+        return [
+            SubmitGroup(
+                rids=list(islice(rids, params.n)),
+                prompt=prompt.ids,
+                params=params,
+                seed=draw_seed(params.seed),
+                group=f"{self.id}/{n}",
+                priority=priority,
+            )
+            for n, (prompt, params) in enumerate(prompts)
+        ]
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
         """Pieces in the order in which the engine makes them, until every choice has ended."""
-        running = set(self._by_rid)
-        while running:
+        while self._running:
             message = await self._flight.next()
-            choice = self._by_rid[message.rid]
-            if message.rid not in running:
+            if message.rid not in self._running:
                 continue  # sent before the engine saw the abort
+            choice = self._by_rid[message.rid]
+            self._spread(choice, message)
             piece = choice.take(message)
             self._timer.tokens(choice.rid, len(piece.tokens))
             if piece.finish_reason is not None:
-                running.discard(message.rid)
+                self._running.discard(message.rid)
                 self._flight.drop(message.rid)
                 self._timer.finished(piece.finish_reason)
             yield choice, piece
 
+    def _spread(self, choice: Choice, message: Tokens) -> None:
+        """Every choice of a prompt shows the prompt's log-probabilities; one message has them."""
+        if message.prompt_logprobs is not None:
+            for other in self.choices:
+                if other.prompt is choice.prompt:
+                    other.prompt_logprobs = message.prompt_logprobs
+
     def close(self) -> None:
         """The end, whether it was reached or not. May be called twice."""
         self._flight.close()
+        while self._running:
+            self._running.pop()
+            self._timer.finished("abort")
         self._timer.close()
 
     def usage(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ds_runtime.engine.messages import (
     Stats,
     Stop,
     Submit,
+    SubmitGroup,
     TokenLogprob,
     Tokens,
     decode_to_engine,
@@ -55,6 +56,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     flushes: int = 0
     generated: int = 0
+    bytes_in: int = 0
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -71,7 +73,7 @@ class FakeEngine:
             self.send(READY)
         while self.alive:
             if self.pull.poll(0 if self.jobs else 20):
-                self.receive(decode_to_engine.decode(self.pull.recv()))
+                self.receive(self.pull.recv())
             else:
                 self.step()
         context.destroy(linger=500)
@@ -79,11 +81,13 @@ class FakeEngine:
     def send(self, *messages) -> None:
         self.push.send_multipart([encoder.encode(m) for m in messages])
 
-    def receive(self, message) -> None:
-        match message:
-            case Submit():
-                self.submits.append(message)
-                self.admit(message)
+    def receive(self, data) -> None:
+        match message := decode_to_engine.decode(data):
+            case SubmitGroup():
+                self.bytes_in += len(data)
+                for submit in message.choices():
+                    self.submits.append(submit)
+                    self.admit(submit)
             case Abort():
                 for rid in message.rids:
                     if self.jobs.pop(rid, None) is not None:
