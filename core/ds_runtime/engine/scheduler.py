@@ -98,7 +98,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             pages_free=self.pool.num_free,
-            pages_cached=self.prefix.num_cached if self.prefix else 0,
+            pages_cached=self.prefix.num_evictable if self.prefix else 0,
         )
 
     @property
