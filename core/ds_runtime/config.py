@@ -54,11 +54,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _positive(
             self,
-            ("tp", "page_size", "max_running", "max_step_tokens", "prefill_chunk", "queue_limit"),
+            (
+                "tp",
+                "page_size",
+                "max_running",
+                "max_step_tokens",
+                "prefill_chunk",
+                "prefix_chunk",
+                "queue_limit",
+                "dist_timeout",
+            ),
         )
         for name in ("context_length", "kv_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(self, (name,))
+        if self.context_length == 1:
+            raise ConfigError(
+                "--context-length 1: must be at least 2, for one token of prompt and one of output"
+            )
         _choice(self)
 
 
@@ -78,6 +91,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
+        _positive(self, ("max_body",))
 
 
 def _flag(name: str) -> str:
