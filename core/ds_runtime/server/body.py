@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
@@ -15,18 +17,34 @@ from ds_runtime.server.errors import ApiError, ClientGoneError
 from ds_runtime.server.protocol import Body
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+_INLINE = 4096  # bytes of body that are worked on in the event loop
+_LARGE = 1 << 18
 _DRAIN_BYTES = 1 << 28
 _DRAIN_SECONDS = 10.0
 _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
 
 
-async def parse(request: Request, kind: type[B], limit: int) -> B:
-    """The body as a `kind`; ApiError 413 above `limit` bytes and 400 for everything else."""
+async def parse(request: Request, kind: type[B], limit: int, prepare: Callable[[B], T]) -> T:
+    """`prepare(body)` of the body as a `kind`; ApiError 413 above `limit` bytes, 400 if it is bad.
+
+    Reading, checking and preparing (templates, tokenisation) take time that grows with the body:
+    anything but a small one is worked on in a thread, so that streams go on meanwhile.
+    """
     raw = await read_body(request, limit)
-    value = _json(raw)
-    if not isinstance(value, dict):
-        raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
-    return validate(kind, value)
+    if len(raw) > _INLINE:
+        return await asyncio.to_thread(_work, raw, kind, prepare)
+    return _work(raw, kind, prepare)
+
+
+def _work(raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
+    try:
+        value = _json(raw)
+        if not isinstance(value, dict):
+            raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
+        return prepare(validate(kind, value))
+    except RecursionError as e:
+        raise _bad("the body's JSON is nested too deeply") from e
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -73,6 +91,11 @@ async def _refuse(request: Request, size: int, limit: int) -> NoReturn:
 
 
 def _json(raw: bytes) -> Any:
+    if len(raw) > _LARGE:
+        # Four times as fast, and all that time other threads stand still. It refuses what is not
+        # JSON; the standard library then says why.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            return msgspec.json.decode(raw)
     try:
         return json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as e:
@@ -81,8 +104,6 @@ def _json(raw: bytes) -> Any:
         raise _bad(
             f"the body is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}"
         ) from e
-    except RecursionError as e:
-        raise _bad("the body's JSON is nested too deeply") from e
     except ValueError as e:
         raise _bad(f"the body is not valid JSON: {e}") from e
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
+from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import RequestError
+from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.protocol import ChatMessage, ChatRequest, TokenizeRequest
-from ds_runtime.server.sampling import check_ids
+from ds_runtime.server.sampling import check_ids, fit
 from ds_runtime.text.template import ChatTemplate
 from ds_runtime.text.tokenizer import Tokenizer
 
-P = ParamSpec("P")
-T = TypeVar("T")
-_INLINE = 4096  # characters that are tokenised on the event loop; more goes to a thread
 MAX_PROMPTS = 1024
 
 
@@ -27,7 +24,7 @@ class Prompt:
     text: str | None = None
 
 
-async def chat_prompt(
+def chat_prompt(
     request: ChatRequest | TokenizeRequest, template: ChatTemplate | None, tokenizer: Tokenizer
 ) -> Prompt:
     """Render the messages and tokenise the result as it is: the template writes BOS itself."""
@@ -45,49 +42,45 @@ async def chat_prompt(
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
         if request.tool_choice == "none":
             tools = None
-    size = sum(len(m.get("content") or "") for m in messages)
-    text = await _maybe_thread(
-        size, template.render, messages, tools, request.add_generation_prompt, kwargs
-    )
-    return Prompt(await encode(tokenizer, text, add_special=False), text)
+    text = template.render(messages, tools, request.add_generation_prompt, kwargs)
+    return Prompt(tokenizer.encode(text), text)
 
 
-async def completion_prompts(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> list[Prompt]:
-    """The prompts of /v1/completions: text, ids, or a list of either."""
-    many = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
+def completion_prompts(
+    prompt: Any, params: SamplingParams, tokenizer: Tokenizer, ready: Ready
+) -> list[tuple[Prompt, SamplingParams]]:
+    """The prompts of /v1/completions: text, ids, or a list of either; with fitted parameters."""
+    many = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
+    if not many:
+        raise RequestError("prompt is an empty list: send at least one prompt", "prompt")
     if len(many) > MAX_PROMPTS:
         raise RequestError(
             f"prompt holds {len(many)} prompts: at most {MAX_PROMPTS} fit one request", "prompt"
         )
-    out: list[Prompt] = []
+    out: list[tuple[Prompt, SamplingParams]] = []
     for one in many:
         if isinstance(one, str):
-            out.append(Prompt(await encode(tokenizer, one, add_special=bool(one)), one))
-        elif _is_ids(one):
-            check_ids(one, vocab_size, "prompt")
-            out.append(Prompt(one))
+            ids = tokenizer.encode(one, add_special=bool(one))
+            out.append((Prompt(ids, one), fit(params, len(ids), ready, "prompt")))
+        elif _begins_with_id(one):
+            fitted = fit(params, len(one), ready, "prompt")  # before a look at millions of ids
+            if not all(type(x) is int for x in one):
+                raise _not_a_prompt()
+            check_ids(one, ready.vocab_size, "prompt")
+            out.append((Prompt(one), fitted))
         else:
-            raise RequestError(
-                "prompt must be a string, a list of token ids, or a list of these", "prompt"
-            )
-    if not out:
-        raise RequestError("prompt is an empty list: send at least one prompt", "prompt")
+            raise _not_a_prompt()
     return out
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special: bool) -> list[int]:
-    """Tokenise; long text does not hold up the other streams."""
-    return await _maybe_thread(len(text), tokenizer.encode, text, add_special)
+def _begins_with_id(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
-async def _maybe_thread(size: int, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    if size > _INLINE:
-        return await asyncio.to_thread(call, *args, **kwargs)
-    return call(*args, **kwargs)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
+def _not_a_prompt() -> RequestError:
+    return RequestError(
+        "prompt must be a string, a list of token ids, or a list of these", "prompt"
+    )
 
 
 def _plain(message: ChatMessage, knows_developer: bool) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Tool = dict[str, Any]
+TokenIds = list[Any]  # millions at worst: `check_ids` looks at them once the length is right
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 
 
 class Body(BaseModel):
@@ -35,8 +36,8 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=1024)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -58,7 +59,7 @@ class OpenAIRequest(Sampling):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    priority: Priority | None = None
 
 
 class TextPart(BaseModel):
@@ -74,17 +75,20 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
@@ -143,7 +147,7 @@ class GenerateRequest(Body):
     input_ids: TokenIds | None = None
     sampling_params: GenerateParams = GenerateParams()
     stream: bool | None = None
-    priority: int | None = None
+    priority: Priority | None = None
 
 
 class TokenizeRequest(Body):
@@ -151,8 +155,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

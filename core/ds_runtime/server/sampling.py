@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ds_runtime.engine.messages import Ready
-from ds_runtime.errors import CheckpointError, RequestError
+from ds_runtime.errors import CheckpointError, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.protocol import Sampling
@@ -38,7 +39,9 @@ class GenerationDefaults:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CheckpointError(f"{path}: {name} is {value!r}: a number is needed")
-            values[name] = value
+            if name == "top_k" and not float(value).is_integer():
+                raise CheckpointError(f"{path}: top_k is {value!r}: an integer is needed")
+            values[name] = int(value) if name == "top_k" else value
         if found.get("do_sample") is False:
             values["temperature"] = 0.0
         return cls(**values)
@@ -114,12 +117,17 @@ def _too_long(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-def check_ids(ids: Any, vocab_size: int, param: str) -> None:
-    """RequestError for the first id outside the vocabulary."""
-    for token in ids:
+def check_ids(ids: Iterable[Any], vocab_size: int, param: str) -> None:
+    """RequestError for the first that is not an id of the vocabulary."""
+    for index, token in enumerate(ids):
+        if type(token) is not int:
+            raise RequestError(
+                f"{param}[{index}] is {shown(token)}: a token id is an integer", param
+            )
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"{param} holds token id {token}: the vocabulary's ids are 0 to {vocab_size - 1}",
+                f"{param} holds token id {shown(token)}: the vocabulary's ids are 0 to "
+                f"{vocab_size - 1}",
                 param,
             )
 

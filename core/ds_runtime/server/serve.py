@@ -19,8 +19,9 @@ from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.transport import private_folder
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.server.app import ModelInfo, create_app
+from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.prepare import ModelInfo
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.text.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer

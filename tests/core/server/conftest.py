@@ -16,8 +16,9 @@ from fake_engine import FakeEngine
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.engine.transport import ipc, private_folder
-from ds_runtime.server.app import ModelInfo, create_app
+from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.prepare import ModelInfo
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.server.serve import listen
 from ds_runtime.text.template import load_template
