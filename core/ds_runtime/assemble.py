@@ -14,7 +14,8 @@ from typing import Any
 from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.model.config import ModelConfig, load_config
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.sites import model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all

@@ -20,7 +20,7 @@ ALWAYS = """
     ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
     ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.launch
     ds_runtime.platform.spec
-    ds_runtime.platform.select ds_runtime.model.config ds_runtime.model.sites ds_runtime.cli
+    ds_runtime.platform.select ds_runtime.model.hf ds_runtime.model.sites ds_runtime.cli
     ds_runtime.ops.reference ds_runtime.testing
 """
 IN_TREE = ("cpu", "cuda", "rocm", "npu", "xpu", "triton")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.model.config import load_config
+from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import model_sites
 from ds_runtime.ops.bind import Binding, BoundOps, Pin, decide_all
 from ds_runtime.ops.reference import LATENT_PAGES

@@ -12,7 +12,7 @@ import pytest
 
 from ds_runtime.bench import accuracy
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.config import load_config
+from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.text.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer

@@ -60,7 +60,7 @@ def draft_agreement(
 ) -> dict[str, Any]:
     """Share of MTP drafts equal to the model's argmax: on outputs, and on prose (true text)."""
     from ds_runtime.bench.mtp import DraftCheck, refusal
-    from ds_runtime.model.config import load_config
+    from ds_runtime.model.hf import load_config
 
     reason = refusal(load_config(folder))
     if reason is not None:

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from ds_runtime.assemble import find_loader
 from ds_runtime.bench.shapes import config_of
 from ds_runtime.model.checkpoint import INDEX
-from ds_runtime.model.config import from_hf
+from ds_runtime.model.hf import from_hf
 from ds_runtime.model.manifest import Stored, stored_modules
 from ds_runtime.model.quant import Quant
 from ds_runtime.ops.spec import DeviceInfo, Facts, load_attr

@@ -17,7 +17,7 @@ from ds_runtime.bench.one_batch import random_prompts
 from ds_runtime.bench.record import environment
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.config import load_config
+from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.sampling_params import SamplingParams
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.config import ModelConfig, load_config
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.hf import load_config
 from ds_runtime.model.rope import cos_sin_table
 
 

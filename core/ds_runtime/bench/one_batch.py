@@ -96,7 +96,7 @@ def run(
         if value < least:
             raise ConfigError(f"{name} {value}: must be at least {least}")
     from ds_runtime import LLM
-    from ds_runtime.model.config import load_config
+    from ds_runtime.model.hf import load_config
     from ds_runtime.model.hub import resolve_model
 
     model = str(settings.get("model", "demo"))

@@ -38,7 +38,7 @@ def decide(folder: Path, kernels: str = "reference", **settings: object) -> Asse
 
 
 def _has_site(folder: Path, op: str) -> bool:
-    from ds_runtime.model.config import load_config
+    from ds_runtime.model.hf import load_config
     from ds_runtime.model.sites import model_sites
 
     always = ("rope", "cache_write")  # parts of the composed prologue

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from model_harness import decide
 
-from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.model.config import from_hf, load_config
-from ds_runtime.testing.tiny import SHAPES, config_dict
+from ds_runtime.assemble import find_loader
+from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.model.hf import from_hf, load_config
+from ds_runtime.model.rope import amplitude, inverse_frequencies
+from ds_runtime.plugins import load_plugins
+from ds_runtime.testing.tiny import SHAPES, config_dict, write_tiny_fp8
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -114,12 +123,121 @@ def test_refused_with_a_reason(name, said):
         ({"topk_group": 1, "num_experts_per_tok": 33}, ConfigError, "33"),
         ({"qk_rope_head_dim": 7}, UnsupportedError, "qk_rope_head_dim 7"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, UnsupportedError, "'linear'"),
-        ({"rope_scaling": {"type": "yarn"}}, ConfigError, "'factor'"),
+        ({"rope_scaling": {"type": "yarn"}}, ConfigError, r"rope_scaling\.factor is missing"),
+        ({"rope_scaling": "yarn"}, ConfigError, "rope_scaling is 'yarn', expected a JSON object"),
+        ({"rope_scaling": {"type": "yarn", "factor": "a"}}, ConfigError, "factor is 'a', .*number"),
+        ({"rope_theta": "a"}, ConfigError, "rope_theta is 'a', expected a number above 1"),
+        ({"rope_theta": 1}, ConfigError, "rope_theta is 1, "),
+        ({"eos_token_id": "x"}, ConfigError, "eos_token_id is 'x', expected a token id or a list"),
+        ({"eos_token_id": [1, True]}, ConfigError, "eos_token_id is"),
+        ({"quantization_config": [1]}, ConfigError, r"quantization_config is \[1\], .* object"),
+        ({"moe_layer_freq": 0}, ConfigError, "moe_layer_freq is 0, .* at least 1"),
+        ({"topk_group": 9}, ConfigError, "topk_group 9 is more than n_group 8"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, ConfigError, "architectures is .* list of st"),
+        ({"num_experts_per_tok": 0}, ConfigError, "num_experts_per_tok is 0, .* at least 1"),
+        ({"rms_norm_eps": -1e-6}, ConfigError, "rms_norm_eps is -1e-06, expected a number of at least"),
+        ({"rms_norm_eps": float("inf")}, ConfigError, "rms_norm_eps is inf"),
+        ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps is nan"),
+        ({"num_hidden_layers": 10**400}, ConfigError, r"num_hidden_layers is 10+\.\.\., .* most 2"),
+        ({"norm_topk_prob": "yes"}, ConfigError, "norm_topk_prob is 'yes', expected true or false"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "attention_factor": 1.5}, "rope_scaling": None},
+            UnsupportedError,
+            r"rope_parameters\.attention_factor 1\.5 is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": False}},
+            UnsupportedError,
+            r"rope_scaling\.truncate False",
+        ),
+        (
+            {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 57 + ["dense"]},
+            UnsupportedError,
+            "'dense' at layer 60, where 'sparse'",
+        ),
+        ({"mlp_layer_types": ["dense"] * 3}, ConfigError, "names 3 layers, .* is 61"),
+        ({"mlp_layer_types": "dense"}, ConfigError, "mlp_layer_types is 'dense'"),
     ],
 )
 def test_bad_values(change, error, said):
     with pytest.raises(error, match=said):
         from_hf({**published("deepseek-v3"), **change})
+
+
+class Noting(dict):
+    """Remembers the keys that are asked for."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.asked = set()
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def asked_keys() -> tuple[list[str], list[str]]:
+    """Every key that parsing looks at, in config.json and in its rope_scaling."""
+    raw = published("deepseek-v3")
+    outer, rope = Noting(raw), Noting(raw["rope_scaling"])
+    outer["rope_scaling"] = rope
+    from_hf(outer)
+    return sorted(outer.asked), sorted(rope.asked | {"rope_theta"})
+
+
+TOP, ROPE = asked_keys()
+LIKELY = [0, 1, 2, -1, 7, 10**400, 1e308, 1e-320, float("nan"), float("inf"), "", "yarn", "x"]
+LIKELY += [[], [1], ["dense"], {}, {"type": "yarn"}, {"rope_type": "yarn", "factor": 3}]
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+JSON = st.sampled_from(LIKELY) | st.recursive(
+    ATOMS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ROPE), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(["deepseek-v2-lite", "deepseek-v3"]),
+    st.dictionaries(st.sampled_from(TOP), JSON, max_size=3),
+    st.dictionaries(st.sampled_from(ROPE), st.sampled_from(LIKELY) | JSON, max_size=2),
+)
+@example("deepseek-v3", {}, {"factor": 1e-12, "mscale": 1e12})
+@example("deepseek-v3", {}, {"factor": 1e-320})
+@example("deepseek-v3", {}, {"beta_fast": 1e-320})
+@example("deepseek-v3", {}, {"beta_fast": 1e-12, "beta_slow": 1e12, "mscale_all_dim": 1e12})
+@example("deepseek-v3", {"rope_theta": 1 + 2**-52}, {"original_max_position_embeddings": 1})
+def test_any_value_is_served_or_refused(name, change, rope):
+    raw = published(name)
+    raw["rope_scaling"] |= rope
+    try:
+        config = from_hf({**raw, **change})
+        config.check_tp(2)
+    except DsRuntimeError as e:
+        assert str(e)
+        return
+    assert [config.is_moe(layer) for layer in (0, 5)] and config.softmax_scale > 0
+    assert config.dims()["heads"] == config.heads
+    small = replace(config, qk_rope=min(config.qk_rope, 64))
+    assert torch.isfinite(inverse_frequencies(small)).all() and math.isfinite(amplitude(small))
+
+
+def test_quantisation_that_no_loader_reads_is_refused(tmp_path):
+    write_tiny_fp8(tmp_path, "v3")
+    offers = load_plugins().offers(decide(tmp_path).facts)
+    config = load_config(tmp_path)
+    assert find_loader(offers, config).name == "fp8"
+    for change in ({"weight_block_size": 5}, {"modules_to_not_convert": 5}, {"quant_method": []}):
+        wrong = replace(config, quantization={**config.quantization, **change})
+        with pytest.raises(UnsupportedError, match="loaders: dense, fp8"):
+            find_loader(offers, wrong)
+
+
+def test_layer_types_that_agree_are_read():
+    kinds = ["dense"] * 3 + ["sparse"] * 58
+    raw = published("deepseek-v3")
+    assert from_hf({**raw, "mlp_layer_types": kinds}) == from_hf(raw)
+    assert from_hf({**raw, "mlp_layer_types": kinds, "first_k_dense_replace": None}) == from_hf(raw)
 
 
 def test_no_config(tmp_path):

@@ -8,7 +8,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
-from ds_runtime.model.config import from_hf
+from ds_runtime.model.hf import from_hf
 from ds_runtime.model.rope import amplitude, cos_sin_table
 from ds_runtime.testing.tiny import config_dict
 

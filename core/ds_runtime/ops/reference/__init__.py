@@ -125,9 +125,16 @@ def _format_dense(quantization: Mapping[str, Any], module: str) -> str:
 def _accepts_fp8(quantization: Mapping[str, Any]) -> bool:
     return (
         quantization.get("quant_method") == "fp8"
-        and list(quantization.get("weight_block_size") or ()) == [128, 128]
+        and quantization.get("weight_block_size") in ([128, 128], (128, 128))
+        and _are_names(quantization.get("modules_to_not_convert"))
         and quantization.get("fmt", "e4m3") == "e4m3"
         and quantization.get("activation_scheme", "dynamic") == "dynamic"
+    )
+
+
+def _are_names(value: object) -> bool:
+    return value is None or (
+        isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
     )
 
 
