@@ -8,7 +8,6 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.engine.runner import Runner
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import stored_modules
-from ds_runtime.model.weights import needed_bytes
 from ds_runtime.progress import amount
 
 
@@ -23,7 +22,7 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
         f"model     {plan.model}: {model.architecture}, {model.layers} layers, "
         f"{count(parameters(model))} parameters, {config.dtype}, "
-        f"{amount(needed_bytes(assembly))} packed{per_rank}",
+        f"{amount(runner.model.packed_bytes)} packed{per_rank}",
         f"memory    {amount(memory.total)}, {amount(memory.free)} free",
         f"KV cache  {runner.kv_tokens} tokens in {runner.num_pages} pages of {plan.page_size}, "
         f"{amount(runner.memory.total)}{per_rank}, {plan.kv_layout}; context "

@@ -57,6 +57,7 @@ class DeepSeekModel:
         self.blocks = [Block(config, load, layer) for layer in range(config.layers)]
         self.norm = RmsNorm(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
         self.lm_head = load.head()
+        self.packed_bytes = load.held_bytes + self.cos_sin.nbytes  # all weights, as they are held
 
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: list[Tensor]) -> Tensor:

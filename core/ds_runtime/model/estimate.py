@@ -27,7 +27,7 @@ def packed_bytes(
     """Bytes of one rank's packed weights, embedding, routers and rotation table.
 
     choices: sites with their kernels, as `Binding.choices`. A kernel holds a weight in the
-    compute dtype unless it keeps the format.
+    compute dtype unless it keeps the format, as often as it says. Padding is not counted.
     """
     item = ITEM_BYTES[dtype]
     total = vocab_rows(config, tp) * config.hidden * item + positions * config.qk_rope * 4.0
@@ -37,7 +37,8 @@ def packed_bytes(
         matrices = 3 if site.op == "experts" else 1
         kept = kernel is not None and site.weight_format in kernel.keeps
         size = _FP8_BYTES if kept else item
-        total += matrices * math.prod(site.shape) * size
+        copies = 1 if kernel is None else kernel.copies
+        total += copies * matrices * math.prod(site.shape) * size
     routers = sum(config.is_moe(layer) for layer in range(config.layers))
     total += routers * config.experts * config.hidden * 4
     return int(total)

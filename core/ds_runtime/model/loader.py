@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.parallel.layout import Shard
 from ds_runtime.platform.spec import Communicator
+
+_Layer = TypeVar("_Layer", Linear, Absorb, Experts)
 
 
 class Loader:
@@ -49,6 +51,7 @@ class Loader:
         self.device = device
         self.dtype = dtype
         self.shard = Shard(comm.rank, comm.size)
+        self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
         self.modules: Mapping[str, Stored] = stored_modules(config, quant.format_of)
         self.places: Mapping[str, Place] = check_checkpoint(checkpoint, config, quant, self.modules)
 
@@ -57,7 +60,10 @@ class Loader:
         return self.bound.at(layer, module)
 
     def total_bytes(self) -> int:
-        """Bytes of the checkpoint that this rank reads, within a few rows."""
+        """Bytes of the checkpoint that this rank reads, within a few rows.
+
+        Of a weight cut by columns every rank reads all: a row's columns are not worth a seek.
+        """
         total = 0
         for name, stored in self.modules.items():
             place = self.places[name]
@@ -67,7 +73,7 @@ class Loader:
                 stack = entry.shape[0] if place.index is not None else 1
                 size = entry.nbytes * share / stack
                 reads = 2 if self.config.tie_embeddings and name == "model.embed_tokens" else 1
-                total += int(reads * size / (self.shard.size if stored.cut is not None else 1))
+                total += int(reads * size / (self.shard.size if stored.cut in (ROWS, VOCAB) else 1))
         return total
 
     def _read(self, module: str, rows: slice | None = None) -> Tensor:
@@ -75,24 +81,35 @@ class Loader:
         (name,) = self.places[module].names
         return self.checkpoint.read(name, rows)
 
+    def _held(self, tensor: Tensor) -> Tensor:
+        """The same, counted."""
+        self.held_bytes += tensor.nbytes
+        return tensor
+
+    def _packed(self, layer: _Layer) -> _Layer:
+        """The same, counted."""
+        self.held_bytes += layer.packed.nbytes
+        return layer
+
     def vector(self, layer: int, name: str) -> Tensor:
         """A norm weight in the compute dtype: [n]; layer −1 outside the layers."""
         at = f"model.layers.{layer}.{name}" if layer >= 0 else f"model.{name}"
-        return self._read(at).to(self.device, self.dtype)
+        return self._held(self._read(at).to(self.device, self.dtype))
 
     def router(self, layer: int) -> Tensor:
         """[experts, hidden] float32."""
-        return self._read(f"model.layers.{layer}.mlp.gate").to(self.device, torch.float32)
+        weight = self._read(f"model.layers.{layer}.mlp.gate")
+        return self._held(weight.to(self.device, torch.float32))
 
     def router_bias(self, layer: int) -> Tensor:
         """[experts] float32."""
         name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        return self._read(name).to(self.device, torch.float32)
+        return self._held(self._read(name).to(self.device, torch.float32))
 
     def embedding(self) -> Embedding:
         """This rank's rows of the vocabulary, in the compute dtype."""
         rows = self.shard.padded_slice(self.config.vocab_size)
-        table = self._read("model.embed_tokens", rows).to(self.device, self.dtype)
+        table = self._held(self._read("model.embed_tokens", rows).to(self.device, self.dtype))
         return Embedding(self.ops(-1, "embed_tokens"), table, rows.start)
 
     def head(self) -> Linear:
@@ -106,7 +123,8 @@ class Loader:
             values = torch.cat((values, values.new_zeros(short, config.hidden)))
         part = WeightPart("lm_head", "dense", (values.shape[0], config.hidden), {"weight": values})
         kernel = self.ops(-1, "lm_head").linear
-        return Linear(kernel, Weight((part,)), self.bound.facts("linear", -1, "lm_head"))
+        head = Linear(kernel, Weight((part,)), self.bound.facts("linear", -1, "lm_head"))
+        return self._packed(head)
 
     def part(self, module: str) -> WeightPart:
         """This rank's part of one Linear, on the device."""
@@ -140,19 +158,19 @@ class Loader:
         """A packed Linear; `parts` are the checkpoint's modules if it joins several."""
         kernel = self.ops(layer, module).linear
         facts = self.bound.facts("linear", layer, module)
-        return Linear(kernel, self.weight(layer, parts or (module,)), facts)
+        return self._packed(Linear(kernel, self.weight(layer, parts or (module,)), facts))
 
     def absorb(self, layer: int, module: str) -> Absorb:
         """kv_b_proj, packed for expansion and absorption."""
         kernel = self.ops(layer, module).mla_absorb
         facts = self.bound.facts("mla_absorb", layer, module)
-        return Absorb(kernel, self.weight(layer, (module,)), facts)
+        return self._packed(Absorb(kernel, self.weight(layer, (module,)), facts))
 
     def experts(self, layer: int) -> Experts:
         """The routed experts of a layer."""
         kernel = self.ops(layer, "mlp.experts").experts
         facts = self.bound.facts("experts", layer, "mlp.experts")
-        return Experts(kernel, LayerExperts(self, layer), facts)
+        return self._packed(Experts(kernel, LayerExperts(self, layer), facts))
 
     def _interleaved(self, part: WeightPart) -> WeightPart:
         """Rows of rotated dims reordered from (all first halves, all second halves) to pairs."""

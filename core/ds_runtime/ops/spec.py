@@ -183,8 +183,9 @@ class Kernel:
     layouts that it reads or writes. What is not declared is refused (closed world).
     `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
     than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `keeps` are the
-    formats that stay packed in their own encoding (others are held in the compute dtype), for
-    the estimate of memory.
+    formats that stay packed in their own encoding (others are held in the compute dtype), and
+    `copies` says how often `pack` keeps the weight (laid out for several uses): both are for the
+    estimate of memory.
     """
 
     op: Op
@@ -203,6 +204,7 @@ class Kernel:
     source: str = ""
     numerics: str = ""
     keeps: frozenset[str] = frozenset()
+    copies: int = 1
 
     @property
     def name(self) -> str:

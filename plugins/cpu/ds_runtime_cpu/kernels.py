@@ -87,6 +87,7 @@ def _offer(op: str, fn: str, rank: int, refuse: Refuse, note: str = "") -> Kerne
         formats=_FORMATS if owns_weights else frozenset(),
         layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
         note=_FP8 if owns_weights and not note else note,
+        copies=2 if op == "mla_absorb" else 1,  # whole for the expansion, per head for decode
     )
 
 

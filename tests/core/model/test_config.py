@@ -135,7 +135,11 @@ def test_refused_with_a_reason(name, said):
         ({"topk_group": 9}, ConfigError, "topk_group 9 is more than n_group 8"),
         ({"architectures": "DeepseekV3ForCausalLM"}, ConfigError, "architectures is .* list of st"),
         ({"num_experts_per_tok": 0}, ConfigError, "num_experts_per_tok is 0, .* at least 1"),
-        ({"rms_norm_eps": -1e-6}, ConfigError, "rms_norm_eps is -1e-06, expected a number of at least"),
+        (
+            {"rms_norm_eps": -1e-6},
+            ConfigError,
+            "rms_norm_eps is -1e-06, expected a number of at least",
+        ),
         ({"rms_norm_eps": float("inf")}, ConfigError, "rms_norm_eps is inf"),
         ({"rms_norm_eps": float("nan")}, ConfigError, "rms_norm_eps is nan"),
         ({"num_hidden_layers": 10**400}, ConfigError, r"num_hidden_layers is 10+\.\.\., .* most 2"),

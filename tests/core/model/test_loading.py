@@ -8,11 +8,12 @@ import shutil
 
 import pytest
 import torch
-from model_harness import CPU, Harness, decide, run_schedule
+from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
+from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
 from ds_runtime.model.weights import load_model, needed_bytes
@@ -175,11 +176,13 @@ def test_not_enough_memory(original, monkeypatch):
         Harness(assembly)
 
 
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_estimate_and_progress(tmp_path, fp8, capsys):
+def test_estimate_and_progress(tmp_path, fp8, kernels, capsys):
     """The estimate is what is packed, and the bar's total what is read, within 2 %."""
-    (write_tiny_fp8 if fp8 else write_tiny)(tmp_path, "v3")
-    assembly = decide(tmp_path)
+    whole = {"qk_nope_head_dim": 32, "v_head_dim": 48}  # which native packing need not fill up
+    (write_tiny_fp8 if fp8 else write_tiny)(tmp_path, "v3", **whole)
+    assembly = decide(tmp_path, kernels)
     checkpoint = Checkpoint(tmp_path)
     bound, comm = BoundOps(assembly.binding), SoloCommunicator()
     quant = Quant.of(assembly)
@@ -190,7 +193,25 @@ def test_estimate_and_progress(tmp_path, fp8, capsys):
     bar = re.search(r"loading weights: (\S+ \S+) of (\S+ \S+),", capsys.readouterr().err)
     assert bar is not None and bar[1] == bar[2]
     held = _held(model)
+    assert model.packed_bytes == held
     assert abs(needed_bytes(assembly) - held) <= 0.02 * held
+
+
+def test_progress_of_ranks(original):
+    """Every rank reads what its bar says, although columns are read by whole rows."""
+
+    def load(comm):
+        assembly = decide(original, tp=2)
+        checkpoint, bound = Checkpoint(original), BoundOps(assembly.binding)
+        quant = Quant.of(assembly)
+        loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
+        read = []
+        checkpoint.on_read = read.append
+        DeepSeekModel(assembly.model, loader, 8)
+        return sum(read), loader.total_bytes()
+
+    for read, total in ThreadGroup(2).run(load):
+        assert abs(total - read) <= 0.01 * read
 
 
 def _held(model) -> int:
