@@ -24,7 +24,7 @@ from ds_runtime.ops.spec import (
     Routing,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import Capabilities, Communicator, MemoryInfo, Platform
+from ds_runtime.platform.spec import Communicator, MemoryInfo, Platform
 
 __all__ = [
     "API_VERSION",
@@ -33,7 +33,6 @@ __all__ = [
     "RANK_PORTABLE",
     "RANK_REFERENCE",
     "RANK_SPECIALISED",
-    "Capabilities",
     "Change",
     "Communicator",
     "DeviceInfo",

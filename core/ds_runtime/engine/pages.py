@@ -17,11 +17,8 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def can_alloc(self, count: int) -> bool:
-        return count <= len(self._free)
-
     def alloc(self, count: int) -> list[int]:
-        """`count` pages with undefined content; ask `can_alloc` first."""
+        """`count` pages with undefined content; there must be as many free."""
         assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         if count == 0:
             return []

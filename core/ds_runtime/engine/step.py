@@ -56,11 +56,6 @@ class StepPlan(msgspec.Struct, kw_only=True):
     works: list[Work]
     init: list[RowInit] = []
 
-    @property
-    def num_tokens(self) -> int:
-        """New tokens in this step."""
-        return sum(w.length for w in self.works)
-
 
 class WorkResult(msgspec.Struct, kw_only=True):
     """What one work gave. token None where nothing was sampled.

@@ -28,9 +28,6 @@ class SoloCommunicator:
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value
-
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
@@ -87,11 +84,6 @@ class TorchCommunicator:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)  # [..., size * n]
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        box = [value if self.rank == source else None]
-        dist.broadcast_object_list(box, src=source, group=self._group)
-        return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

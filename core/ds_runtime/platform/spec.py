@@ -25,15 +25,6 @@ class MemoryInfo:
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What the engine may use, read before anything is built."""
-
-    graphs: bool = False
-    events: bool = False
-    pinned_memory: bool = False
-
-
 class Communicator(Protocol):
     """Collectives of one group of ranks. Every rank calls each in the same order."""
 
@@ -48,12 +39,8 @@ class Communicator(Protocol):
         """[..., n] per rank → [..., size * n], concatenated along the last dim by rank."""
         ...
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """A picklable object from rank `source` to all, between trusted ranks only."""
-        ...
-
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's object, by rank, on every rank."""
+        """Every rank's picklable object, by rank, on every rank; between trusted ranks only."""
         ...
 
     def close(self) -> None:
@@ -67,7 +54,6 @@ class Platform(ABC):
     name: str = ""
     api_version: int = API_VERSION
     score: int = 0
-    capabilities: Capabilities = Capabilities()
 
     @abstractmethod
     def info(self, rank: int = 0) -> DeviceInfo:

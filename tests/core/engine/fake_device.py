@@ -222,7 +222,7 @@ class Rig:
         self.cached[message.rid] = message.cached_tokens
 
     def check_plan(self, plan: StepPlan) -> None:
-        assert 0 < plan.num_tokens <= self.limits.max_step_tokens
+        assert 0 < sum(w.length for w in plan.works) <= self.limits.max_step_tokens
         is_prefill = [w.tokens is not None for w in plan.works]
         assert is_prefill == sorted(is_prefill), "decodes come first"
         rows = [w.row for w in plan.works]

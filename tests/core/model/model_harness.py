@@ -226,9 +226,6 @@ class ThreadCommunicator:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)
 
-    def broadcast_object(self, value: object, source: int = 0) -> object:
-        return self.group.exchange(self.rank, value)[source]
-
     def gather_objects(self, value: object) -> list[object]:
         return self.group.exchange(self.rank, value)
 
