@@ -52,6 +52,7 @@ class EngineConfig:
     dist_timeout: int = _f(600, "seconds that ranks wait for each other")
 
     def __post_init__(self) -> None:
+        _typed(self)
         _positive(
             self,
             (
@@ -89,9 +90,25 @@ class ServerConfig:
     routes: tuple[str, ...] = _f((), "plugins whose HTTP routes are added (comma separated)")
 
     def __post_init__(self) -> None:
+        _typed(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
         _positive(self, ("max_body",))
+
+
+_TYPES = {"str": str, "int": int, "bool": bool, "tuple[str, ...]": tuple, "None": type(None)}
+
+
+def _typed(config: Any) -> None:
+    """Refuse values of another type than the field's: the offline API passes what it is given."""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        wanted = tuple(_TYPES[part] for part in str(f.type).split(" | "))
+        right = isinstance(value, wanted) and (not isinstance(value, bool) or bool in wanted)
+        if isinstance(value, tuple):
+            right = right and all(isinstance(item, str) for item in value)
+        if not right:
+            raise ConfigError(f"{_flag(f.name)} {value!r}: must be of type {f.type}")
 
 
 def _flag(name: str) -> str:

@@ -33,7 +33,7 @@ from ds_runtime.errors import ConfigError, EngineDeadError, RequestError
 from ds_runtime.jobs import Call, Registry
 from ds_runtime.outputs import Completion, Job, RequestOutput, Usage
 from ds_runtime.plan import Plan
-from ds_runtime.prompts import JobMaker, Prompts, listed
+from ds_runtime.prompts import JobMaker, Prompts, conversations, listed
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.template import Message
 from ds_runtime.text.tokenizer import Tokenizer
@@ -139,6 +139,8 @@ class LLM:
         asked = listed(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(asked)
+        if not all(isinstance(own, SamplingParams) for own in params):
+            raise RequestError("params: give SamplingParams, or a list of them", "params")
         if len(params) != len(asked):
             raise RequestError(
                 f"{len(params)} params for {len(asked)} prompts: give one for all or one each",
@@ -158,8 +160,9 @@ class LLM:
         Leaving the iterator early drops the request.
         """
         if chat:
-            talk: list[Message] = [{"role": "user", "content": prompt}]
+            (talk,) = conversations([{"role": "user", "content": prompt}])
             prompt = self.tokenizer.encode(self._maker.render(talk))
+        (prompt,) = listed(prompt if isinstance(prompt, str) else [prompt])
         params = replace(params or SamplingParams(), n=1)
         output = self._maker.output(prompt, params)
         seen = 0
@@ -179,9 +182,8 @@ class LLM:
 
         messages: one conversation, or a list of them. `template_kwargs` reach the template.
         """
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         render = self._maker.render
-        texts = [render(c, tools, template_kwargs) for c in several]  # type: ignore[arg-type]
+        texts = [render(c, tools, template_kwargs) for c in conversations(messages)]
         outputs = self.generate([self.tokenizer.encode(t) for t in texts], params)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +14,8 @@ from ds_runtime.outputs import Completion, Job, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.template import ChatTemplate, Message, load_template
 from ds_runtime.text.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Prompts: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
@@ -86,10 +89,75 @@ class JobMaker:
         return [Job(submit, output, submit.choice, self._tokenizer) for submit in group.choices()]
 
 
-def listed(prompts: Prompts) -> list[str | Sequence[int]]:
-    """Prompts in a list: text or ids alone are one prompt."""
+def listed(prompts: Any) -> list[str | list[int]]:
+    """Prompts in a list: text or ids alone are one prompt. RequestError for anything else.
+
+    Arrays and tensors of whole numbers count as lists of ids.
+    """
+    prompts = _plain(prompts)
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if not isinstance(prompts, list):
+        raise _not_a_prompt(prompts)
+    if prompts and not isinstance(_plain(prompts[0]), str | list):
+        return [_ids(prompts)]
+    out: list[str | list[int]] = []
+    for prompt in map(_plain, prompts):
+        if not isinstance(prompt, str | list):
+            raise _not_a_prompt(prompt)
+        out.append(prompt if isinstance(prompt, str) else _ids(prompt))
+    return out
+
+
+def conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation, or a list of them, in a list. RequestError for what is none."""
+    if not isinstance(messages, list | tuple):
+        raise RequestError(f"messages is {messages!r:.80}: give a list of messages", "messages")
+    several = messages if messages and isinstance(messages[0], list | tuple) else [messages]
+    for conversation in several:
+        if not isinstance(conversation, list | tuple) or not conversation:
+            raise RequestError(
+                f"a conversation is {conversation!r:.80}: give at least one message", "messages"
+            )
+        for message in conversation:
+            _check_message(message)
+    return list(several)
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise RequestError(
+            f"a message is {message!r:.80}: give a dict with content and a role of "
+            f"{', '.join(ROLES)}",
+            "messages",
+        )
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise RequestError(
+            f"the content of a message is {content!r:.80}: give text or text parts", "messages"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Tuples, ranges, arrays and tensors as lists; the rest as it is."""
+    if isinstance(value, tuple | range):
+        return list(value)
+    if hasattr(value, "tolist") and len(value.shape) > 0:
+        return value.tolist()
+    return value
+
+
+def _ids(prompt: list[Any]) -> list[int]:
+    ids = []
+    for value in prompt:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise RequestError(
+                f"the prompt holds {value!r:.80}: token ids are whole numbers", "prompt"
+            )
+        ids.append(operator.index(value))
+    return ids
+
+
+def _not_a_prompt(value: Any) -> RequestError:
+    kind = type(value).__name__
+    return RequestError(f"the prompt is {kind}: give text, token ids or a list of them", "prompt")
