@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import model_sites
-from ds_runtime.ops.bind import Binding, BoundOps, Pin, decide_all
+from ds_runtime.ops.bind import Binding, Pin, decide_all
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
 from ds_runtime.ops.table import OPS
@@ -362,3 +363,18 @@ def test_a_locked_plan_accepts_itself_and_names_what_differs(sites, tmp_path: Pa
     check_against(plan_of(bind(sites)), str(path))
     with pytest.raises(ConfigError, match=r"route at layers.1-2.mlp: mine.route here"):
         check_against(plan_of(bind(sites, kernel("route"))), str(path))
+
+
+def test_a_place_has_one_kernel_per_op_whatever_the_phase(sites) -> None:
+    again = replace(next(s for s in sites if s.op == "mha_prefill"), phase="decode")
+    with pytest.raises(AssertionError, match=r"two sites of mha_prefill at layers\.0\."):
+        bind([*sites, again])
+    # A fusion's part that the place has already serves the fusion, and is not decided again.
+    fused = [s for s in sites if s.op == "mla_prologue"]
+    later = [replace(s, phase="prefill") for s in fused]
+    binding = bind([*(s for s in sites if s not in fused), *later])
+    places = [(s.op, s.layer, s.module) for s, _ in binding.choices]
+    assert len(places) == len(set(places))
+    narrow = [replace(s, phase="decode") if s.op == "rms_norm" else s for s in sites]
+    with pytest.raises(AssertionError, match="is to serve"):
+        bind(narrow)

@@ -20,7 +20,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.model import weights
 from ds_runtime.model.manifest import ROWS, VOCAB, stored_modules
-from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
 from ds_runtime.progress import Progress
 

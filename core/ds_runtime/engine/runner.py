@@ -19,7 +19,7 @@ from ds_runtime.engine.sampler import Draw, Drawn, LogprobGroup, Sampler
 from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
 from ds_runtime.model.weights import load_model
 from ds_runtime.ops.batch import Limits
-from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import load_attr
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress

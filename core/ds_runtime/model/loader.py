@@ -17,7 +17,7 @@ from ds_runtime.model.manifest import COLS, ROWS, VOCAB, Stored, stored_modules
 from ds_runtime.model.quant import PartRequest, Place, Quant
 from ds_runtime.model.sites import vocab_rows
 from ds_runtime.model.verify import check_checkpoint
-from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.parallel.layout import Shard

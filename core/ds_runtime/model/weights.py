@@ -12,7 +12,7 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.estimate import needed_bytes, positions_of
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
-from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference.formats import torch_dtype
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress, amount

@@ -1,19 +1,16 @@
 """Offers → decisions: which kernel serves which op at which site. Pure and torch-free.
 
-`decide_all` runs once, before weights are loaded. `BoundOps` then imports what was chosen and
-gives each place in the model its own frozen `Ops` view.
+`decide_all` runs once, before weights are loaded; `ops/bound.py` then imports what was chosen.
 """
 
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
-from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.spec import (
     RANK_REFERENCE,
     Decision,
@@ -21,11 +18,9 @@ from ds_runtime.ops.spec import (
     Kernel,
     Layout,
     Offers,
-    Op,
     Site,
-    load_attr,
 )
-from ds_runtime.ops.table import OPS, Ops
+from ds_runtime.ops.table import OPS
 
 KV = "kv"  # the one layout role so far: bytes of the paged cache
 
@@ -220,6 +215,20 @@ class Binding:
     decisions: tuple[Decision, ...]
 
 
+def _place(site: Site) -> tuple[str, int, str]:
+    """What identifies a kernel at run time: a place has one per op, whatever the phase."""
+    return site.op, site.layer, site.module
+
+
+def _places(sites: Iterable[Site]) -> dict[tuple[str, int, str], Site]:
+    """Sites by place."""
+    places: dict[tuple[str, int, str], Site] = {}
+    for site in sites:
+        other = places.setdefault(_place(site), site)
+        assert other == site, f"two sites of {site.op} at {site.path}: {other} and {site}"
+    return places
+
+
 def decide_all(
     sites: Sequence[Site], offers: Offers, base: Facts, pins: Sequence[Pin] = ()
 ) -> Binding:
@@ -227,7 +236,7 @@ def decide_all(
     binder = Binder(offers, base, pins)
     layout = binder.choose_layout(sites)
     todo = list(dict.fromkeys(sites))
-    seen = {(s.op, s.layer, s.module, s.phase) for s in todo}
+    places = _places(todo)
     choices: list[tuple[Site, Kernel | None]] = []
     decisions: list[Decision] = []
     while todo:
@@ -238,70 +247,11 @@ def decide_all(
         if kernel is None:
             for part in OPS[site.op].uses:
                 needed = _part(site, part)
-                key = (needed.op, needed.layer, needed.module, needed.phase)
-                if key not in seen:
-                    seen.add(key)
+                there = places.setdefault(_place(needed), needed)
+                if there is needed:
                     todo.insert(0, needed)
+                assert there.phase in ("any", needed.phase), f"{there} is to serve {site}"
     for pin in pins:
         if not any(s.op == pin.op and fnmatchcase(s.path, pin.glob) for s, _ in choices):
             raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
     return Binding(base, layout, tuple(choices), tuple(decisions))
-
-
-class BoundOps:
-    """The chosen kernels, imported: one frozen `Ops` view per (layer, module)."""
-
-    def __init__(self, binding: Binding) -> None:
-        self.binding = binding
-        self.base = binding.base
-        self.layout = binding.layout
-        self.stateful: dict[str, Any] = {}  # state key → one object of that kernel
-        self._state_keys: dict[tuple[str, int, str], str] = {}
-        self._facts: dict[tuple[str, int, str], Facts] = {}
-        bound: dict[tuple[int, str], dict[str, object]] = {}
-        composed: list[tuple[Site, Op]] = []
-        for site, kernel in binding.choices:
-            key = (site.op, site.layer, site.module)
-            self._facts[key] = site_facts(self.base, site)
-            if kernel is None:
-                composed.append((site, OPS[site.op]))
-                continue
-            place = bound.setdefault((site.layer, site.module), {})
-            place[site.op] = self._load(kernel, key)
-        for site, op in reversed(composed):  # parts of a fusion come after it: bind them first
-            place = bound.setdefault((site.layer, site.module), {})
-            parts = Ops.of(place, site.path)
-            place[op.name] = functools.partial(load_attr(op.composition), parts)
-        self._views = {
-            (layer, module): Ops.of(place, f"layer {layer} {module}")
-            for (layer, module), place in bound.items()
-        }
-
-    def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
-        try:
-            fn = load_attr(kernel.fn)
-        except Exception as e:
-            raise PluginError(
-                f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {type(e).__name__}: {e}; "
-                f"--pin {kernel.op.name}=KERNEL selects another"
-            ) from e
-        if kernel.op.kind == "function":
-            return fn
-        made = fn(self._facts[key])
-        if hasattr(made, "prepare"):
-            state_key = f"{kernel.op.name}:{kernel.name}"
-            self._state_keys[key] = state_key
-            self.stateful.setdefault(state_key, made)
-        return made
-
-    def at(self, layer: int, module: str) -> Ops:
-        """The view of one place; layer −1 outside the layers."""
-        return self._views[(layer, module)]
-
-    def facts(self, op: str, layer: int, module: str) -> Facts:
-        """The facts of one site, for `pack`."""
-        return self._facts[(op, layer, module)]
-
-    def state_key(self, op: str, layer: int, module: str) -> str:
-        """Which entry of `Batch.states` the kernel at this site reads."""
-        return self._state_keys[(op, layer, module)]

@@ -17,7 +17,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.weights import load_model
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
-from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import load_attr
 from ds_runtime.parallel.group import SoloCommunicator
 

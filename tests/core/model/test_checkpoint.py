@@ -120,6 +120,24 @@ def test_bad_headers(tmp_path, fields):
         Checkpoint(tmp_path)
 
 
+def shard(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "header",
+    ['{"t": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}}', f'{{"t": {DEEP}}}'],
+    ids=["infinite", "deep"],
+)
+def test_hostile_headers(tmp_path, header):
+    (tmp_path / SINGLE).write_bytes(shard(header.encode()))
+    with pytest.raises(CheckpointError, match="header cannot be read"):
+        Checkpoint(tmp_path)
+
+
 def test_not_a_header(tmp_path):
     (tmp_path / SINGLE).write_bytes((10).to_bytes(8, "little") + b"0123456789")
     with pytest.raises(CheckpointError, match="header cannot be read"):
@@ -139,7 +157,7 @@ def test_index_of_another_checkpoint(folder):
         Checkpoint(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', DEEP])
 def test_bad_index(folder, text):
     (folder / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match="not a safetensors index"):

@@ -17,7 +17,7 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
 from ds_runtime.model.weights import load_model, needed_bytes
-from ds_runtime.ops.bind import BoundOps
+from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import MemoryInfo
 from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8

@@ -1,0 +1,70 @@
+"""Decisions → functions: imports the chosen kernels and gives each place its own `Ops` view."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ds_runtime.errors import PluginError
+from ds_runtime.ops.bind import Binding, site_facts
+from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr
+from ds_runtime.ops.table import OPS, Ops
+
+
+class BoundOps:
+    """The chosen kernels, imported: one frozen `Ops` view per (layer, module)."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self.base = binding.base
+        self.layout = binding.layout
+        self.stateful: dict[str, Any] = {}  # state key → one object of that kernel
+        self._state_keys: dict[tuple[str, int, str], str] = {}
+        self._facts: dict[tuple[str, int, str], Facts] = {}
+        bound: dict[tuple[int, str], dict[str, object]] = {}
+        composed: list[tuple[Site, Op]] = []
+        for site, kernel in binding.choices:
+            key = (site.op, site.layer, site.module)
+            self._facts[key] = site_facts(self.base, site)
+            if kernel is None:
+                composed.append((site, OPS[site.op]))
+                continue
+            place = bound.setdefault((site.layer, site.module), {})
+            place[site.op] = self._load(kernel, key)
+        for site, op in reversed(composed):  # parts of a fusion come after it: bind them first
+            place = bound.setdefault((site.layer, site.module), {})
+            parts = Ops.of(place, site.path)
+            place[op.name] = functools.partial(load_attr(op.composition), parts)
+        self._views = {
+            (layer, module): Ops.of(place, f"layer {layer} {module}")
+            for (layer, module), place in bound.items()
+        }
+
+    def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
+        try:
+            fn = load_attr(kernel.fn)
+        except Exception as e:
+            raise PluginError(
+                f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {type(e).__name__}: {e}; "
+                f"--pin {kernel.op.name}=KERNEL selects another"
+            ) from e
+        if kernel.op.kind == "function":
+            return fn
+        made = fn(self._facts[key])
+        if hasattr(made, "prepare"):
+            state_key = f"{kernel.op.name}:{kernel.name}"
+            self._state_keys[key] = state_key
+            self.stateful.setdefault(state_key, made)
+        return made
+
+    def at(self, layer: int, module: str) -> Ops:
+        """The view of one place; layer −1 outside the layers."""
+        return self._views[(layer, module)]
+
+    def facts(self, op: str, layer: int, module: str) -> Facts:
+        """The facts of one site, for `pack`."""
+        return self._facts[(op, layer, module)]
+
+    def state_key(self, op: str, layer: int, module: str) -> str:
+        """Which entry of `Batch.states` the kernel at this site reads."""
+        return self._state_keys[(op, layer, module)]
