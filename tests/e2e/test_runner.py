@@ -188,3 +188,10 @@ def test_eos_ids_come_from_both_files(runner, tmp_path):
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         eos_tokens(tmp_path, model)
+
+
+@pytest.mark.parametrize("value", ['"x"', "1.5", "[1, null]", "true", "{}"])
+def test_an_end_token_that_is_no_number_is_named(runner, tmp_path, value):
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id .*token id"):
+        eos_tokens(tmp_path, runner.assembly.model)

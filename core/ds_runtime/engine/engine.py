@@ -20,7 +20,7 @@ from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.ranks import Leader
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.errors import CheckpointError, QueueFullError, RequestError
+from ds_runtime.errors import CheckpointError, QueueFullError, RequestError, shown
 from ds_runtime.model.config import ModelConfig
 
 
@@ -136,8 +136,13 @@ def eos_tokens(folder: Path, model: ModelConfig) -> tuple[int, ...]:
     if path.is_file():
         try:
             found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as e:
+        except (OSError, ValueError, AttributeError, RecursionError) as e:
             raise CheckpointError(f"{path}: cannot be read as a JSON object: {e}") from e
-    listed = [found] if isinstance(found, int) else list(found or ())
+    listed = [] if found is None else found if isinstance(found, list) else [found]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        raise CheckpointError(
+            f"{path}: eos_token_id {shown(found)} is neither a token id nor a list of them; "
+            "write the number of the end token, as config.json does"
+        )
     ids = dict.fromkeys([*listed, *model.eos_tokens])
     return tuple(i for i in ids if 0 <= i < model.vocab_size)

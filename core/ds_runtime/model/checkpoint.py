@@ -25,6 +25,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20
 _STRIP = 8 << 20  # bytes read at a time where only some columns are wanted
+_MALFORMED = (  # what reading a hostile JSON header can raise; 1e400 overflows, depth recurses
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 _READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -87,7 +95,7 @@ class Checkpoint:
         try:
             where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = sorted({str(name) for name in where.values()})
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as e:
+        except (OSError, *_MALFORMED) as e:
             raise CheckpointError(
                 f"{index}: not a safetensors index with a weight_map "
                 f"({type(e).__name__}: {e}); download the file again"
@@ -237,7 +245,7 @@ def read_header(path: Path) -> dict[str, Entry]:
                 for name, fields in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except _MALFORMED as e:
             raise CheckpointError(
                 f"{path}: its safetensors header cannot be read ({type(e).__name__}: {e}); "
                 "download it again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 from pathlib import Path
 
 from ds_runtime.errors import CheckpointError
@@ -32,16 +33,43 @@ def resolve_model(name: str) -> Path:
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    here = "not in the local cache"
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass  # not cached: download below
+        folder = Path(snapshot_download(name, allow_patterns=PATTERNS, local_files_only=True))
+        if not (lacking := _missing_shards(folder)):
+            return folder
+        here = lacking
+    except HFValidationError as e:
+        raise CheckpointError(
+            f"--model {name!r}: no such folder, and no hub id: one is OWNER/NAME of letters, "
+            "digits, '-', '_' and '.', like deepseek-ai/DeepSeek-V2-Lite"
+        ) from e
+    except LocalEntryNotFoundError as e:
+        if partial := getattr(e, "snapshot_path", None):
+            here = f"{partial}: an earlier download did not finish"
+    command = f"where there is a network, run: hf download {name}"
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        folder = Path(snapshot_download(name, allow_patterns=PATTERNS))
     except Exception as e:
         raise CheckpointError(
-            f"--model {name}: not in the local cache, and the download failed "
-            f"({type(e).__name__}: {e}); where there is a network, run: hf download {name}"
+            f"--model {name}: {here}, and the download failed ({type(e).__name__}: {e}); {command}"
         ) from e
+    if lacking := _missing_shards(folder):  # without a network this may be the cache again
+        raise CheckpointError(f"--model {name}: {lacking}; {command}")
+    return folder
+
+
+def _missing_shards(folder: Path) -> str:
+    """Which shards the index names and the folder lacks, or ""."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = {str(name) for name in index["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""  # no index, or one that whoever opens the checkpoint complains of
+    lacking = sorted(name for name in names if not (folder / name).is_file())
+    if not lacking:
+        return ""
+    here = len(names) - len(lacking)
+    return f"{folder / lacking[0]}: missing; the index names {len(names)} shards and {here} are here"
