@@ -131,7 +131,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "abort leaks a page",
-        "core/ds_runtime/engine/scheduler.py",
+        "core/ds_runtime/engine/holdings.py",
         "self.pool.free(request.pages[request.num_shared :])",
         "self.pool.free(request.pages[request.num_shared : -1])",
         ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),

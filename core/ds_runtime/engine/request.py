@@ -7,6 +7,7 @@ from enum import Enum
 
 from ds_runtime.engine.messages import Submit, TokenLogprob
 from ds_runtime.engine.prefix import Node
+from ds_runtime.engine.step import RowInit
 from ds_runtime.sampling_params import SamplingParams
 
 
@@ -122,3 +123,15 @@ class Request:
         if start >= size:
             return self.output[start - size : stop - size]
         return self.prompt[start:] + self.output[: stop - size]
+
+    def row_init(self) -> RowInit:
+        """What ranks need to know when it takes its row."""
+        return RowInit(
+            row=self.row,
+            params=self.params,
+            seed=self.seed,
+            choice=self.choice,
+            prompt=self.prompt,
+            output=self.output.copy(),
+            stop_ids=sorted(self.stop_ids),
+        )

@@ -2,48 +2,41 @@
 
 Order within a step: running decodes, chunks of running prefills, admissions; each by right of
 way (FIFO, or priority and then FIFO). `schedule` for step n + 1 may run before `update` for step
-n. Pages and rows change hands at once, also while a launched step still uses them: devices run
-steps in the order of their plans, so the new holder always writes after the old one.
+n. What a running request holds is in `engine/holdings.py`.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 
 import msgspec
 
+from ds_runtime.engine.holdings import Holdings
 from ds_runtime.engine.limits import SchedulerLimits, check_submit
 from ds_runtime.engine.messages import Stats, Submit, Tokens
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.request import Group, Request, State
-from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
+from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Requests in, plans out, results in, tokens out. Owns every page and every row.
-
-    A page is at any time exactly one of: free in `pool`, owned by one running request, or in
-    `prefix` once. `prefix` None turns the prefix cache off.
-    """
+    """Requests in, plans out, results in, tokens out. `prefix` None: no prefix cache."""
 
     def __init__(
         self, limits: SchedulerLimits, pool: PagePool, prefix: PrefixCache | None = None
     ) -> None:
         self.limits = limits
-        self.pool = pool
-        self.prefix = prefix
+        self.holdings = Holdings(pool, prefix, limits.max_running, limits.page_size)
         self.waiting: list[Request] = []  # both in right of way
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._groups: dict[str, Group] = {}
-        self._rows = list(range(limits.max_running))  # a heap: low rows first
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
         self._stats = Stats(pages_total=pool.num_pages)
@@ -85,11 +78,7 @@ class Scheduler:
 
     def flush(self) -> int:
         """Empty the prefix cache; the number of pages freed."""
-        if self.prefix is None:
-            return 0
-        pages = self.prefix.flush()
-        self.pool.free(pages)
-        return len(pages)
+        return self.holdings.flush()
 
     def stats(self) -> Stats:
         """Gauges now and counters since start; `step_seconds` is the loop's to fill."""
@@ -97,13 +86,13 @@ class Scheduler:
             self._stats,
             running=len(self.running),
             waiting=len(self.waiting),
-            pages_free=self.pool.num_free,
-            pages_cached=self.prefix.num_evictable if self.prefix else 0,
+            pages_free=self.holdings.pool.num_free,
+            pages_cached=self.holdings.num_cached,
         )
 
     @property
     def _pool_tokens(self) -> int:
-        return self.pool.num_pages * self.limits.page_size
+        return self.holdings.pool.num_pages * self.limits.page_size
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -123,14 +112,9 @@ class Scheduler:
                 del self._groups[group.name]
 
     def _release(self, request: Request) -> None:
-        """Take row and pages back from a running request."""
+        """Take everything back from a running request."""
         _remove(self.running, request)
-        heapq.heappush(self._rows, request.row)
-        if request.node is not None and self.prefix is not None:
-            self.prefix.unlock(request.node)
-        self.pool.free(request.pages[request.num_shared :])
-        request.row, request.node, request.on_device = -1, None, False
-        request.pages, request.num_shared, request.num_computed = [], 0, 0
+        self.holdings.release(request)
 
     # ---- before a step ----
 
@@ -148,7 +132,7 @@ class Scheduler:
             if budget and request.can_prefill:
                 budget -= self._prefill(request, budget, plan, planned)
         for request in self._admissions() if budget else ():
-            plan.init.append(_row_init(request))
+            plan.init.append(request.row_init())
             budget -= self._prefill(request, budget, plan, planned)
             if not budget:
                 break
@@ -193,25 +177,12 @@ class Scheduler:
         return work
 
     def _grow(self, request: Request) -> bool:
-        """A page for the next token, if it needs one; False if the request was preempted."""
-        if request.num_computed < len(request.pages) * self.limits.page_size:
-            return True
-        while not self._make_room(1):
+        """Room for the next token, by preempting others; False if it was preempted itself."""
+        while not self.holdings.grow(request):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        request.pages += self.pool.alloc(1)
-        return True
-
-    def _make_room(self, count: int, reserve: int = 0) -> bool:
-        """Evict until `count` pages are free, if `reserve` more could follow."""
-        spare = self.prefix.num_evictable if self.prefix else 0
-        if self.pool.num_free + spare < count + reserve:
-            return False
-        missing = count - self.pool.num_free
-        if self.prefix and missing > 0:
-            self.pool.free(self.prefix.evict(missing))
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -225,7 +196,7 @@ class Scheduler:
     def _admissions(self) -> Iterable[Request]:
         """Waiting requests as they start to run, until rows or pages are out."""
         for request in self.waiting.copy():
-            if not self._rows or request.num_in_flight:  # its output is not known yet
+            if not self.holdings.rows or request.num_in_flight:  # its output is not known yet
                 return
             if self._awaits_leader(request):
                 continue
@@ -243,25 +214,13 @@ class Scheduler:
         return group.leader is not request and self._reads_cache(request)
 
     def _reads_cache(self, request: Request) -> bool:
-        return self.prefix is not None and not request.wants_prompt_logprobs
+        return self.holdings.prefix is not None and not request.wants_prompt_logprobs
 
     def _admit(self, request: Request) -> bool:
-        """Give it a row and pages for all that it has to compute, if there are enough."""
-        prefix, pages = self.prefix, list[int]()
-        node = prefix.root if prefix else None
-        if prefix and self._reads_cache(request):
-            node, pages = prefix.match(request.tokens(0, request.total_len))
-            prefix.lock(node)
-        needed = -(-request.total_len // self.limits.page_size) - len(pages)
+        """Let it run, if there are pages for all that it has to compute."""
         # One page per running request stays in reserve: fewer preemptions right afterwards.
-        if not self._make_room(needed, reserve=len(self.running)):
-            if prefix and node:
-                prefix.unlock(node)
+        if not self.holdings.take(request, self._reads_cache(request), reserve=len(self.running)):
             return False
-        request.node, request.num_shared = node, len(pages)
-        request.pages = pages + self.pool.alloc(needed)
-        request.num_computed = len(pages) * self.limits.page_size
-        request.row = heapq.heappop(self._rows)
         _remove(self.waiting, request)
         request.state = State.RUNNING
         insort(self.running, request, key=_order)
@@ -284,7 +243,7 @@ class Scheduler:
             if request.is_finished:  # aborted, or ended by the step before
                 continue
             if request.is_running:  # else preempted: its pages are gone
-                self._share(request, work.start + work.length)
+                self._computed(request, work.start + work.length)
             if work.prompt_logprobs is not None:
                 missing = len(request.prompt_logprobs) - work.start - 1
                 request.prompt_logprobs += outcome.prompt_logprobs[missing:]
@@ -292,21 +251,11 @@ class Scheduler:
                 messages.append(self._take(request, outcome))
         return messages
 
-    def _share(self, request: Request, computed: int) -> None:
-        """Bring the request's full pages below token `computed` into the prefix cache."""
-        group = request.group
-        if group is not None and computed >= request.prompt_len:
-            group.is_computed = True
-        size, first = self.limits.page_size, request.num_shared
-        last = computed // size
-        if self.prefix is None or last <= first:
-            return
-        assert request.node is not None
-        tokens = request.tokens(first * size, last * size)
-        path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last])
-        request.pages[first:last] = path.pages
-        request.node, request.num_shared = path.node, last
-        self.pool.free(twins)
+    def _computed(self, request: Request, end: int) -> None:
+        """The KV of tokens below `end` is there: others may read it."""
+        if request.group is not None and end >= request.prompt_len:
+            request.group.is_computed = True
+        self.holdings.share(request, end)
 
     def _take(self, request: Request, outcome: WorkResult) -> Tokens:
         """Append a sampled token and see whether the request ends with it."""
@@ -339,15 +288,3 @@ def _remove(ordered: list[Request], request: Request) -> None:
     index = bisect_left(ordered, request.order, key=_order)
     assert ordered[index] is request
     del ordered[index]
-
-
-def _row_init(request: Request) -> RowInit:
-    return RowInit(
-        row=request.row,
-        params=request.params,
-        seed=request.seed,
-        choice=request.choice,
-        prompt=request.prompt,
-        output=request.output.copy(),
-        stop_ids=sorted(request.stop_ids),
-    )

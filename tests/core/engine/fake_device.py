@@ -251,7 +251,7 @@ class Rig:
         cached = self.prefix.num_cached if self.prefix else 0
         assert self.pool.num_free + cached == self.pool.num_pages
         assert self.prefix is None or self.prefix.num_evictable == cached
-        assert sorted(self.scheduler._rows) == list(range(self.limits.max_running))
+        assert sorted(self.scheduler.holdings.rows) == list(range(self.limits.max_running))
         assert not self.scheduler._groups
         pool_tokens = self.pool.num_pages * self.limits.page_size
         for rid, submit in self.submits.items():
