@@ -43,7 +43,12 @@ class Assembly:
     plan: Plan
     plugins: Plugins
     offers: Offers
-    others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here
+    others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here, or broken
+
+    def left_out(self) -> list[str]:
+        """A sentence per broken plugin: nothing of it was bound."""
+        broken = [(name, r) for name, r in self.others if r.kind == "broken"]
+        return [f"plugin {name} is left out: {refusal}" for name, refusal in broken]
 
 
 def assemble(

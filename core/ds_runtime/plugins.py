@@ -7,10 +7,11 @@ nothing of it stays. Built-in plugins enter through the same door as third parti
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -36,6 +37,7 @@ GROUP = "ds_runtime"
 OWN_DISTRIBUTION = "ds-runtime"
 ALWAYS = {"reference": "ds_runtime.ops.reference"}  # part of every process
 ON_REQUEST = {"null": "ds_runtime.testing.null"}  # loaded only when named
+_FAILURES = (Exception, SystemExit)  # a plugin that leaves is broken; an interrupt is the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class Plugins:
     manager: pluggy.PluginManager
     reports: dict[str, PluginReport] = field(default_factory=dict)
     calls: int = 0
+    restricted: str = ""  # the setting that loaded only some of the installed, as written
+    unknown: tuple[str, ...] = ()  # sentences on names that were asked for and are not installed
 
     def call(self, hook: str, only: str | None = None, **kwargs: Any) -> list[tuple[str, Any]]:
         """(plugin name, result) of all that implement `hook`; one that raises is dropped.
@@ -72,7 +76,7 @@ class Plugins:
                 if os.environ.get("DS_TRACE_PLUGINS"):
                     print(f"plugin call: {name}.{hook}", file=sys.stderr)
                 results.append((name, function(*(kwargs[a] for a in arguments))))
-            except Exception as e:
+            except _FAILURES as e:
                 self.drop(name, _broken(f"{hook} raised {type(e).__name__}: {e}"))
         return results
 
@@ -128,7 +132,7 @@ class Plugins:
     def _collect(self, name: str, hook: str, offered: Any, collected: dict[str, list[Any]]) -> None:
         try:
             collected.setdefault(name, []).extend(offered or ())
-        except Exception as e:
+        except _FAILURES as e:
             self.drop(name, _broken(f"{hook} returned no sequence: {type(e).__name__}: {e}"))
 
     def platforms(self) -> dict[str, tuple[Platform | None, Refusal | None]]:
@@ -152,19 +156,28 @@ class Plugins:
         return found
 
 
-def load_plugins(names: Iterable[str] | None = None, extra: Iterable[Any] = ()) -> Plugins:
+def load_plugins(
+    names: Iterable[str] | None = None, extra: Iterable[Any] = (), *, lenient: bool = False
+) -> Plugins:
     """Load the installed plugins, or only `names` of them; `extra` are modules to add.
 
-    `names` None reads DS_PLUGINS, else takes all. Raises ConfigError for an unknown name.
+    `names` None reads DS_PLUGINS, else takes all. Raises ConfigError for an unknown name, unless
+    `lenient`: then `Plugins.unknown` says so, for commands that report on plugins.
     """
+    source = "--plugins"
     if names is None and os.environ.get("DS_PLUGINS"):
+        source = "DS_PLUGINS"
         names = [n.strip() for n in os.environ["DS_PLUGINS"].split(",") if n.strip()]
     found = _entries()
     wanted = None if names is None else list(names)
-    _check_names(wanted, {*found, *ON_REQUEST, *ALWAYS})
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     plugins = Plugins(manager)
+    if wanted is not None:
+        plugins.restricted = f"{source} {','.join(wanted) or repr('')}"
+        plugins.unknown = tuple(_unknown(source, wanted, {*found, *ON_REQUEST, *ALWAYS}))
+        if plugins.unknown and not lenient:
+            raise ConfigError(plugins.unknown[0])
     for name, module in ALWAYS.items():
         _register(plugins, name, module, None)
     for name, module in ON_REQUEST.items():
@@ -199,14 +212,29 @@ def _is_third(entry: EntryPoint) -> bool:
     return _dist(entry) != OWN_DISTRIBUTION
 
 
-def _check_names(wanted: list[str] | None, known: set[str]) -> None:
-    for name in wanted or ():
+def _unknown(source: str, wanted: Iterable[str], known: set[str]) -> Iterator[str]:
+    """A sentence per wanted name that is not known."""
+    for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
             hint = (
                 f"did you mean {near[0]!r}?" if near else f"installed: {', '.join(sorted(known))}"
             )
-            raise ConfigError(f"--plugins {name!r}: no such plugin; {hint}")
+            yield f"{source} {name!r}: no such plugin; {hint}"
+
+
+def _wrong_argument(module: Any) -> str:
+    """Which hook asks for an argument that it does not get, or ""."""
+    for hook in hookspecs.HOOKS:
+        function = getattr(module, hook, None)
+        if getattr(function, f"{GROUP}_impl", None) is None:
+            continue  # not marked as a hook
+        given = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+        for name, asked in inspect.signature(function).parameters.items():
+            if name not in given and asked.default is asked.empty:
+                said = f"it may take {', '.join(given)}" if given else "it takes none"
+                return f"{hook} asks for the argument {name!r}; {said}"
+    return ""
 
 
 def _register(
@@ -223,9 +251,11 @@ def _register(
     plugins.reports[name] = PluginReport(name, path, distribution, version, third_party)
     try:
         loaded = import_module(module) if isinstance(module, str) else module
+        if wrong := _wrong_argument(loaded):
+            raise TypeError(wrong)
         plugins.manager.register(loaded, name)
         plugins.manager.check_pending()
-    except Exception as e:
+    except _FAILURES as e:
         plugins.drop(name, _broken(f"{type(e).__name__}: {e}"))
 
 

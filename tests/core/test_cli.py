@@ -352,6 +352,40 @@ def test_plugins_says_where_each_comes_from_and_why_not(
     assert {r["name"]: r["refusal"] for r in rows} == {"bad": "broken", "reference": None}
 
 
+BAD_OFFERS = """
+@hookimpl
+def ds_ops():
+    raise OSError('no card')
+"""
+
+
+def test_a_plugin_whose_offers_fail_is_said_everywhere(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: str
+) -> None:
+    install(tmp_path / "s", monkeypatch, BAD_OFFERS, "bad", "bad-dist")
+    said = "broken: ds_ops raised OSError: no card"
+    assert said in run(capsys, "plugins")[1] and said in run(capsys, "doctor")[1]
+    for verb in ("plan", "ops"):
+        code, out, err = run(capsys, verb, "--json", "--model", tiny)
+        assert code == 0 and json.loads(out)
+        assert err == f"ds-runtime: plugin bad is left out: {said}\n"
+
+
+def test_reports_run_whatever_the_plugins_are(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "s", monkeypatch, "import sys; sys.exit()", "bad", "bad-dist")
+    assert "broken: SystemExit" in run(capsys, "plugins")[1]
+    monkeypatch.setenv("DS_PLUGINS", "cpi,cpu")
+    unknown = "DS_PLUGINS 'cpi': no such plugin; did you mean 'cpu'?"
+    code, out, err = run(capsys, "plugins")
+    assert code == 1 and "platform cpu" in out and err == f"ds-runtime: {unknown}\n"
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and unknown in out
+    assert run(capsys, "--help")[0] == 0
+    assert run(capsys, "plan") == (1, "", f"ds-runtime: {unknown}\n")
+
+
 def test_doctor_ends_with_the_command_to_run(capsys: Capture) -> None:
     code, out, _ = run(capsys, "doctor")
     assert code == 0

@@ -9,6 +9,7 @@ from faulty import install, module, tiny_config
 
 from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import HOOKS
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
@@ -21,12 +22,21 @@ AT_LOAD = {
     "raises at import": ("raise OSError('driver 12 is too old')", "OSError: driver 12 is too old"),
     "syntax": ("def f(:", "SyntaxError"),
     "misspelled hook": ("@hookimpl\ndef ds_platfrom(): ...", "ds_platfrom"),
-    "wrong argument": ("@hookimpl\ndef ds_ops(fact): return []", "fact"),
+    "wrong argument": (
+        "@hookimpl\ndef ds_ops(fact): return []",
+        "ds_ops asks for the argument 'fact'; it may take facts",
+    ),
+    "argument of none": (
+        "@hookimpl\ndef ds_platform(facts): return None",
+        "ds_platform asks for the argument 'facts'; it takes none",
+    ),
+    "leaves": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
 }
 
 KERNEL = "Kernel(OPS['rms_norm'], 'bad:{}', {!r})"
 IN_OFFERS = {
     "raises": ("raise ValueError('no such card')", "ds_ops raised ValueError: no such card"),
+    "leaves": ("raise SystemExit(3)", "ds_ops raised SystemExit: 3"),
     "no sequence": (f"return {KERNEL.format('x', 'bad')}", "ds_ops returned no sequence"),
     "generator that raises": ("yield 1; raise KeyError('late')", "ds_ops returned no sequence"),
     "not an offer": ("return ['rms_norm']", "'rms_norm', which is no Kernel"),
@@ -169,8 +179,9 @@ def test_loading_only_some_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(load_plugins().reports) == {"cpu", "reference", "triton"}
     assert set(load_plugins(["cpu"]).reports) == {"cpu", "reference"}
     monkeypatch.setenv("DS_PLUGINS", "cpi")
-    with pytest.raises(ConfigError, match="'cpi': no such plugin; did you mean 'cpu'"):
+    with pytest.raises(ConfigError, match="DS_PLUGINS 'cpi': no such plugin; did you mean 'cpu'"):
         load_plugins()
+    assert "DS_PLUGINS 'cpi'" in load_plugins(lenient=True).unknown[0]
     with pytest.raises(ConfigError, match=r"no such plugin; installed: .*cpu.*cuda"):
         load_plugins(["zzzzzz"])
 
@@ -184,6 +195,16 @@ def test_a_third_party_cannot_take_the_name_of_a_shipped_plugin(
     assert reports["cpu"].distribution == reports["reference"].distribution == "ds-runtime"
     assert reports["cpu@aaa-dist"].third_party
     assert reports["reference@other-dist"].third_party
+
+
+@pytest.mark.parametrize(("names", "said"), [(["reference"], "reference"), ([], "''")])
+def test_a_restriction_that_leaves_no_platform_is_named(names: list[str], said: str) -> None:
+    plugins = load_plugins(names)
+    limit = f"--plugins {said} loads only reference: add the plugin that brings a platform"
+    with pytest.raises(UnsupportedError, match=f"^no platform works here: {limit}$"):
+        select_platform(plugins)
+    with pytest.raises(ConfigError, match=f"--platform 'cpu': no such platform; {limit}"):
+        select_platform(plugins, "cpu")
 
 
 def test_one_plugin_given_twice_is_an_error() -> None:
@@ -249,6 +270,9 @@ def test_a_broken_kernel_plugin_is_reported_and_the_rest_serves(tmp_path: Path) 
     found = start(tmp_path, module("bad", "@hookimpl\ndef ds_ops(): raise OSError('no card')"))
     assert found.platform.name == "cpu"
     assert str(dict(found.others)["bad"]) == "broken: ds_ops raised OSError: no card"
+    said = "plugin bad is left out: broken: ds_ops raised OSError: no card"
+    assert found.left_out() == [said]
+    assert f"warning: {said}" in warnings(found)
 
 
 def test_the_platforms_own_plugin_may_not_break(

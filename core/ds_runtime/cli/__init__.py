@@ -18,6 +18,7 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.spec import Refusal
 from ds_runtime.plugins import Plugins, load_plugins
 
+_REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
 VERBS = (serve, generate, plan, ops, plugins, doctor, bench)
 
 
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: list[str]) -> int:
     parser, subcommands = build_parser()
-    _add_plugin_verbs(subcommands, load_plugins(_plugins_wanted(args)))
+    reports = not args or args[0].startswith("-") or args[0] in _REPORTING
+    _add_plugin_verbs(subcommands, load_plugins(_plugins_wanted(args), lenient=reports))
     namespace = parser.parse_args(args)
     if "run" not in namespace:
         parser.print_help()

@@ -33,10 +33,11 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Print a line per finding; exit 1 if nothing can serve here."""
-    from ds_runtime.plugins import load_plugins
+    from ds_runtime.cli.plugins import load
 
-    plugins = load_plugins(args.plugins.split(",") if args.plugins else None)
+    plugins = load(args.plugins)
     rows = [*_software(), *_plugin_rows(plugins)]
+    rows += [("plugins", sentence) for sentence in plugins.unknown]
     works, devices = _devices(plugins)
     rows += [*devices, *_storage()]
     following = next_command(works, any(said.startswith("broken") for _, said in rows))
@@ -89,7 +90,7 @@ def _plugin_rows(plugins: Plugins) -> list[Row]:
             continue
         try:
             rows += [(f"{name}: {what}", str(said)) for what, said in diagnose()]
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             rows.append((f"plugin {name}", f"broken: DIAGNOSE raised {type(e).__name__}: {e}"))
     return rows
 

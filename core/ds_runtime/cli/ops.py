@@ -28,9 +28,10 @@ def run(args: Namespace) -> int:
     """Print the table."""
     config, explicit = build(EngineConfig, args)
     from ds_runtime.assemble import assemble
-    from ds_runtime.cli.plan import explain
+    from ds_runtime.cli.plan import explain, tell_left_out
 
     assembly = assemble(config, explicit)
+    tell_left_out(assembly)
     table = [
         {
             "op": op.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace, _SubParsersAction
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ def run(args: Namespace) -> int:
     from ds_runtime.plan import render
 
     assembly = assemble(config, explicit)
+    tell_left_out(assembly)
     text = json.dumps(assembly.plan.to_dict(), indent=1)
     if args.action == "lock":
         return _lock(args.files[0], text, assembly)
@@ -61,6 +63,12 @@ def run(args: Namespace) -> int:
     else:
         print(text if args.json else render(assembly.plan))
     return 0
+
+
+def tell_left_out(assembly: Assembly) -> None:
+    """A line on standard error per broken plugin."""
+    for sentence in assembly.left_out():
+        print(f"ds-runtime: {sentence}", file=sys.stderr)
 
 
 def _lock(path: str, text: str, assembly: Assembly) -> int:

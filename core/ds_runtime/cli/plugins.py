@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import traceback
 from argparse import Namespace, _SubParsersAction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_runtime.ops.spec import Refusal
+    from ds_runtime.ops.spec import Facts, Refusal
+    from ds_runtime.platform.spec import Platform
     from ds_runtime.plugins import Plugins
 
 
@@ -23,24 +26,37 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Print a line per plugin."""
-    from ds_runtime.plugins import load_plugins
-
-    names = args.plugins.split(",") if args.plugins else None
-    rows = describe(load_plugins(names))
+    plugins = load(args.plugins)
+    rows = describe(plugins)
+    for sentence in plugins.unknown:
+        print(f"ds-runtime: {sentence}", file=sys.stderr)
+    code = int(bool(plugins.unknown))
     if args.json:
         print(json.dumps(rows, indent=1))
-        return 0
+        return code
     for row in rows:
         origin = f"{row['distribution'] or row['module']} {row['version']}".strip()
         print(f"{row['name']:<12} {origin:<22} {row['says']}")
         if args.verbose and row["traceback"]:
             print("    " + str(row["traceback"]).rstrip().replace("\n", "\n    "))
-    return 0
+    return code
+
+
+def load(given: str | None) -> Plugins:
+    """The installed plugins, or those of --plugins A,B; unknown names stop nothing."""
+    from ds_runtime.plugins import load_plugins
+
+    names = None if given is None else [n.strip() for n in given.split(",") if n.strip()]
+    return load_plugins(names, lenient=True)
 
 
 def describe(plugins: Plugins) -> list[dict[str, Any]]:
-    """One row per plugin: name, module, distribution, version, says, refusal kind, traceback."""
+    """One row per plugin: name, module, distribution, version, says, refusal kind, traceback.
+
+    Asks every plugin for its offers too, so that one that fails there shows.
+    """
     platforms = plugins.platforms()
+    plugins.offers(_facts([p for p, _ in platforms.values() if p is not None]))
     rows = []
     for name, report in sorted(plugins.reports.items()):
         platform, refusal = platforms.get(name, (None, None))
@@ -62,6 +78,20 @@ def describe(plugins: Plugins) -> list[dict[str, Any]]:
     return rows
 
 
+def _facts(works: list[Platform]) -> Facts:
+    """The demo model on the best device here, or on none."""
+    from ds_runtime.model.hf import load_config
+    from ds_runtime.model.hub import resolve_model
+    from ds_runtime.ops.spec import DeviceInfo, Facts
+
+    device = DeviceInfo("none", "no device", "none")
+    for platform in sorted(works, key=lambda p: (p.score, p.name)):
+        # A device that fails has a line of its own in `doctor`.
+        with contextlib.suppress(Exception):
+            device = platform.info(0)
+    return Facts(device, load_config(resolve_model("demo")).dims(1))
+
+
 def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | None:
     """What a plugin without a platform says of this machine, by its optional PROBE."""
     probe = getattr(plugins.manager.get_plugin(name), "PROBE", None)
@@ -69,7 +99,7 @@ def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | Non
         return None
     try:
         found: Refusal | None = probe()
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         from ds_runtime.ops.spec import Refusal
 
         return Refusal("broken", f"PROBE raised {type(e).__name__}: {e}", traceback.format_exc())

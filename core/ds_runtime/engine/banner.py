@@ -51,8 +51,8 @@ def op_lines(assembly: Assembly) -> list[str]:
 
 
 def warnings(assembly: Assembly) -> list[str]:
-    """A line per heavy op that no plugin serves, to be shown once."""
-    return [
+    """A line per broken plugin and per heavy op that no plugin serves, to be shown once."""
+    return [f"warning: {said}" for said in assembly.left_out()] + [
         f"warning: {row.op} at {', '.join(row.sites)} runs on the slow reference"
         + (f" ({row.refused[0][0]}: {row.refused[0][1]})" if row.refused else "")
         for row in assembly.plan.heavy_references()

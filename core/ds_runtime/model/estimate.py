@@ -30,7 +30,7 @@ def packed_bytes(
     compute dtype unless it keeps the format, as often as it says. Padding is not counted.
     """
     item = ITEM_BYTES[dtype]
-    total = vocab_rows(config, tp) * config.hidden * item + positions * config.qk_rope * 4.0
+    total: float = vocab_rows(config, tp) * config.hidden * item + rotation_bytes(config, positions)
     for site, kernel in choices:
         if not site.weight_format or not site.shape:
             continue
@@ -42,6 +42,18 @@ def packed_bytes(
     routers = sum(config.is_moe(layer) for layer in range(config.layers))
     total += routers * config.experts * config.hidden * 4
     return int(total)
+
+
+def rotation_bytes(config: ModelConfig, positions: int) -> int:
+    """The rotation table: float32 [positions, qk_rope]."""
+    return positions * config.qk_rope * 4
+
+
+def page_table_bytes(assembly: Assembly) -> int:
+    """What a decode kernel keeps for one step: an int32 per page of every running request."""
+    config = assembly.config
+    pages = -(-positions_of(assembly) // config.page_size)
+    return config.max_running * pages * 4
 
 
 def positions_of(assembly: Assembly) -> int:

@@ -71,5 +71,5 @@ def _missing_shards(folder: Path) -> str:
     lacking = sorted(name for name in names if not (folder / name).is_file())
     if not lacking:
         return ""
-    here = len(names) - len(lacking)
-    return f"{folder / lacking[0]}: missing; the index names {len(names)} shards and {here} are here"
+    count, here = len(names), len(names) - len(lacking)
+    return f"{folder / lacking[0]}: missing; the index names {count} shards and {here} are here"

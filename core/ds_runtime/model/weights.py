@@ -9,7 +9,12 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
-from ds_runtime.model.estimate import needed_bytes, positions_of
+from ds_runtime.model.estimate import (
+    needed_bytes,
+    page_table_bytes,
+    positions_of,
+    rotation_bytes,
+)
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
 from ds_runtime.ops.bound import BoundOps
@@ -47,22 +52,36 @@ def load_model(
 
 def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:
     """ConfigError, on every rank alike, if the ranks of some device do not fit in its memory."""
-    needed = needed_bytes(assembly)
+    needed, tables = needed_bytes(assembly), page_table_bytes(assembly)
     free = assembly.platform.memory(comm.rank).free
     ranks = comm.gather_objects((socket.gethostname(), str(device), free))
     for host, place, _ in ranks:
         together = [f for h, d, f in ranks if (h, d) == (host, place)]
-        if needed * len(together) > min(together):
-            each = f"{len(together)} ranks of {amount(needed)}" if len(together) > 1 else ""
+        count, have = len(together), min(together)
+        if needed * count > have:
+            each = f"{count} ranks of {amount(needed)}" if count > 1 else ""
             raise ConfigError(
-                f"the weights need {amount(needed * len(together))} in {assembly.config.dtype}"
-                f"{f' ({each})' if each else ''}, and {amount(min(together))} are free on {place}: "
-                f"{_remedy(assembly)}"
+                f"the weights need {amount(needed * count)} in {assembly.config.dtype}"
+                f"{f' ({each})' if each else ''}, and {amount(have)} are free on {place}: "
+                f"{_remedy(assembly, needed)}"
+            )
+        if (needed + tables) * count > have:
+            raise ConfigError(
+                f"--max-running {assembly.config.max_running}: page tables for so many requests "
+                f"of {positions_of(assembly)} tokens need {amount(tables * count)}, and "
+                f"{amount(have - needed * count)} are free on {place} beside the weights: give "
+                "less, or lower --context-length"
             )
 
 
-def _remedy(assembly: Assembly) -> str:
-    config = assembly.config
+def _remedy(assembly: Assembly, needed: int) -> str:
+    config, positions = assembly.config, positions_of(assembly)
+    table = rotation_bytes(assembly.model, positions)
+    if 2 * table > needed:  # no weight is as large: config.json claims an enormous context
+        return (
+            f"{amount(table)} of that is the rotation table of {positions} positions "
+            "(max_position_embeddings): give a smaller --context-length"
+        )
     shorter = "" if config.dtype != "float32" else "--dtype bfloat16 halves that, "
     return (
         f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "

@@ -26,7 +26,7 @@ def select_platform(
     refusals = tuple((name, r) for name, (_, r) in sorted(found.items()) if r is not None)
     here = [p for _, (p, _) in sorted(found.items()) if p is not None]
     if wanted != "auto":
-        return _named(source, wanted, here, refusals), refusals
+        return _named(source, wanted, here, refusals, _restriction(plugins)), refusals
     for name, refusal in refusals:
         if refusal.kind == "broken":
             raise PluginError(
@@ -34,13 +34,25 @@ def select_platform(
                 f"({', '.join(p.name for p in here) or 'none works here'})"
             )
     if not here:
-        said = "; ".join(f"{name}: {r}" for name, r in refusals)
-        raise UnsupportedError(f"no platform works here: {said}")
+        said = [*(f"{name}: {r}" for name, r in refusals), *_restriction(plugins)]
+        raise UnsupportedError(f"no platform works here: {'; '.join(said)}")
     return max(here, key=lambda p: (p.score, p.name)), refusals
 
 
+def _restriction(plugins: Plugins) -> list[str]:
+    """What to say where only some plugins were loaded."""
+    if not plugins.restricted:
+        return []
+    loaded = ", ".join(sorted(plugins.reports))
+    return [f"{plugins.restricted} loads only {loaded}: add the plugin that brings a platform"]
+
+
 def _named(
-    source: str, wanted: str, here: list[Platform], refusals: tuple[tuple[str, Refusal], ...]
+    source: str,
+    wanted: str,
+    here: list[Platform],
+    refusals: tuple[tuple[str, Refusal], ...],
+    restriction: list[str],
 ) -> Platform:
     for platform in here:
         if platform.name == wanted:
@@ -50,5 +62,6 @@ def _named(
             raise UnsupportedError(f"{source} {wanted}: {refusal}")
     names = sorted({p.name for p in here} | {n for n, _ in refusals})
     near = difflib.get_close_matches(wanted, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-    raise ConfigError(f"{source} {wanted!r}: no such platform; {hint}")
+    known = [f"known: {', '.join(names)}"] if names else []
+    hints = [f"did you mean {near[0]!r}?"] if near else [*known, *restriction]
+    raise ConfigError(f"{source} {wanted!r}: no such platform; {'; '.join(hints)}")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.estimate import page_table_bytes
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
 from ds_runtime.model.weights import load_model, needed_bytes
@@ -167,12 +168,26 @@ def test_half_split_rotation_needs_dense_weights(tmp_path):
 
 def test_not_enough_memory(original, monkeypatch):
     assembly = decide(original)
-    needed = needed_bytes(assembly)
-    monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: MemoryInfo(9, needed))
-    Harness(assembly)
-    free = MemoryInfo(9, needed - 1)
+    needed, tables = needed_bytes(assembly), page_table_bytes(assembly)
+    free = MemoryInfo(9, needed + tables)
     monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: free)
+    Harness(assembly)
+    free = MemoryInfo(9, needed + tables - 1)
+    with pytest.raises(ConfigError, match=r"--max-running 64: page tables .*--context-length"):
+        Harness(assembly)
+    free = MemoryInfo(9, needed - 1)
     with pytest.raises(ConfigError, match=r"weights need .* are free on cpu: --dtype bfloat16"):
+        Harness(assembly)
+
+
+def test_an_enormous_context_is_blamed_on_the_rotation_table(tmp_path, monkeypatch):
+    write_tiny(tmp_path, "v3")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 10**9}))
+    assembly = decide(tmp_path)
+    free = MemoryInfo(9, 1 << 30)
+    monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: free)
+    with pytest.raises(ConfigError, match=r"rotation table of 10{9} positions.*--context-length"):
         Harness(assembly)
 
 
