@@ -79,9 +79,11 @@ template <class T>
 void experts_layer(const Layer<T>& layer) {
   int64_t active = 0;
   layer.each([&](int64_t, int64_t, int64_t) { ++active; });
-  int64_t bytes = active * layer.hidden * layer.inter * int64_t(sizeof(T));
+  int64_t shared = layer.tokens * layer.top_k / (active > 0 ? active : 1);  // arithmetic outweighs bytes from 16 on
+  int64_t bytes = active * layer.hidden * layer.inter * int64_t(sizeof(T)) *
+                  (shared < 16 ? 1 : shared / 8);
   int64_t units = (layer.inter + 15) / 16;  // of 16 inner columns; one list over all experts
-  parallel(active * units, 1, bytes, [&](int64_t begin, int64_t end) {
+  parallel(active * units, 1, 2 * bytes, [&](int64_t begin, int64_t end) {
     int64_t first = 0;
     layer.each([&](int64_t e, int64_t from, int64_t to) {
       int64_t a = begin > first ? begin - first : 0;
