@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ds_runtime.config import EngineConfig
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")])
 page = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+PATH_IN_CODE = re.compile(r"\b(?:docs|benchmarks|tests|tools|plugins)/[\w./-]+\.(?:md|py|cpp|h)\b")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -76,6 +78,30 @@ def test_paths_in_the_text_exist(page: Path) -> None:
     for word in re.findall(r"`([\w./-]+\.(?:py|md|cpp|h|jsonl|toml))`", page.read_text()):
         if word.startswith(roots):
             assert (ROOT / word).exists(), f"{page.name} names {word}"
+
+
+def test_paths_in_sentences_of_the_code_exist() -> None:
+    """A refusal that sends its reader to a page must not send him nowhere."""
+    named = []
+    for source in [*ROOT.glob("plugins/*/*/**/*.py"), *ROOT.glob("core/ds_runtime/**/*.py")]:
+        named += [(source, p) for p in PATH_IN_CODE.findall(source.read_text())]
+    assert ("rocm", "docs/install.md") in {(s.parts[-3], p) for s, p in named}
+    for source, path in named:
+        assert (ROOT / path).exists(), f"{source.relative_to(ROOT)} names {path}"
+
+
+def test_the_table_of_extras_is_that_of_the_package() -> None:
+    """Every extra has its row, with every exact pin in it; the two without torch say why."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = {m[1]: m[0] for m in re.finditer(r"^\| `(\w+)` \|.*$", page, re.MULTILINE)}
+    assert rows.keys() == extras["optional-dependencies"].keys()
+    for extra, wanted in extras["optional-dependencies"].items():
+        pins = re.findall(r"([\w.-]+)==([\w.]+)", " ".join(wanted))
+        assert all(f"{package} {version}" in rows[extra] for package, version in pins)
+        if not any(re.match(r"torch\b(?!-)", w) for w in wanted):
+            assert "--extra-index-url" in rows[extra]
+            assert extra in page.partition("## Why")[2].splitlines()[0]
 
 
 def known_flags() -> set[str]:
