@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -26,6 +27,7 @@ from ds_runtime.engine.messages import (
     Ready,
     Stats,
     Submit,
+    SubmitGroup,
     Tokens,
     decode_from_engine,
     encoder,
@@ -116,6 +118,22 @@ def test_tokens_are_those_of_the_offline_api(running, tiny):
     with LLM(tiny, **SETTINGS) as llm:
         expected = llm.generate([5, 6, 7], SamplingParams(max_tokens=8))[0].token_ids
     assert running.tokens("a") == expected
+
+
+def test_a_group_brings_its_prompt_once_and_computes_its_log_probabilities_once(running, tiny):
+    prompt = [5, 6, 7] * 14
+    params = SamplingParams(max_tokens=3, n=2, prompt_logprobs=1)
+    group = SubmitGroup(rids=["g0", "g1"], prompt=prompt, params=params, seed=1, group="g")
+    running.send(group)
+    messages = [running.next(Tokens) for _ in range(6)]
+    tokens = {r: [t for m in messages if m.rid == r for t in m.tokens] for r in ("g0", "g1")}
+    with LLM(tiny, **SETTINGS) as llm:
+        expected = llm.generate(prompt, params)[0]
+    assert tokens == {"g0": expected.token_ids, "g1": expected.token_ids}
+    first, *later = messages
+    assert first.rid == "g0" and len(first.prompt_logprobs) == len(prompt)
+    assert all(m.prompt_logprobs is None for m in later)
+    assert [e.token for e in first.prompt_logprobs[1:]] == prompt[1:]
 
 
 def test_aborted_requests_fall_silent_and_free_their_pages(running):
@@ -215,3 +233,24 @@ def test_children_leave_when_their_parent_is_killed(tiny):
         parent.communicate()
     _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
     assert not alive, alive
+
+
+@pytest.mark.parametrize("asked", [None, "77"])
+def test_the_platform_bounds_spinning_in_the_engine_alone(tiny, asked):
+    """libgomp itself says what it read when torch loaded it; what a user sets stays."""
+    script = Path(__file__).with_name("engine_main.py")
+    env = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    env |= {"OMP_DISPLAY_ENV": "verbose"} | ({"GOMP_SPINCOUNT": asked} if asked else {})
+    command = [sys.executable, str(script), str(tiny)]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            (engine,) = (int(pid) for pid in process.stdout.readline().split())
+            spawned = Path(f"/proc/{engine}/environ").read_bytes()
+        finally:
+            process.kill()
+        said = process.stderr.read()
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)) == {asked or "2000"}
+    assert (b"GOMP_SPINCOUNT" in spawned) == (asked is not None)  # nothing leaks from the parent

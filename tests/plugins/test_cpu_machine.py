@@ -159,3 +159,10 @@ def test_platform_agrees_with_psutil():
     assert 0 < memory.free <= memory.total <= psutil.virtual_memory().total
     assert 1 <= info.cores <= psutil.cpu_count()
     assert info.type == "cpu" and "float32" in info.fast_dtypes
+
+
+def test_spinning_is_bounded_unless_the_user_chose_how_to_wait(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert CpuPlatform().process_env() == {"GOMP_SPINCOUNT": "2000"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert CpuPlatform().process_env() == {}

@@ -182,6 +182,8 @@ def rank_main(spec: RankSpec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to leave
     _exit_with_parent()
     try:
+        for name, value in spec.process_env().items():  # before torch loads what reads them
+            os.environ.setdefault(name, value)
         if spec.rank == 0:
             from ds_runtime.engine.loop import serve
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.platform.select import select_platform
+from ds_runtime.plugins import load_plugins
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,12 @@ class RankSpec:
     def size(self) -> int:
         """Ranks in the group."""
         return self.config.tp
+
+    def process_env(self) -> Mapping[str, str]:
+        """What the platform wants in the environment of a rank's process."""
+        plugins = load_plugins(self.config.plugins, [import_module(m) for m in self.plugins])
+        platform, _ = select_platform(plugins, self.config.platform)
+        return platform.process_env()
 
     def assemble(self) -> Assembly:
         """Decide everything, as every rank does for itself."""

@@ -7,6 +7,7 @@ layer. Tensors and torch devices appear only in annotations.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,6 +67,14 @@ class Platform(ABC):
     @abstractmethod
     def memory(self, rank: int = 0) -> MemoryInfo:
         """Total and free memory now."""
+
+    def process_env(self) -> Mapping[str, str]:
+        """Environment variables that this device's libraries read when they are loaded.
+
+        Set in every process that the engine starts, before torch is imported there, where the
+        user has not set them. The caller's own process is left alone.
+        """
+        return {}
 
     def init_worker(  # noqa: B027 (optional: most devices need nothing)
         self, rank: int, size: int, threads: int | None = None
