@@ -79,7 +79,8 @@ template <class T>
 void experts_layer(const Layer<T>& layer) {
   int64_t active = 0;
   layer.each([&](int64_t, int64_t, int64_t) { ++active; });
-  int64_t shared = layer.tokens * layer.top_k / (active > 0 ? active : 1);  // arithmetic outweighs bytes from 16 on
+  // From some 16 tokens per expert on, arithmetic outweighs bytes.
+  int64_t shared = layer.tokens * layer.top_k / (active > 0 ? active : 1);
   int64_t bytes = active * layer.hidden * layer.inter * int64_t(sizeof(T)) *
                   (shared < 16 ? 1 : shared / 8);
   int64_t units = (layer.inter + 15) / 16;  // of 16 inner columns; one list over all experts
