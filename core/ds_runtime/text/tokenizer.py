@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+_BATCHED = 4096  # characters from which encoding is worth a batch of its own
 
 
 class Tokenizer:
@@ -72,7 +73,7 @@ class Tokenizer:
             raise RequestError(
                 f"the text holds an unpaired surrogate at character {e.start}: send valid Unicode"
             ) from e
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        ids = self._encode(text, add_special)
         if not add_special or self.bos_id is None:
             return ids
         if ids[:2] == [self.bos_id, self.bos_id]:
@@ -83,8 +84,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special)
-        return text
+        texts: list[str] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+        return texts[0]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; none for an id outside the vocabulary."""
@@ -101,6 +102,15 @@ class Tokenizer:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        # The library lets other threads run only while it works on a batch.
+        ids: list[int]
+        if len(text) > _BATCHED:
+            ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+        else:
+            ids = self.backend.encode(text, add_special_tokens=add_special).ids
+        return ids
 
     def _id_of(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
