@@ -155,7 +155,8 @@ def _native_routes(service: Service) -> APIRouter:
         text = await parse(request, DetokenizeRequest, limit, partial(text_of, service))
         return _json({"prompt": text})
 
-    @router.api_route("/flush_cache", methods=["GET", "POST"])
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
     async def flush_cache() -> Response:
         """Empty the prefix cache; pages in use stay."""
         return _json({"pages_freed": await service.client.flush()})

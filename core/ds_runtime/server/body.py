@@ -13,6 +13,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from ds_runtime.errors import shown
 from ds_runtime.server.errors import ApiError, ClientGoneError
 from ds_runtime.server.protocol import Body
 
@@ -20,6 +21,7 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 _INLINE = 4096  # bytes of body that are worked on in the event loop
 _LARGE = 1 << 18
+_LONGEST_NAME = 100
 _DRAIN_BYTES = 1 << 28
 _DRAIN_SECONDS = 10.0
 _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
@@ -154,9 +156,11 @@ def _check_only(kind: type[Body], path: str, name: str, field: Any) -> None:
 
 
 def _unknown(kind: type[Body], path: str, name: str) -> NoReturn:
-    near = difflib.get_close_matches(name, [*kind.model_fields, *kind.ONLY], 1, 0.5)
+    # Comparing names takes memory and time that grow with their length.
+    known = [*kind.model_fields, *kind.ONLY] if len(name) <= _LONGEST_NAME else []
+    near = difflib.get_close_matches(name, known, 1, 0.5)
     hint = f": did you mean {near[0]!r}?" if near else ": remove it"
-    raise _bad(f"unknown field {path!r}{hint}", path, "unknown_field")
+    raise _bad(f"unknown field {shown(path)}{hint}", path, "unknown_field")
 
 
 def _invalid(error: ValidationError, prefix: str) -> ApiError:
@@ -195,4 +199,6 @@ def _name(value: Any) -> str:
 
 
 def _bad(message: str, param: str | None = None, code: str = "invalid_json") -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+    if len(message) > 600:  # names in the body may be of any length
+        message = message[:597] + "..."
+    return ApiError(400, message, param=None if param is None else param[:200], code=code)

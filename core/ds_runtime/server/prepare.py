@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt, chat_prompt, completion_prompts
 from ds_runtime.server.client import EngineClient
@@ -64,7 +64,7 @@ class Service:
         if name is not None and name != self.model.name:
             raise ApiError(
                 404,
-                f"model {name!r} is not served here: use {self.model.name!r}",
+                f"model {shown(name)} is not served here: use {self.model.name!r}",
                 param="model",
                 code="model_not_found",
             )

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 TokenIds = list[Any]  # millions at worst: `check_ids` looks at them once the length is right
-Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+MAX_ITEMS = 1 << 14  # of a list whose items take time to check
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 
 
@@ -70,15 +71,20 @@ class TextPart(BaseModel):
     text: str
 
 
+TextParts = Annotated[list[TextPart], Field(max_length=MAX_ITEMS, fail_fast=True)]
+
+
 class ChatMessage(BaseModel):
     """One message. Other fields (tool_calls, name, …) go to the template as they are."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = (
+        None
+    )
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class ChatRequest(OpenAIRequest):

@@ -145,6 +145,6 @@ def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
     out: dict[int, float] = {}
     for key, bias in raw.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError(f"logit_bias key {key!r}: must be a token id", "logit_bias")
+            raise RequestError(f"logit_bias key {shown(key)}: must be a token id", "logit_bias")
         out[int(key)] = bias
     return out
