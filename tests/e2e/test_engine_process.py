@@ -21,6 +21,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.launch import EngineProcesses
 from ds_runtime.engine.messages import (
     Abort,
+    Dead,
     Failed,
     Flush,
     Flushed,
@@ -222,17 +223,35 @@ def test_ctrl_c_does_not_reach_the_engine_and_stop_is_quick(tiny):
         assert not psutil.pid_exists(end.engine.group.pids[0])
 
 
-def test_children_leave_when_their_parent_is_killed(tiny):
+def test_a_rank_that_is_killed_under_load_is_the_reason_and_no_other(tiny, capfd):
+    with front(tiny, tp=2, dist_timeout=60) as end:
+        end.next(Ready)
+        end.send(submit("long", 140, ignore_eos=True))
+        end.next(Tokens)
+        os.kill(end.engine.group.pids[1], signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while end.engine.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "rank 1 was ended by SIGKILL" in end.engine.poll()
+        while end.inbox.poll(300):
+            end.pending += map(decode_from_engine.decode, end.inbox.recv_multipart())
+        assert not [m for m in end.pending if isinstance(m, Dead)]  # it would be believed first
+
+
+def test_children_leave_when_their_parent_is_killed(tiny, tmp_path):
     script = Path(__file__).with_name("engine_main.py")
-    parent = subprocess.Popen([sys.executable, str(script), str(tiny)], stdout=subprocess.PIPE)
+    command, env = [sys.executable, str(script), str(tiny)], os.environ | {"TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
     try:
         pids = [int(p) for p in parent.stdout.readline().split()]
         assert pids and all(psutil.pid_exists(p) for p in pids)
+        assert list(tmp_path.glob("ds-runtime-*"))
     finally:
         parent.kill()
         parent.communicate()
     _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
     assert not alive, alive
+    assert not list(tmp_path.glob("ds-runtime-*"))
 
 
 @pytest.mark.parametrize("asked", [None, "77"])

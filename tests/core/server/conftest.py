@@ -53,7 +53,7 @@ def until(condition, seconds=5.0):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, template=True, ready=True, **config):
+def serving(folder: Path, *, template=True, ready=True, routes_of=None, **config):
     tokenizer = Tokenizer.load(folder)
     server_config = ServerConfig(port=0, served_model_name="fake", **config)
     model = ModelInfo(
@@ -66,6 +66,8 @@ def serving(folder: Path, *, template=True, ready=True, **config):
         engine = FakeEngine(tokenizer, *addresses, ready=ready)
         client = EngineClient(*addresses)
         app = create_app(client, tokenizer, server_config, model)
+        if routes_of is not None:
+            routes_of(app)
         web = uvicorn.Server(
             uvicorn.Config(app, log_config=None, lifespan="off", ws="none", access_log=False)
         )
