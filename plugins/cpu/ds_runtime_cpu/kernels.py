@@ -1,8 +1,9 @@
 """The CPU plugin's whole offer on one page. Torch-free.
 
-Ranks are by measurement on two AVX-512 cores (benchmarks/results/cpu_kernels.md): the native
-kernels win wherever weights or cache are streamed, oneDNN's packing wins once a matmul is bound
-by arithmetic. What needs the native library refuses without it, and the next rank takes over.
+Ranks are by measurement of one thread on one AVX-512 core of a machine that other work shared
+(benchmarks/results/cpu_kernels.md): the native kernels win wherever weights or cache are
+streamed, oneDNN's packing wins once a matmul is bound by arithmetic. What needs the native
+library refuses without it, and the next rank takes over.
 """
 
 from __future__ import annotations
