@@ -5,6 +5,7 @@ Torch-free: `ds-runtime plan` and `doctor` stop here; the engine goes on and loa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +14,7 @@ from typing import Any
 
 from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
-from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
@@ -25,6 +26,7 @@ from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import Plugins, load_plugins
 
+_THREADS = 64  # per rank are fine on the smallest machine
 DECIDED = frozenset({"model", "platform", "plugins", "tp", "pin", "plan"})  # before ds_defaults
 
 
@@ -67,10 +69,11 @@ def assemble(
     config = _auto_dtype(config, model, device)
     facts = _facts(config, model, device)
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
+    _check_threads(config)
     facts = _facts(config, model, device)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
-    loader = find_loader(offers, model)
+    loader = find_loader(offers, model, str(folder / "config.json"))
 
     def format_of(module: str) -> str:
         return loader.format_of(model.quantization, module)
@@ -118,6 +121,17 @@ def _device(platform: Platform) -> DeviceInfo:
         ) from e
 
 
+def _check_threads(config: EngineConfig) -> None:
+    """Thread libraries crash, without a word, on numbers that no machine can mean."""
+    cores = os.cpu_count() or 1
+    most = max(_THREADS, 4 * cores)
+    if config.threads is not None and config.threads > most:
+        raise ConfigError(
+            f"--threads {config.threads}: at most {most} per rank; this machine has {cores} cores, "
+            "and more threads than cores are slower"
+        )
+
+
 def _check_platform_alive(platform: Platform, plugins: Plugins) -> None:
     """A platform whose own plugin broke would run on references alone: refuse instead."""
     module = type(platform).__module__.partition(".")[0]
@@ -159,16 +173,22 @@ def _auto_dtype(config: EngineConfig, model: ModelConfig, device: DeviceInfo) ->
     return with_changes(config, {"dtype": "float32"})
 
 
-def find_loader(offers: Offers, model: ModelConfig) -> QuantLoader:
-    """The loader that reads the checkpoint's quantisation; UnsupportedError lists what is read."""
+def find_loader(offers: Offers, model: ModelConfig, where: str = "config.json") -> QuantLoader:
+    """The loader that reads the checkpoint's quantisation; UnsupportedError lists what is read.
+
+    where: the file that `model` comes from, for the message.
+    """
     for loader in sorted(offers.quant_loaders, key=lambda x: x.provider not in offers.third_party):
         if loader.accepts(model.quantization):
             return loader
     method = model.quantization.get("quant_method", "none")
+    refusals = [x.refuse(model.quantization) for x in offers.quant_loaders if x.refuse is not None]
+    if said := "; ".join(r for r in refusals if r):
+        raise UnsupportedError(f"{where}: quantization_config: {said}")
     known = ", ".join(sorted(x.name for x in offers.quant_loaders))
     raise UnsupportedError(
-        f"config.json: quantization_config with quant_method {method!r} "
-        f"({dict(model.quantization)}) is not supported; loaders: {known}"
+        f"{where}: quantization_config with quant_method {shown(method)} "
+        f"({shown(dict(model.quantization))}) is not supported; loaders: {known}"
     )
 
 

@@ -148,10 +148,10 @@ def read_plan(path: str | Path) -> dict[str, Any]:
     """A locked plan as a dict. Raises ConfigError if it is none."""
     try:
         found = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"plan {path}: cannot be read: {e}") from e
     rows = found.get("rows") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or not all({"op", "kernel", "sites"} <= r.keys() for r in rows):
+    if not isinstance(rows, list) or not all(_is_row(r) for r in rows):
         raise ConfigError(f"plan {path}: is no plan; write one with ds-runtime plan lock FILE")
     if found.get("format") != FORMAT:
         raise ConfigError(
@@ -159,6 +159,14 @@ def read_plan(path: str | Path) -> dict[str, Any]:
             "lock it again with ds-runtime plan lock FILE"
         )
     return dict(found)
+
+
+def _is_row(row: object) -> bool:
+    return (
+        isinstance(row, dict)
+        and {"op", "kernel", "sites"} <= row.keys()
+        and isinstance(row["sites"], list)
+    )
 
 
 def render(plan: Plan, verbose: bool = True) -> str:

@@ -226,7 +226,7 @@ def _unknown(source: str, wanted: Iterable[str], known: set[str]) -> Iterator[st
 def _wrong_argument(module: Any) -> str:
     """Which hook asks for an argument that it does not get, or ""."""
     for hook in hookspecs.HOOKS:
-        function = getattr(module, hook, None)
+        function: Any = getattr(module, hook, None)
         if getattr(function, f"{GROUP}_impl", None) is None:
             continue  # not marked as a hook
         given = list(inspect.signature(getattr(hookspecs, hook)).parameters)

@@ -224,6 +224,8 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
         (["bench", "one-batch", "--output-len", "1"], "--output-len 1: must be at least 2"),
         (["bench", "accuracy", "--limit", "0"], "--limit 0: must be at least 1"),
         (["bench", "host", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["bench", "make-checkpoint", "/proc/x"], "make-checkpoint /proc/x: cannot be written"),
+        (["plan", "--threads", "100000"], "--threads 100000: at most "),
         (["bench", "make-checkpoint", "/"], "exists and is not an empty folder"),
         (["bench", "one-batch", "--batch-size", "0"], "--batch-size 0: must be at least 1"),
     ],
@@ -253,6 +255,26 @@ def test_a_reader_that_leaves_is_no_error(tiny: str) -> None:
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "[\n" and done.stderr == ""
+
+
+@pytest.mark.parametrize("verb", ["plan", "plugins"])
+def test_a_full_disk_is_a_sentence(tiny: str, verb: str) -> None:
+    args = [sys.executable, "-m", "ds_runtime", verb, *(["--model", tiny] * (verb == "plan"))]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("ds-runtime: the output cannot be written: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "rows", ["[3]", '[{"op": "a", "kernel": "b", "sites": 3}]', "[" * 100_000 + "]" * 100_000]
+)
+def test_a_plan_file_that_is_none(capsys: Capture, tmp_path: Path, rows: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(f'{{"format": 1, "rows": {rows}}}')
+    code, out, err = run(capsys, "plan", "diff", str(path), str(path))
+    assert (code, out) == (1, "") and err.startswith(f"ds-runtime: plan {path}: ")
 
 
 # what verbs print

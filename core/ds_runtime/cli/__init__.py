@@ -6,6 +6,7 @@ Torch-free at import: what a verb needs is imported when it runs, so that help a
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.spec import Refusal
 from ds_runtime.plugins import Plugins, load_plugins
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
 VERBS = (serve, generate, plan, ops, plugins, doctor, bench)
 
@@ -26,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Errors meant for people are one message, no traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(args)
+        code = _run(args)
+        sys.stdout.flush()  # here, where a full disk has its sentence
+        return code
     except DsRuntimeError as e:
         print(f"ds-runtime: {e}", file=sys.stderr)
         return 1
@@ -34,10 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("ds-runtime: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left, e.g. `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as e:
+        if e.errno not in _FULL:
+            raise
+        _drop_output()
+        print(f"ds-runtime: the output cannot be written: {e}", file=sys.stderr)
+        return 1
     except SystemExit as e:  # argparse: 0 after help, 2 after a usage error
         return e.code if isinstance(e.code, int) else int(e.code is not None)
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere, so that leaving does not fail on it again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: list[str]) -> int:

@@ -110,9 +110,14 @@ def run_make_checkpoint(args: Namespace) -> int:
     from ds_runtime.bench.checkpoint import make_checkpoint
 
     out = Path(args.out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"make-checkpoint {out}: exists and is not an empty folder; name another")
-    make_checkpoint(out, args.shape, args.dtype, args.seed, args.shard_size, progress=True)
+    try:
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise ConfigError(
+                f"make-checkpoint {out}: exists and is not an empty folder; name another"
+            )
+        make_checkpoint(out, args.shape, args.dtype, args.seed, args.shard_size, progress=True)
+    except OSError as e:
+        raise ConfigError(f"make-checkpoint {out}: cannot be written: {e}") from e
     print(f"{out}: {args.shape} in {args.dtype}; next: ds-runtime bench one-batch --model {out}")
     return 0
 

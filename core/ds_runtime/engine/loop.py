@@ -25,6 +25,7 @@ from ds_runtime.engine.messages import (
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
+from ds_runtime.errors import DsRuntimeError
 
 _STATS_SECONDS = 0.25
 
@@ -102,7 +103,10 @@ def serve(spec: RankSpec) -> None:
         loop.run()
         engine.close()
     except BaseException as e:
-        outbox.send(encoder.encode(Dead(str(e) or type(e).__name__)))
+        # Where another rank fell, this one only meets the broken connection: the watcher in the
+        # front end's process knows which was first and why.
+        if spec.size == 1 or isinstance(e, DsRuntimeError):
+            outbox.send(encoder.encode(Dead(str(e) or type(e).__name__)))
         raise
     finally:
         context.destroy(linger=500)

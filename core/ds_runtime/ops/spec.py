@@ -226,6 +226,8 @@ class QuantLoader:
 
     `accepts(quantization_config)` gets the dict of config.json, `{}` when there is none.
     `format_of(quantization_config, module)` gives the weight format string of one Linear.
+    `refuse(quantization_config)` says which value it does not read where the format is its own,
+    None where it is another's; it is asked once no loader accepts.
     `components` maps a weight format to the tensor suffixes that it reads from the checkpoint.
     `read` is a lazy function: see `ds_runtime.model.quant`.
     """
@@ -236,6 +238,7 @@ class QuantLoader:
     components: Mapping[str, tuple[str, ...]]
     read: str
     provider: str = ""
+    refuse: Callable[[Mapping[str, Any]], str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

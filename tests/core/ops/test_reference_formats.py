@@ -11,12 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_runtime.assemble import find_loader
+from ds_runtime.bench.shapes import config_of
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.model.hf import from_hf
 from ds_runtime.ops.reference import ds_quant_loaders
 from ds_runtime.ops.reference.formats import torch_dtype
 from ds_runtime.ops.reference.linear import Fp8W8A8Linear, quantize_group
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.ops.weight import Weight, WeightPart
+from ds_runtime.plugins import load_plugins
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 
@@ -180,6 +184,26 @@ def test_loaders_accept_what_they_read_and_nothing_else() -> None:
         {"quant_method": "awq"},
     ):
         assert not fp8.accepts({**V3, **wrong}), wrong
+    assert fp8.refuse is not None and fp8.refuse(V3) is None
+    assert fp8.refuse({**V3, "quant_method": "awq"}) is None  # for others to say
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight_block_size": [64, 64]}, "weight_block_size [64, 64] is not supported; expected"),
+        ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; expected 'e4m3'"),
+        ({"activation_scheme": "static"}, "activation_scheme 'static' is not supported"),
+        ({"quant_method": "awq"}, "quant_method 'awq'"),
+    ],
+)
+def test_the_value_at_fault_is_named_with_its_file(change: dict[str, object], said: str) -> None:
+    raw = {**config_of("tiny-v3", "fp8"), "quantization_config": {**V3, **change}}
+    offers = load_plugins(()).offers(FACTS)
+    with pytest.raises(UnsupportedError) as caught:
+        find_loader(offers, from_hf(raw), "/m/config.json")
+    assert str(caught.value).startswith("/m/config.json: quantization_config")
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

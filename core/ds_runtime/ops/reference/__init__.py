@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ds_runtime.errors import shown
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.spec import RANK_REFERENCE, Facts, Kernel, Layout, QuantLoader
 from ds_runtime.ops.table import OPS
@@ -123,13 +124,28 @@ def _format_dense(quantization: Mapping[str, Any], module: str) -> str:
 
 
 def _accepts_fp8(quantization: Mapping[str, Any]) -> bool:
-    return (
-        quantization.get("quant_method") == "fp8"
-        and quantization.get("weight_block_size") in ([128, 128], (128, 128))
-        and _are_names(quantization.get("modules_to_not_convert"))
-        and quantization.get("fmt", "e4m3") == "e4m3"
-        and quantization.get("activation_scheme", "dynamic") == "dynamic"
+    return quantization.get("quant_method") == "fp8" and _refuse_fp8(quantization) is None
+
+
+def _refuse_fp8(quantization: Mapping[str, Any]) -> str | None:
+    """Which value of an fp8 quantization_config is not read."""
+    get = quantization.get
+    if get("quant_method") != "fp8":
+        return None
+    reads = (
+        ("weight_block_size", get("weight_block_size") in ([128, 128], (128, 128)), "[128, 128]"),
+        (
+            "modules_to_not_convert",
+            _are_names(get("modules_to_not_convert")),
+            "a list of module names",
+        ),
+        ("fmt", get("fmt", "e4m3") == "e4m3", "'e4m3'"),
+        ("activation_scheme", get("activation_scheme", "dynamic") == "dynamic", "'dynamic'"),
     )
+    for key, fine, wanted in reads:
+        if not fine:
+            return f"{key} {shown(get(key))} is not supported; expected {wanted}"
+    return None
 
 
 def _are_names(value: object) -> bool:
@@ -177,5 +193,6 @@ def ds_quant_loaders(facts: Facts) -> Sequence[QuantLoader | Kernel]:
         components={**_DENSE_COMPONENTS, "fp8_block": ("weight", "weight_scale_inv")},
         read=read,
         provider=PROVIDER,
+        refuse=_refuse_fp8,
     )
     return [dense, fp8, _offer("linear"), FP8_W8A8]
