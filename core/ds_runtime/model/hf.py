@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig, Yarn
 from ds_runtime.model.reader import Reader
 from ds_runtime.ops.spec import Routing
@@ -90,7 +90,7 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
 
 def _architecture(get: Reader) -> str:
     names = get.strings("architectures")
-    name = names[0] if names else str(get.any("model_type") or "none")
+    name = names[0] if names else get.text("model_type") or "none"
     if name in SUPPORTED:
         return name
     supported = ", ".join(SUPPORTED)
@@ -103,8 +103,8 @@ def _refuse_unserved(get: Reader) -> None:
     """UnsupportedError for what no kernel computes."""
     if get.boolean("attention_bias", False):
         raise UnsupportedError(f"{get.where}: attention_bias true is not supported; expected false")
-    act = get.any("hidden_act")
-    if act not in (None, "silu"):
+    act = get.text("hidden_act")
+    if act not in ("", "silu"):
         raise UnsupportedError(f"{get.where}: hidden_act {act!r}; supported: 'silu'")
 
 
@@ -138,8 +138,8 @@ def _check_layer_types(get: Reader, config: ModelConfig) -> None:
 
 def _routing(get: Reader, experts: int, v3: bool) -> Routing:
     where = get.where
-    method = get.any("topk_method") or ("noaux_tc" if v3 else "greedy")
-    scoring = get.any("scoring_func") or ("sigmoid" if v3 else "softmax")
+    method = get.text("topk_method") or ("noaux_tc" if v3 else "greedy")
+    scoring = get.text("scoring_func") or ("sigmoid" if v3 else "softmax")
     if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
         raise UnsupportedError(
             f"{where}: topk_method {method!r}; supported: greedy, group_limited_greedy, noaux_tc"
@@ -179,14 +179,14 @@ def _rope(get: Reader) -> tuple[float, Yarn | None]:
     if not scaling.raw:
         scaling = parameters
     theta = parameters.number("rope_theta", get.number("rope_theta", 10000.0, 1.0), 1.0)
-    kind = scaling.any("rope_type") or scaling.any("type") or "default"
+    kind = scaling.text("rope_type") or scaling.text("type") or "default"
     if kind not in ("default", "yarn"):
         raise UnsupportedError(f"{get.where}: rope type {kind!r}; supported: default, yarn")
     for key, served in (("attention_factor", None), ("truncate", True)):
         value = scaling.any(key)
         if value is not None and value is not served:
             raise UnsupportedError(
-                f"{get.where}: {scaling.under}.{key} {value!r} is not supported; leave it out"
+                f"{get.where}: {scaling.under}.{key} {shown(value)} is not supported; leave it out"
             )
     if kind == "default":
         return theta, None
@@ -207,7 +207,7 @@ def _mscale(scaling: Reader, key: str, default: float) -> float:
 
 
 def _dtype(get: Reader) -> Literal["bfloat16", "float16", "float32"]:
-    name = str(get.any("torch_dtype") or get.any("dtype") or "bfloat16").removeprefix("torch.")
+    name = (get.text("torch_dtype") or get.text("dtype") or "bfloat16").removeprefix("torch.")
     if name not in ("bfloat16", "float16", "float32"):
         raise UnsupportedError(
             f"{get.where}: torch_dtype {name!r}; supported: bfloat16, float16, float32"

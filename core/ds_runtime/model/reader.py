@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ds_runtime.errors import ConfigError
+from ds_runtime.errors import ConfigError, shown
 
 _MOST = 2**31 - 1  # of any whole number
 _SMALLEST, _LARGEST = 1e-12, 1e12  # of any other number: what is computed from them stays finite
@@ -29,8 +29,7 @@ class Reader:
     def wrong(self, key: str, expected: str) -> ConfigError:
         """The error for a value that is not what it should be."""
         name = f"{self.under}.{key}" if self.under else key
-        value = repr(self.raw[key])
-        said = value if len(value) <= 80 else value[:77] + "..."
+        said = shown(self.raw[key])
         return ConfigError(f"{self.where}: {name} is {said}, expected {expected}")
 
     def missing(self, key: str) -> ConfigError:
@@ -64,6 +63,15 @@ class Reader:
             low = f"above {above:g}" if above else f"of at least {_SMALLEST:g}"
             raise self.wrong(key, f"a number {low} and at most {_LARGEST:g}")
         return float(value)
+
+    def text(self, key: str) -> str:
+        """A string; empty if absent."""
+        value = self.raw.get(key)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self.wrong(key, "a string")
+        return value
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.raw.get(key)
