@@ -10,6 +10,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -180,7 +181,7 @@ class EngineProcesses:
 def rank_main(spec: RankSpec) -> None:
     """Entry of a rank's process; leaves the reason in the folder when it fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to leave
-    _exit_with_parent()
+    _exit_with_parent(spec.folder)
     try:
         for name, value in spec.process_env().items():  # before torch loads what reads them
             os.environ.setdefault(name, value)
@@ -203,12 +204,14 @@ def rank_main(spec: RankSpec) -> None:
         os._exit(1)  # no clean-up: other ranks may never answer again
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(folder: Path) -> None:
+    """Leave as soon as the parent has, and take the folder along that it can no longer remove."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
