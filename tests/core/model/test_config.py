@@ -234,7 +234,7 @@ def test_quantisation_that_no_loader_reads_is_refused(tmp_path):
     assert find_loader(offers, config).name == "fp8"
     for change in ({"weight_block_size": 5}, {"modules_to_not_convert": 5}, {"quant_method": []}):
         wrong = replace(config, quantization={**config.quantization, **change})
-        with pytest.raises(UnsupportedError, match="quantization_config.* is not supported"):
+        with pytest.raises(UnsupportedError, match=r"quantization_config.* is not supported"):
             find_loader(offers, wrong)
 
 
