@@ -17,8 +17,10 @@ from test_server_bad_input import error
 
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.engine.transport import bind_pull, ipc, private_folder
+from ds_runtime.errors import CheckpointError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.sampling import GenerationDefaults
 
 CHAT = '{"messages": [{"role": "user", "content": "[say ok]"}], %s}'
 ROUTES = {
@@ -265,3 +267,14 @@ def test_an_api_key_guards_plugins_and_the_schema_too(bpe_folder):
         assert 'http_requests_total{route="other",status="401"}' in metrics
     with serving(bpe_folder, routes_of=plugin) as served:
         assert served.http.get("/hello").json() == "hello"
+
+
+@pytest.mark.parametrize("written, read", [("50.0", 50), ("50", 50), ("2.5", None), ("NaN", None)])
+def test_the_checkpoint_s_top_k_is_an_integer(tmp_path, written, read):
+    (tmp_path / "generation_config.json").write_text(f'{{"top_k": {written}}}')
+    if read is None:
+        with pytest.raises(CheckpointError, match=r"top_k is .*: an integer is needed"):
+            GenerationDefaults.load(tmp_path)
+    else:
+        found = GenerationDefaults.load(tmp_path).top_k
+        assert found == read and SamplingParams(top_k=found).top_k == read
