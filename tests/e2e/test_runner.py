@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
@@ -195,3 +197,19 @@ def test_an_end_token_that_is_no_number_is_named(runner, tmp_path, value):
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id .*token id"):
         eos_tokens(tmp_path, runner.assembly.model)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.o_proj.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_give_nan_are_refused_at_the_start(tiny, tmp_path, name, value):
+    tensors = load_file(tiny / "model.safetensors")
+    tensors[name][5, 5] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: the first step gave NaN: a weight"):
+        make(tmp_path).warm_up()
+
+
+def test_more_requests_than_memory_has_page_tables_for(tiny):
+    with pytest.raises(ConfigError, match=r"--max-running 10{12}: page tables .* need 40\.0 TB"):
+        make(tiny, max_running=10**12)

@@ -6,6 +6,7 @@ the loop may schedule the next step in between.
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from ds_runtime.engine.batch import build_batch, num_logit_rows
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
 from ds_runtime.engine.sampler import Draw, Drawn, LogprobGroup, Sampler
 from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
+from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_model
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.bound import BoundOps
@@ -197,7 +199,10 @@ class Runner:
         return StepResult(step=handle.plan.step, works=works)
 
     def warm_up(self) -> None:
-        """Run a prefill and a decode step on pages of their own; nothing of them stays."""
+        """Run a prefill and a decode step on pages of their own; nothing of them stays.
+
+        CheckpointError when they give NaN: then nothing that is served would be right.
+        """
         length = min(self.context_length - 1, self.config.prefill_chunk, 2 * self.config.page_size)
         length = max(1, min(length, self.config.max_step_tokens))
         pages = list(range(length // self.config.page_size + 1))
@@ -206,11 +211,22 @@ class Runner:
         init = RowInit(row=0, params=SamplingParams(), seed=0, choice=0, prompt=prompt)
         prefill = Work(rid="", row=0, start=0, length=length, pages=pages, tokens=prompt)
         decode = Work(rid="", row=0, start=length, length=1, pages=pages)
+        prefill.logprobs = decode.logprobs = 1  # over the whole vocabulary: one NaN spoils them
         for plan in (
             StepPlan(step=-2, works=[prefill], init=[init]),
             StepPlan(step=-1, works=[decode]),
         ):
-            self.collect(self._launch(plan, caches))
+            self._check(self.collect(self._launch(plan, caches)))
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
+
+    def _check(self, result: StepResult) -> None:
+        entry = result.works[0].logprob
+        assert entry is not None
+        if math.isnan(entry.logprob):
+            raise CheckpointError(
+                f"{self.assembly.folder}: the first step gave NaN: a weight is NaN or infinite, "
+                f"{self.config.dtype} overflows, or a kernel is at fault; try --dtype float32, or "
+                "--pin OP=reference.OP for the kernels that ds-runtime plan names"
+            )
