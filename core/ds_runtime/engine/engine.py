@@ -6,7 +6,6 @@ Used in process by the offline API and, behind sockets, by `engine/loop.py`.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterable
@@ -20,8 +19,9 @@ from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.ranks import Leader
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.errors import CheckpointError, QueueFullError, RequestError, shown
+from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.eos import eos_ids
 
 
 class Engine:
@@ -131,18 +131,5 @@ def _call(observer: Any, method: str, argument: Any) -> None:
 
 def eos_tokens(folder: Path, model: ModelConfig) -> tuple[int, ...]:
     """The ids that end a text: generation_config.json's and config.json's together."""
-    path = folder / "generation_config.json"
-    found: Any = None
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError, RecursionError) as e:
-            raise CheckpointError(f"{path}: cannot be read as a JSON object: {e}") from e
-    listed = [] if found is None else found if isinstance(found, list) else [found]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
-        raise CheckpointError(
-            f"{path}: eos_token_id {shown(found)} is neither a token id nor a list of them; "
-            "write the number of the end token, as config.json does"
-        )
-    ids = dict.fromkeys([*listed, *model.eos_tokens])
+    ids = dict.fromkeys([*eos_ids(folder / "generation_config.json"), *model.eos_tokens])
     return tuple(i for i in ids if 0 <= i < model.vocab_size)

@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
+from ds_runtime.model.eos import eos_ids
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BATCHED = 4096  # characters from which encoding is worth a batch of its own
@@ -56,8 +57,7 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {e}. Download the file again") from e
         eos: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            value = read_json(root / name).get("eos_token_id")
-            eos += [value] if isinstance(value, int) else list(value or ())
+            eos += eos_ids(root / name)
         settings = read_json(root / "tokenizer_config.json")
         return cls(backend, settings=settings, eos_ids=eos)
 

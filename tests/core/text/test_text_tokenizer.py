@@ -29,6 +29,15 @@ def test_eos_ids_are_the_union_of_all_files(bpe_folder, tmp_path):
     assert Tokenizer.load(tmp_path).eos_ids == (7, 5, 1)
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("value", ['"x"', "1.5", "[1, null]", "true"])
+def test_an_end_token_that_is_no_number_is_named(bpe_folder, tmp_path, file, value):
+    (tmp_path / "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
+    (tmp_path / file).write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(CheckpointError, match=f"{file}: eos_token_id .*token id"):
+        Tokenizer.load(tmp_path)
+
+
 def test_bos_is_added_once_and_only_when_asked(bpe):
     plain = bpe.encode("Hello")
     assert plain[0] != 0

@@ -1,0 +1,28 @@
+"""The ids that end a text, as a checkpoint's JSON files give them. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ds_runtime.errors import CheckpointError, shown
+
+
+def eos_ids(path: Path) -> list[int]:
+    """`eos_token_id` of a JSON file as a list; [] where file or key is missing.
+
+    Raises CheckpointError with file, key and value when it is no id and no list of ids.
+    """
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError, RecursionError) as e:
+        raise CheckpointError(f"{path}: cannot be read as a JSON object: {e}") from e
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise CheckpointError(
+            f"{path}: eos_token_id {shown(found)} is neither a token id nor a list of them; "
+            "write the number of the end token"
+        )
+    return ids
