@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -236,6 +237,37 @@ def test_a_rank_that_is_killed_under_load_is_the_reason_and_no_other(tiny, capfd
         while end.inbox.poll(300):
             end.pending += map(decode_from_engine.decode, end.inbox.recv_multipart())
         assert not [m for m in end.pending if isinstance(m, Dead)]  # it would be believed first
+
+
+MAKE = """
+import os, sys, time
+from ds_runtime.engine.transport import make_private_folder
+print(make_private_folder(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_folders_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    makers = [
+        subprocess.Popen([sys.executable, "-c", MAKE], stdout=subprocess.PIPE, env=env, text=True)
+        for _ in range(2)
+    ]
+    try:
+        dead, alive = (Path(m.stdout.readline().strip()) for m in makers)
+        foreign = tmp_path / "ds-runtime-notes"  # of no owner: not ours to remove
+        foreign.mkdir()
+        makers[0].kill()
+        makers[0].wait()
+        with private_folder() as own, private_folder() as other:
+            assert set(tmp_path.iterdir()) == {alive, foreign, own, other}
+            assert dead not in tmp_path.iterdir()
+        assert set(tmp_path.iterdir()) == {alive, foreign}
+    finally:
+        for maker in makers:
+            maker.kill()
+            maker.communicate()
 
 
 def test_children_leave_when_their_parent_is_killed(tiny, tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +16,8 @@ import zmq
 
 from ds_runtime.errors import ConfigError
 
+_PREFIX, _OWNER = "ds-runtime-", "owner"
+_held: dict[Path, int] = {}  # this process's folders, with the descriptors that lock them
 _LONGEST = 100  # a Unix socket path holds about 107 bytes
 
 
@@ -27,8 +32,40 @@ def private_folder() -> Iterator[Path]:
 
 
 def make_private_folder() -> Path:
-    """As `private_folder`, for those that remove it themselves."""
-    return Path(tempfile.mkdtemp(prefix="ds-runtime-"))
+    """As `private_folder`, for those that remove it themselves.
+
+    Also removes the folders of owners that were killed together with all their ranks: an owner
+    holds a lock on a file in its folder for as long as it lives.
+    """
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    _held[folder] = _hold(folder)
+    return folder
+
+
+def _hold(folder: Path) -> int:
+    """Lock the owner's file, which appears only once it is locked; its descriptor."""
+    part = folder / f"{_OWNER}.part"
+    file = os.open(part, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    part.rename(folder / _OWNER)
+    return file
+
+
+def _sweep() -> None:
+    for folder in [f for f in list(_held) if not f.exists()]:
+        os.close(_held.pop(folder))
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, gone meanwhile, or its owner lives
+            found = folder.lstat()
+            if folder in _held or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                continue
+            file = os.open(folder / _OWNER, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(file)
 
 
 def ipc(folder: Path, name: str) -> str:
