@@ -121,4 +121,5 @@ def ready(engine: Engine) -> Ready:
         vocab_size=engine.assembly.model.vocab_size,
         kv_tokens=runner.kv_tokens,
         page_size=engine.assembly.config.page_size,
+        queue_limit=engine.assembly.config.queue_limit,
     )

@@ -142,6 +142,7 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     vocab_size: int
     kv_tokens: int
     page_size: int
+    queue_limit: int
 
 
 class Dead(msgspec.Struct, tag=True):

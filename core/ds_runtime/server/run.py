@@ -40,6 +40,15 @@ class Run:
                 "one request",
                 "n",
             )
+        limit = client.require().queue_limit
+        if total > limit:
+            # It would be refused for ever, on an idle server too.
+            param, how = ("n", "n") if total > len(prompts) else ("prompt", "the prompts")
+            raise RequestError(
+                f"{how} make {total} choices at once, but {limit} may wait (--queue-limit): "
+                f"ask for at most {limit}, or start the server with a larger --queue-limit",
+                param,
+            )
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.prompts = [p for p, _ in prompts]

@@ -53,7 +53,7 @@ def until(condition, seconds=5.0):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, template=True, ready=True, routes_of=None, **config):
+def serving(folder: Path, *, template=True, ready=True, routes_of=None, queue_limit=1024, **config):
     tokenizer = Tokenizer.load(folder)
     server_config = ServerConfig(port=0, served_model_name="fake", **config)
     model = ModelInfo(
@@ -63,7 +63,7 @@ def serving(folder: Path, *, template=True, ready=True, routes_of=None, **config
     )
     with private_folder() as sockets, contextlib.closing(listen("127.0.0.1", 0)) as sock:
         addresses = ipc(sockets, "to_engine"), ipc(sockets, "from_engine")
-        engine = FakeEngine(tokenizer, *addresses, ready=ready)
+        engine = FakeEngine(tokenizer, *addresses, ready=ready, queue_limit=queue_limit)
         client = EngineClient(*addresses)
         app = create_app(client, tokenizer, server_config, model)
         if routes_of is not None:

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from ds_runtime.engine.messages import (
@@ -34,7 +35,12 @@ from ds_runtime.text.tokenizer import Tokenizer
 
 CONTEXT, VOCAB, EOS = 4096, 512, 1
 READY = Ready(
-    banner="fake engine ready", context_length=CONTEXT, vocab_size=VOCAB, kv_tokens=1, page_size=16
+    banner="fake engine ready",
+    context_length=CONTEXT,
+    vocab_size=VOCAB,
+    kv_tokens=1,
+    page_size=16,
+    queue_limit=1024,
 )
 
 
@@ -52,6 +58,7 @@ class FakeEngine:
     to_engine: str
     from_engine: str
     ready: bool = True
+    queue_limit: int = READY.queue_limit
     submits: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     flushes: int = 0
@@ -70,7 +77,7 @@ class FakeEngine:
         self.jobs: dict[str, Job] = {}
         self.alive = True
         if self.ready:
-            self.send(READY)
+            self.send(msgspec.structs.replace(READY, queue_limit=self.queue_limit))
         while self.alive:
             if self.pull.poll(0 if self.jobs else 20):
                 self.receive(self.pull.recv())
