@@ -40,8 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, kind, low, high in _RANGES:
-            _check_number(name, getattr(self, name), kind, low, high)
+        for name in _RANGES:
+            check_number(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(f"{name} is {shown(value)}: must be true or false", name)
@@ -72,28 +72,29 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 256
 _FLAGS = ("ignore_eos", "include_stop", "skip_special_tokens")
 _OPTIONAL = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "seed"})
-_RANGES: tuple[tuple[str, type[int] | type[float], float, float], ...] = (
-    ("max_tokens", int, 1, 1 << 31),
-    ("min_tokens", int, 0, 1 << 31),
-    ("temperature", float, 0.0, 100.0),
-    ("top_k", int, 0, 1 << 31),
-    ("top_p", float, 0.0, 1.0),
-    ("min_p", float, 0.0, 1.0),
-    ("presence_penalty", float, -2.0, 2.0),
-    ("frequency_penalty", float, -2.0, 2.0),
-    ("repetition_penalty", float, 0.0, 10.0),
-    ("logprobs", int, 0, 20),
-    ("prompt_logprobs", int, 0, 20),
-    ("n", int, 1, 128),
-    ("seed", int, -(1 << 63), (1 << 63) - 1),
-)
+_RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
+    "max_tokens": (int, 1, 1 << 31),
+    "min_tokens": (int, 0, 1 << 31),
+    "temperature": (float, 0.0, 100.0),
+    "top_k": (int, 0, 1 << 31),
+    "top_p": (float, 0.0, 1.0),
+    "min_p": (float, 0.0, 1.0),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
+    "repetition_penalty": (float, 0.0, 10.0),
+    "logprobs": (int, 0, 20),
+    "prompt_logprobs": (int, 0, 20),
+    "n": (int, 1, 128),
+    "seed": (int, -(1 << 63), (1 << 63) - 1),
+}
 
 
-def _check_number(
-    name: str, value: Any, kind: type[int] | type[float], low: float, high: float
-) -> None:
-    if value is None and name in _OPTIONAL:
+def check_number(field: str, value: Any, name: str | None = None) -> None:
+    """RequestError unless `value` is in the range of `field`, which the user wrote as `name`."""
+    if value is None and field in _OPTIONAL:
         return
+    name = field if name is None else name
+    kind, low, high = _RANGES[field]
     if not _is_number(value, kind):
         wanted = "an integer" if kind is int else "a number"
         raise RequestError(f"{name} is {shown(value)}: must be {wanted}", name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import RequestError, shown
-from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.sampling_params import SamplingParams, check_number
 from ds_runtime.server.chat import Prompt, chat_prompt, completion_prompts
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.errors import ApiError
@@ -114,6 +114,7 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         raise RequestError("send exactly one of text and input_ids", "text")
     fields = body.sampling_params
     wished = fields.max_new_tokens
+    check_number("max_tokens", wished, "max_new_tokens")
     params = build_params(
         fields,
         service.model.defaults,
@@ -160,11 +161,13 @@ def _max_tokens(body: ChatRequest) -> int | None:
             f"max_completion_tokens is {new} and max_tokens {old}: send one of them",
             "max_completion_tokens",
         )
+    check_number("max_tokens", new, "max_completion_tokens")
     return old if new is None else new
 
 
 def _chat_logprobs(body: ChatRequest) -> int | None:
     if body.logprobs:
+        check_number("logprobs", body.top_logprobs, "top_logprobs")
         return body.top_logprobs or 0
     if body.top_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")

@@ -63,11 +63,14 @@ class ChatTemplate:
                 )
         template = self._pick("tool_use" if tools else "default")
         try:
-            return template.render(
-                messages=messages,
-                tools=tools or None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special, **extra},
+            return template.render(  # one mapping: as keywords, a name like "self" would clash
+                {
+                    **self._special,
+                    **extra,
+                    "messages": messages,
+                    "tools": tools or None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (
             jinja2.TemplateError,
