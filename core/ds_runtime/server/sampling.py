@@ -39,9 +39,14 @@ class GenerationDefaults:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise CheckpointError(f"{path}: {name} is {value!r}: a number is needed")
-            if name == "top_k" and not float(value).is_integer():
+            if name == "top_k" and isinstance(value, float) and not value.is_integer():
                 raise CheckpointError(f"{path}: top_k is {value!r}: an integer is needed")
             values[name] = int(value) if name == "top_k" else value
+        try:
+            # -1 is another way to say that top_k is off.
+            SamplingParams(**values | ({"top_k": 0} if values.get("top_k") == -1 else {}))
+        except RequestError as e:
+            raise CheckpointError(f"{path}: {e}; mend the file or take the key out") from e
         if found.get("do_sample") is False:
             values["temperature"] = 0.0
         return cls(**values)
