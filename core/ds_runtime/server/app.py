@@ -87,6 +87,7 @@ def _open_routes(service: Service) -> APIRouter:
     client = service.client
 
     @router.get("/health")
+    @router.head("/health", include_in_schema=False)
     async def health() -> Response:
         """200 when the engine is ready; 503 while it loads and, with the reason, once it died."""
         if client.dead is not None:
@@ -185,6 +186,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     response = _json(answer.body(), answer.status)
     response.headers.update(answer.headers)
+    if answer.status == 500:
+        response.headers["Connection"] = "close"  # the web server does so: the client must know
     return response
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -24,6 +25,7 @@ _LARGE = 1 << 18
 _LONGEST_NAME = 100
 _DRAIN_BYTES = 1 << 28
 _DRAIN_SECONDS = 10.0
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: UTF-8 itself has none
 _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
 
 
@@ -44,6 +46,8 @@ def _work(raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
         value = _json(raw)
         if not isinstance(value, dict):
             raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
+        if _SURROGATE.search(raw):
+            _check_unicode(value)
         return prepare(validate(kind, value))
     except RecursionError as e:
         raise _bad("the body's JSON is nested too deeply") from e
@@ -110,6 +114,23 @@ def _json(raw: bytes) -> Any:
         raise _bad(f"the body is not valid JSON: {e}") from e
 
 
+def _check_unicode(value: Mapping[str, Any]) -> None:
+    """ApiError for the first field with half a character: no answer and no token could hold it."""
+    for name, field in value.items():
+        what, param = "the name of a field", None
+        try:
+            name.encode()
+            what, param = shown(name), name
+            json.dumps(field, ensure_ascii=False).encode()
+        except UnicodeEncodeError as e:
+            raise _bad(
+                f"{what} holds the unpaired surrogate {ascii(e.object[e.start])[1:-1]}: "
+                "send valid Unicode, both halves or neither",
+                param,
+                "invalid_value",
+            ) from e
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
@@ -144,7 +165,8 @@ def _nested(annotation: Any) -> type[Body] | None:
 
 def _check_only(kind: type[Body], path: str, name: str, field: Any) -> None:
     allowed = kind.ONLY[name]
-    if field is None or field in allowed:
+    # By type as well: true would pass as 1.
+    if field is None or any(type(field) is type(a) and field == a for a in allowed):
         return
     remedy = " or ".join(json.dumps(a) for a in allowed)
     raise _bad(

@@ -278,3 +278,71 @@ def test_the_checkpoint_s_top_k_is_an_integer(tmp_path, written, read):
     else:
         found = GenerationDefaults.load(tmp_path).top_k
         assert found == read and SamplingParams(top_k=found).top_k == read
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("temperature", -5), ("top_p", 7), ("top_p", 0), ("top_k", -2), ("repetition_penalty", 0)],
+)
+def test_a_checkpoint_s_impossible_default_stops_the_start(tmp_path, key, value):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({key: value, "do_sample": False}))
+    with pytest.raises(CheckpointError, match=f"{path}: {key} is {value}.*: must be .*mend"):
+        GenerationDefaults.load(tmp_path)
+
+
+def test_a_checkpoint_s_huge_top_k_is_a_sentence_and_minus_one_is_off(tmp_path):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"top_k": 10**400}))
+    with pytest.raises(CheckpointError, match="top_k is 1000"):
+        GenerationDefaults.load(tmp_path)
+    path.write_text(json.dumps({"top_k": -1}))
+    assert GenerationDefaults.load(tmp_path).top_k == -1
+
+
+def test_more_choices_than_may_ever_wait(bpe_folder):
+    with serving(bpe_folder, queue_limit=2) as served:
+        found = error(served.chat("[say ok]", n=5), 400)
+        assert found["param"] == "n" and "n make 5 choices" in found["message"]
+        assert "larger --queue-limit" in found["message"]
+        found = error(served.post("/v1/completions", prompt=["[say ok]"] * 3), 400)
+        assert found["param"] == "prompt" and "prompts make 3 choices" in found["message"]
+        assert served.chat("[say ok]", n=2).status_code == 200
+        assert len(served.engine.submits) == 2
+
+
+def test_surrogate_pairs_are_characters(served):
+    prompt = "\U0001f600 [say ok]"
+    for size in (0, 1 << 19):  # either JSON reader
+        raw = json.dumps({"prompt": prompt}).encode().ljust(size)
+        assert b"\\ud83d\\ude00" in raw
+        reply = served.http.post("/tokenize", content=raw).json()
+        assert served.tokenizer.decode(reply["tokens"]).endswith(prompt)
+        bad = raw.replace(b"\\ude00", b"")
+        found = error(served.http.post("/tokenize", content=bad), 400)
+        assert found["param"] == "prompt" and "unpaired surrogate" in found["message"]
+
+
+def test_the_next_request_after_a_500_is_answered(bpe_folder):
+    def plugin(app: FastAPI):
+        @app.get("/boom")
+        def boom():
+            raise ArithmeticError("a fault of the plugin")
+
+    with serving(bpe_folder, routes_of=plugin) as served:
+        for _ in range(3):
+            reply = served.http.get("/boom")
+            assert error(reply, 500)["code"] == "internal_error"
+            assert reply.headers["connection"] == "close"
+            assert served.http.get("/health").status_code == 200
+
+
+def test_template_arguments_may_have_any_name(served):
+    reply = served.chat("[say ok]", chat_template_kwargs={"self": 1, "a b": 2, "args": 3})
+    assert reply.json()["choices"][0]["message"]["content"] == "ok"
+
+
+def test_load_balancers_ask_with_head(served):
+    for _ in range(2):  # a body would be taken for the next answer
+        reply = served.http.head("/health")
+        assert (reply.status_code, reply.content) == (200, b"")
