@@ -8,6 +8,9 @@ import traceback
 import pytest
 import torch
 
+from ds_runtime.errors import UnsupportedError
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.platform.spec import Platform
 from ds_runtime_cpu.platform import CpuPlatform
 
 
@@ -50,7 +53,12 @@ def test_every_collective(tmp_path, size):
 
 
 def test_one_rank_needs_no_group():
-    group = CpuPlatform().communicator(0, 1, "unused")
+    group = SoloCommunicator()
     x = torch.ones(2, 3)
     assert group.size == 1 and group.all_reduce(x) is x and group.all_gather(x) is x
     assert group.gather_objects(7) == [7]
+
+
+def test_a_platform_without_communicator_serves_one_rank():
+    with pytest.raises(UnsupportedError, match="--tp 2: platform cpu connects no ranks"):
+        Platform.communicator(CpuPlatform(), 0, 2, "unused")

@@ -20,6 +20,7 @@ from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import StepPlan
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
 from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.plan import Plan, difference
 from ds_runtime.platform.spec import Communicator
 
@@ -30,6 +31,8 @@ def join(spec: RankSpec, assembly: Assembly) -> Communicator:
     """Enter the group of ranks."""
     config = assembly.config
     assembly.platform.init_worker(spec.rank, spec.size, config.threads)
+    if spec.size == 1:
+        return SoloCommunicator()
     init_method = f"file://{spec.folder / 'rendezvous'}"
     return assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
 

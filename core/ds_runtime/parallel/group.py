@@ -1,7 +1,7 @@
 """Communicators over torch.distributed, for platforms to hand out.
 
-A platform's `communicator()` returns `SoloCommunicator` for one rank, else a `TorchCommunicator`
-with the backend name that its devices need. Nothing here knows a vendor.
+A platform's `communicator()` returns a `TorchCommunicator` with the backend name that its devices
+need; one rank alone gets a `SoloCommunicator` from the engine. Nothing here knows a vendor.
 """
 
 from __future__ import annotations

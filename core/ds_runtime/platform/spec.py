@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.spec import API_VERSION, DeviceInfo
 
 if TYPE_CHECKING:
@@ -84,11 +85,14 @@ class Platform(ABC):
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
-        """Join the group of `size` ranks; `init_method` is a torch.distributed address.
+        """Join the group of `size` ≥ 2 ranks; `init_method` is a torch.distributed address.
 
         `timeout`: seconds that this rank waits for the others, in joining and in collectives.
+        A platform that does not override this serves one rank.
         """
-        raise NotImplementedError(f"platform {self.name} has no communicator")
+        raise UnsupportedError(
+            f"--tp {size}: platform {self.name} connects no ranks in this version; use --tp 1"
+        )
 
     def synchronize(self) -> None:  # noqa: B027 (optional: synchronous devices need nothing)
         """Wait until the device has finished all work of this process."""

@@ -58,10 +58,8 @@ class NullPlatform(Platform):
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
-        from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
+        from ds_runtime.parallel.group import TorchCommunicator
 
-        if size == 1:
-            return SoloCommunicator()
         return TorchCommunicator("gloo", rank, size, init_method, timeout)
 
 

@@ -66,10 +66,8 @@ class CpuPlatform(Platform):
     ) -> Communicator:
         import torch
 
-        from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
+        from ds_runtime.parallel.group import TorchCommunicator
 
-        if size == 1:
-            return SoloCommunicator()
         # With more than two ranks a 16-bit sum would round at every hop.
         wide = torch.float32 if size > 2 else None
         return TorchCommunicator("gloo", rank, size, init_method, timeout, wide)
