@@ -19,9 +19,9 @@ from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.ranks import Leader
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.eos import eos_ids
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.eos import eos_ids
 
 
 class Engine:

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
-from ds_runtime.model.eos import eos_ids
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BATCHED = 4096  # characters from which encoding is worth a batch of its own
