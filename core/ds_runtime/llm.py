@@ -12,7 +12,8 @@ from __future__ import annotations
 import difflib
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -166,10 +167,12 @@ class LLM:
         params = replace(params or SamplingParams(), n=1)
         output = self._maker.output(prompt, params)
         seen = 0
-        for job in self._run(self._maker.jobs(output, params)):
-            if piece := job.completion.text[seen:]:
-                seen += len(piece)
-                yield piece
+        # Closed by name: an iterator that is left early need not let go of it at once.
+        with closing(self._run(self._maker.jobs(output, params))) as run:
+            for job in run:
+                if piece := job.completion.text[seen:]:
+                    seen += len(piece)
+                    yield piece
 
     def chat(
         self,
@@ -189,7 +192,7 @@ class LLM:
             output.prompt = text
         return outputs
 
-    def _run(self, jobs: Sequence[Job]) -> Iterator[Job]:
+    def _run(self, jobs: Sequence[Job]) -> Generator[Job, None, None]:
         """Run jobs to their end; each again whenever it got tokens, also by another call's step."""
         engine = self._alive()
         call = Call(self._registry, jobs)
