@@ -1,97 +1,9 @@
-"""Real uvicorn on a real port in front of the fake engine."""
+"""The fixture of most server tests: one server for a whole file."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-import time
-from dataclasses import dataclass
-from pathlib import Path
-
-import httpx
 import pytest
-import uvicorn
-from fake_engine import FakeEngine
-
-from ds_runtime.config import ServerConfig
-from ds_runtime.engine.transport import ipc, private_folder
-from ds_runtime.server.app import create_app
-from ds_runtime.server.client import EngineClient
-from ds_runtime.server.prepare import ModelInfo
-from ds_runtime.server.sampling import GenerationDefaults
-from ds_runtime.server.serve import listen
-from ds_runtime.text.template import load_template
-from ds_runtime.text.tokenizer import Tokenizer
-
-
-@dataclass
-class Served:
-    url: str
-    engine: FakeEngine
-    http: httpx.Client
-    tokenizer: Tokenizer
-
-    def post(self, path, **body):
-        return self.http.post(path, json=body)
-
-    def chat(self, order, **body):
-        messages = [{"role": "user", "content": order}]
-        return self.post("/v1/chat/completions", messages=messages, **body)
-
-    def wait_aborted(self, count=1):
-        """The rids that the engine was told to abort, once there are `count`."""
-        until(lambda: len(self.engine.aborted) >= count)
-        return list(self.engine.aborted)
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.005)
-
-
-@contextlib.contextmanager
-def serving(folder: Path, *, template=True, ready=True, routes_of=None, queue_limit=1024, **config):
-    tokenizer = Tokenizer.load(folder)
-    server_config = ServerConfig(port=0, served_model_name="fake", **config)
-    model = ModelInfo(
-        "fake",
-        load_template(folder, tokenizer) if template else None,
-        GenerationDefaults.load(folder),
-    )
-    with private_folder() as sockets, contextlib.closing(listen("127.0.0.1", 0)) as sock:
-        addresses = ipc(sockets, "to_engine"), ipc(sockets, "from_engine")
-        engine = FakeEngine(tokenizer, *addresses, ready=ready, queue_limit=queue_limit)
-        client = EngineClient(*addresses)
-        app = create_app(client, tokenizer, server_config, model)
-        if routes_of is not None:
-            routes_of(app)
-        web = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", access_log=False)
-        )
-
-        async def main():
-            await client.start()
-            engine.start()
-            try:
-                await web.serve(sockets=[sock])
-            finally:
-                client.close()
-
-        thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=20) as http:
-            if ready:
-                until(lambda: http.get("/health").status_code == 200)
-            yield Served(url, engine, http, tokenizer)
-        engine.alive = False
-        web.should_exit = True
-        thread.join(10)
-        engine.thread.join(10)
-        assert not thread.is_alive() and not engine.thread.is_alive()
+from server_harness import serving
 
 
 @pytest.fixture(scope="module")

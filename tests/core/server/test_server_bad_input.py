@@ -8,7 +8,7 @@ import tracemalloc
 
 import httpx
 import pytest
-from conftest import serving
+from server_harness import serving
 
 
 def error(response, status):

@@ -11,8 +11,8 @@ from itertools import pairwise
 import httpx
 import pytest
 import zmq
-from conftest import serving, until
 from fastapi import FastAPI
+from server_harness import serving, until
 from test_server_bad_input import error
 
 from ds_runtime.engine.messages import SubmitGroup

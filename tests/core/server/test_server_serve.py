@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import until
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from server_harness import until
 
 from ds_runtime import hookimpl, plugins
 from ds_runtime.config import EngineConfig

@@ -8,7 +8,7 @@ import socket
 
 import httpx
 import pytest
-from conftest import serving, until
+from server_harness import serving, until
 
 
 def chat_body(order, **body):
