@@ -6,25 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds_runtime.api import Refusal
+from ds_runtime.platform.probe import installed, pci_devices, read
 
+VENDOR = "0x1002"
+CLASSES = ("0x03", "0x12")
 INSTALL = "install a ROCm build of torch and amd-aiter from source (see docs/install.md)"
-
-
-def installed(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def architectures(root: Path) -> list[str]:
@@ -34,7 +20,7 @@ def architectures(root: Path) -> list[str]:
         return []
     found = []
     for node in sorted(nodes.iterdir()):
-        for line in _read(node / "properties").splitlines():
+        for line in read(node / "properties").splitlines():
             key, _, value = line.partition(" ")
             if key == "gfx_target_version" and value.strip().isdigit() and int(value):
                 number = int(value)  # 90402 → gfx942: major, minor, stepping in hexadecimal
@@ -43,24 +29,11 @@ def architectures(root: Path) -> list[str]:
     return found
 
 
-def pci_devices(root: Path) -> list[str]:
-    """PCI addresses of this vendor's display controllers and processing accelerators."""
-    folder = root / "sys/bus/pci/devices"
-    if not folder.is_dir():
-        return []
-    return [
-        device.name
-        for device in sorted(folder.iterdir())
-        if _read(device / "vendor").strip() == "0x1002"
-        and _read(device / "class").startswith(("0x03", "0x12"))
-    ]
-
-
 def probe(
     root: Path = Path("/"), package: Callable[[str], str | None] = installed
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
-    names, pci = architectures(root), pci_devices(root)
+    names, pci = architectures(root), pci_devices(root, VENDOR, CLASSES)
     if not names and not pci:
         return Refusal("absent", "no AMD GPU: none on the PCI bus, none known to the kernel driver")
     if not names:
