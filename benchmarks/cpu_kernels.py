@@ -1,8 +1,8 @@
 """The CPU plugin's competing kernels, one against the other and against the reference.
 
-python benchmarks/cpu_kernels.py [--threads N]. Times are the best of half a second, in CPU
-microseconds of the calling thread, so that one thread's figures hold on a busy machine too; with
-more threads read them on an idle one.
+python benchmarks/cpu_kernels.py [--threads N] [--isa NAME] [--only linears ...]. Times are the best
+of half a second, in CPU microseconds of the calling thread, so that one thread's figures hold on a
+busy machine too; with more threads read them on an idle one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_runtime.ops.reference import moe as ref_moe
 from ds_runtime.ops.reference import norm as ref_norm
 from ds_runtime.ops.spec import Dims, Facts
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime_cpu import attention, experts, linear, small
+from ds_runtime_cpu import attention, experts, linear, native, small
 from ds_runtime_cpu.platform import CpuPlatform
 
 DIMS = Dims({"heads": 16, "qk_nope": 128, "qk_rope": 64, "v": 128, "kv_lora": 512})
@@ -116,7 +116,11 @@ def attentions(facts: Facts, dtype: torch.dtype) -> None:
     for tokens in (128, 512, 1024):
         q, k, v = (torch.randn(tokens, 16, d).to(dtype) for d in (192, 192, 128))
         segs = Segments((tokens,), torch.tensor([0, tokens], dtype=torch.int32))
-        kernels = {"cpu": attention.mha_prefill, "reference": ref_attention.mha_prefill}
+        kernels = {
+            "native": attention.mha_prefill_native,
+            "matmul": attention.mha_prefill_matmul,
+            "reference": ref_attention.mha_prefill,
+        }
         times = {n: best(lambda: f(q, k, v, segs, segs, True, 0.07)) for n, f in kernels.items()}  # noqa: B023
         show(f"mha_prefill {facts.dtype} tokens={tokens}", times)
 
@@ -132,14 +136,19 @@ def norms(facts: Facts, dtype: torch.dtype) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parts = {part.__name__: part for part in (linears, routed, attentions, norms)}
     parser.add_argument("--threads", type=int, default=1)
-    torch.set_num_threads(parser.parse_args().threads)
+    parser.add_argument("--isa", choices=native.runnable())
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    native.choose(args.isa)
     info = CpuPlatform().info()
     print(f"{info.name}, {info.arch}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name in ("bfloat16", "float32"):
         facts = Facts(info, DIMS, dtype=name, kv_dtype=name)
-        for part in (linears, routed, attentions, norms):
-            part(facts, getattr(torch, name))
+        for part in args.only:
+            parts[part](facts, getattr(torch, name))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Writes docs/contracts.md and docs/hooks.md from the code; --check only compares.
+"""Writes docs/contracts.md, hooks.md, metrics.md and support.md from the code; --check only
+compares.
 
 python tools/gen_docs.py [--check]
 """
@@ -16,8 +17,12 @@ from types import FunctionType
 from typing import Any
 
 from ds_runtime import hookspecs
+from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.ops.spec import Op, load_attr
 from ds_runtime.ops.table import OPS
+from ds_runtime.plugins import load_plugins
+from ds_runtime.server.metrics import EngineView, Metrics
+from ds_runtime.testing import support
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings there. -->\n\n"
@@ -57,7 +62,9 @@ def _contract(op: Op) -> str:
     protocol = load_attr(op.protocol)
     kind = f"{op.kind}{', heavy' if op.heavy else ''}"
     lines = [f"### `{op.name}`\n", f"{op.summary[:1].upper()}{op.summary[1:]}. "]
-    lines.append(f"{kind.capitalize()}; contract version {op.version}; `{op.protocol}`.\n")
+    older = f" (kernels for {op.served[1]} are adapted)" if op.served[1:] else ""
+    version = f"contract version {op.version}{older}"
+    lines.append(f"{kind.capitalize()}; {version}; `{op.protocol}`.\n")
     lines.append("```python\n" + _signatures(protocol) + "```\n")
     lines.append((inspect.getdoc(protocol) or "") + "\n")
     if op.composition:
@@ -116,9 +123,82 @@ def hooks() -> str:
     return "".join(out).rstrip() + "\n"
 
 
+METRICS_HEAD = """\
+`/metrics` answers in Prometheus' text format. Names after `ds_runtime_` are vLLM's where it
+measures the same, with its label `model_name`: in its dashboards, replace `vllm:` by `ds_runtime_`.
+The last column is SGLang's name, after `sglang:`. Counters end in `_total`; histograms have
+`_bucket`, `_sum` and `_count`. Times are in seconds.
+
+No label comes from a request: routes are patterns, and paths that match none are `other`. What
+requests say is nowhere in here. `process_*` are the front end's memory, CPU time and open files.
+
+"""
+
+SGLANG = {
+    "num_requests_running": "num_running_reqs",
+    "num_requests_waiting": "num_queue_reqs",
+    "kv_cache_usage_perc": "token_usage",
+    "prompt_tokens": "prompt_tokens_total",
+    "generation_tokens": "generation_tokens_total",
+    "prefix_cache_hits": "cached_tokens_total",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+}
+
+
+def metrics() -> str:
+    """Every metric of a server whose engine is ready, by the exposition itself."""
+    row = dict.fromkeys(("op", "kernel", "provider"), "x")
+    ready = Ready(
+        banner="",
+        context_length=1,
+        vocab_size=1,
+        kv_tokens=1,
+        page_size=1,
+        queue_limit=1,
+        plan={"rows": [row]},
+    )
+    found = Metrics(EngineView(lambda: Stats(), lambda: ready, lambda: True), "x")
+    found.finished("stop")
+    found.requests.labels("/", "200").inc()
+    out = [NOTE, "# Metrics\n\n", METRICS_HEAD, "| name | kind | labels | what | SGLang |\n"]
+    out.append("|---|---|---|---|---|\n")
+    for family in sorted(found.registry.collect(), key=lambda f: f.name):
+        if not family.name.startswith("ds_runtime_"):
+            continue
+        sample = next(s for s in family.samples if not s.name.endswith("_created"))
+        name = sample.name if family.type in ("counter", "info") else family.name
+        labels = ", ".join(f"`{key}`" for key in sample.labels if key != "le")
+        other = SGLANG.get(family.name.removeprefix("ds_runtime_"))
+        said = f"`{other}`" if other else ""
+        text = family.documentation
+        out.append(f"| `{name}` | {family.type} | {labels} | {text} | {said} |\n")
+    return "".join(out)
+
+
+# Those of the tree, whatever else is installed.
+PLUGINS = ("cpu", "cuda", "npu", "rocm", "triton", "xpu")
+SUPPORT_NOTE = """\
+<!-- Written by tools/gen_docs.py: ds-runtime conform --mode support, with the tree's plugins. -->
+
+"""
+
+
+def support_matrix() -> str:
+    """What `ds-runtime conform --mode support` says of the plugins of the tree."""
+    plugins = load_plugins(PLUGINS)
+    return SUPPORT_NOTE + support.as_markdown(support.matrix(plugins), plugins)
+
+
 def pages() -> dict[Path, str]:
     """Every generated page with its text."""
-    return {DOCS / "contracts.md": contracts().rstrip() + "\n", DOCS / "hooks.md": hooks()}
+    return {
+        DOCS / "contracts.md": contracts().rstrip() + "\n",
+        DOCS / "hooks.md": hooks(),
+        DOCS / "metrics.md": metrics(),
+        DOCS / "support.md": support_matrix(),
+    }
 
 
 def stale() -> list[Path]:
@@ -128,7 +208,7 @@ def stale() -> list[Path]:
 
 def main() -> int:
     """Write the pages, or name those that would change."""
-    parser = argparse.ArgumentParser(description="Write docs/contracts.md and docs/hooks.md.")
+    parser = argparse.ArgumentParser(description="Write the pages that come from the code.")
     parser.add_argument("--check", action="store_true", help="exit 1 if a page is out of date")
     args = parser.parse_args()
     changed = stale()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("core", "plugins", "tests", "tools", "pyproject.toml", "README.md", "ARCHITECTURE.md")
+GRAPHS = "core/ds_runtime/engine/graphs.py"
 TIMEOUT = 900.0  # seconds for one selection
 
 
@@ -71,11 +72,38 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/core/ops/test_reference_small.py",),
     ),
     Fault(
+        "nibbles swapped",
+        "core/ds_runtime/model/layouts.py",
+        "torch.stack((data & 15, data >> 4), dim=-1)",
+        "torch.stack((data >> 4, data & 15), dim=-1)",
+        ("tests/core/model/test_published_formats.py",),
+    ),
+    Fault(
+        "AWQ's order taken backwards",
+        "core/ds_runtime/model/layouts.py",
+        "_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
+        ("tests/core/model/test_published_formats.py",),
+    ),
+    Fault(
+        "a global scale that divides multiplies",
+        "core/ds_runtime/model/layouts.py",
+        "return 1 / value if self.encoding.divides else value",
+        "return value",
+        ("tests/core/model/test_published_formats.py",),
+    ),
+    Fault(
+        "a conversion is not said",
+        "core/ds_runtime/ops/bind.py",
+        "converts = str(conversion)",
+        'converts = ""',
+        ("tests/core/test_conversions.py",),
+    ),
+    Fault(
         "fp8 scale transposed",
         "core/ds_runtime/ops/reference/formats.py",
-        'scale = decode_scale(part.tensors["scale"], compute)\n',
-        'scale = decode_scale(part.tensors["scale"], compute)\n'
-        "    scale = scale.t().reshape(scale.shape)\n",
+        "scale = scale_grid(part, compute)\n",
+        "scale = scale_grid(part, compute)\n    scale = scale.t().reshape(scale.shape)\n",
         ("tests/core/ops/test_reference_formats.py",),
     ),
     Fault(
@@ -88,8 +116,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "decode page off by one",
         "core/ds_runtime/engine/batch.py",
-        "slots = table[owner, positions // page_size]",
-        "slots = table[owner, (positions - (positions > 0)) // page_size]",
+        "slots = [w.pages[w.start // page_size]",
+        "slots = [w.pages[max(w.start - 1, 0) // page_size]",
         ("tests/core/engine/test_batch.py",),
     ),
     Fault(
@@ -125,8 +153,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "refusal ignored",
         "core/ds_runtime/ops/bind.py",
-        "    return _own_refusal(kernel, facts)\n",
-        "    return None\n",
+        "        if (said := _asked(check, facts)) is not None:\n",
+        "        if (said := _asked(check, facts)) is not None and not said:\n",
         ("tests/core/test_bind.py",),
     ),
     Fault(
@@ -149,6 +177,48 @@ FAULTS: tuple[Fault, ...] = (
         "if all(sentence is not None for _, sentence in said):",
         "if not said:",
         ("tests/core/test_bind.py",),
+    ),
+    Fault(
+        "spare rows write to a page",
+        GRAPHS,
+        "slots = np.full(size, -1, np.int64)",
+        "slots = np.full(size, 0, np.int64)",
+        ("tests/e2e/test_graphs.py",),
+    ),
+    Fault(
+        "spare rows read a foreign page",
+        GRAPHS,
+        "filled = np.full((size, table.shape[1]), place.spare_page, np.int32)",
+        "filled = np.full((size, table.shape[1]), 0, np.int32)",
+        ("tests/e2e/test_graphs.py",),
+    ),
+    Fault(
+        "a replay on the last step's page table",
+        GRAPHS,
+        "self._table[:, : compact.shape[1]].copy_(compact)",
+        "self._table[:, : compact.shape[1]].copy_(compact) if not works else None",
+        ("tests/e2e/test_graphs.py",),
+    ),
+    Fault(
+        "a captured step takes the wrong rows",
+        GRAPHS,
+        "rows[:count] = [w.row for w in works]",
+        "rows[:count] = range(count)",
+        ("tests/e2e/test_graphs.py",),
+    ),
+    Fault(
+        "results read before they have come",
+        "core/ds_runtime/engine/engine.py",
+        "len(self._launched) > self._ahead",
+        "len(self._launched) >= self._ahead",
+        ("tests/e2e/test_overlap.py",),
+    ),
+    Fault(
+        "tokens beyond the end reach the client",
+        "core/ds_runtime/engine/scheduler.py",
+        "if request.is_finished:  # aborted, or ended by the step before",
+        "if False:",
+        ("tests/e2e/test_overlap.py",),
     ),
 )
 

@@ -1,7 +1,8 @@
 """ds-runtime: serves DeepSeek models on any accelerator that a plugin brings.
 
-Public: `LLM`, `SamplingParams`, `RequestOutput` (offline API) and `hookimpl` (plugins; the rest
-of the plugin surface is `ds_runtime.api`). Importing this module does not import torch.
+Public: `LLM`, `SamplingParams`, `OutputRules`, `RequestOutput` (offline API) and `hookimpl`
+(plugins; the rest of the plugin surface is `ds_runtime.api`). Importing this module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from ds_runtime.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from ds_runtime.llm import LLM, RequestOutput
+    from ds_runtime.output_rules import OutputRules
     from ds_runtime.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__", "hookimpl"]
+__all__ = ["LLM", "OutputRules", "RequestOutput", "SamplingParams", "__version__", "hookimpl"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from ds_runtime import llm
 
         return getattr(llm, name)
+    if name == "OutputRules":
+        from ds_runtime.output_rules import OutputRules
+
+        return OutputRules
     if name == "SamplingParams":
         from ds_runtime.sampling_params import SamplingParams
 

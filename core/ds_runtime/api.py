@@ -1,11 +1,18 @@
-"""The surface for plugins: everything that one may use, and nothing that imports torch.
+"""The surface for plugins: everything that one may import; the rest of `ds_runtime` is private.
 
-Contracts (Protocols with their docstrings) are in `ds_runtime.ops.<area>`; values that kernels
-get are in `ds_runtime.ops.batch` and `ds_runtime.ops.weight`.
+Importing this module imports no torch. What holds tensors is imported on first use, so that only
+the modules of kernels pay for it. Contracts are named by `OPS`: read their Protocols, and the
+executable form, the reference, in docs/contracts.md. For tests there is `ds_runtime.testing`.
+A name in here stays for two versions of the plugin interface (`API_VERSION`).
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.spec import (
     API_VERSION,
@@ -15,16 +22,58 @@ from ds_runtime.ops.spec import (
     RANK_SPECIALISED,
     Change,
     DeviceInfo,
+    Dims,
+    Encoding,
     Facts,
+    Fixable,
+    Gate,
+    Gates,
     Kernel,
     Layout,
     Op,
+    Phase,
     QuantLoader,
     Refusal,
     Routing,
+    gates,
+    load_attr,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import Communicator, MemoryInfo, Platform
+from ds_runtime.platform.probe import device_nodes, has_library, installed, pci_devices, read_file
+from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
+
+if TYPE_CHECKING:
+    from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
+    from ds_runtime.ops.reference.activation import silu_mul
+    from ds_runtime.ops.reference.attention import rows_of
+    from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
+    from ds_runtime.ops.reference.linear import ReferenceLinear
+    from ds_runtime.ops.reference.moe import ReferenceExperts
+    from ds_runtime.ops.weight import ExpertSource, Packed, Weight, WeightPart
+    from ds_runtime.parallel.group import TorchCommunicator
+    from ds_runtime.platform import ceilings
+
+_LAZY = {  # where what needs torch comes from
+    "Batch": "ds_runtime.ops.batch",
+    "DecodePart": "ds_runtime.ops.batch",
+    "ExpertSource": "ds_runtime.ops.weight",
+    "Limits": "ds_runtime.ops.batch",
+    "Packed": "ds_runtime.ops.weight",
+    "PrefillPart": "ds_runtime.ops.batch",
+    "PrefixChunk": "ds_runtime.ops.batch",
+    "ReferenceExperts": "ds_runtime.ops.reference.moe",
+    "ReferenceLinear": "ds_runtime.ops.reference.linear",
+    "Segments": "ds_runtime.ops.batch",
+    "TorchCommunicator": "ds_runtime.parallel.group",
+    "Weight": "ds_runtime.ops.weight",
+    "WeightPart": "ds_runtime.ops.weight",
+    "ceilings": "ds_runtime.platform.ceilings",
+    "decode_scale": "ds_runtime.ops.reference.formats",
+    "rows_of": "ds_runtime.ops.reference.attention",
+    "silu_mul": "ds_runtime.ops.reference.activation",
+    "torch_dtype": "ds_runtime.ops.reference.formats",
+}
+_MODULE = "ceilings"  # the one that is a module itself
 
 __all__ = [
     "API_VERSION",
@@ -33,17 +82,67 @@ __all__ = [
     "RANK_PORTABLE",
     "RANK_REFERENCE",
     "RANK_SPECIALISED",
+    "Batch",
+    "Ceilings",
     "Change",
     "Communicator",
+    "ConfigError",
+    "DecodePart",
     "DeviceInfo",
+    "Dims",
+    "Encoding",
+    "EngineConfig",
+    "ExpertSource",
     "Facts",
+    "Fixable",
+    "Gate",
+    "Gates",
+    "GraphBackend",
     "Kernel",
     "Layout",
+    "Limits",
     "MemoryInfo",
     "Op",
+    "Packed",
+    "Phase",
     "Platform",
+    "PluginError",
+    "PrefillPart",
+    "PrefixChunk",
     "QuantLoader",
+    "ReferenceExperts",
+    "ReferenceLinear",
     "Refusal",
     "Routing",
+    "Segments",
+    "TorchCommunicator",
+    "UnsupportedError",
+    "Weight",
+    "WeightPart",
+    "ceilings",
+    "decode_scale",
+    "device_nodes",
+    "gates",
+    "has_library",
     "hookimpl",
+    "installed",
+    "load_attr",
+    "pci_devices",
+    "read_file",
+    "rows_of",
+    "silu_mul",
+    "torch_dtype",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_LAZY[name])
+    found = module if name == _MODULE else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,8 +6,9 @@ Torch-free: `ds-runtime plan` and `doctor` stop here; the engine goes on and loa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,41 @@ from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.model.sites import model_sites
+from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
+from ds_runtime.model.peft import LoraPlan
+from ds_runtime.model.requantise import with_target
+from ds_runtime.model.sites import QKV_A, Verify, model_sites
+from ds_runtime.ops.backends import backend_pins
 from ds_runtime.ops.bind import Binding, Pin, decide_all
-from ds_runtime.ops.spec import Change, DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.ops.spec import (
+    FP8_GROUPS,
+    Change,
+    DeviceInfo,
+    Facts,
+    Offers,
+    QuantLoader,
+    Refusal,
+    Site,
+)
+from ds_runtime.ops.table import OPS
 from ds_runtime.plan import Plan, check_against, make_rows
+from ds_runtime.platform.described import describe
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.speculation import Speculation
 
+_ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
+_UNCAPTURED = "steps that verify drafts run op by op"
 _THREADS = 64  # per rank are fine on the smallest machine
-DECIDED = frozenset({"model", "platform", "plugins", "tp", "pin", "plan"})  # before ds_defaults
+# Settled before ds_defaults is asked.
+DECIDED = frozenset(
+    {"model", "platform", "allow_platform_downgrade", "plugins", "plugin_allowlist"}
+    | {"tp", "pin", "plan", "cpu_isa", "lora"}
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +69,15 @@ class Assembly:
     plan: Plan
     plugins: Plugins
     offers: Offers
+    lora: LoraPlan | None
     others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here, or broken
+    nextn: NextN | None = None  # the draft layer, where there is speculation
+    nextn_loader: QuantLoader | None = None
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with a KV cache: the draft layer is one more."""
+        return self.model.layers + (self.nextn is not None)
 
     def left_out(self) -> list[str]:
         """A sentence per broken plugin: nothing of it was bound."""
@@ -54,36 +86,93 @@ class Assembly:
 
 
 def assemble(
-    config: EngineConfig, explicit: Iterable[str] = (), extra_plugins: Iterable[Any] = ()
+    config: EngineConfig,
+    explicit: Iterable[str] = (),
+    extra_plugins: Iterable[Any] = (),
+    device: str | None = None,
+    without: Iterable[str] = (),
+    loaded: Plugins | None = None,
 ) -> Assembly:
     """Decide everything for `config`. `explicit` are the fields that the user set.
 
-    Raises ConfigError, UnsupportedError or CheckpointError; nothing has been allocated then.
+    `device`: decide for a device that a plugin describes, less the features `without`; nothing
+    can run then. `loaded`: plugins, where somebody has loaded them already. Raises ConfigError,
+    UnsupportedError or CheckpointError; nothing has been allocated then.
     """
-    plugins = load_plugins(config.plugins, extra_plugins)
-    platform, others = select_platform(plugins, config.platform)
-    device = _device(platform)
+    plugins = loaded or load_plugins(
+        config.plugins, extra_plugins, allowlist=config.plugin_allowlist
+    )
+    if device is None:
+        platform, others = select_platform(
+            plugins, config.platform, config.allow_platform_downgrade
+        )
+    else:
+        platform, others = describe(plugins, device, without), ()
+    info = _device(platform, config)
     folder = resolve_model(config.model)
     model = load_config(folder)
     model.check_tp(config.tp)
-    config = _auto_dtype(config, model, device)
-    facts = _facts(config, model, device)
+    config = _auto_dtype(config, model, info)
+    facts = _facts(config, model, info)
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
     _check_threads(config)
-    facts = _facts(config, model, device)
+    lora = LoraPlan.of(config, model)
+    captures = platform.captures and not config.disable_graph
+    if captures and lora is not None and lora.has_experts:
+        captures, config = False, with_changes(config, {"disable_graph": True})
+        changes.append(("disable_graph", "False → True", "core", _ONE_BY_ONE))
+    if captures and config.speculative_algorithm is not None:
+        captures, config = False, with_changes(config, {"disable_graph": True})
+        changes.append(("disable_graph", "False → True", "core", _UNCAPTURED))
+    facts = replace(_facts(config, model, info), graph_capture=captures)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
     loader = find_loader(offers, model, str(folder / "config.json"))
 
-    def format_of(module: str) -> str:
-        return loader.format_of(model.quantization, module)
+    encoding = cache(loader.encodings(model.quantization))
 
-    sites = model_sites(model, format_of, config.tp)
-    binding = decide_all(sites, offers, facts, [Pin.parse(p) for p in config.pin])
+    def stored(module: str) -> str:
+        tied = module == "lm_head" and model.tie_embeddings
+        return "dense" if tied else encoding(module).format
+
+    apart = frozenset(config.disable_fusion)
+    _check_fusions(apart)
+    nextn, nextn_loader = None, None
+    verify: Verify = ""
+    if (speculation := Speculation.of(config)) is not None:
+        assert config.speculative_algorithm is not None
+        if model.indexing is not None:
+            raise UnsupportedError(
+                f"--speculative-algorithm {config.speculative_algorithm}: drafts with sparse "
+                f"attention ({model.architecture}) are not supported; leave it out"
+            )
+        path = config.speculative_draft_model_path
+        nextn = find_nextn(config.speculative_algorithm, path, folder, model)
+        nextn_loader = find_loader(offers, nextn.config, str(nextn.folder / "config.json"))
+        verify = "verify" if speculation.topk == 1 else "tree"
+    target = with_target(config.quantize, stored)
+    adapted = lora.modules if lora is not None else frozenset()
+    sites = model_sites(model, target, config.tp, apart, adapted, verify)
+    if nextn is not None and nextn_loader is not None:
+        draft_encoding = cache(nextn_loader.encodings(nextn.config.quantization))
+
+        def drafted(module: str) -> str:
+            return draft_encoding(module).format
+
+        target = with_target(config.quantize, drafted)
+        sites += nextn_sites(model, nextn, target, config.tp, apart, verify)
+    pins = [Pin.parse(p) for p in config.pin]  # the first that fits counts
+    pins += backend_pins(config, offers.kernels, {s.op for s in sites})
+    binding, uncaptured = _decide(sites, offers, facts, pins, apart)
+    if not _fits(binding, config, model, info.memory):
+        binding, uncaptured = _decide(sites, offers, facts, pins, apart, compact=True)
+    if uncaptured:
+        config = with_changes(config, {"disable_graph": True})
+        changes.append(("disable_graph", "False → True", "core", uncaptured))
     plan = Plan(
         model=folder.name,
         platform=platform.name,
-        arch=device.arch,
+        arch=info.arch,
         dtype=config.dtype,
         kv_layout=binding.layout.tag,
         page_size=config.page_size,
@@ -100,25 +189,77 @@ def assemble(
         folder=folder,
         model=model,
         platform=platform,
-        device=device,
-        facts=facts,
+        device=info,
+        facts=binding.base,
         loader=loader,
         binding=binding,
         plan=plan,
         plugins=plugins,
         offers=offers,
+        lora=lora,
         others=_refused(plugins, others),
+        nextn=nextn,
+        nextn_loader=nextn_loader,
     )
 
 
-def _device(platform: Platform) -> DeviceInfo:
+def _decide(
+    sites: Sequence[Site],
+    offers: Offers,
+    facts: Facts,
+    pins: Sequence[Pin],
+    apart: Collection[str],
+    compact: bool = False,
+) -> tuple[Binding, str]:
+    """The binding, and why decode steps are not captured, if they were to be."""
+    if facts.graph_capture:
+        try:
+            return decide_all(sites, offers, facts, pins, apart, compact), ""
+        except (ConfigError, UnsupportedError) as e:
+            facts = replace(facts, graph_capture=False)
+            eager = decide_all(sites, offers, facts, pins, apart, compact)
+            return eager, _uncaptured(eager) or f"not all can be captured: {e}"
+    return decide_all(sites, offers, facts, pins, apart, compact), ""
+
+
+def _fits(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> bool:
+    """Whether the weights fit, or would as well without conversions. memory: bytes of a device."""
+    if not memory or not any(d.converts for d in binding.decisions):
+        return True
+    return packed_bytes(model, binding.choices, config.dtype, config.tp, 0) <= memory
+
+
+def _uncaptured(binding: Binding) -> str:
+    """The kernels of captured places that are not safe under graph capture."""
+    found = {
+        f"{site.op} ({kernel.name})": None
+        for site, kernel in binding.choices
+        if kernel is not None and not kernel.graph_safe and site.is_captured
+    }
+    return f"not safe under graph capture: {', '.join(found)}" if found else ""
+
+
+def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
+    """The device's facts, once the platform has taken its settings."""
+    asked = "configure"
     try:
+        platform.configure(config)
+        asked = "info"
         return platform.info(0)
+    except ConfigError:
+        raise
     except Exception as e:
         raise PluginError(
-            f"platform {platform.name}: info() raised {type(e).__name__}: {e}; name another with "
-            "--platform"
+            f"platform {platform.name}: {asked}() raised {type(e).__name__}: {e}; name another "
+            "with --platform"
         ) from e
+
+
+def _check_fusions(apart: Iterable[str]) -> None:
+    known = [QKV_A, *(name for name, op in OPS.items() if op.composition)]
+    for name in apart:
+        if name not in known:
+            raise ConfigError(f"--disable-fusion {name}: no such fusion; known: {', '.join(known)}")
 
 
 def _check_threads(config: EngineConfig) -> None:
@@ -156,11 +297,25 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         device=device,
         dims=model.dims(config.tp),
         dtype=config.dtype,
-        kv_dtype=config.dtype,
+        kv_dtype=_kv_dtype(config, model),
+        index_dtype=_index_dtype(config),
         page_size=config.page_size,
         tp=config.tp,
         deterministic=config.deterministic,
     )
+
+
+def _kv_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    fp8 = "float8_e4m3fn" if model.indexing is None else FP8_GROUPS
+    named = {"auto": config.dtype, "fp8": fp8}
+    return named.get(config.kv_cache_dtype, config.kv_cache_dtype)
+
+
+def _index_dtype(config: EngineConfig) -> str:
+    """Of index keys: FP8, which models are trained with, unless everything is in float32."""
+    auto = "float32" if config.dtype == "float32" else "fp8"
+    name = auto if config.index_cache_dtype == "auto" else config.index_cache_dtype
+    return "float8_e4m3fn" if name == "fp8" else name
 
 
 def _auto_dtype(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> EngineConfig:
@@ -227,6 +382,13 @@ def _apply_defaults(
 
 
 def _check_strict(config: EngineConfig, plan: Plan) -> None:
+    held = plan.conversions()
+    if config.strict_ops and held:
+        said = "; ".join(f"{r.op} at {', '.join(r.sites)} ({r.converts})" for r in held)
+        raise UnsupportedError(
+            f"--strict-ops: weights would be converted while they are loaded: {said}; "
+            f"ds-runtime plan --explain {held[0].op} says which kernels read which formats"
+        )
     heavy = plan.heavy_references()
     if config.strict_ops and heavy:
         said = "; ".join(f"{r.op} at {', '.join(r.sites)}" for r in heavy)

@@ -1,21 +1,28 @@
 """Every setting of the engine and the server, its default and its help. Frozen; torch-free.
 
-Command-line flags are generated from these fields, so this is the only place for defaults.
-Plugins may wish for changes (`ds_defaults`); what the user set explicitly always wins.
+Command-line flags and the keys of `--config FILE` are these fields, so this is the only place for
+defaults. Plugins may wish for changes (`ds_defaults`); what the user set explicitly always wins.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ds_runtime.errors import ConfigError
+from ds_runtime.speculation import DEFAULT_STEPS
+from ds_runtime.speculation import check as check_speculation
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+QUANTIZE = ("none", "int8", "int4")
 
 
 def _f(default: Any, help: str, **extra: Any) -> Any:
+    """A field. `group`: the heading in the help of this field and of those that follow."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -23,33 +30,131 @@ def _f(default: Any, help: str, **extra: Any) -> Any:
 class EngineConfig:
     """Settings of one engine. Sizes in tokens unless said; memory in bytes."""
 
-    model: str = _f("demo", "checkpoint folder, hub id, or 'demo' for the embedded model")
-    platform: str = _f("auto", "platform to run on, or 'auto' for the best that works here")
-    plugins: tuple[str, ...] | None = _f(None, "load only these plugins (comma separated)")
-    dtype: str = _f("auto", "compute dtype", choices=DTYPES)
-    tp: int = _f(1, "tensor-parallel ranks, one process each")
-    threads: int | None = _f(None, "CPU threads per rank (default: cores / ranks)")
+    model: str = _f(
+        "demo", "checkpoint folder, hub id, or 'demo' for the embedded model", group="model"
+    )
+    chat_template: str | None = _f(None, "jinja file used instead of the checkpoint's template")
     context_length: int | None = _f(None, "longest prompt + output (default: the model's)")
+    dtype: str = _f("auto", "compute dtype", choices=DTYPES)
+    quantize: str = _f(
+        "none",
+        "round bfloat16 or FP8 weights when they are loaded: int8 per output channel, or int4 in "
+        "groups of 128 with an int8 head",
+        choices=QUANTIZE,
+    )
+    lora: tuple[str, ...] = _f(
+        (), "NAME=DIR: a PEFT adapter that requests may name as their model", repeatable=True
+    )
+    max_loras: int | None = _f(
+        None, "adapters that fit at a time (default: as many as --lora gives; 0: none)"
+    )
+    max_lora_rank: int | None = _f(
+        None, "largest rank of an adapter (default: the largest of --lora's, else 16)"
+    )
+    lora_target_modules: tuple[str, ...] | None = _f(
+        None,
+        "modules that adapters may change, by PEFT's names, or 'all' (comma separated; default: "
+        "those of --lora's adapters, else all but the routed experts)",
+    )
+    platform: str = _f(
+        "auto", "platform to run on, or 'auto' for the best that works here", group="devices"
+    )
+    plugins: tuple[str, ...] | None = _f(None, "load only these plugins (comma separated)")
+    plugin_allowlist: str | None = _f(
+        None, "file of the third-party plugins that may be loaded (ds-runtime plugins --lock FILE)"
+    )
+    allow_platform_downgrade: bool = _f(
+        False, "start on another device where the plugin of one that is here is broken"
+    )
+    tp: int = _f(1, "tensor-parallel ranks, one process each")
+    dist_timeout: int = _f(600, "seconds that ranks wait for each other")
+    threads: int | None = _f(None, "CPU threads per rank (default: cores / ranks)")
+    cpu_isa: str = _f("auto", "instruction set of the CPU's kernels, or 'auto' for the best here")
+    kv_cache_dtype: str = _f(
+        "auto",
+        "dtype of the KV cache: the compute dtype (auto), or fp8 (e4m3; where attention is sparse, "
+        "latents with a scale per 128 and bfloat16 keys)",
+        choices=KV_DTYPES,
+        group="memory",
+    )
+    index_cache_dtype: str = _f(
+        "auto",
+        "dtype of the index keys of sparse attention: fp8 with a scale per key, unless the compute "
+        "dtype is float32 (auto), or a compute dtype",
+        choices=KV_DTYPES,
+    )
     kv_memory: int | None = _f(
         None,
-        "memory for the KV cache, e.g. 2GB (default: the smaller of 8 full contexts and 25 % of "
-        "free memory)",
+        "memory for the KV cache, e.g. 2GB (default: the smaller of 8 full contexts and the "
+        "platform's share of free memory: 25 % on a CPU)",
         size=True,
     )
+    mem_fraction_static: float | None = _f(
+        None, "share of the memory for weights and KV cache together, instead of --kv-memory"
+    )
     page_size: int = _f(16, "tokens per KV page")
-    max_running: int = _f(64, "most requests that run at once")
+    disable_radix_cache: bool = _f(False, "compute every prompt from its start, reusing no KV")
+    max_running_requests: int = _f(64, "most requests that run at once", group="scheduling")
+    max_queued_requests: int = _f(1024, "waiting requests before new ones get 503")
     max_step_tokens: int = _f(2048, "most tokens that one step computes")
-    prefill_chunk: int = _f(512, "most prompt tokens of one request in one step")
+    chunked_prefill_size: int = _f(512, "most prompt tokens of one request in one step")
     prefix_chunk: int = _f(4096, "cached tokens that one prefill expansion handles at a time")
-    queue_limit: int = _f(1024, "waiting requests before new ones get 503")
     policy: str = _f("fifo", "order of waiting requests", choices=("fifo", "priority"))
-    prefix_cache: bool = _f(True, "reuse the KV of equal prompt beginnings")
+    disable_overlap_schedule: bool = _f(
+        False,
+        "schedule a step only once the last one's tokens are known, also where the device "
+        "computes beside the host",
+    )
+    disable_graph: bool = _f(
+        False, "run decode steps op by op, also where the device can replay captured ones"
+    )
+    graph_sizes: tuple[int, ...] | None = _f(
+        None,
+        "decode steps to capture at start, by number of requests; a step is filled up to the next "
+        "(default: 1, 2, 4, 8, then ever wider apart up to --max-running-requests)",
+    )
+    speculative_algorithm: str | None = _f(
+        None,
+        "draft tokens with the checkpoint's MTP layer and verify them in one forward; NEXTN and "
+        "EAGLE mean the same",
+        choices=(None, "NEXTN", "EAGLE"),
+        group="speculation",
+    )
+    speculative_num_steps: int | None = _f(
+        None, f"runs of the draft layer per step (default: {DEFAULT_STEPS})"
+    )
+    speculative_eagle_topk: int | None = _f(
+        None, "continuations drafted per token: 1 is a chain, more a tree (default: 1)"
+    )
+    speculative_num_draft_tokens: int | None = _f(
+        None,
+        "tokens verified per sequence and step, the last one drawn included (default: all drafted)",
+    )
+    speculative_draft_model_path: str | None = _f(
+        None, "folder or hub id with the draft layer, where the checkpoint itself has none"
+    )
+    attention_backend: str | None = _f(
+        None, "provider whose kernels attention uses (default: the best)", group="kernels"
+    )
+    nsa_prefill_backend: str = _f(
+        "auto", "provider whose kernel sparse attention of prompts uses, or 'auto' for the best"
+    )
+    nsa_decode_backend: str = _f(
+        "auto", "provider whose kernel sparse attention of decode steps uses, or 'auto'"
+    )
+    nsa_topk_backend: str = _f(
+        "auto", "provider whose kernel chooses the tokens of sparse attention, or 'auto'"
+    )
+    moe_runner_backend: str | None = _f(
+        None, "provider whose kernels the routed experts use (default: the best)"
+    )
+    pin: tuple[str, ...] = _f((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
+    disable_fusion: tuple[str, ...] = _f(
+        (), "fusions to leave apart (comma separated): qkv_a, or an op that is composed of others"
+    )
     deterministic: bool = _f(False, "bind only kernels that give the same bits every run")
     strict_ops: bool = _f(False, "stop if a heavy op would fall to the reference")
-    pin: tuple[str, ...] = _f((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
     plan: str | None = _f(None, "refuse to start unless the binding equals this plan file")
-    chat_template: str | None = _f(None, "jinja file used instead of the checkpoint's template")
-    dist_timeout: int = _f(600, "seconds that ranks wait for each other")
 
     def __post_init__(self) -> None:
         _typed(self)
@@ -58,45 +163,126 @@ class EngineConfig:
             (
                 "tp",
                 "page_size",
-                "max_running",
+                "max_running_requests",
                 "max_step_tokens",
-                "prefill_chunk",
+                "chunked_prefill_size",
                 "prefix_chunk",
-                "queue_limit",
+                "max_queued_requests",
                 "dist_timeout",
             ),
         )
-        for name in ("context_length", "kv_memory", "threads"):
+        if self.max_loras is not None and not 0 <= self.max_loras <= 1024:
+            raise ConfigError(f"--max-loras {self.max_loras}: must be from 0 to 1024")
+        for name in ("context_length", "kv_memory", "threads", "max_lora_rank"):
             if getattr(self, name) is not None:
                 _positive(self, (name,))
+        if self.graph_sizes is not None and min(self.graph_sizes, default=0) < 1:
+            said = ",".join(map(str, self.graph_sizes))
+            raise ConfigError(
+                f"--graph-sizes {said}: must be numbers of at least 1; --disable-graph captures "
+                "nothing"
+            )
         if self.context_length == 1:
             raise ConfigError(
                 "--context-length 1: must be at least 2, for one token of prompt and one of output"
             )
+        _fraction(self)
         _choice(self)
+        check_speculation(self)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Settings of the HTTP server."""
 
-    host: str = _f("127.0.0.1", "address to listen on")
+    host: str = _f("127.0.0.1", "address to listen on", group="server")
     port: int = _f(30000, "port to listen on (0: any free one)")
     served_model_name: str | None = _f(None, "model name in the API (default: folder name)")
     api_key: str | None = _f(
-        None, "require this bearer token on every route but /health and /metrics"
+        None,
+        "require this bearer token on every route but /health, /metrics and the dashboard's files",
+    )
+    ssl_certfile: str | None = _f(None, "PEM file with the certificate: serve HTTPS")
+    ssl_keyfile: str | None = _f(None, "PEM file with the certificate's key")
+    ssl_keyfile_password: str | None = _f(None, "password of --ssl-keyfile")
+    cors_origins: tuple[str, ...] = _f(
+        (), "web origins whose pages may call the API, or '*' for all (comma separated)"
+    )
+    client_timeout: float = _f(
+        60.0, "seconds for a request's head, and that a client may take in nothing"
     )
     max_body: int = _f(16 << 20, "largest request body, e.g. 16MB", size=True)
+    on_engine_death: str = _f(
+        "restart",
+        "when an engine process dies: start it anew, or end the server",
+        choices=("restart", "exit"),
+    )
+    max_engine_restarts: int = _f(
+        3, "restarts before the server exits; ten minutes of serving forget them"
+    )
+    shutdown_timeout: float = _f(
+        20.0, "seconds that running requests may take after SIGTERM or Ctrl-C; twice: none"
+    )
+    profile_dir: str | None = _f(
+        None, "folder for the traces of /start_profile, which is refused without it"
+    )
+    reasoning_parser: str = _f(
+        "auto",
+        "who splits reasoning from the answer: deepseek-v3, deepseek-r1, none, or the model's",
+    )
+    tool_call_parser: str = _f(
+        "auto",
+        "who reads tool calls: deepseekv3, deepseekv31, deepseekv32, none, or the model's",
+    )
+    strip_thinking_cache: bool = _f(
+        False, "keep reasoning out of the prefix cache: later prompts leave it out anyway"
+    )
+    unknown_tools: str = _f(
+        "keep",
+        "calls of functions that the client did not offer: passed on, or dropped",
+        choices=("keep", "drop"),
+    )
     routes: tuple[str, ...] = _f((), "plugins whose HTTP routes are added (comma separated)")
+    log_level: str = _f(
+        "info", "least important lines to write", choices=LOG_LEVELS, group="observability"
+    )
+    log_format: str = _f("text", "lines for people, or JSON objects", choices=("text", "json"))
+    access_log: bool = _f(True, "write a line for every request")
+    otlp_endpoint: str | None = _f(
+        None, "OpenTelemetry collector for traces, e.g. http://127.0.0.1:4318 (extra: otel)"
+    )
 
     def __post_init__(self) -> None:
         _typed(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
         _positive(self, ("max_body",))
+        for name in ("max_engine_restarts", "shutdown_timeout"):
+            if not 0 <= getattr(self, name) < 1e9:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: must be at least 0")
+        for name in ("ssl_keyfile", "ssl_keyfile_password"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{_flag(name)}: needs --ssl-certfile beside it")
+        if not 0 < self.client_timeout < 1e6:
+            raise ConfigError(f"--client-timeout {self.client_timeout}: must be above 0")
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError(
+                    f"--cors-origins {origin!r}: write '*', or scheme and host as browsers send "
+                    "them, like https://chat.example.com"
+                )
+        _choice(self)
 
 
-_TYPES = {"str": str, "int": int, "bool": bool, "tuple[str, ...]": tuple, "None": type(None)}
+_TYPES = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "tuple[str, ...]": tuple,
+    "tuple[int, ...]": tuple,
+    "None": type(None),
+}
 
 
 def _typed(config: Any) -> None:
@@ -104,9 +290,12 @@ def _typed(config: Any) -> None:
     for f in fields(config):
         value = getattr(config, f.name)
         wanted = tuple(_TYPES[part] for part in str(f.type).split(" | "))
+        if float in wanted:
+            wanted += (int,)
         right = isinstance(value, wanted) and (not isinstance(value, bool) or bool in wanted)
         if isinstance(value, tuple):
-            right = right and all(isinstance(item, str) for item in value)
+            item_type = int if "tuple[int" in str(f.type) else str
+            right = right and all(type(item) is item_type for item in value)
         if not right:
             raise ConfigError(f"{_flag(f.name)} {value!r}: must be of type {f.type}")
 
@@ -121,12 +310,26 @@ def _positive(config: Any, names: tuple[str, ...]) -> None:
             raise ConfigError(f"{_flag(name)} {getattr(config, name)}: must be at least 1")
 
 
+def _fraction(config: EngineConfig) -> None:
+    share = config.mem_fraction_static
+    if share is not None and not 0.0 < share <= 1.0:
+        raise ConfigError(
+            f"--mem-fraction-static {share:g}: must be above 0 and at most 1, like 0.88"
+        )
+    if share is not None and config.kv_memory is not None:
+        raise ConfigError(
+            "--mem-fraction-static: leave it out, or --kv-memory: both size one cache"
+        )
+
+
 def _choice(config: Any) -> None:
     for f in fields(config):
         choices = f.metadata.get("choices")
         value = getattr(config, f.name)
         if choices and value not in choices:
-            raise ConfigError(f"{_flag(f.name)} {value!r}: must be one of {', '.join(choices)}")
+            raise ConfigError(
+                f"{_flag(f.name)} {value!r}: must be one of {', '.join(filter(None, choices))}"
+            )
 
 
 def parse_size(text: str) -> int:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.messages import Tokens
+from ds_runtime.engine.messages import Failed, Tokens
 from ds_runtime.errors import RequestError
 from ds_runtime.outputs import Job
 
@@ -21,10 +21,13 @@ class Registry:
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
 
-    def take(self, engine: Engine, messages: Iterable[Tokens]) -> None:
+    def take(self, engine: Engine, messages: Iterable[Tokens | Failed]) -> None:
         """Hand a step's messages to their calls; jobs that end leave."""
         for message in messages:
             call = self.calls[message.rid]
+            if isinstance(message, Failed):
+                call.failed = message
+                continue
             job = call.running[message.rid]
             ended = job.take(message)
             call.news.append(job)
@@ -35,13 +38,16 @@ class Registry:
 
 
 class Call:
-    """The jobs of one call. `news`: those that got tokens and were not yet given to the caller."""
+    """The jobs of one call. `news`: those that got tokens and were not yet given to the caller.
+    `failed`: the first that the engine gave up; `check` raises it.
+    """
 
     def __init__(self, registry: Registry, jobs: Sequence[Job]) -> None:
         self._registry = registry
         self._pending = deque(jobs)
         self.running: dict[str, Job] = {}
         self.news: deque[Job] = deque()
+        self.failed: Failed | None = None
 
     @property
     def is_done(self) -> bool:
@@ -50,7 +56,7 @@ class Call:
 
     def submit(self, engine: Engine) -> None:
         """Queue what the engine's queue allows. RequestError for a job that cannot be served."""
-        window = engine.assembly.config.queue_limit
+        window = engine.assembly.config.max_queued_requests
         while self._pending and len(self._registry.calls) < window:
             job = self._pending.popleft()
             failed = engine.submit(job.submit)
@@ -58,6 +64,11 @@ class Call:
                 raise RequestError(failed.message, failed.param)
             self._registry.calls[job.submit.rid] = self
             self.running[job.submit.rid] = job
+
+    def check(self) -> None:
+        """RequestError for a job that the engine could not go on with."""
+        if self.failed is not None:
+            raise RequestError(self.failed.message, self.failed.param)
 
     def drop(self, engine: Engine) -> None:
         """Abort what still runs."""

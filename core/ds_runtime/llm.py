@@ -122,20 +122,44 @@ class LLM:
         """Counters since start and gauges now."""
         return self._alive().stats()
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return self._assembly.model.vocab_size
+
+    def simulate_acceptance(self, probability: float) -> None:
+        """Take each draft for right so often, whatever it is: for measurements of one rank on
+        random checkpoints, whose answers mean nothing.
+        """
+        self._alive().runner.simulated = probability
+
     def flush_cache(self) -> int:
         """Empty the prefix cache; pages freed."""
         return self._alive().flush()
+
+    def load_lora_adapter(self, name: str, path: str | Path) -> None:
+        """Load a PEFT folder under a name, also while streams are open.
+
+        RequestError says why it cannot be; nothing has changed then.
+        """
+        self._alive().load_adapter(name, str(path))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Make room for another. RequestError while requests use it."""
+        self._alive().unload_adapter(name)
 
     def generate(
         self,
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results in the order of the prompts.
 
         A prompt is text or a list of token ids, alone or in a list. `params`: one for all, one
-        per prompt, or None for the defaults (greedy, 16 tokens). RequestError for a prompt or
-        parameter that cannot be served; the others are then dropped.
+        per prompt, or None for the defaults (greedy, 16 tokens). `lora`: the name of an adapter
+        for all, or one or None per prompt. RequestError for a prompt or parameter that cannot be
+        served; the others are then dropped.
         """
         asked = listed(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -147,16 +171,31 @@ class LLM:
                 f"{len(params)} params for {len(asked)} prompts: give one for all or one each",
                 "params",
             )
+        names = [lora] * len(asked) if lora is None or isinstance(lora, str) else list(lora)
+        if len(names) != len(asked):
+            raise RequestError(
+                f"{len(names)} adapters for {len(asked)} prompts: give one for all or one each",
+                "lora",
+            )
         outputs = [self._maker.output(p, own) for p, own in zip(asked, params, strict=True)]
-        pairs = zip(outputs, params, strict=True)
-        for _ in self._run([job for o, own in pairs for job in self._maker.jobs(o, own)]):
+        jobs = [
+            job
+            for output, own, name in zip(outputs, params, names, strict=True)
+            for job in self._maker.jobs(output, own, name or "")
+        ]
+        for _ in self._run(jobs):
             pass
         return outputs
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, chat: bool = False
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        chat: bool = False,
+        lora: str | None = None,
     ) -> Iterator[str]:
-        """The text of one prompt as it appears. `chat`: the prompt is a user's message.
+        """The text of one prompt as it appears. `chat`: the prompt is a user's message. `lora`: the
+        name of an adapter.
 
         Leaving the iterator early drops the request.
         """
@@ -168,7 +207,7 @@ class LLM:
         output = self._maker.output(prompt, params)
         seen = 0
         # Closed by name: an iterator that is left early need not let go of it at once.
-        with closing(self._run(self._maker.jobs(output, params))) as run:
+        with closing(self._run(self._maker.jobs(output, params, lora or ""))) as run:
             for job in run:
                 if piece := job.completion.text[seen:]:
                     seen += len(piece)
@@ -179,17 +218,22 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora: str | Sequence[str | None] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """`generate` on conversations rendered with the checkpoint's chat template.
 
-        messages: one conversation, or a list of them. `template_kwargs` reach the template.
+        messages: one conversation, or a list of them. tools: functions that may be called, as
+        OpenAI's clients write them. `template_kwargs` reach the template. Each choice's `answer`
+        tells reasoning, content and calls apart, by the model's own parsers.
         """
         render = self._maker.render
         texts = [render(c, tools, template_kwargs) for c in conversations(messages)]
-        outputs = self.generate([self.tokenizer.encode(t) for t in texts], params)
+        outputs = self.generate([self.tokenizer.encode(t) for t in texts], params, lora)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text
+            for choice in output.outputs:
+                choice.parse(self._maker.parser(text, tools))
         return outputs
 
     def _run(self, jobs: Sequence[Job]) -> Generator[Job, None, None]:
@@ -200,6 +244,7 @@ class LLM:
             while not call.is_done:
                 call.submit(engine)
                 self._step()
+                call.check()
                 while call.news:
                     yield call.news.popleft()
         finally:

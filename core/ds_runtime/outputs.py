@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
 from ds_runtime.text.detokenizer import OutputState
+from ds_runtime.text.events import Answer
+from ds_runtime.text.parsers import OutputParser
 from ds_runtime.text.tokenizer import Tokenizer
 
 
@@ -13,8 +15,10 @@ from ds_runtime.text.tokenizer import Tokenizer
 class Completion:
     """One choice. `token_ids` include the EOS or stop id that ended it, `text` does not.
 
-    finish_reason: "stop" or "length"; stop_reason: the stop string or stop id, None for EOS.
-    `logprobs` has one entry per token where asked for. Without a tokenizer `text` is empty.
+    finish_reason: "stop", "length" or "tool_calls"; stop_reason: the stop string or stop id, None
+    for EOS. `logprobs` has one entry per token where asked for. Without a tokenizer there is no
+    `text`.
+    `answer`: what a chat's `text` is made of, its reasoning, content and complete tool calls.
     """
 
     index: int
@@ -23,6 +27,15 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    answer: Answer | None = None
+
+    def parse(self, parser: OutputParser) -> None:
+        """Read `answer` from the whole text. An end of the model's own behind calls means them."""
+        natural = self.finish_reason == "stop" and self.stop_reason is None
+        self.answer = Answer()
+        self.answer.add([*parser.feed(self.text, len(self.token_ids)), *parser.finish(natural)])
+        if natural and parser.num_calls:
+            self.finish_reason = "tool_calls"
 
 
 @dataclass(slots=True)

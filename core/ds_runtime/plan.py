@@ -30,6 +30,7 @@ class PlanRow:
     note: str
     layout: str
     contract: int
+    converts: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,16 @@ class Plan:
         """Rows where a heavy op fell to the reference."""
         return [r for r in self.rows if OPS[r.op].heavy and r.provider == "reference"]
 
+    def conversions(self) -> list[PlanRow]:
+        """Rows whose weights are held in another format than they are stored in."""
+        return [r for r in self.rows if r.converts]
+
 
 def make_rows(decisions: Iterable[Decision]) -> tuple[PlanRow, ...]:
     """Group equal answers; sites are compressed to layer ranges."""
     groups: dict[tuple[Any, ...], list[Decision]] = {}
     for d in decisions:
-        key = (d.op, d.kernel, d.rank, d.refused, d.lost, d.note, d.layout)
+        key = (d.op, d.kernel, d.rank, d.refused, d.lost, d.note, d.layout, d.converts)
         groups.setdefault(key, []).append(d)
     order = {name: i for i, name in enumerate(OPS)}
     rows = [
@@ -80,6 +85,7 @@ def make_rows(decisions: Iterable[Decision]) -> tuple[PlanRow, ...]:
             d[0].note,
             d[0].layout,
             d[0].contract,
+            d[0].converts,
         )
         for d in groups.values()
     ]
@@ -180,6 +186,7 @@ def render(plan: Plan, verbose: bool = True) -> str:
         lines.append(f"config {name}: {old_new} ({plugin}: {because})")
     for row in plan.rows:
         note = f"  [{row.note}]" if row.note else ""
+        note += f"  [converts {row.converts}]" if row.converts else ""
         lines.append(f"{row.op:<14} {row.kernel:<28} {', '.join(row.sites)}{note}")
         if verbose:
             lines += [f"{'':<16}lost: {name} (rank {rank})" for name, rank in row.lost]

@@ -11,16 +11,17 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any
 
 import pluggy
 
 from ds_runtime import __version__, hookspecs
 from ds_runtime.errors import ConfigError
+from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, Entry, find
 from ds_runtime.ops.spec import (
     API_VERSION,
     Facts,
@@ -32,10 +33,12 @@ from ds_runtime.ops.spec import (
 )
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.spec import Platform
+from ds_runtime.trust import Allowlist, read_allowlist
 
-GROUP = "ds_runtime"
-OWN_DISTRIBUTION = "ds-runtime"
-ALWAYS = {"reference": "ds_runtime.ops.reference"}  # part of every process
+ALWAYS = {  # part of every process
+    "reference": "ds_runtime.ops.reference",
+    "checkpoints": "ds_runtime.model.loaders",
+}
 ON_REQUEST = {"null": "ds_runtime.testing.null"}  # loaded only when named
 _FAILURES = (Exception, SystemExit)  # a plugin that leaves is broken; an interrupt is the user's
 
@@ -61,6 +64,7 @@ class Plugins:
     calls: int = 0
     restricted: str = ""  # the setting that loaded only some of the installed, as written
     unknown: tuple[str, ...] = ()  # sentences on names that were asked for and are not installed
+    owners: dict[str, str] = field(default_factory=dict)  # provider → plugin, of the last offers
 
     def call(self, hook: str, only: str | None = None, **kwargs: Any) -> list[tuple[str, Any]]:
         """(plugin name, result) of all that implement `hook`; one that raises is dropped.
@@ -113,6 +117,7 @@ class Plugins:
             for name, offered in self.call(hook, facts=facts):
                 self._collect(name, hook, offered, collected)
         owners: dict[str, str] = {}
+        self.owners = owners
         for name in sorted(collected, key=lambda n: (self.reports[n].third_party, n)):
             if self.reports[name].refusal is None and (why := _bad(collected[name], name, owners)):
                 self.drop(name, _broken(why))
@@ -157,19 +162,25 @@ class Plugins:
 
 
 def load_plugins(
-    names: Iterable[str] | None = None, extra: Iterable[Any] = (), *, lenient: bool = False
+    names: Iterable[str] | None = None,
+    extra: Iterable[Any] = (),
+    *,
+    lenient: bool = False,
+    allowlist: str | None = None,
+    failed: Mapping[str, Refusal] = MappingProxyType({}),
+    installed: Mapping[str, Entry] | None = None,
 ) -> Plugins:
     """Load the installed plugins, or only `names` of them; `extra` are modules to add.
 
-    `names` None reads DS_PLUGINS, else takes all. Raises ConfigError for an unknown name, unless
-    `lenient`: then `Plugins.unknown` says so, for commands that report on plugins.
+    `names` None reads DS_PLUGINS, else takes all. `allowlist`: a file that lists which third
+    parties' distributions may be imported. `failed`: plugins that are not to be imported, because
+    they crash (`platform.isolate`). `installed`: what `installed_plugins` has found before. Raises
+    ConfigError for an unknown name, unless `lenient`: then `Plugins.unknown` says so, for commands
+    that report on plugins.
     """
-    source = "--plugins"
-    if names is None and os.environ.get("DS_PLUGINS"):
-        source = "DS_PLUGINS"
-        names = [n.strip() for n in os.environ["DS_PLUGINS"].split(",") if n.strip()]
-    found = _entries()
-    wanted = None if names is None else list(names)
+    wanted, source = _wanted(names)
+    found = installed_plugins() if installed is None else installed
+    allowed = _allowed(allowlist, found)
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     plugins = Plugins(manager)
@@ -185,31 +196,51 @@ def load_plugins(
             _register(plugins, name, module, None)
     for name, entry in found.items():
         if wanted is None or name in wanted:
-            _register(plugins, name, entry.value, entry)
+            refusal = failed.get(name) or _forbidden(entry, allowed)
+            _register(plugins, name, entry.point.value, entry, refusal=refusal)
     for module in extra:
         _register(plugins, module.__name__, module, None, third_party=True)
     return plugins
 
 
-def _entries() -> dict[str, EntryPoint]:
-    """Installed entry points by name; a name that is taken gets its distribution as a suffix.
-
-    The runtime's own come first, so that nobody takes the place of a plugin that it ships.
-    """
-    every = sorted(entry_points(group=GROUP), key=lambda e: (_is_third(e), e.name, _dist(e)))
-    found: dict[str, EntryPoint] = {}
-    for entry in every:
-        taken = entry.name in found or entry.name in {*ALWAYS, *ON_REQUEST}
-        found[f"{entry.name}@{_dist(entry)}" if taken else entry.name] = entry
-    return found
+def _wanted(names: Iterable[str] | None) -> tuple[list[str] | None, str]:
+    """(the plugins that the user restricts to, the setting that says so)."""
+    if names is None and (text := os.environ.get("DS_PLUGINS")):
+        return [n.strip() for n in text.split(",") if n.strip()], "DS_PLUGINS"
+    return None if names is None else list(names), "--plugins"
 
 
-def _dist(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else OWN_DISTRIBUTION
+def importable(
+    installed: Mapping[str, Entry],
+    names: Iterable[str] | None = None,
+    allowlist: str | None = None,
+) -> dict[str, str]:
+    """The modules that `load_plugins` would import, by the names of the plugins."""
+    wanted, allowed = _wanted(names)[0], _allowed(allowlist, installed)
+    return {
+        name: entry.point.module
+        for name, entry in installed.items()
+        if (wanted is None or name in wanted) and _forbidden(entry, allowed) is None
+    }
 
 
-def _is_third(entry: EntryPoint) -> bool:
-    return _dist(entry) != OWN_DISTRIBUTION
+def installed_plugins() -> dict[str, Entry]:
+    """What is installed, under the names that plugins get here."""
+    return find({*ALWAYS, *ON_REQUEST})
+
+
+def _allowed(allowlist: str | None, installed: Mapping[str, Entry]) -> Allowlist | None:
+    if allowlist is None:
+        return None
+    third = (e.distribution for e in installed.values() if e.third_party)
+    return read_allowlist(allowlist, third)
+
+
+def _forbidden(entry: Entry, allowed: Allowlist | None) -> Refusal | None:
+    """Why an installed plugin may not be imported."""
+    if entry.refusal is not None or allowed is None or not entry.third_party:
+        return entry.refusal
+    return allowed.refusal(entry.point)
 
 
 def _unknown(source: str, wanted: Iterable[str], known: set[str]) -> Iterator[str]:
@@ -238,17 +269,27 @@ def _wrong_argument(module: Any) -> str:
 
 
 def _register(
-    plugins: Plugins, name: str, module: Any, entry: EntryPoint | None, third_party: bool = False
+    plugins: Plugins,
+    name: str,
+    module: Any,
+    entry: Entry | None,
+    third_party: bool = False,
+    refusal: Refusal | None = None,
 ) -> None:
-    """Import, register and validate one plugin; on any failure leave only a refusal."""
+    """Import, register and validate one plugin; on any failure leave only a refusal.
+
+    refusal: why it is not even imported.
+    """
     path = module if isinstance(module, str) else str(module.__name__)
     if name in plugins.reports:
         raise ConfigError(f"plugin {name!r} is given twice, as {plugins.reports[name].module}")
-    dist = entry.dist if entry is not None else None
-    distribution = dist.name if dist is not None else "" if third_party else OWN_DISTRIBUTION
-    third_party = third_party or distribution != OWN_DISTRIBUTION
-    version = dist.version if dist is not None else "" if third_party else __version__
-    plugins.reports[name] = PluginReport(name, path, distribution, version, third_party)
+    if entry is not None:
+        distribution, version, third_party = entry.distribution, entry.version, entry.third_party
+    else:
+        distribution, version = ("", "") if third_party else (OWN_DISTRIBUTION, __version__)
+    plugins.reports[name] = PluginReport(name, path, distribution, version, third_party, refusal)
+    if refusal is not None:
+        return
     try:
         loaded = import_module(module) if isinstance(module, str) else module
         if wrong := _wrong_argument(loaded):

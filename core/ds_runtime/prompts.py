@@ -12,7 +12,9 @@ from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.outputs import Completion, Job, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.text.template import ChatTemplate, Message, load_template
+from ds_runtime.text.families import find_family
+from ds_runtime.text.parsers import OutputParser, Parsers
+from ds_runtime.text.template import Message, Template, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,11 +26,11 @@ class JobMaker:
     """Numbers requests and encodes their prompts. A checkpoint without tokenizer takes ids."""
 
     def __init__(self, assembly: Assembly) -> None:
-        self._folder = assembly.folder
-        self._override = assembly.config.chat_template
+        self._folder, self._override = assembly.folder, assembly.config.chat_template
+        self._family = find_family(assembly.folder, assembly.config.model)
         file = self._folder / "tokenizer.json"
         self._tokenizer = Tokenizer.load(self._folder) if file.is_file() else None
-        self._template: ChatTemplate | None = None
+        self._template: Template | None = None
         self._served = 0
 
     @property
@@ -46,10 +48,18 @@ class JobMaker:
     ) -> str:
         """A conversation through the chat template; ConfigError if there is none."""
         if self._template is None:
-            self._template = load_template(self._folder, self.tokenizer, self._override)
+            self._template = load_template(
+                self._folder, self.tokenizer, self._override, self._family
+            )
         if self._template is None:
             raise ConfigError(f"{self._folder}: has no chat template; pass chat_template=")
         return self._template.render(conversation, tools, kwargs=kwargs)
+
+    def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> OutputParser:
+        """A reader of one answer to a rendered `prompt`, by the model's own formats."""
+        calls = None if self._template is None else self._template.tool_calls
+        parsers = Parsers(None if self._family is None else self._family.reasoning, calls)
+        return parsers.start(prompt, tools) or OutputParser(None, None)
 
     def output(self, prompt: str | Sequence[int], params: SamplingParams) -> RequestOutput:
         """An empty result with a choice for each of `params.n`."""
@@ -69,7 +79,7 @@ class JobMaker:
             return prompt, self._tokenizer.encode(prompt, add_special=True)
         return None, list(prompt)
 
-    def jobs(self, output: RequestOutput, params: SamplingParams) -> list[Job]:
+    def jobs(self, output: RequestOutput, params: SamplingParams, adapter: str = "") -> list[Job]:
         """The choices of one prompt."""
         if params.stop and self._tokenizer is None:
             raise RequestError(
@@ -85,6 +95,7 @@ class JobMaker:
             params=params,
             seed=seed,
             group=str(self._served),
+            adapter=adapter,
         )
         return [Job(submit, output, submit.choice, self._tokenizer) for submit in group.choices()]
 

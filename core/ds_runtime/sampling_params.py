@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ds_runtime.errors import RequestError, shown
+from ds_runtime.output_rules import OutputRules
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -16,7 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature 0 is greedy. top_k 0 is off. `logprobs`: None is off, n ≥ 0 also gives the n best
     alternatives per generated token; `prompt_logprobs` likewise for prompt positions. `stop` are
     strings, `stop_token_ids` ids; both end the text before them unless include_stop.
-    `max_tokens` None means up to the context's end. `seed` None draws one per request.
+    `max_tokens` None means up to the context's end. `seed` None draws one per request. `rules`:
+    what the output must look like; text that they complete ends with finish_reason "stop".
     """
 
     max_tokens: int | None = 16
@@ -38,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     n: int = 1
     seed: int | None = None
+    rules: OutputRules | None = None
 
     def __post_init__(self) -> None:
         for name in _RANGES:
@@ -53,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise RequestError("repetition_penalty is 0: must be above 0", "repetition_penalty")
         if self.top_p <= 0.0:
             raise RequestError("top_p is 0: must be above 0 and at most 1", "top_p")
+        if self.rules is not None and not isinstance(self.rules, OutputRules):
+            raise RequestError(f"rules is {shown(self.rules)}: must be OutputRules", "rules")
         _check_stops(self.stop)
         _check_stop_ids(self.stop_token_ids)
         _check_bias(self.logit_bias)

@@ -19,7 +19,8 @@ from ds_runtime.ops.table import OPS, Ops
 from ds_runtime.testing.conformance import facts_for
 
 ROOT = Path(__file__).parents[2]
-AREAS = ("activation", "attention", "cache", "linear", "moe", "norm", "rope", "sampling")
+AREAS = ("activation", "attention", "cache", "linear", "lora", "moe", "norm", "rope", "sampling")
+AREAS += ("sparse",)
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 

@@ -14,7 +14,7 @@ import pytest
 import ds_runtime
 
 CORE = Path(ds_runtime.__file__).parent
-NEEDS_TORCH = {"batch", "weight"}  # under ops: values that hold tensors
+NEEDS_TORCH = {"adapters", "batch", "weight"}  # under ops: what holds or calls for tensors
 ALWAYS = """
     ds_runtime ds_runtime.api ds_runtime.assemble ds_runtime.config ds_runtime.errors
     ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
@@ -61,7 +61,8 @@ owns = ("linear", "experts", "mla_absorb")
 decided = {}
 for name in OPS:
     site = Site(name, 0, "m", weight_format="dense" if name in owns else "")
-    decided[name] = binder.decide(site, "latent_pages.v1")[1].kernel
+    tag = {"index": "index_pages.v1"}.get(OPS[name].layout, "latent_pages.v1")
+    decided[name] = binder.decide(site, tag)[1].kernel
 print(json.dumps(decided))
 """
 

@@ -163,15 +163,15 @@ class LacksAMethod:
 
 class KeepsAnOldPageTable(attention.ReferenceMlaDecode):
     def prepare(self, state: Any, batch: Batch) -> None:
-        if not state.lens:
+        if not state.rows:
             super().prepare(state, batch)
-        state.lens = batch.decode.host_kv_lens if batch.decode is not None else ()
+        state.rows = attention.rows_of(batch.decode) if batch.decode is not None else ()
 
 
 class AttendsOneTooFew(attention.ReferenceMlaDecode):
     def prepare(self, state: Any, batch: Batch) -> None:
         super().prepare(state, batch)
-        state.lens = tuple(max(1, n - 1) for n in state.lens)
+        state.rows = tuple((i, max(1, n - 1)) for i, n in state.rows)
 
 
 WRONG = [

@@ -34,8 +34,9 @@ TINY = {
 }
 
 PRELUDE = """
-from ds_runtime.api import *
-from ds_runtime.api import OPS, Change, Kernel, Platform, Refusal, hookimpl
+from ds_runtime.api import API_VERSION, OPS, RANK_PLATFORM, RANK_PORTABLE, RANK_SPECIALISED
+from ds_runtime.api import Change, DeviceInfo, Facts, Kernel, Layout, MemoryInfo, Op, Platform
+from ds_runtime.api import QuantLoader, Refusal, hookimpl
 
 """
 

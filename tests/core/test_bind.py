@@ -127,8 +127,8 @@ def test_what_is_not_declared_is_refused(sites, more: dict[str, object], said: s
 @pytest.mark.parametrize(
     ("fact", "declared", "said"),
     [
-        ("deterministic", "deterministic", "not deterministic"),
-        ("graph_capture", "graph_safe", "not safe under graph capture"),
+        ("deterministic", "deterministic", "not deterministic: leave --deterministic out"),
+        ("graph_capture", "graph_safe", "not safe under graph capture: pass --disable-graph"),
     ],
 )
 def test_requirements_of_the_process(sites, fact: str, declared: str, said: str) -> None:

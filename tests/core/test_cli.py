@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -42,14 +43,27 @@ def run(capsys: Capture, *args: str) -> tuple[int, str, str]:
 # start-up
 
 
-def seconds(*args: str) -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "ds_runtime", *args], check=True, capture_output=True)
-    return time.perf_counter() - start
+def seconds(*command: str) -> tuple[float, float]:
+    """(time, processor time) of a Python process."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.executable, *command], check=True, capture_output=True)
+    end, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return end - start, busy
 
 
-def test_help_answers_at_once() -> None:
-    assert min(seconds("--help") for _ in range(5)) < 0.4
+def test_help_answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under 0.4 s on a core of its own; a neighbour's share is taken off by a loop beside it.
+
+    Modules are compiled, as they are from the second start on, or after an installation.
+    """
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    seconds("-m", "ds_runtime", "--help")
+    runs = []
+    for _ in range(5):
+        took, busy = seconds("-c", "sum(range(4_000_000))")
+        runs.append(seconds("-m", "ds_runtime", "--help")[0] * min(1.0, busy / took))
+    assert min(runs) < 0.4, runs
 
 
 BLOCKED = """
@@ -97,7 +111,7 @@ def test_no_verb_prints_help_and_version_is_the_package_s(capsys: Capture) -> No
 
 def parse(config: type[object], *args: str) -> tuple[object, frozenset[str]]:
     parser = Parser(prog="p")
-    add_flags(parser, config, "all")
+    add_flags(parser, config)
     return build(config, parser.parse_args(args))  # type: ignore[type-var]
 
 
@@ -112,7 +126,7 @@ def test_every_field_has_a_flag_with_its_help(capsys: Capture) -> None:
     for f in (*fields(EngineConfig), *fields(ServerConfig)):
         assert "--" + f.name.replace("_", "-") in flat
         assert " ".join(f.metadata["help"].split()[:3]) in flat
-    assert "(default: 30000)" in flat and "(default: on)" in flat
+    assert "(default: 30000)" in flat and "(default: off)" in flat
 
 
 ENGINE = {
@@ -121,9 +135,10 @@ ENGINE = {
     "plugins": st.lists(st.sampled_from(["cpu", "cuda"]), min_size=1).map(tuple),
     "tp": st.integers(1, 8),
     "kv_memory": st.integers(1, 1 << 50),
-    "prefix_cache": st.booleans(),
+    "disable_radix_cache": st.booleans(),
     "strict_ops": st.booleans(),
     "pin": st.lists(st.sampled_from(["linear@*.[0,1].o=k", "rope=r"]), min_size=1).map(tuple),
+    "graph_sizes": st.lists(st.integers(1, 99), min_size=1).map(tuple),
     "policy": st.sampled_from(["fifo", "priority"]),
 }
 
@@ -137,7 +152,7 @@ def as_flags(values: dict[str, object]) -> list[str]:
         elif name == "pin":
             args += [word for pin in value for word in (flag, pin)]  # type: ignore[attr-defined]
         elif isinstance(value, tuple):
-            args += [flag, ",".join(value)]
+            args += [flag, ",".join(map(str, value))]
         else:
             args += [flag, str(value)]
     return args
@@ -195,6 +210,11 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
         (["serve", "model"], "unknown argument model"),
+        (
+            ["serve", "--dp", "2"],
+            "unknown flag --dp: a server runs one engine; start one per group",
+        ),
+        (["serve", "--enable-dp-attention"], "attention is divided by heads, with --tp"),
         (["generate"], "required: prompt"),
         (["bench"], "required: KIND"),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
@@ -286,7 +306,7 @@ def test_plan_names_a_kernel_for_every_op_it_needs(capsys: Capture, tiny: str) -
     assert out.startswith("model tiny · platform cpu (")
     named = {line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" ")}
     assert named >= {"embed", "linear", "experts", "mla_decode", "sample"}
-    assert named <= OPS.keys()
+    assert named <= {*OPS, "receipt"}  # after the ops: what conform found of the plugins
     assert "refused: " in out and "lost: " in out
 
 
@@ -300,7 +320,7 @@ def test_plan_as_json_is_the_plan(capsys: Capture, tiny: str) -> None:
 
 def test_explain_gives_every_kernel_a_verdict_at_every_site(capsys: Capture, tiny: str) -> None:
     _, out, _ = run(capsys, "plan", "--model", tiny, "--explain", "linear", "--json")
-    rows = json.loads(out)
+    rows = json.loads(out)["kernels"]
     assert {"reference.ReferenceLinear", "reference.Fp8W8A8Linear"} <= {r["kernel"] for r in rows}
     sites = [sorted(s for at in r["verdicts"].values() for s in at) for r in rows]
     assert all(found == sites[0] for found in sites) and "lm_head" in sites[0]
@@ -339,8 +359,19 @@ def test_strict_ops_names_the_heavy_op_and_where(capsys: Capture, tiny: str) -> 
     assert run(capsys, "plan", "--model", tiny, "--strict-ops")[0] == 0
     code, _, err = run(capsys, "plan", "--model", tiny, "--strict-ops", "--pin", "linear=reference")
     assert code == 1
-    assert "linear at layers.0-2.self_attn.kv_a_proj_with_mqa" in err
+    assert "linear at layers.0-2.self_attn.o_proj" in err
     assert "ds-runtime plan --explain linear says why" in err
+
+
+def test_fusions_can_be_left_apart(capsys: Capture, tiny: str) -> None:
+    whole = run(capsys, "plan", "--model", tiny)[1]
+    assert "self_attn.qkv_a_proj" in whole and "self_attn.kv_a_proj_with_mqa" not in whole
+    code, out, _ = run(capsys, "plan", "--model", tiny, "--disable-fusion", "qkv_a,mla_prologue")
+    assert code == 0
+    assert "self_attn.kv_a_proj_with_mqa" in out and "self_attn.qkv_a_proj" not in out
+    assert "composed of rms_norm, rope, cache_write (--disable-fusion)" in out
+    code, _, err = run(capsys, "plan", "--model", tiny, "--disable-fusion", "everything")
+    assert code != 0 and "--disable-fusion everything: no such fusion; known: qkv_a" in err
 
 
 def test_ops_lists_the_whole_vocabulary(capsys: Capture, tiny: str) -> None:
@@ -371,7 +402,11 @@ def test_plugins_says_where_each_comes_from_and_why_not(
     assert "Traceback" not in out
     assert "Traceback" in run(capsys, "plugins", "--verbose")[1]
     rows = json.loads(run(capsys, "plugins", "--json", "--plugins", "bad")[1])
-    assert {r["name"]: r["refusal"] for r in rows} == {"bad": "broken", "reference": None}
+    assert {r["name"]: r["refusal"] for r in rows} == {
+        "bad": "broken",
+        "checkpoints": None,
+        "reference": None,
+    }
 
 
 BAD_OFFERS = """

@@ -13,11 +13,11 @@ COUNTS = (
     "context_length",
     "kv_memory",
     "page_size",
-    "max_running",
+    "max_running_requests",
     "max_step_tokens",
-    "prefill_chunk",
+    "chunked_prefill_size",
     "prefix_chunk",
-    "queue_limit",
+    "max_queued_requests",
     "dist_timeout",
 )
 
@@ -36,6 +36,39 @@ def test_a_body_has_bytes(value):
     assert ServerConfig(max_body=1).max_body == 1
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mem_fraction_static": 0.0}, "--mem-fraction-static 0: must be above 0 and at most 1"),
+        ({"mem_fraction_static": 1.5}, "--mem-fraction-static 1.5: must be above 0"),
+        ({"mem_fraction_static": float("nan")}, "--mem-fraction-static nan: must be above 0"),
+        ({"mem_fraction_static": 0.9, "kv_memory": 1}, "leave it out, or --kv-memory"),
+        ({"mem_fraction_static": "0.9"}, "must be of type float"),
+    ],
+)
+def test_a_fraction_is_one_and_sizes_the_cache_alone(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        EngineConfig(**settings)
+    assert EngineConfig(mem_fraction_static=1).mem_fraction_static == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ssl_keyfile": "k.pem"}, "--ssl-keyfile: needs --ssl-certfile beside it"),
+        (
+            {"cors_origins": ("example.com",)},
+            "--cors-origins 'example.com': write '\\*', or scheme",
+        ),
+        ({"cors_origins": ("https://a.b/c",)}, "like https://chat.example.com"),
+    ],
+)
+def test_what_browsers_and_tls_need(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        ServerConfig(**settings)
+    assert ServerConfig(cors_origins=("*", "http://localhost:8080")).cors_origins
+
+
 def test_a_context_holds_a_prompt_and_an_answer():
     with pytest.raises(ConfigError, match="--context-length 1: must be at least 2"):
         EngineConfig(context_length=1)
@@ -51,8 +84,10 @@ def test_a_context_holds_a_prompt_and_an_answer():
         ("tp", True),
         ("threads", 1.5),
         ("model", None),
-        ("prefix_cache", 1),
+        ("disable_radix_cache", 1),
         ("kv_memory", "2GB"),
+        ("graph_sizes", ("1",)),
+        ("graph_sizes", (True,)),
         ("pin", ["linear=cpu"]),
     ],
 )

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import ds_runtime_cuda
 from ds_runtime.assemble import assemble
 from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig
+from ds_runtime.scaffold import files
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")])
@@ -57,7 +59,7 @@ def test_every_named_fault_has_its_place() -> None:
 def test_a_stale_page_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gen = load_tool("gen_docs")
     monkeypatch.setattr(gen, "DOCS", tmp_path)
-    assert len(gen.stale()) == 2
+    assert len(gen.stale()) == len(gen.pages())
     for path, text in gen.pages().items():
         path.write_text(text)
     assert gen.stale() == []
@@ -76,7 +78,7 @@ def test_links_lead_to_files(page: Path) -> None:
 def test_paths_in_the_text_exist(page: Path) -> None:
     roots = ("core/", "plugins/", "tests/", "tools/", "docs/", "benchmarks/")
     for word in re.findall(r"`([\w./-]+\.(?:py|md|cpp|h|jsonl|toml))`", page.read_text()):
-        if word.startswith(roots):
+        if word.startswith(roots) and word not in dict(files("acme")):
             assert (ROOT / word).exists(), f"{page.name} names {word}"
 
 
@@ -105,8 +107,10 @@ def test_the_table_of_extras_is_that_of_the_package() -> None:
 
 
 def known_flags() -> set[str]:
-    """Every flag of every verb and of their kinds."""
+    """Every flag of every verb and of their kinds, and those that plugins name."""
     todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}
+    found |= set(ds_runtime_cuda.FLAGS)
+    found |= {"--ds-platform", "--dist"}  # of pytest
     while todo:
         parser = todo.pop()
         found |= set(parser._option_string_actions)
@@ -141,7 +145,19 @@ def test_python_in_the_text_compiles(name: str) -> None:
         compile(block, name, "exec")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/writing-a-plugin.md"])
+def test_the_package_of_the_page_is_the_one_that_new_plugin_writes() -> None:
+    """tests/core/test_seventh_platform.py selects, serves and breaks that one."""
+    page = (ROOT / "docs" / "writing-a-plugin.md").read_text()
+    shown = re.findall(r"^### `([\w./]+)`\n\n```\w+\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    written = dict(files("acme"))
+    assert len(shown) == 7
+    for path, text in shown:
+        assert text == written[path], f"{path} differs from what ds-runtime new-plugin writes"
+    code = {p for p, text in written.items() if p.endswith((".py", ".toml", ".json")) and text}
+    assert code == {path for path, _ in shown}
+
+
+@pytest.mark.parametrize("name", ["README.md"])
 def test_the_plugin_shown_wins_its_op(
     name: str, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path
 ) -> None:

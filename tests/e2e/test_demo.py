@@ -102,6 +102,7 @@ def test_some_held_out_answers_through_the_runtime():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_scores_that_the_demo_promises():
     scores = accuracy.run({"model": "demo", "platform": "cpu"})["scores"]
     assert scores["sums"]["of"] == 500

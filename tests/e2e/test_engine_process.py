@@ -97,7 +97,7 @@ def front(model, **settings):
 
 @pytest.fixture(scope="module")
 def running(tiny):
-    with front(tiny, queue_limit=2, max_running=1) as end:
+    with front(tiny, max_queued_requests=2, max_running_requests=1) as end:
         end.ready = end.next(Ready)
         yield end
 
@@ -160,7 +160,7 @@ def test_a_full_queue_and_an_invalid_request_are_refused(running):
         running.send(submit(f"q{i}"))
     refused = [running.next(Failed) for _ in range(2)]
     assert [(f.rid, f.kind) for f in refused] == [("q3", "queue_full"), ("q4", "queue_full")]
-    assert "--queue-limit" in refused[0].message
+    assert "--max-queued-requests" in refused[0].message
     running.send(Abort([f"q{i}" for i in range(5)]))
     running.send(submit("bad", prompt=[9999]))
     failed = running.next(Failed)
@@ -270,20 +270,27 @@ def test_folders_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path, mo
             maker.communicate()
 
 
-def test_children_leave_when_their_parent_is_killed(tiny, tmp_path):
+@pytest.fixture
+def short_path():
+    """A folder whose name leaves room for that of a socket, whatever the tests' own folder is."""
+    with tempfile.TemporaryDirectory(prefix="ds-") as folder:
+        yield Path(folder)
+
+
+def test_children_leave_when_their_parent_is_killed(tiny, short_path):
     script = Path(__file__).with_name("engine_main.py")
-    command, env = [sys.executable, str(script), str(tiny)], os.environ | {"TMPDIR": str(tmp_path)}
+    command, env = [sys.executable, script, tiny], os.environ | {"TMPDIR": short_path}
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
     try:
         pids = [int(p) for p in parent.stdout.readline().split()]
         assert pids and all(psutil.pid_exists(p) for p in pids)
-        assert list(tmp_path.glob("ds-runtime-*"))
+        assert list(short_path.glob("ds-runtime-*"))
     finally:
         parent.kill()
         parent.communicate()
     _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], 5)
     assert not alive, alive
-    assert not list(tmp_path.glob("ds-runtime-*"))
+    assert not list(short_path.glob("ds-runtime-*"))
 
 
 @pytest.mark.parametrize("asked", [None, "77"])

@@ -78,7 +78,7 @@ def test_cached_prefixes_change_nothing(llm, alone):
 
 
 def test_chunks_and_pages_of_any_size_change_nothing(tiny, alone):
-    sizes = {"page_size": 4, "prefill_chunk": 11, "max_step_tokens": 32, "prefix_chunk": 5}
+    sizes = {"page_size": 4, "chunked_prefill_size": 11, "max_step_tokens": 32, "prefix_chunk": 5}
     with LLM(tiny, **SETTINGS, **sizes) as engine:
         same(engine.generate(prompts(5), GREEDY), alone)
 
@@ -86,11 +86,11 @@ def test_chunks_and_pages_of_any_size_change_nothing(tiny, alone):
 def test_preemption_changes_nothing(tiny, alone):
     long = SamplingParams(max_tokens=24)
     asked = prompts(5)
-    with LLM(tiny, **SETTINGS, prefix_cache=False) as engine:
+    with LLM(tiny, **SETTINGS, disable_radix_cache=True) as engine:
         calm = engine.generate(asked, long)
         assert engine.stats().preemptions == 0
     # 40 float32 numbers per token and layer: room for one context and a little.
-    tight = {"context_length": 112, "kv_memory": 4 * 40 * 3 * 16 * 10, "prefix_cache": False}
+    tight = {"context_length": 112, "kv_memory": 4 * 40 * 3 * 16 * 10, "disable_radix_cache": True}
     with LLM(tiny, **{**SETTINGS, **tight}) as engine:
         squeezed = engine.generate(asked, long)
         stats = engine.stats()
@@ -245,7 +245,7 @@ def test_calls_may_overlap(llm):
 def test_overlapping_calls_share_the_queue(tiny):
     """Open streams fill the queue: others wait for them, and leaving one drops only its own."""
     params = SamplingParams(max_tokens=20)
-    with LLM(tiny, **SETTINGS, queue_limit=2, max_running=1) as engine:
+    with LLM(tiny, **SETTINGS, max_queued_requests=2, max_running_requests=1) as engine:
         expected = engine.generate(["Hi", "abc"], params)
         streams = [engine.stream("Hi", params), engine.stream("abc", params)]
         begun = [next(s) for s in streams]
@@ -294,7 +294,7 @@ def test_a_step_that_fails_closes_the_engine_with_its_reason(tiny, monkeypatch):
 
 
 def test_more_prompts_than_the_queue_holds(tiny):
-    with LLM(tiny, **SETTINGS, queue_limit=2, max_running=3) as engine:
+    with LLM(tiny, **SETTINGS, max_queued_requests=2, max_running_requests=3) as engine:
         outputs = engine.generate([[5 + i] for i in range(12)], SamplingParams(max_tokens=2))
         assert [o.prompt_token_ids for o in outputs] == [[5 + i] for i in range(12)]
         assert all(len(o.token_ids) == 2 for o in outputs)

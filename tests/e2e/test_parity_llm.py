@@ -93,10 +93,10 @@ def test_alone_and_together(checkpoints, shape):
 
 
 SIZES = [
-    {"prefill_chunk": 1, "page_size": 4},
-    {"prefill_chunk": 7, "max_step_tokens": 16, "prefix_chunk": 5},
-    {"prefill_chunk": 33, "page_size": 1},
-    {"prefill_chunk": 64, "page_size": 64, "prefix_chunk": 50, "max_running": 2},
+    {"chunked_prefill_size": 1, "page_size": 4},
+    {"chunked_prefill_size": 7, "max_step_tokens": 16, "prefix_chunk": 5},
+    {"chunked_prefill_size": 33, "page_size": 1},
+    {"chunked_prefill_size": 64, "page_size": 64, "prefix_chunk": 50, "max_running_requests": 2},
 ]
 
 
@@ -112,7 +112,7 @@ def test_prefix_hits(checkpoints, shape):
     """Prompts that share beginnings, a whole prompt again, and answers that became prompts."""
     folder, oracle = checkpoints(shape)
     first, second = prompts_of(oracle, (90, 70), seed=1)
-    with LLM(folder, **SETTINGS, page_size=8, prefill_chunk=24) as llm:
+    with LLM(folder, **SETTINGS, page_size=8, chunked_prefill_size=24) as llm:
         told = llm.generate([first, second], CACHED)
         asked = [first, first[:50] + second[:30], told[1].prompt_token_ids + told[1].token_ids]
         again = llm.generate(asked, CACHED)
@@ -127,7 +127,7 @@ def test_after_preemption(checkpoints):
     page = 48 * 4 * 3 * 8  # latent and rope of 8 tokens in 3 layers
     small = {"context_length": 96, "kv_memory": page * 26, "page_size": 8}
     params = SamplingParams(max_tokens=30, logprobs=2, ignore_eos=True)
-    with LLM(folder, **{**SETTINGS, **small}, prefix_cache=False) as llm:
+    with LLM(folder, **{**SETTINGS, **small}, disable_radix_cache=True) as llm:
         outputs = llm.generate(prompts, params)
         assert llm.stats().preemptions > 0
     check(oracle, outputs)
@@ -136,7 +136,7 @@ def test_after_preemption(checkpoints):
 def test_fp8(checkpoints):
     """In float32 the blocks are exact: no other tolerance than for any other weights."""
     folder, oracle = checkpoints("v2", fp8=True)
-    with LLM(folder, **SETTINGS, prefill_chunk=40) as llm:
+    with LLM(folder, **SETTINGS, chunked_prefill_size=40) as llm:
         check(oracle, llm.generate(prompts_of(oracle), PARAMS))
 
 
@@ -189,7 +189,7 @@ def test_matrix(checkpoints, shape, fp8):
 @pytest.mark.parametrize(("shape", "ranks"), [("v2-lite", 2), ("v3", 4)])
 def test_ranks(checkpoints, shape, ranks):
     folder, oracle = checkpoints(shape, fp8=True)
-    with LLM(folder, **SETTINGS, tp=ranks, prefill_chunk=30, dist_timeout=60) as llm:
+    with LLM(folder, **SETTINGS, tp=ranks, chunked_prefill_size=30, dist_timeout=60) as llm:
         check(oracle, llm.generate(prompts_of(oracle), PARAMS))
 
 
@@ -212,6 +212,6 @@ def test_the_demo_model():
     oracle = Oracle(model.eval())
     params = SamplingParams(max_tokens=40, logprobs=2, prompt_logprobs=2, ignore_eos=True)
     texts = ["It is a truth universally acknowledged, that a", "What is 17 + 25?", "Call me"]
-    with LLM("demo", **SETTINGS, prefill_chunk=5) as llm:
+    with LLM("demo", **SETTINGS, chunked_prefill_size=5) as llm:
         outputs = llm.generate(texts, params)
     check(oracle, outputs)

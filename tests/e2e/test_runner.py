@@ -71,9 +71,9 @@ def test_a_step_can_be_launched_before_the_last_one_is_collected(runner):
 
     plans = [plan(0, start=0, length=3, pages=[5], tokens=[9, 8, 7])]
     plans += [plan(i, start=2 + i, length=1, pages=[5]) for i in range(1, 4)]
-    apart = [runner.collect(runner.launch(p)).works[0].token for p in plans]
+    apart = [runner.collect(runner.launch(p)).works[0].tokens for p in plans]
     handles = [runner.launch(p) for p in plans]
-    assert [runner.collect(h).works[0].token for h in handles] == apart
+    assert [runner.collect(h).works[0].tokens for h in handles] == apart
 
 
 def test_prompt_scores_hold_a_slice_of_logits_at_a_time(runner, monkeypatch):
@@ -83,11 +83,11 @@ def test_prompt_scores_hold_a_slice_of_logits_at_a_time(runner, monkeypatch):
     model, heads, head = runner.model, [], runner.model.logits
     hidden = []
 
-    def watched(rows):
+    def watched(rows, *rest):
         heads.append(rows.shape[0])
         return head(rows)
 
-    def forward(batch, caches):
+    def forward(batch, caches, every=False):
         hidden.append(type(model).forward(model, batch, caches))
         return hidden[-1]
 
@@ -115,7 +115,7 @@ def test_prompt_scores_hold_a_slice_of_logits_at_a_time(runner, monkeypatch):
     for prompt, wanted, work in zip(prompts, (3, 3, 1), result.works, strict=True):
         rows = exact[first : first + len(prompt)]
         first += len(prompt)
-        assert work.token == rows[-1].argmax()
+        assert work.tokens == [rows[-1].argmax()]
         assert [e.token for e in work.prompt_logprobs] == prompt[1:]
         for entry, row in zip(work.prompt_logprobs, rows, strict=False):
             assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
@@ -211,5 +211,7 @@ def test_weights_that_give_nan_are_refused_at_the_start(tiny, tmp_path, name, va
 
 
 def test_more_requests_than_memory_has_page_tables_for(tiny):
-    with pytest.raises(ConfigError, match=r"--max-running 10{12}: page tables .* need 40\.0 TB"):
-        make(tiny, max_running=10**12)
+    with pytest.raises(
+        ConfigError, match=r"--max-running-requests 10{12}: page tables .* need 40\.0 TB"
+    ):
+        make(tiny, max_running_requests=10**12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from ds_runtime import LLM, SamplingParams
+from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, EngineDeadError
@@ -32,6 +33,12 @@ SETTINGS = {
     "dist_timeout": 60,
 }
 PARAMS = SamplingParams(max_tokens=10, logprobs=2)
+GUIDED = [  # masks that both ranks apply
+    SamplingParams(max_tokens=30, rules=OutputRules(regex="(a|bc){5,9}")),
+    SamplingParams(
+        max_tokens=30, rules=OutputRules(choice=("alpha", "beta")), temperature=1.0, seed=2
+    ),
+]
 
 
 def prompts(count):
@@ -47,6 +54,9 @@ def cpu_seconds(process):
 def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tiny):
     with LLM(tiny, **SETTINGS) as single:
         expected = single.generate(prompts(6), PARAMS)
+        outputs = single.generate(prompts(2), GUIDED)
+    guided = [o.token_ids for o in outputs]
+    assert re.fullmatch("(a|bc){5,9}", outputs[0].text) and outputs[1].text in ("alpha", "beta")
     with LLM(tiny, **SETTINGS, tp=2) as pair:
         for ours, theirs in zip(pair.generate(prompts(6), PARAMS), expected, strict=True):
             assert ours.token_ids == theirs.token_ids
@@ -56,6 +66,7 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tin
         drawn = SamplingParams(max_tokens=8, temperature=1.0, seed=4, repetition_penalty=1.2)
         twice = [pair.generate(prompts(3), drawn) for _ in range(2)]
         assert [o.token_ids for o in twice[0]] == [o.token_ids for o in twice[1]]
+        assert [o.token_ids for o in pair.generate(prompts(2), GUIDED)] == guided
         with pytest.raises(ConfigError, match="close the other engine first"):
             TorchCommunicator("gloo", 0, 2, "file:///nowhere")
         child = psutil.Process(pair.pids[0])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ds_runtime_cpu import machine
+from ds_runtime_cpu.isa import ISAS, limited, usable
 from ds_runtime_cpu.platform import CpuPlatform
 
 GIB = 1 << 30
@@ -23,41 +24,62 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+AVX2 = "avx2 fma f16c"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl avx512_vnni"
+BF16 = f"{AVX512} avx512_bf16 avx512vbmi"
+
+
 @pytest.mark.parametrize(
-    ("flags", "arch", "fast"),
+    ("flags", "best", "fast"),
     [
-        ("fpu sse2", "x86-64", {"float32"}),
-        ("sse2 avx2 fma", "x86-64-avx2", {"float32"}),
-        ("avx2 fma avx512f avx512bw avx512vl", "x86-64-avx512", {"float32"}),
+        ("fpu sse2", "generic", {"float32"}),
+        ("sse2 avx2 fma", "generic", {"float32"}),  # without f16c: no such processor was made
+        (AVX2, "avx2", {"float32"}),
+        (AVX512, "avx512", {"float32"}),
+        (f"{AVX512} avx512_bf16", "avx512", {"float32", "bfloat16"}),  # Cooper Lake: no vbmi
+        (BF16, "avx512bf16", {"float32", "bfloat16"}),
         (
-            "avx2 fma avx512f avx512bw avx512vl avx512_bf16 avx512_vnni",
-            "x86-64-avx512bf16",
-            {"float32", "bfloat16"},
-        ),
-        (
-            "avx2 fma avx512f avx512bw avx512vl avx512_bf16 avx512_fp16 amx_tile amx_bf16",
-            "x86-64-avx512bf16",
+            f"{BF16} avx512_fp16 amx_tile amx_bf16 amx_int8",
+            "amx",
             {"float32", "bfloat16"},  # no kernel takes float16, whatever the processor has
         ),
     ],
 )
-def test_x86(tmp_path, flags, arch, fast):
+def test_x86(tmp_path, monkeypatch, flags, best, fast):
+    monkeypatch.setattr(machine, "_tiles_permitted", lambda: True)
     text = f"processor : 0\nmodel name : Some CPU @ 2 GHz\nflags : {flags}\n\nprocessor : 1\n"
-    found = machine.processor(write(tmp_path, {"proc/cpuinfo": text}), "x86_64")
-    assert (found.name, found.arch) == ("Some CPU @ 2 GHz", arch)
+    found = machine.processor(write(tmp_path, {"proc/cpuinfo": text}))
+    assert found.name == "Some CPU @ 2 GHz"
+    assert usable(list(ISAS), found.features)[0] == best
     assert machine.fast_dtypes(found.features) == fast
     assert "sse2" not in found.features
+    for isa in ISAS:
+        assert usable(list(ISAS), limited(isa, frozenset(machine.FEATURES)))[0] == isa
+
+
+def test_amx_needs_the_kernels_permission(tmp_path, monkeypatch):
+    root = write(tmp_path, {"proc/cpuinfo": f"flags : {BF16} amx_tile amx_bf16 amx_int8\n"})
+    monkeypatch.setattr(machine, "_tiles_permitted", lambda: False)
+    assert usable(list(ISAS), machine.processor(root).features)[0] == "avx512bf16"
+
+
+def test_names_of_architectures():
+    names = {isa: machine.arch(isa, frozenset(), "x86_64") for isa in ("generic", "avx2", "amx")}
+    assert names == {"generic": "x86-64", "avx2": "x86-64-avx2", "amx": "x86-64-amx"}
+    assert machine.arch("generic", frozenset({"bf16"}), "aarch64") == "aarch64-bf16"
+    assert machine.arch("generic", frozenset(), "arm64") == "aarch64"
+    assert machine.arch("generic", frozenset(), "riscv64") == "riscv64"
 
 
 def test_arm_and_unknown(tmp_path):
     root = write(
         tmp_path, {"proc/cpuinfo": "processor : 0\nFeatures : fp asimd asimdhp bf16 sve\n"}
     )
-    found = machine.processor(root, "aarch64")
-    assert found.arch == "aarch64-bf16" and "sve" in found.features
+    found = machine.processor(root)
+    assert "sve" in found.features
     assert machine.fast_dtypes(found.features) == {"float32", "bfloat16"}
-    bare = machine.processor(tmp_path / "nothing", "riscv64")
-    assert bare.arch == "riscv64" and machine.fast_dtypes(bare.features) == {"float32"}
+    bare = machine.processor(tmp_path / "nothing")
+    assert bare.name and machine.fast_dtypes(bare.features) == {"float32"}
 
 
 def test_memory_without_limits(tmp_path):

@@ -4,47 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.testing.conformance import facts_for
-from ds_runtime_cpu import attention, experts, kernels, linear, native, packing, small
+from ds_runtime_cpu import experts, kernels, native, small
 from ds_runtime_cpu.platform import CpuPlatform
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 6e-3}
 DTYPES = sorted(TOLERANCE, key=str)
 
 
-class OneLibrary:
-    """A folder that holds one library only."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def is_dir(self) -> bool:
-        return True
-
-    def iterdir(self):
-        return iter([self.path])
-
-
-def runnable() -> list[native.Library]:
-    """Every library that was built and can run here: generic and avx2 too, not only the best."""
-    found = [native.open_best(OneLibrary(p)) for p in native._candidates(native.library_folder())]
-    return [library for library in found if isinstance(library, native.Library)]
-
-
-@pytest.fixture(params=runnable(), ids=lambda library: library.isa)
-def isa(request, monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: request.param)
-    return request.param.isa
+@pytest.fixture(params=native.runnable())
+def isa(request):
+    """Every variant that was built and runs here, not only the best."""
+    with native.using(request.param):
+        yield request.param
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -59,28 +37,6 @@ def facts(dtype: torch.dtype):
 
 def dense(name: str, values: torch.Tensor) -> Weight:
     return Weight((WeightPart(name, "dense", tuple(values.shape), {"weight": values}),))
-
-
-@settings(max_examples=40, deadline=None)
-@given(rows=st.integers(1, 19), k=st.integers(1, 130), dtype=st.sampled_from(DTYPES))
-def test_packing_round_trip(rows, k, dtype):
-    values = torch.randn(rows, k).to(dtype)
-    packed = torch.full((packing.packed_elements(rows, k, dtype),), float("nan"), dtype=dtype)
-    packing.pack_into(packed, values)
-    assert torch.equal(packing.unpack(packed, rows, k), values)
-    assert packed.double().sum().isclose(values.double().sum(), atol=1e-6)  # padding is zero
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 7, 13, 50])
-@pytest.mark.parametrize(("rows", "k"), [(1, 1), (9, 31), (64, 128), (37, 1409), (12, 3300)])
-def test_linear(isa, dtype, tokens, rows, k):
-    weight = (torch.randn(rows, k) / k**0.5).to(dtype)
-    x = torch.randn(tokens, k + 5).to(dtype)[:, 2 : k + 2]  # strided, and not aligned
-    kernel = linear.LinearNative(facts(dtype))
-    packed = kernel.pack(dense("w", weight), facts(dtype))
-    close(kernel.apply(x, packed), x.double() @ weight.double().T)
-    assert torch.equal(packed.dequantise(), weight.float())
 
 
 def reference_experts(x, weights, ids, gate, up, down):
@@ -133,36 +89,6 @@ def test_experts(isa, dtype, tokens, count, top_k, hidden, inter):
         error = (got.double() - want).norm() / want.norm()
         assert error < 2 * TOLERANCE[dtype], float(error)  # activations round once more
     assert torch.equal(packed.dequantise(), torch.cat((gate, up), dim=1).float())
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", [1, 3, 8, 21])
-@pytest.mark.parametrize(("lora", "rope", "page"), [(512, 64, 16), (37, 9, 3), (1024, 2, 1)])
-def test_mla_decode_reads_only_its_own_rows(isa, dtype, heads, lora, rope, page):
-    lens = (1, 63, 64, 65, 200)
-    width, tables = lora + rope, [-(-n // page) for n in lens]
-    pages = torch.randperm(sum(tables) + 5).int()
-    cache = torch.full((len(pages), page, width), float("nan"), dtype=dtype)
-    table = torch.zeros(len(lens), max(tables), dtype=torch.int32)
-    own = []
-    for i, (length, used) in enumerate(zip(lens, tables, strict=True)):
-        start = sum(tables[:i])
-        table[i, :used] = pages[start : start + used]
-        own.append(torch.randn(length, width).to(dtype))
-        for j in range(length):
-            cache[table[i, j // page], j % page] = own[-1][j]
-    q = torch.randn(len(lens), heads + 2, width + 6).to(dtype)[:, 1 : heads + 1, 3 : width + 3]
-    part = DecodePart(table, torch.tensor(lens, dtype=torch.int32), lens)
-    empty = torch.empty(0, dtype=torch.int64)
-    kernel = attention.MlaDecodeNative(
-        facts_for(CpuPlatform().info(), str(dtype)[6:], {"kv_lora": lora})  # type: ignore[arg-type]
-    )
-    state = kernel.state(Limits(8, 8, max(tables) + 2, page, heads, "cpu"))
-    kernel.prepare(state, Batch(empty, empty, empty, empty, decode=part))
-    got = kernel.run(state, q, cache, 0.11)
-    keys = [k.double() for k in own]
-    want = [(q[i].double() @ k.T * 0.11).softmax(-1) @ k[:, :lora] for i, k in enumerate(keys)]
-    close(got, torch.stack(want))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -221,16 +147,6 @@ def same_bits(results: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 5, 13])
-@pytest.mark.parametrize(("rows", "k"), [(36, 8192), (515, 2048), (9, 30001)])
-def test_linear_does_not_depend_on_threads(isa, dtype, tokens, rows, k):
-    kernel = linear.LinearNative(facts(dtype))
-    packed = kernel.pack(dense("w", torch.randn(rows, k).to(dtype)), facts(dtype))
-    x = torch.randn(tokens, k).to(dtype)
-    same_bits(over_threads(lambda: kernel.apply(x, packed)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "hidden", "inter"), [(1, 1800, 164), (3, 120, 2900)])
 def test_experts_do_not_depend_on_threads(isa, dtype, tokens, hidden, inter):
     gate, up = (torch.randn(4, inter, hidden).to(dtype) / hidden**0.5 for _ in range(2))
@@ -240,55 +156,6 @@ def test_experts_do_not_depend_on_threads(isa, dtype, tokens, hidden, inter):
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
     ids = torch.stack([torch.randperm(4)[:3] for _ in range(tokens)]).int()
     same_bits(over_threads(lambda: kernel.apply(x, weights, ids, packed)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_absorb_does_not_depend_on_threads(isa, dtype, tokens):
-    heads, n, k = 5, 52, 2100  # threads' pieces cross heads
-    dims = {"heads": heads, "qk_nope": k, "qk_rope": 8, "v": n, "kv_lora": k}
-    kernel = attention.MlaAbsorbNative(facts_for(CpuPlatform().info(), str(dtype)[6:], dims))
-    values = torch.randn(heads, n, k).to(dtype)
-    packed = packing.empty_packed(heads, n, k, dtype)
-    for h in range(heads):
-        packing.pack_into(packed[h], values[h])
-    x = torch.randn(tokens, heads, k).to(dtype)
-    results = over_threads(lambda: kernel._heads(x, packed, n))
-    same_bits(results)
-    close(results[0], torch.einsum("thk,hnk->thn", x.double(), values.double()))
-
-
-def decode(q, cache, lens, lora, page):
-    """The native decode of rows whose pages lie one after the other in the cache."""
-    tables = [-(-n // page) for n in lens]
-    table = torch.zeros(len(lens), max(tables), dtype=torch.int32)
-    for i, used in enumerate(tables):
-        table[i, :used] = torch.arange(used) + sum(tables[:i])
-    part = DecodePart(table, torch.tensor(lens, dtype=torch.int32), lens)
-    empty = torch.empty(0, dtype=torch.int64)
-    kernel = attention.MlaDecodeNative(
-        facts_for(CpuPlatform().info(), str(q.dtype)[6:], {"kv_lora": lora})
-    )
-    state = kernel.state(Limits(8, 8, max(tables), page, q.shape[1], "cpu"))
-    kernel.prepare(state, Batch(empty, empty, empty, empty, decode=part))
-    return kernel.run(state, q, cache, 0.11)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_decode_does_not_depend_on_threads(isa, dtype):
-    cache, q = torch.randn(85, 16, 169).to(dtype), torch.randn(3, 21, 169).to(dtype)
-    same_bits(over_threads(lambda: decode(q, cache, (600, 7, 629), 160, 16)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_nan_in_the_cache_comes_through_attention(isa, dtype):
-    """A NaN score must not be taken for a very small one."""
-    cache, q = torch.randn(16, 16, 41).to(dtype), torch.randn(2, 3, 41).to(dtype)
-    for place in (0, 70, 99):  # in the first block, a later one, and its last row
-        spoilt = cache.clone()
-        spoilt[place // 16, place % 16, 40] = float("nan")  # of the rotated part: no value has it
-        got = decode(q, spoilt, (100, 140), 32, 16)
-        assert got[0].isnan().all() and not got[1].isnan().any()
 
 
 def test_without_libraries_every_native_kernel_refuses(monkeypatch, tmp_path):
@@ -307,16 +174,16 @@ def test_without_libraries_every_native_kernel_refuses(monkeypatch, tmp_path):
         native.why_not.cache_clear()
 
 
-def test_libraries_that_cannot_be_used_are_named(tmp_path):
-    assert native.open_best(tmp_path / "nowhere") == native.NotAvailable(native.NOT_BUILT)
-    (tmp_path / "libds_cpu_odd.so").write_text("not a library")
-    found = native.open_best(tmp_path)
+def test_a_file_that_is_no_library_is_named(tmp_path):
+    odd = tmp_path / "libds_cpu_odd.so"
+    odd.write_text("not a library")
+    found = native.open_library(odd)
     assert isinstance(found, native.NotAvailable) and "libds_cpu_odd.so" in found.reason
 
 
 def test_threads_are_shared_with_torch():
     """One OpenMP runtime in the process, torch's; else two pools fight for the cores."""
-    if not runnable() or sys.platform != "linux":
+    if not native.runnable() or sys.platform != "linux":
         assert native.why_not() or sys.platform != "linux"
         return
     code = """

@@ -24,8 +24,9 @@ from ds_runtime.bench.shapes import config_of
 from ds_runtime.model.checkpoint import INDEX
 from ds_runtime.model.hf import from_hf
 from ds_runtime.model.manifest import Stored, stored_modules
+from ds_runtime.model.nextn import NextN, nextn_modules
 from ds_runtime.model.quant import Quant
-from ds_runtime.ops.spec import DeviceInfo, Facts, load_attr
+from ds_runtime.ops.spec import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
 
@@ -89,15 +90,19 @@ def plan_tensors(raw: dict[str, Any]) -> Iterator[Planned]:
     config = from_hf(raw)
     facts = Facts(DeviceInfo("cpu", "", ""), config.dims())
     loader = find_loader(load_plugins(()).offers(facts), config)
-    quant = Quant(loader, config.quantization, load_attr(loader.read))
+    quant = Quant.open(loader, config.quantization)
     dtype = _TORCH[config.dtype]
-    for stored in stored_modules(config, quant.format_of).values():
+    modules = stored_modules(config, quant.format_of)
+    if config.mtp_layers:  # without the copies of embedding and head, which nobody reads
+        nextn = NextN(Path(), config.layers, config)
+        modules |= nextn_modules(config, nextn, quant.format_of)
+    for stored in modules.values():
         yield from _components(stored, dtype)
 
 
 def _components(stored: Stored, dtype: torch.dtype) -> Iterator[Planned]:
     module, shape, size = stored.module, stored.shape, math.prod(stored.shape)
-    if module.endswith("e_score_correction_bias"):
+    if module.endswith(("e_score_correction_bias", "k_norm.bias")):
         yield Planned(module, "bias", "F32", shape, 4 * size)
     elif stored.format == "fp8_block":
         grid = tuple(-(-n // 128) for n in shape)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ds_runtime.engine.engine import Engine
 
 
-_FIXED = ("platform", "plugins", "max_running", "kv_memory")
+_FIXED = ("platform", "plugins", "max_running_requests", "kv_memory")
 
 
 def _config(settings: Mapping[str, Any], num_running: int) -> EngineConfig:
@@ -38,7 +38,7 @@ def _config(settings: Mapping[str, Any], num_running: int) -> EngineConfig:
         config,
         platform="null",
         plugins=("null",),
-        max_running=num_running,
+        max_running_requests=num_running,
         kv_memory=kv_memory,
     )
 

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.bench.record import environment, peak_bytes
@@ -58,22 +59,26 @@ def rates(shape: tuple[int, int, int], prefill: Sequence[float], total: Sequence
     )
 
 
+def generate_seconds(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    """Time to generate `tokens` tokens for every prompt."""
+    from ds_runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    asked = [list(prompt) for prompt in prompts]
+    start = time.perf_counter()
+    outputs = llm.generate(asked, params)
+    spent = time.perf_counter() - start
+    produced = [len(o.token_ids) for o in outputs]
+    assert produced == [tokens] * len(asked), produced
+    return spent
+
+
 def measure(llm: LLM, shape: tuple[int, int, int], vocab: int, runs: int) -> Rates:
     """Time one (batch, input length, output length) on a loaded engine."""
     batch, input_len, output_len = shape
     prompts = random_prompts(batch, input_len, vocab)
 
-    def timed(tokens: int) -> float:
-        from ds_runtime.sampling_params import SamplingParams
-
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        start = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        spent = time.perf_counter() - start
-        produced = [len(o.token_ids) for o in outputs]
-        assert produced == [tokens] * batch, produced
-        return spent
-
+    timed = partial(generate_seconds, llm, prompts)
     timed(min(2, output_len))
     times = [(timed(1), timed(output_len)) for _ in range(runs)]
     return rates(shape, [p for p, _ in times], [t for _, t in times])
@@ -102,7 +107,7 @@ def run(
     model = str(settings.get("model", "demo"))
     vocab = load_config(resolve_model(model)).vocab_size
     start = time.perf_counter()
-    with LLM(**{"prefix_cache": False, **settings}) as llm:
+    with LLM(**{"disable_radix_cache": True, **settings}) as llm:
         load_s = time.perf_counter() - start
         found = [measure(llm, (b, input_len, output_len), vocab, runs) for b in batch_sizes]
     return {

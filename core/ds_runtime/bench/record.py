@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -21,7 +22,7 @@ def environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
             "processor": _processor(),
-            "cores": _cores(),
+            "cores": cores(),
             "system": f"{platform.system()} {platform.machine()}",
         },
         "versions": {"python": platform.python_version(), "ds-runtime": __version__, **_packages()},
@@ -49,9 +50,8 @@ def _processor() -> str:
     return platform.processor()
 
 
-def _cores() -> int:
-    import os
-
+def cores() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -67,6 +67,38 @@ def commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+class Neighbours:
+    """How busy other processes keep the machine's processors while something is measured."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._start = self._now()
+
+    def share(self, running: float = 0.0) -> float | None:
+        """Share of all processor time since construction that went to others; None if unknown.
+
+        Counts as own: this process, those that it started and waited for, and `running` seconds
+        of such that still run.
+        """
+        then, now = self._start, self._now()
+        if then is None or now is None or now[0] <= then[0]:
+            return None
+        total, busy, own = (b - a for a, b in zip(then, now, strict=True))
+        return min(1.0, max(0.0, (busy - own - running) / total))
+
+    def _now(self) -> tuple[float, float, float] | None:
+        """(all, busy, own) processor seconds."""
+        try:
+            fields = self._stat.read_text().split("\n", 1)[0].split()
+            user, nice, system, idle, wait, irq, soft, steal = map(int, fields[1:9])
+        except (OSError, ValueError):
+            return None
+        busy = user + nice + system + irq + soft + steal
+        tick, own = os.sysconf("SC_CLK_TCK"), os.times()
+        mine = own.user + own.system + own.children_user + own.children_system
+        return (busy + idle + wait) / tick, busy / tick, mine
 
 
 def peak_bytes() -> int:

@@ -74,6 +74,14 @@ _V3: Mapping[str, Any] = {
     "routed_scaling_factor": 2.5,
     "rope_scaling": _yarn(1.0),
 }
+_V32: Mapping[str, Any] = {
+    **_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 _TINY: Mapping[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -96,7 +104,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny-v3": {**_V3, **_TINY, "q_lora_rank": 96, "rope_scaling": _yarn(1.0, 256, 8)},
     "lite-8": {**_V2_LITE, "num_hidden_layers": 8},
     "v2-lite": _V2_LITE,
+    "v3-narrow": {
+        **_V3,
+        "num_hidden_layers": 30,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "v3-slice": {**_V3, "num_hidden_layers": 4, "first_k_dense_replace": 1},
+    "tiny-v32": {
+        **_V32,
+        **_TINY,
+        "q_lora_rank": 96,
+        "rope_scaling": _yarn(1.0, 256, 8),
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 16,
+    },
+    "v32-slice": {**_V32, "num_hidden_layers": 4, "first_k_dense_replace": 1},
     "v3-cpu": {
         **_V3,
         "num_hidden_layers": 3,

@@ -9,19 +9,38 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_runtime import __version__
-from ds_runtime.cli import bench, doctor, generate, ops, plan, plugins, serve
+from ds_runtime.cli import (
+    bench,
+    bisect,
+    chat,
+    conform,
+    doctor,
+    generate,
+    new_plugin,
+    ops,
+    plan,
+    plugins,
+    serve,
+)
+from ds_runtime.cli.config_file import ahead
+from ds_runtime.cli.flags import add_aliases, build
 from ds_runtime.cli.parser import Parser
+from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.spec import Refusal
-from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.platform.isolate import look
+from ds_runtime.platform.select import asked_for, stopped
+from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
-VERBS = (serve, generate, plan, ops, plugins, doctor, bench)
+_ASKED = ("PROBE", "DIAGNOSE")  # by these
+_LOOKING = (*_REPORTING, "serve", "generate", "plan", "ops", "bench", "conform", "bisect")
+VERBS = (serve, chat, generate, plan, ops, conform, bisect, plugins, new_plugin, doctor, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,12 +77,42 @@ def _drop_output() -> None:
 def _run(args: list[str]) -> int:
     parser, subcommands = build_parser()
     reports = not args or args[0].startswith("-") or args[0] in _REPORTING
-    _add_plugin_verbs(subcommands, load_plugins(_plugins_wanted(args), lenient=reports))
+    wanted, allowlist = _ahead(args)
+    installed = installed_plugins()
+    ask = _ASKED if reports else ()
+    failed = look(installed, wanted, allowlist, ask=ask) if _looks(args) else {}
+    loaded = load_plugins(
+        wanted, lenient=reports, allowlist=allowlist, failed=failed, installed=installed
+    )
+    _add_plugin_verbs(subcommands, loaded)
+    _add_plugin_flags(parser, loaded)
     namespace = parser.parse_args(args)
     if "run" not in namespace:
         parser.print_help()
         return 0
+    if reports:
+        namespace.failed = failed
+    elif failed:
+        _go_on_without(failed, namespace, list(importable(installed, wanted)))
     return int(namespace.run(namespace) or 0)
+
+
+def _looks(args: list[str]) -> bool:
+    """Whether plugins are asked about this machine, so that they are tried apart first."""
+    named = {a.partition("=")[0] for a in args}
+    return bool(args) and args[0] in _LOOKING and not named & {"-h", "--help", "--device", "diff"}
+
+
+def _go_on_without(
+    failed: Mapping[str, Refusal], namespace: argparse.Namespace, names: list[str]
+) -> None:
+    """Plugins that crash stop a start as every broken one does, unless the user has said more."""
+    config, _ = build(EngineConfig, namespace)
+    for name, refusal in failed.items():
+        if asked_for(config.platform)[1] == "auto" and not config.allow_platform_downgrade:
+            raise stopped(name, refusal)
+        print(f"ds-runtime: plugin {name} is left out: {refusal}", file=sys.stderr)
+    namespace.plugins = [n for n in names if n not in failed]
 
 
 def build_parser() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
@@ -76,15 +125,21 @@ def build_parser() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
     return parser, subcommands
 
 
-def _plugins_wanted(args: list[str]) -> list[str] | None:
-    """--plugins, read ahead: plugins may add the very verb that is being parsed."""
-    wanted: list[str] | None = None
+def _ahead(args: list[str]) -> tuple[list[str] | None, str | None]:
+    """--plugins and --plugin-allowlist, read ahead, also from --config FILE.
+
+    Plugins may add the very verb that is being parsed; and what may not be loaded, never is.
+    """
+    said: dict[str, list[str]] = {}
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
-        if flag == "--plugins" and (equals or i + 1 < len(args)):
-            names = (value if equals else args[i + 1]).split(",")
-            wanted = [*(wanted or ()), *(n.strip() for n in names if n.strip())]
-    return wanted
+        if flag in ("--plugins", "--plugin-allowlist", "--config") and (equals or args[i + 1 :]):
+            said.setdefault(flag, []).append(value if equals else args[i + 1])
+    if "--config" in said:
+        said = {**ahead(said["--config"][-1]), **said}
+    names = [n.strip() for text in said.get("--plugins", ()) for n in text.split(",")]
+    wanted = [n for n in names if n] if "--plugins" in said else None
+    return wanted, said.get("--plugin-allowlist", [None])[-1]
 
 
 def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plugins) -> None:
@@ -106,3 +161,15 @@ def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plug
                 verb, parents=[parser], add_help=False, help=helped[0] if helped else None
             )
             added.set_defaults(**parser._defaults)
+
+
+def _add_plugin_flags(parser: Parser, loaded: Plugins) -> None:
+    """The names that a plugin's FLAGS give to settings: how its vendor's users know them."""
+    for name, report in loaded.reports.items():
+        flags = getattr(loaded.manager.get_plugin(name), "FLAGS", {})
+        if report.refusal is None and flags:
+            try:
+                add_aliases(parser, flags)
+            except Exception as e:
+                loaded.drop(name, Refusal("broken", f"FLAGS: {e}"))
+                print(f"ds-runtime: plugin {name} is broken: FLAGS: {e}", file=sys.stderr)

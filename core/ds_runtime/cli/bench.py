@@ -11,20 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.bench.shapes import DTYPES, SHAPES
+from ds_runtime.cli import bench_serving
 from ds_runtime.cli.flags import add_flags, build, size
-from ds_runtime.cli.parser import Parser
+from ds_runtime.cli.parser import Parser, near
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb and its kinds."""
-    parser = subcommands.add_parser("bench", help="measure speed, accuracy and host cost")
+    parser = subcommands.add_parser("bench", help="measure speed, serving, accuracy and host cost")
     kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     _one_batch(kinds)
+    _speculative(kinds)
+    bench_serving.add(kinds)
     _accuracy(kinds)
     _host(kinds)
+    _ops(kinds)
+    _compare(kinds)
     _make_checkpoint(kinds)
+    _make_gguf(kinds)
 
 
 def _one_batch(kinds: _SubParsersAction[Any]) -> None:
@@ -34,8 +40,114 @@ def _one_batch(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--output-len", type=int, default=32, metavar="N", help="(default: 32)")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, EngineConfig)
     parser.set_defaults(run=run_one_batch)
+
+
+def _speculative(kinds: _SubParsersAction[Any]) -> None:
+    parser = kinds.add_parser(
+        "speculative", help="decode rates with drafts and without, and the best"
+    )
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)"
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=512, metavar="N", help="of random prompts (default: 512)"
+    )
+    parser.add_argument("--output-len", type=int, default=128, metavar="N", help="(default: 128)")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument(
+        "--simulate-acceptance",
+        type=float,
+        metavar="P",
+        help="take each draft for right with this probability: for random checkpoints",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line")
+    add_flags(parser, EngineConfig)
+    parser.set_defaults(run=run_speculative)
+
+
+OPS_ABOUT = """\
+Times every distinct (op, local shape, weight format) of a model on this device with random inputs,
+and holds it against the read bandwidth and the matmul rates that it measures first.
+
+Where the model does not fit into the last-level cache, calls take turns over copies of their
+weights (for decode attention: of the cache) that are together twice as large as that cache, so that
+each call reads them from memory, as in the model. A figure says so if --memory was too small for
+that; of experts only as many are made as fit. Activations stay in caches, as they do in the model.
+"""
+
+
+def _ops(kinds: _SubParsersAction[Any]) -> None:
+    about = "time, rates and shares of the device's limits, kernel by kernel"
+    parser = kinds.add_parser("ops", help=about, description=OPS_ABOUT)
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="of a model, instead of --model")
+    parser.add_argument(
+        "--weights",
+        default="bfloat16",
+        choices=DTYPES,
+        help="with --shape: as stored (%(default)s)",
+    )
+    parser.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 512], metavar="N")
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="beside those of the plan, marked *: others that accept the site, or 'all' of them",
+    )
+    parser.add_argument(
+        "--context", type=int, default=512, metavar="N", help="cached tokens (default: 512)"
+    )
+    parser.add_argument(
+        "--memory", type=size, metavar="SIZE", help="for copies (default: a quarter of the free)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="per figure (default: 0.3)"
+    )
+    parser.add_argument(
+        "--bytes", action="store_true", help="what a decode step must read; times nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line")
+    add_flags(parser, EngineConfig)
+    parser.set_defaults(run=run_ops)
+
+
+COMPARE_ABOUT = """\
+Times this runtime and another engine on the same machine in turns, with the same shapes: decode
+steps of each batch size after prompts of --input-len tokens, and the prefill of one prompt.
+
+llama.cpp is measured by its own llama-bench and llama-batched-bench on a GGUF file, which may be
+quantised as one likes (`bench make-gguf` writes a checkpoint's weights as one). transformers reads
+the checkpoint itself. Both engines must fit into memory beside each other.
+"""
+
+
+def _compare(kinds: _SubParsersAction[Any]) -> None:
+    about = "rates beside those of another engine, turn by turn"
+    parser = kinds.add_parser("compare", help=about, description=COMPARE_ABOUT)
+    parser.add_argument("--engine", required=True, choices=("llama.cpp", "transformers"))
+    parser.add_argument(
+        "--peer-model", metavar="PATH", help="its GGUF file or folder (transformers: --model)"
+    )
+    parser.add_argument("--bin", metavar="DIR", help="folder of its programs (default: PATH)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: 5)")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16], metavar="N")
+    parser.add_argument("--input-len", type=int, default=16, metavar="N", help="(default: 16)")
+    parser.add_argument(
+        "--output-len", type=int, default=32, metavar="N", help="decode steps (default: 32)"
+    )
+    parser.add_argument(
+        "--prefill", type=int, default=512, metavar="N", help="of so long a prompt; 0: none (512)"
+    )
+    parser.add_argument(
+        "--pause", action="store_true", help="wait for Enter before each round is timed"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line")
+    add_flags(parser, EngineConfig)
+    parser.set_defaults(run=run_compare)
 
 
 def _host(kinds: _SubParsersAction[Any]) -> None:
@@ -44,9 +156,9 @@ def _host(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="(default: 200)")
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    given = ("platform", "plugins", "max_running")  # set by the measurement itself
+    given = ("platform", "plugins", "max_running_requests")  # set by the measurement itself
     names = [f.name for f in fields(EngineConfig) if f.name not in given]
-    add_flags(parser, EngineConfig, "engine", only=names)
+    add_flags(parser, EngineConfig, only=names)
     parser.set_defaults(run=run_host)
 
 
@@ -60,7 +172,7 @@ def _accuracy(kinds: _SubParsersAction[Any]) -> None:
         help="also compare the MTP layer's drafts (default: on)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, EngineConfig)
     parser.set_defaults(run=run_accuracy)
 
 
@@ -72,6 +184,14 @@ def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     parser.add_argument("--shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="(5GB)")
     parser.set_defaults(run=run_make_checkpoint)
+
+
+def _make_gguf(kinds: _SubParsersAction[Any]) -> None:
+    about = "write a checkpoint's weights as a GGUF file, to measure engines that read that"
+    parser = kinds.add_parser("make-gguf", help=about)
+    parser.add_argument("model", metavar="DIR", help="checkpoint folder")
+    parser.add_argument("out", metavar="FILE", help="file to write")
+    parser.set_defaults(run=run_make_gguf)
 
 
 def settings(args: Namespace) -> dict[str, Any]:
@@ -87,6 +207,18 @@ def run_one_batch(args: Namespace) -> int:
 
     report = one_batch.run(given, args.batch_size, args.input_len, args.output_len, args.runs)
     return _show(report, args.json, one_batch.render)
+
+
+def run_speculative(args: Namespace) -> int:
+    """Measure and print."""
+    given = settings(args)
+    from ds_runtime.bench import speculative
+
+    lens = (args.input_len, args.output_len)
+    report = speculative.run(
+        given, args.batch_size, args.steps, lens, args.runs, args.simulate_acceptance
+    )
+    return _show(report, args.json, speculative.render)
 
 
 def run_accuracy(args: Namespace) -> int:
@@ -105,6 +237,68 @@ def run_host(args: Namespace) -> int:
     return _show(host.run(given, args.running, args.input_len, args.steps), args.json, host.render)
 
 
+def run_ops(args: Namespace) -> int:
+    """Measure and print, figure by figure unless as JSON."""
+    if min(args.tokens) < 1 or args.context < 1 or args.seconds <= 0:
+        raise ConfigError("--tokens, --context and --seconds: must be at least 1, 1 and above 0")
+    config, explicit = build(EngineConfig, args)
+    from ds_runtime.bench import ops
+
+    assembly = ops.assembled(config, explicit, args.shape, args.weights)
+    known = sorted({"all", *(k.name for k in assembly.offers.kernels)})
+    for name in args.kernels:
+        if name not in known:
+            raise ConfigError(f"--kernels {name}: no plugin offers it{near(name, known)}")
+    if args.bytes:
+        steps = ops.step_bytes(assembly, args.tokens, args.context)
+        return _show(
+            ops.bytes_report(assembly, steps), args.json, lambda _: ops.render_bytes(steps)
+        )
+    measurement = ops.Measurement(assembly, args.context, args.memory, args.seconds)
+    if not args.json:
+        print(ops.render_ceilings(measurement.ceilings), flush=True)
+    figures = []
+    for figure in measurement.figures(args.op, args.tokens, args.kernels):
+        figures.append(figure)
+        if not args.json:
+            print(ops.render(figure), flush=True)
+    if args.json:
+        _show(ops.report(measurement, figures), True, str)
+    elif warning := ops.render_neighbours(measurement.neighbours.share()):
+        print(warning)
+    return 1 if any(f.error and f.bound for f in figures) else 0
+
+
+def run_compare(args: Namespace) -> int:
+    """Let both engines take turns, and print."""
+    given = settings(args)
+    from ds_runtime.bench import compare
+    from ds_runtime.bench.record import cores
+    from ds_runtime.model.hub import resolve_model
+
+    cases = compare.cases_of(args.batch_size, args.input_len, args.output_len, args.prefill)
+    folder = resolve_model(str(given.get("model", "demo")))
+    ours = compare.Child("ds-runtime", given | {"model": str(folder)}, cases)
+    peer: compare.Turns
+    if args.engine == "llama.cpp":
+        if args.peer_model is None:
+            raise ConfigError("--engine llama.cpp: --peer-model must name a GGUF file")
+        programs = None if args.bin is None else Path(args.bin)
+        peer = compare.LlamaCpp(Path(args.peer_model), programs, given.get("threads") or cores())
+    else:
+        same = {"model": args.peer_model or str(folder), "threads": given.get("threads")}
+        peer = compare.Child(args.engine, same, cases)
+
+    def ready(number: int) -> None:
+        print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
+        if args.pause:
+            sys.stdin.readline()
+
+    report = compare.run(ours, peer, cases, args.rounds, ready)
+    about = {"model": folder.name, "settings": {k: v for k, v in given.items() if k != "model"}}
+    return _show(report | about, args.json, compare.render)
+
+
 def run_make_checkpoint(args: Namespace) -> int:
     """Write the checkpoint."""
     from ds_runtime.bench.checkpoint import make_checkpoint
@@ -119,6 +313,21 @@ def run_make_checkpoint(args: Namespace) -> int:
     except OSError as e:
         raise ConfigError(f"make-checkpoint {out}: cannot be written: {e}") from e
     print(f"{out}: {args.shape} in {args.dtype}; next: ds-runtime bench one-batch --model {out}")
+    return 0
+
+
+def run_make_gguf(args: Namespace) -> int:
+    """Write the file."""
+    from ds_runtime.bench.gguf import make_gguf
+
+    out = Path(args.out)
+    if out.exists():
+        raise ConfigError(f"make-gguf {out}: exists; name another file")
+    try:
+        make_gguf(Path(args.model), out, progress=True)
+    except OSError as e:
+        raise ConfigError(f"make-gguf {out}: cannot be written: {e}") from e
+    print(f"{out}: the weights of {args.model}")
     return 0
 
 

@@ -8,6 +8,8 @@ import platform as machine
 import shutil
 import sys
 from argparse import Namespace, _SubParsersAction
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,20 +29,25 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "doctor", help="check this machine and say what to run next (imports no torch)"
     )
     parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
+    parser.add_argument("--plugin-allowlist", metavar="FILE", help="load only what this file lists")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: Namespace) -> int:
     """Print a line per finding; exit 1 if nothing can serve here."""
-    from ds_runtime.cli.plugins import load
+    from ds_runtime.cli import evidence
+    from ds_runtime.cli import plugins as listing
 
-    plugins = load(args.plugins)
-    rows = [*_software(), *_plugin_rows(plugins)]
-    rows += [("plugins", sentence) for sentence in plugins.unknown]
-    works, devices = _devices(plugins)
-    rows += [*devices, *_storage()]
-    following = next_command(works, any(said.startswith("broken") for _, said in rows))
+    loaded = listing.load(args)
+    described = listing.describe(loaded)
+    rows = [*_software(), *_plugin_rows(loaded, described), *evidence.pci()]
+    rows += [("plugins", sentence) for sentence in loaded.unknown]
+    works, devices = _devices(loaded)
+    better = [_Better.of(row) for row in described if row["refusal"] in _HERE]
+    rows += [*devices, *_active(works, better), *_storage()]
+    broken = any(said.startswith("broken") for _, said in rows)
+    following = next_command(works, broken, better)
     if args.json:
         print(json.dumps({"findings": rows, "works": works, "next": following}, indent=1))
     else:
@@ -49,11 +56,47 @@ def run(args: Namespace) -> int:
     return int(not works)
 
 
-def next_command(works: list[str], broken: bool) -> str:
+_HERE = ("not installed", "unsupported", "broken")  # refusals where there is something to refuse
+
+
+@dataclass(frozen=True, slots=True)
+class _Better:
+    """A plugin that does not serve, though there is something for it: why, and what it lacks."""
+
+    name: str
+    why: str
+    lacks: Sequence[str] = ()
+    install: str = ""
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> _Better:
+        from ds_runtime.cli import evidence
+
+        name, distribution = str(row["name"]), str(row["distribution"])
+        if not evidence.has_extra(distribution, name):
+            return _Better(name, str(row["says"]))
+        lacks = evidence.mismatches(distribution, name)
+        return _Better(name, str(row["says"]), lacks, f'pip install "{distribution}[{name}]"')
+
+
+def _active(works: Sequence[str], better: Iterable[_Better]) -> list[Row]:
+    """What serves, and why nothing else does, with packages that are missing or mismatched."""
+    rows = [("active", f"platform {works[0]}" if works else "nothing: no platform works here")]
+    for one in better:
+        rows.append((f"  not {one.name}", one.why))
+        rows += [(f"  {one.name} lacks", said) for said in one.lacks]
+    return rows
+
+
+def next_command(works: Sequence[str], broken: bool, better: Sequence[_Better] = ()) -> str:
     """The one command that a user should run after reading the findings."""
+    if broken and works and _version("torch") is not None:
+        return "ds-runtime plugins --verbose"
+    if wanting := [b for b in better if b.lacks]:
+        return wanting[0].install
     if _version("torch") is None or not works:
         return 'pip install "ds-runtime[cpu]"'
-    return "ds-runtime plugins --verbose" if broken else "ds-runtime serve"
+    return "ds-runtime serve"
 
 
 def _version(distribution: str) -> str | None:
@@ -80,10 +123,12 @@ _MISSING = {
 }
 
 
-def _plugin_rows(plugins: Plugins) -> list[Row]:
-    from ds_runtime.cli.plugins import describe
-
-    rows = [(f"plugin {row['name']}", str(row["says"])) for row in describe(plugins)]
+def _plugin_rows(plugins: Plugins, described: Iterable[Mapping[str, Any]]) -> list[Row]:
+    rows = []
+    for row in described:
+        rows.append((f"plugin {row['name']}", str(row["says"])))
+        if row["traceback"]:
+            rows.append(("  its traceback", f"ds-runtime plugins --verbose ({row['module']})"))
     for name in sorted(plugins.reports):
         diagnose = getattr(plugins.manager.get_plugin(name), "DIAGNOSE", None)
         if diagnose is None:

@@ -3,38 +3,74 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from ds_runtime.cli.config_file import FromFile
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
 from ds_runtime.errors import ConfigError
 
 C = TypeVar("C", EngineConfig, ServerConfig)
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, config: type[Any], title: str, only: Iterable[str] = ()
-) -> None:
-    """One flag per field of the dataclass `config` (or `only` some), in a help group.
+def add_flags(parser: argparse.ArgumentParser, config: type[Any], only: Iterable[str] = ()) -> None:
+    """One flag per field of the dataclass `config` (or `only` some), in the fields' help groups.
 
     Flags carry no default, so that the namespace holds exactly what the user set.
     """
     hints, wanted = get_type_hints(config), frozenset(only)
-    group = parser.add_argument_group(title)
+    group: Any = parser
+    title = ""
     for f in fields(config):
+        title = f.metadata.get("group", title)
         if wanted and f.name not in wanted:
             continue
+        if group is parser or group.title != title:
+            group = parser.add_argument_group(title)
         flag, options = "--" + f.name.replace("_", "-"), _options(f, hints[f.name])
         group.add_argument(flag, default=argparse.SUPPRESS, help=_help(f), **options)
 
 
+def add_aliases(parser: argparse.ArgumentParser, aliases: Mapping[str, str]) -> None:
+    """More flags for fields that this parser and its subcommands have: {"--other": field}.
+
+    ConfigError for a flag that is taken or a field that no configuration has.
+    """
+    known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
+    for flag, name in aliases.items():
+        if name not in known or not flag.startswith("--"):
+            raise ConfigError(f"flag {flag!r} for {name!r}: write '--FLAG' and a field's name")
+    for one in _parsers(parser):
+        for action in list(one._actions):
+            for flag in (f for f, name in aliases.items() if name == action.dest):
+                if flag in one._option_string_actions:
+                    raise ConfigError(f"flag {flag!r}: is taken")
+                action.option_strings = [*action.option_strings, flag]
+                one._option_string_actions[flag] = action
+
+
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _parsers(child)
+
+
 def build(config: type[C], namespace: argparse.Namespace) -> tuple[C, frozenset[str]]:
-    """(config, names of the fields that the user set). Raises ConfigError for a bad value."""
-    given = vars(namespace)
+    """(config, names of the fields that the user set). Raises ConfigError for a bad value.
+
+    What `--config FILE` says counts where the command line says nothing.
+    """
+    said: FromFile | None = getattr(namespace, "config", None)
+    given = {**(said.values if said else {}), **vars(namespace)}
     values = {f.name: _value(given[f.name]) for f in fields(config) if f.name in given}
-    return config(**values), frozenset(values)
+    try:
+        return config(**values), frozenset(values)
+    except ConfigError as e:
+        raise said.place(e, vars(namespace)) if said else e from None
 
 
 def _value(value: Any) -> Any:
@@ -49,17 +85,26 @@ def _options(field: Field[Any], hint: Any) -> dict[str, Any]:
     if get_origin(kind) is tuple:
         if field.metadata.get("repeatable"):
             return {"action": "append", "metavar": "X"}
+        if int in get_args(kind):
+            return {"action": "extend", "type": _numbers, "metavar": "N,N"}
         return {"action": "extend", "type": _words, "metavar": "A,B"}
     if field.metadata.get("size"):
         return {"type": size, "metavar": "SIZE"}
     if choices := field.metadata.get("choices"):
-        return {"choices": choices}
+        return {"choices": [c for c in choices if c is not None]}
     reads: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str}
     return {"type": reads[kind], "metavar": "N" if kind in (int, float) else "X"}
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers, like 1,2,4") from e
 
 
 def size(text: str) -> int:

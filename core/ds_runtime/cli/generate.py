@@ -8,6 +8,7 @@ from argparse import Namespace, _SubParsersAction
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
@@ -47,7 +48,8 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         )
     group.add_argument("--stop", action="append", default=[], help="end before this text")
     group.add_argument("--ignore-eos", action="store_true", help="generate on after the end token")
-    add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, EngineConfig)
+    add_config_file(parser)
     parser.set_defaults(run=run)
 
 

@@ -20,7 +20,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "for the given model on this machine every kernel with its rank and verdict.",
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
-    add_flags(parser, EngineConfig, "engine")
+    add_flags(parser, EngineConfig)
     parser.set_defaults(run=run)
 
 
@@ -28,7 +28,8 @@ def run(args: Namespace) -> int:
     """Print the table."""
     config, explicit = build(EngineConfig, args)
     from ds_runtime.assemble import assemble
-    from ds_runtime.cli.plan import explain, tell_left_out
+    from ds_runtime.cli.plan import tell_left_out
+    from ds_runtime.explain import Explained
 
     assembly = assemble(config, explicit)
     tell_left_out(assembly)
@@ -41,7 +42,7 @@ def run(args: Namespace) -> int:
             "heavy": op.heavy,
             "tolerance": dict(op.tolerance),
             "composed_of": list(op.uses),
-            "kernels": list(explain(assembly, op.name)),
+            "kernels": list(Explained(assembly, op.name).rows()),
         }
         for op in OPS.values()
     ]

@@ -7,6 +7,18 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+_ABSENT = {  # settings of other engines that have no counterpart yet, and what to do instead
+    "dp": "a server runs one engine; start one per group of devices, each with a --port of its "
+    "own, behind a load balancer",
+    "enable-dp-attention": "attention is divided by heads, with --tp; leave it out",
+}
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """What to say behind the name of a setting that there is not; perhaps nothing."""
+    said = _ABSENT.get(name.removeprefix("--"))
+    return near(name, known) if said is None else f": {said}"
+
 
 def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'serve'?`, or nothing when nothing is near."""
@@ -39,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             flag = extra[0].partition("=")[0]
-            hint = near(flag, self._option_string_actions) if flag.startswith("-") else ""
+            hint = unknown(flag, self._option_string_actions) if flag.startswith("-") else ""
             what = "flag" if flag.startswith("-") else "argument"
             self.error(f"unknown {what} {flag}{hint}")
         return found, extra

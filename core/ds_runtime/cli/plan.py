@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace, _SubParsersAction
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig
@@ -26,13 +27,27 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="show which kernel serves which op, and why",
         description="Show the binding: a line per op with its kernel, then who lost and who "
         "refused, with the reason. `plan lock FILE` writes it for `serve --plan FILE`; "
-        "`plan diff A B` compares two such files (exit code 1 if they differ).",
+        "`plan diff A B` compares two such files (exit code 1 if they differ). --device decides "
+        "for a device that is not here.",
     )
     parser.add_argument("action", nargs="?", choices=("show", "lock", "diff"), default="show")
     parser.add_argument("files", nargs="*", metavar="FILE", help="for lock: one, for diff: two")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
-    parser.add_argument("--explain", metavar="OP", help="every kernel of this op, site by site")
-    add_flags(parser, EngineConfig, "engine")
+    parser.add_argument("--explain", metavar="OP", help="every kernel and gate of this op")
+    parser.add_argument(
+        "--device",
+        metavar="X",
+        help="decide for this device or architecture, as a plugin describes it",
+    )
+    parser.add_argument(
+        "--without",
+        metavar="A,B",
+        default="",
+        help="features, such as libraries, that the described device is to lack",
+    )
+    parser.add_argument("--receipts", metavar="DIR", help="folder of conform's (default: your own)")
+    add_flags(parser, EngineConfig)
+    add_config_file(parser)
     parser.set_defaults(run=run)
 
 
@@ -51,18 +66,37 @@ def run(args: Namespace) -> int:
     from ds_runtime.assemble import assemble
     from ds_runtime.plan import render
 
-    assembly = assemble(config, explicit)
+    lacking = [name.strip() for name in args.without.split(",") if name.strip()]
+    if lacking and args.device is None:
+        raise ConfigError("--without: only a device that --device describes can lack something")
+    assembly = assemble(config, explicit, device=args.device, without=lacking)
     tell_left_out(assembly)
     text = json.dumps(assembly.plan.to_dict(), indent=1)
     if args.action == "lock":
         return _lock(args.files[0], text, assembly)
     if args.explain is not None:
-        rows = list(explain(assembly, args.explain))
-        text = json.dumps(rows) if args.json else _table(args.explain, rows)
-        print(text)
+        print(_explained(assembly, args.explain, args.json))
     else:
-        print(text if args.json else render(assembly.plan))
+        shown = _described(assembly, args.device) + render(assembly.plan)
+        print(text if args.json else "\n".join((shown, *_receipts(assembly, args))))
     return 0
+
+
+def _receipts(assembly: Assembly, args: Namespace) -> list[str]:
+    """What `conform` found of the plugins whose kernels were chosen."""
+    from ds_runtime import receipts
+
+    where = Path(args.receipts) if args.receipts else receipts.folder()
+    return receipts.standing(assembly, receipts.read_all(where))
+
+
+def _described(assembly: Assembly, device: str | None) -> str:
+    """What a described device is taken to be."""
+    if device is None:
+        return ""
+    info = assembly.device
+    features = ", ".join(sorted(f for f in info.features if "." not in f))
+    return f"described device {info.name}: {info.cores} cores, with {features}\n"
 
 
 def tell_left_out(assembly: Assembly) -> None:
@@ -88,35 +122,24 @@ def _diff(left: str, right: str) -> int:
     return int(bool(said))
 
 
-def explain(assembly: Assembly, op: str) -> Iterator[dict[str, Any]]:
-    """Every kernel of `op` with its verdicts: {kernel, rank, provider, verdicts: {said: sites}}."""
-    from ds_runtime.ops.bind import Binder, refusal, site_facts
-    from ds_runtime.plan import compress_sites
+def _explained(assembly: Assembly, op: str, as_json: bool) -> str:
+    """Every kernel of `op`, then which better ones are near, and what brings them."""
+    from ds_runtime.explain import Explained
 
-    binding = assembly.binding
-    mine = [(site, kernel) for site, kernel in binding.choices if site.op == op]
-    decisions = {d.site: d for d in binding.decisions}
-    for kernel in Binder(assembly.offers, binding.base).by_op[op]:
-        verdicts: dict[str, list[Any]] = {}
-        for site, chosen in mine:
-            sentence = refusal(kernel, site_facts(binding.base, site), binding.layout.tag)
-            lost = f"accepts, but {decisions[site].kernel} is preferred"
-            said = f"refused: {sentence}" if sentence else lost
-            verdict = "chosen" if kernel is chosen else said
-            verdicts.setdefault(verdict, []).append(decisions[site])
-        yield {
-            "kernel": kernel.name,
-            "rank": kernel.rank,
-            "provider": kernel.provider,
-            "verdicts": {said: list(compress_sites(found)) for said, found in verdicts.items()},
-        }
-
-
-def _table(op: str, rows: list[dict[str, Any]]) -> str:
+    found = Explained(assembly, op)
+    rows, misses = list(found.rows()), found.misses()
+    if as_json:
+        return json.dumps({"op": op, "kernels": rows, "misses": [asdict(m) for m in misses]})
     lines = [f"{op}: {OPS[op].summary}"]
     for row in rows:
         lines.append(f"  {row['kernel']} (rank {row['rank']})")
-        lines += [f"    {said}: {', '.join(sites)}" for said, sites in row["verdicts"].items()]
+        for said, sites in row["verdicts"].items():
+            where = f" at {', '.join(sites)}" if len(row["verdicts"]) > 1 else ""
+            lines.append(f"    {said}{where}")
         if not row["verdicts"]:
             lines.append("    this model has no site for it")
+    lines.append("nearest misses:" if misses else "no setting brings a better kernel")
+    for miss in misses:
+        lines.append(f"  {miss}")
+        lines.append(f"    instead of {miss.chosen} at {', '.join(miss.sites)}")
     return "\n".join(lines)

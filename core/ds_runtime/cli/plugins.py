@@ -19,6 +19,10 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subcommands.add_parser("plugins", help="list plugins and why each runs here or not")
     parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
+    parser.add_argument("--plugin-allowlist", metavar="FILE", help="load only what this file lists")
+    parser.add_argument(
+        "--lock", metavar="FILE", help="write the third parties' plugins here as an allowlist"
+    )
     parser.add_argument("--verbose", action="store_true", help="with tracebacks of broken ones")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.set_defaults(run=run)
@@ -26,7 +30,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Print a line per plugin."""
-    plugins = load(args.plugins)
+    if args.lock is not None:
+        return _lock(args.lock)
+    plugins = load(args)
     rows = describe(plugins)
     for sentence in plugins.unknown:
         print(f"ds-runtime: {sentence}", file=sys.stderr)
@@ -42,12 +48,25 @@ def run(args: Namespace) -> int:
     return code
 
 
-def load(given: str | None) -> Plugins:
+def _lock(path: str) -> int:
+    from ds_runtime.plugins import installed_plugins
+    from ds_runtime.trust import write_allowlist
+
+    third = [e.dist for e in installed_plugins().values() if e.third_party and not e.refusal]
+    names = write_allowlist(path, third)
+    print(f"{', '.join(names) or 'no plugin'} written to {path}: --plugin-allowlist {path}")
+    return 0
+
+
+def load(args: Namespace) -> Plugins:
     """The installed plugins, or those of --plugins A,B; unknown names stop nothing."""
     from ds_runtime.plugins import load_plugins
 
+    given = args.plugins
     names = None if given is None else [n.strip() for n in given.split(",") if n.strip()]
-    return load_plugins(names, lenient=True)
+    return load_plugins(
+        names, lenient=True, allowlist=args.plugin_allowlist, failed=getattr(args, "failed", {})
+    )
 
 
 def describe(plugins: Plugins) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace, _SubParsersAction
 from typing import Any
 
+from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig, ServerConfig
 
@@ -16,8 +17,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="serve a model over HTTP, OpenAI-compatible",
         description="Serve a model over HTTP, OpenAI-compatible. Without flags: the demo model.",
     )
-    add_flags(parser, EngineConfig, "engine")
-    add_flags(parser, ServerConfig, "server")
+    add_flags(parser, EngineConfig)
+    add_flags(parser, ServerConfig)
+    add_config_file(parser)
     parser.set_defaults(run=run)
 
 

@@ -1,10 +1,10 @@
-"""A step plan as index tensors. Pure: host arrays in numpy, then one conversion per tensor."""
+"""A step plan as index tensors: host arrays in numpy, then one transfer for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.step import StepPlan, Work
+from ds_runtime.engine.transfer import Upload
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk, Segments
 
 Ints = npt.NDArray[np.int64]
@@ -22,88 +23,157 @@ def build_batch(
     page_size: int,
     max_pages: int,
     last_tokens: Tensor,
-    device: Any,
+    upload: Upload,
     prefix_chunk: int,
+    width: int = 1,
 ) -> Batch:
-    """The tensors of one step, without step states.
+    """The tensors of one step, without step states. Sends `upload`, with what it already holds.
 
-    last_tokens: [max_running] int64 on `device`, the token sampled last per row; decode works
-    read it there. max_pages: most pages of a sequence; tables are as wide as this step needs.
-    prefix_chunk: most cached tokens that one PrefixChunk covers, over all its sequences.
-    Logit rows are in the order of the works, `num_logit_rows` each.
+    last_tokens: [max_running · width] int64 on the device, per row the token sampled last and the
+    drafts behind it; decode works read them there. max_pages: most pages of a sequence; tables are
+    as wide as this step needs. prefix_chunk: most cached tokens that one PrefixChunk covers, over
+    all its sequences. Logit rows are in the order of the works, `num_logit_rows` each.
     """
     works = plan.works
     num_decode = next((i for i, w in enumerate(works) if w.tokens is not None), len(works))
     decodes, prefills = works[:num_decode], works[num_decode:]
-    table = _page_table(works, page_size, max_pages)
-    starts = np.array([w.start for w in works], np.int64)
-    lengths = np.array([w.length for w in works], np.int64)
-    assert (lengths[:num_decode] == 1).all()
-    cu = np.zeros(len(works) + 1, np.int64)
-    np.cumsum(lengths, out=cu[1:])
-    owner = np.repeat(np.arange(len(works)), lengths)  # [tokens]: index of the work
-    positions = np.arange(cu[-1]) - (cu[:-1] - starts)[owner]
-    slots = table[owner, positions // page_size] * np.int64(page_size) + positions % page_size
+    if prefills or any(w.length > 1 for w in works):
+        rows = _mixed_rows(works, num_decode, page_size, width)
+    else:
+        rows = _decode_rows(works, page_size, width)
+    ids, positions, slots, logit_rows = (upload.add(array) for array in rows)
+    adapts = any(w.adapter >= 0 for w in works)
+    if adapts:
+        adapters = upload.add(_adapters(works, [w.length for w in works]))
+    if decodes:
+        kv_lens = [w.start + w.length for w in decodes]
+        several = any(w.length > 1 for w in decodes)
+        table = upload.add(page_table(decodes, page_size, max_pages))
+        decode_lens = upload.add(np.array(kv_lens, np.int32))
+    if prefills:
+        prefill_table = upload.add(page_table(prefills, page_size, max_pages))
+        q_segs = _segments([w.length for w in prefills], upload)
+        prefix = list(_prefix_chunks([w.start for w in prefills], prefix_chunk, upload))
+        owners = [
+            upload.add(_adapters(prefills, segs.lens)) if adapts else None for _, segs in prefix
+        ]
+    upload.send()
     batch = Batch(
-        input_ids=_input_ids(decodes, prefills, last_tokens, device),
-        positions=_tensor(positions, device),
-        slots=_tensor(slots, device),
-        logit_rows=_tensor(_logit_rows(works, cu), device),
+        input_ids=_with_last_tokens(upload[ids], sum(w.length for w in decodes), last_tokens),
+        positions=upload[positions],
+        slots=upload[slots],
+        logit_rows=upload[logit_rows],
+        adapters=upload[adapters] if adapts else None,
     )
     if decodes:
-        kv_lens = starts[:num_decode] + 1
         batch.decode = DecodePart(
-            page_table=_tensor(table[:num_decode], device),
-            kv_lens=_tensor(kv_lens.astype(np.int32), device),
-            host_kv_lens=tuple(kv_lens.tolist()),
+            page_table=upload[table],
+            kv_lens=upload[decode_lens],
+            host_kv_lens=tuple(kv_lens),
+            q_lens=tuple(w.length for w in decodes) if several else (),
         )
     if prefills:
         batch.prefill = PrefillPart(
-            q_segs=_segments(lengths[num_decode:].tolist(), device),
-            page_table=_tensor(table[num_decode:], device),
-            prefix=tuple(_prefix_chunks(starts[num_decode:].tolist(), prefix_chunk, device)),
+            q_segs=q_segs.sent(upload),
+            page_table=upload[prefill_table],
+            prefix=tuple(
+                PrefixChunk(upload[s], segs.sent(upload), None if own is None else upload[own])
+                for (s, segs), own in zip(prefix, owners, strict=True)
+            ),
         )
     return batch
 
 
-def _tensor(array: npt.NDArray[Any], device: Any) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+class _Rows(NamedTuple):
+    """Per token: its place in last_tokens or its id, its position and slot; and the logit rows."""
+
+    ids: Ints
+    positions: Ints
+    slots: Ints
+    logit_rows: Ints
 
 
-def _segments(lens: Sequence[int], device: Any) -> Segments:
+def _decode_rows(works: Sequence[Work], page_size: int, width: int) -> _Rows:
+    """One token each: most steps, and a handful of numbers, for which numpy's calls are slow."""
+    slots = [w.pages[w.start // page_size] * page_size + w.start % page_size for w in works]
+    return _Rows(
+        np.array([w.row * width for w in works], np.int64),
+        np.array([w.start for w in works], np.int64),
+        np.array(slots, np.int64),
+        np.array([i for i, w in enumerate(works) if num_logit_rows(w)], np.int64),
+    )
+
+
+def _mixed_rows(works: Sequence[Work], num_decode: int, page_size: int, width: int) -> _Rows:
+    """Any number of tokens each."""
+    starts = np.array([w.start for w in works], np.int64)
+    lengths = np.array([w.length for w in works], np.int64)
+    cu = np.zeros(len(works) + 1, np.int64)
+    np.cumsum(lengths, out=cu[1:])
+    owner = np.repeat(np.arange(len(works)), lengths)  # [tokens]: index of the work
+    positions = np.arange(cu[-1]) - (cu[:-1] - starts)[owner]
+    pages = np.concatenate([np.array(w.pages, np.int64) for w in works])
+    first = np.cumsum([0, *(len(w.pages) for w in works[:-1])])
+    slots = pages[first[owner] + positions // page_size] * page_size + positions % page_size
+    return _Rows(_input_ids(works, num_decode, width), positions, slots, _logit_rows(works, cu))
+
+
+def _adapters(works: Sequence[Work], counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """[rows] int32: the adapter of every row, `counts` rows of each work."""
+    return np.repeat(np.array([w.adapter for w in works], np.int32), counts)
+
+
+class _Lens(NamedTuple):
+    """Segments before their transfer: lengths, and the number of their sums in the upload."""
+
+    lens: tuple[int, ...]
+    cu: int
+
+    def sent(self, upload: Upload) -> Segments:
+        return Segments(self.lens, upload[self.cu])
+
+
+def _segments(lens: Sequence[int], upload: Upload) -> _Lens:
     cu = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=cu[1:])
-    return Segments(tuple(lens), _tensor(cu, device))
+    return _Lens(tuple(lens), upload.add(cu))
 
 
-def _page_table(works: Sequence[Work], page_size: int, max_pages: int) -> npt.NDArray[np.int32]:
-    """[works, width] int32; a row is filled up with the sequence's own first page."""
+def page_table(works: Sequence[Work], page_size: int, max_pages: int) -> npt.NDArray[np.int32]:
+    """[works, width] int32, as wide as the longest needs; a row is filled up with the sequence's
+    own first page.
+    """
     needed = [-(-(w.start + w.length) // page_size) for w in works]
     width = max(needed, default=1)
     assert width <= max_pages, f"a sequence has {width} pages, the limit is {max_pages}"
-    pad = [[w.pages[0]] * (width - n) for w, n in zip(works, needed, strict=True)]
-    rows = (w.pages[:n] + p for w, n, p in zip(works, needed, pad, strict=True))
-    flat = np.fromiter(chain.from_iterable(rows), np.int32, len(works) * width)
-    return flat.reshape(len(works), width)
+    flat: list[int] = []
+    for work, used in zip(works, needed, strict=True):
+        flat += work.pages[:used]
+        flat += work.pages[:1] * (width - used)
+    return np.array(flat, np.int32).reshape(len(works), width)
 
 
-def _input_ids(
-    decodes: Sequence[Work], prefills: Sequence[Work], last_tokens: Tensor, device: Any
-) -> Tensor:
-    """[tokens] int64: gathered on the device for decodes, known to the host for the rest."""
-    parts = []
-    if decodes:
-        taken = _tensor(np.array([w.row for w in decodes], np.int64), device)
-        parts.append(last_tokens[taken])
-    if prefills:
-        known = chain.from_iterable(w.tokens for w in prefills if w.tokens is not None)
-        count = sum(w.length for w in prefills)
-        parts.append(_tensor(np.fromiter(known, np.int64, count), device))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _input_ids(works: Sequence[Work], num_decode: int, width: int) -> Ints:
+    """[tokens]: places in last_tokens for decode works, then the token ids of the others."""
+    assert all(w.length <= width for w in works[:num_decode])
+    rows = (w.row * width + j for w in works[:num_decode] for j in range(w.length))
+    known = chain.from_iterable(w.tokens for w in works[num_decode:] if w.tokens is not None)
+    return np.fromiter(chain(rows, known), np.int64, sum(w.length for w in works))
 
 
-def _prefix_chunks(lens: Sequence[int], limit: int, device: Any) -> Iterator[PrefixChunk]:
-    """Cut cached lengths into pieces of at most `limit` tokens, sequence after sequence."""
+def _with_last_tokens(ids: Tensor, num_decode: int, last_tokens: Tensor) -> Tensor:
+    """[tokens] int64: the first, of decode works, are places that give way to what lies there."""
+    if num_decode == ids.shape[0]:
+        return last_tokens.index_select(0, ids)
+    if num_decode:
+        return torch.cat((last_tokens.index_select(0, ids[:num_decode]), ids[num_decode:]))
+    return ids
+
+
+def _prefix_chunks(lens: Sequence[int], limit: int, upload: Upload) -> Iterator[tuple[int, _Lens]]:
+    """(number of the starts, lengths): pieces of the cached lengths, at most `limit` tokens each,
+    sequence after sequence.
+    """
     done = 0  # tokens of all prefixes, end to end
     ends = np.cumsum(lens)
     begins = ends - lens
@@ -111,19 +181,17 @@ def _prefix_chunks(lens: Sequence[int], limit: int, device: Any) -> Iterator[Pre
     while done < total:
         low = np.clip(done, begins, ends)
         high = np.clip(min(done + limit, total), begins, ends)
-        yield PrefixChunk(
-            starts=_tensor(low - begins, device), segs=_segments((high - low).tolist(), device)
-        )
+        yield upload.add(low - begins), _segments((high - low).tolist(), upload)
         done += limit
 
 
 def num_logit_rows(work: Work) -> int:
-    """Rows of logits of one work: of its last token if it samples, of all for prompt_logprobs.
+    """Rows of logits of one work: where it draws, and of all tokens for prompt_logprobs.
 
     Row j of the latter predicts the prompt token at start + 1 + j; if it samples too, its last
     row is the one to sample from.
     """
-    return work.length if work.prompt_logprobs is not None else int(work.sample)
+    return work.length if work.prompt_logprobs is not None else work.draws
 
 
 def _logit_rows(works: Sequence[Work], cu: Ints) -> Ints:

@@ -8,24 +8,41 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.engine.adapters import Adapters
+from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.ranks import Leader
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.step import PutAdapter, StepPlan
 from ds_runtime.eos import eos_ids
-from ds_runtime.errors import QueueFullError, RequestError
+from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError
+from ds_runtime.grammar.guide import Guide
+from ds_runtime.grammar.library import Grammars
 from ds_runtime.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
 
 
 class Engine:
-    """Rank 0's engine. `leader` reaches the other ranks, if there are any."""
+    """Rank 0's engine. `leader` reaches the other ranks, if there are any.
+
+    Where the device computes beside the host, a step is scheduled and launched before the results
+    of the one before are awaited. What those change (an end, an abort) is seen a step late: the
+    scheduler drops what a request got beyond its end.
+    """
 
     def __init__(self, assembly: Assembly, runner: Runner, leader: Leader | None = None) -> None:
         config = assembly.config
@@ -36,27 +53,47 @@ class Engine:
             context_length=runner.context_length,
             vocab_size=assembly.model.vocab_size,
             page_size=config.page_size,
-            max_running=config.max_running,
+            max_running=config.max_running_requests,
             max_step_tokens=config.max_step_tokens,
-            prefill_chunk=config.prefill_chunk,
-            queue_limit=config.queue_limit,
+            prefill_chunk=config.chunked_prefill_size,
+            queue_limit=config.max_queued_requests,
             policy=config.policy,
             eos=eos_tokens(assembly.folder, assembly.model),
+            drafts=runner.width - 1,
         )
-        prefix = PrefixCache(config.page_size) if config.prefix_cache else None
+        self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
+        self._compiling: list[tuple[Submit, Future[LLMatcher]]] = []
+        prefix = PrefixCache(config.page_size) if not config.disable_radix_cache else None
         self.scheduler = Scheduler(limits, PagePool(runner.num_pages), prefix)
+        self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
+        self._launched: deque[tuple[StepPlan, Handle]] = deque()  # results not collected yet
+        overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
+        self._ahead = int(overlaps)  # steps launched before the oldest is collected
         self._step_seconds = 0.0
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._compiling)
 
     def submit(self, message: Submit) -> Failed | None:
-        """Queue one choice, or say why not."""
+        """Queue one choice, or say why not. With rules for its output it waits for their grammar;
+        what is wrong with those comes out of a step.
+        """
+        if (rules := message.params.rules) is None:
+            return self._queue(message, None)
+        limit = self.scheduler.limits.queue_limit
+        if len(self._compiling) + len(self.scheduler.waiting) >= limit:
+            said = f"{limit} requests are waiting (--max-queued-requests): try again later"
+            return Failed(message.rid, "queue_full", said)
+        self._compiling.append((message, self._grammars.ask(rules)))
+        return None
+
+    def _queue(self, message: Submit, guide: Guide | None) -> Failed | None:
         try:
-            self.scheduler.submit(message)
+            adapter = self.adapters.find(message.adapter) if message.adapter else None
+            self.scheduler.submit(message, guide, adapter)
         except QueueFullError as e:
             return Failed(message.rid, "queue_full", str(e))
         except RequestError as e:
@@ -65,38 +102,98 @@ class Engine:
 
     def abort(self, rids: Iterable[str]) -> None:
         """Forget requests at once; unknown ids are ignored."""
+        rids = set(rids)
+        self._compiling = [pair for pair in self._compiling if pair[0].rid not in rids]
         self.scheduler.abort(rids)
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter; requests under way go on. RequestError says why it cannot be."""
+        try:
+            held = self.adapters.place(name, Path(folder).expanduser().absolute())
+            message = PutAdapter(held.slot, str(held.folder))
+            if self.leader is not None:
+                self.leader.send(message)
+            self.runner.put_adapter(message)
+        except (ConfigError, CheckpointError) as e:
+            raise RequestError(str(e), "lora_path") from e
+        self.adapters.add(held)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter's place. RequestError if it is not loaded, or requests use it."""
+        held = self.adapters.find(name)
+        waiting = sum(message.adapter == name for message, _ in self._compiling)
+        if users := self.scheduler.uses(held) + waiting:
+            raise RequestError(
+                f"adapter {name!r} is in use by {users} requests: wait until they end, or abort "
+                "them",
+                "lora_name",
+            )
+        self.adapters.remove(held)
+        self.scheduler.holdings.forget(held.key)
 
     def flush(self) -> int:
         """Empty the prefix cache; pages freed."""
         return self.scheduler.flush()
 
-    def step(self) -> list[Tokens]:
+    def step(self) -> list[Tokens | Failed]:
         """Schedule, launch, collect; new tokens of every request that got some."""
         start = time.perf_counter()
+        messages = self._compiled() if self._compiling else []
+        while self._launched and self.scheduler.awaits_token:
+            messages += self._collect()
         plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        if self.leader is not None:
-            self.leader.send(plan)
-        result = self.runner.collect(self.runner.launch(plan))
-        messages = self.scheduler.update(plan, result)
+        if plan is not None:
+            if self.leader is not None:
+                self.leader.send(plan)
+            self._launched.append((plan, self.runner.launch(plan)))
+        stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
+        if stepped:
+            messages += self._collect()
         self._step_seconds += time.perf_counter() - start
-        self._observers.tell(self, messages)
+        if stepped:
+            self._observers.tell(self, messages)
+        return messages
+
+    def _collect(self) -> list[Tokens | Failed]:
+        done, handle = self._launched.popleft()
+        return self.scheduler.update(done, self.runner.collect(handle))
+
+    def _compiled(self) -> list[Tokens | Failed]:
+        """Queue what has its grammar; with nothing else to do, wait a little for the next."""
+        if not self.scheduler.has_work:
+            wait([future for _, future in self._compiling], _COMPILE_WAIT, FIRST_COMPLETED)
+        ready = [pair for pair in self._compiling if pair[1].done()]
+        self._compiling = [pair for pair in self._compiling if not pair[1].done()]
+        messages = list[Tokens | Failed]()
+        for message, future in ready:
+            rules = message.params.rules
+            assert rules is not None
+            error = future.exception()
+            if error is None:
+                failed = self._queue(message, self._grammars.guide(rules, future.result()))
+            elif isinstance(error, RequestError):
+                failed = Failed(message.rid, "invalid", str(error), error.param)
+            else:
+                said = f"{rules.param} cannot be compiled: {type(error).__name__}: {error}"
+                failed = Failed(message.rid, "invalid", said, rules.param)
+            if failed is not None:
+                messages.append(failed)
         return messages
 
     def stats(self) -> Stats:
         """Counters since start and gauges now."""
         stats = self.scheduler.stats()
         stats.step_seconds = self._step_seconds
+        stats.waiting += len(self._compiling)
         return stats
 
     def close(self) -> None:
         """Let the other ranks go and leave the group."""
+        self._grammars.close()
         if self.leader is not None:
             self.leader.close()
             with contextlib.suppress(RuntimeError):  # they may be gone already
-                self.runner.comm.close()
+                self.runner.close()
 
 
 class _Observers:
@@ -106,12 +203,12 @@ class _Observers:
         found = assembly.plugins.call("ds_observer", config=assembly.config)
         self._seen = [(name, observer) for name, observer in found if observer is not None]
 
-    def tell(self, engine: Engine, messages: list[Tokens]) -> None:
+    def tell(self, engine: Engine, messages: list[Tokens | Failed]) -> None:
         """`on_step(stats)` once, then `on_finish(tokens)` for every request that ended."""
         if not self._seen:
             return
         stats = engine.stats()
-        finished = [m for m in messages if m.finish is not None]
+        finished = [m for m in messages if isinstance(m, Tokens) and m.finish is not None]
         for name, observer in list(self._seen):
             try:
                 _call(observer, "on_step", stats)

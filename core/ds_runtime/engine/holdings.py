@@ -40,9 +40,9 @@ class Holdings:
         left, if only by eviction.
         """
         prefix, pages = self.prefix, list[int]()
-        node = prefix.root if prefix else None
+        node = prefix.root(request.weights) if prefix else None
         if prefix and reads_cache:
-            node, pages = prefix.match(request.tokens(0, request.total_len))
+            node, pages = prefix.match(request.tokens(0, request.total_len), request.weights)
             prefix.lock(node)
         needed = -(-request.total_len // self.page_size) - len(pages)
         if not self._make_room(needed, reserve):
@@ -64,6 +64,16 @@ class Holdings:
         request.pages += self.pool.alloc(1)
         return True
 
+    def cover(self, request: Request, count: int, reserve: int) -> int:
+        """How many of the next `count` tokens have pages, once it has got what can be spared.
+
+        For drafts, which may stay without: nobody is preempted for them. `reserve` as in `take`.
+        """
+        missing = -(-(request.num_computed + count) // self.page_size) - len(request.pages)
+        if missing > 0 and self._make_room(missing, reserve):
+            request.pages += self.pool.alloc(missing)
+        return min(count, len(request.pages) * self.page_size - request.num_computed)
+
     def _make_room(self, count: int, reserve: int = 0) -> bool:
         """Evict until `count` pages are free, if `reserve` more could follow."""
         if self.pool.num_free + self.num_cached < count + reserve:
@@ -80,11 +90,17 @@ class Holdings:
             self.prefix.unlock(request.node)
         self.pool.free(request.pages[request.num_shared :])
         request.row, request.node, request.on_device = -1, None, False
+        request.num_drafts, request.drafts, request.is_verifying = 0, [], False
         request.pages, request.num_shared, request.num_computed = [], 0, 0
 
     def share(self, request: Request, computed: int) -> None:
-        """Bring the request's full pages below token `computed` into the prefix cache."""
+        """Bring the request's full pages below token `computed` into the prefix cache.
+
+        Not those with reasoning, where the request asks so: no later prompt begins with it.
+        """
         size, first = self.page_size, request.num_shared
+        if request.max_shared is not None:
+            computed = min(computed, request.max_shared)
         last = computed // size
         if self.prefix is None or last <= first:
             return
@@ -94,6 +110,11 @@ class Holdings:
         request.pages[first:last] = path.pages
         request.node, request.num_shared = path.node, last
         self.pool.free(twins)
+
+    def forget(self, weights: int) -> None:
+        """Nothing that these weights made is read again."""
+        if self.prefix is not None:
+            self.prefix.forget(weights)
 
     def flush(self) -> int:
         """Empty the prefix cache; the number of pages freed."""

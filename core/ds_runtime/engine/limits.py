@@ -11,7 +11,10 @@ from ds_runtime.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority"."""
+    """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority".
+
+    `drafts`: tokens that are drafted behind a sampled one.
+    """
 
     context_length: int
     vocab_size: int
@@ -22,6 +25,7 @@ class SchedulerLimits:
     queue_limit: int = 1024
     policy: str = "fifo"
     eos: tuple[int, ...] = ()
+    drafts: int = 0
 
 
 def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> None:

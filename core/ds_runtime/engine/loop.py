@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 import zmq
 
@@ -10,10 +11,14 @@ from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import (
     Abort,
+    Adapt,
+    Adapted,
     Dead,
     Flush,
     Flushed,
     FromEngine,
+    Profile,
+    Profiled,
     Ready,
     Stop,
     Submit,
@@ -22,10 +27,11 @@ from ds_runtime.engine.messages import (
     decode_to_engine,
     encoder,
 )
+from ds_runtime.engine.profiler import Profiler
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
-from ds_runtime.errors import DsRuntimeError
+from ds_runtime.errors import DsRuntimeError, RequestError
 
 _STATS_SECONDS = 0.25
 
@@ -40,6 +46,7 @@ class EngineLoop:
         self._stopped = False
         self._stats_due = 0.0
         self._told_idle = False
+        self._profiler = Profiler()
 
     def run(self) -> None:
         """Until a Stop message."""
@@ -75,6 +82,10 @@ class EngineLoop:
             self.engine.abort(message.rids)
         elif isinstance(message, Flush):
             self.emit(Flushed(message.token, self.engine.flush()))
+        elif isinstance(message, Profile):
+            self._profile(message)
+        elif isinstance(message, Adapt):
+            self._adapt(message)
         elif isinstance(message, Stop):
             self._stopped = True
 
@@ -82,6 +93,29 @@ class EngineLoop:
         failed = self.engine.submit(submit)
         if failed is not None:
             self.emit(failed)
+
+    def _profile(self, message: Profile) -> None:
+        try:
+            profiler, path = self._profiler, ""
+            if message.folder is None:
+                path = profiler.stop()
+            else:
+                profiler.start(message.folder)
+        except RequestError as e:
+            self.emit(Profiled(message.token, refused=str(e)))
+        else:
+            self.emit(Profiled(message.token, path))
+
+    def _adapt(self, message: Adapt) -> None:
+        refused = ""
+        try:
+            if message.folder is None:
+                self.engine.unload_adapter(message.name)
+            else:
+                self.engine.load_adapter(message.name, message.folder)
+        except RequestError as e:
+            refused = str(e)
+        self.emit(Adapted(message.token, self.engine.adapters.names, refused))
 
     def _tell_stats(self) -> None:
         """A few times a second, and once more when the last request has left."""
@@ -121,5 +155,8 @@ def ready(engine: Engine) -> Ready:
         vocab_size=engine.assembly.model.vocab_size,
         kv_tokens=runner.kv_tokens,
         page_size=engine.assembly.config.page_size,
-        queue_limit=engine.assembly.config.queue_limit,
+        queue_limit=engine.assembly.config.max_queued_requests,
+        adapters=engine.adapters.names,
+        settings=asdict(engine.assembly.config),
+        plan=engine.assembly.plan.to_dict(),
     )

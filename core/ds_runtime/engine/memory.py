@@ -9,7 +9,6 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.progress import amount
 
 FULL_CONTEXTS = 8
-FREE_SHARE = 0.25
 
 
 def context_length(assembly: Assembly) -> int:
@@ -31,7 +30,7 @@ class KvMemory:
     pages: int
     page_bytes: int
     free: int
-    explicit: bool
+    share: float | None  # of the free memory; None: the user's --kv-memory or fraction
     page_size: int
 
     @property
@@ -44,22 +43,27 @@ class KvMemory:
         needed = amount(-(-context // self.page_size) * self.page_bytes)
         have = amount(pages * self.page_bytes)
         fits = pages * self.page_size
-        what = "--kv-memory gives" if self.explicit else f"{FREE_SHARE:.0%} of free memory is"
+        given = self.share is None
+        what = "your setting gives" if given else f"{self.share:.0%} of free memory is"
         lower = f"lower --context-length, e.g. to {fits}, or " if fits else ""
         return ConfigError(
             f"KV cache: one context of {context} tokens needs {needed}, but {what} {have}, "
-            f"{fits} tokens; {amount(self.free)} are free: {lower}raise --kv-memory"
+            f"{fits} tokens; {amount(self.free)} are free: {lower}raise --kv-memory "
+            "or --mem-fraction-static"
         )
 
 
-def kv_memory(assembly: Assembly, free: int, context: int) -> KvMemory:
-    """Pages for the KV cache of one rank with `free` bytes of memory left after loading."""
+def kv_memory(assembly: Assembly, free: int, total: int, context: int) -> KvMemory:
+    """Pages for the KV cache of one rank that has `total` bytes of memory, `free` of them left
+    after loading."""
     config = assembly.config
     facts = assembly.binding.base
-    per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.model.layers
+    per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.cached_layers
+    if (index := assembly.binding.index_layout) is not None:
+        per_token += index.bytes_per_token(facts) * assembly.model.indexers
     page_bytes = per_token * config.page_size
     one = -(-context // config.page_size)
-    explicit = config.kv_memory is not None
+    share = None
     if config.kv_memory is not None:
         if config.kv_memory > free:
             raise ConfigError(
@@ -67,6 +71,16 @@ def kv_memory(assembly: Assembly, free: int, context: int) -> KvMemory:
                 "loading the weights; give less"
             )
         pages = config.kv_memory // page_bytes
+    elif config.mem_fraction_static is not None:
+        rest = int(total * (1.0 - config.mem_fraction_static))  # what is to stay free
+        if rest >= free:
+            raise ConfigError(
+                f"--mem-fraction-static {config.mem_fraction_static:g}: of {amount(total)}, the "
+                f"weights leave {amount(free)} free, and {amount(rest)} are to stay so: nothing "
+                "is left for the KV cache; raise it"
+            )
+        pages = (free - rest) // page_bytes
     else:
-        pages = min(FULL_CONTEXTS * one, int(free * FREE_SHARE) // page_bytes)
-    return KvMemory(pages, page_bytes, free, explicit, config.page_size)
+        share = assembly.platform.kv_share
+        pages = min(FULL_CONTEXTS * one, int(free * share) // page_bytes)
+    return KvMemory(pages, page_bytes, free, share, config.page_size)

@@ -1,11 +1,14 @@
 """The messages between the front end (HTTP, tokenisation) and the engine. msgpack, tagged.
 
-Front end → engine: Submit, SubmitGroup, Abort, Flush, Stop. Engine → front end: Ready, Tokens,
-Failed, Stats, Flushed, Dead. One request id is one choice: a prompt with n choices is one
-SubmitGroup, which the engine takes as n Submits with `choice` 0…n−1 and one `group`.
+Front end → engine: Submit, SubmitGroup, Abort, Flush, Profile, Adapt, Stop. Engine → front end:
+Ready, Tokens, Failed, Stats, Flushed, Profiled, Adapted, Dead. One request id is one choice: a
+prompt with n choices is one SubmitGroup, which the engine takes as n Submits with `choice` 0…n−1
+and one `group`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -13,7 +16,11 @@ from ds_runtime.sampling_params import SamplingParams
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
-    """One choice to generate. Those with the same `group` have the same prompt; "" is none."""
+    """One choice to generate. Those with the same `group` have the same prompt; "" is none.
+
+    `think_id`: the token that opens reasoning, where reasoning is to stay out of the prefix cache.
+    `adapter`: the name of a low-rank adapter; "" is the model itself.
+    """
 
     rid: str
     prompt: list[int]
@@ -22,6 +29,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     choice: int = 0
     group: str = ""
     priority: int = 0
+    think_id: int | None = None
+    adapter: str = ""
 
 
 class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
@@ -33,6 +42,8 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
     seed: int
     group: str
     priority: int = 0
+    think_id: int | None = None
+    adapter: str = ""
 
     def choices(self) -> list[Submit]:
         """One Submit per choice; they share the prompt's list.
@@ -52,6 +63,8 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
                 choice=choice,
                 group=self.group if len(self.rids) > 1 else "",
                 priority=self.priority,
+                think_id=self.think_id,
+                adapter=self.adapter,
             )
             for choice, rid in enumerate(self.rids)
         ]
@@ -66,6 +79,21 @@ class Abort(msgspec.Struct, tag=True):
 class Flush(msgspec.Struct, tag=True):
     """Empty the prefix cache."""
 
+    token: str = ""
+
+
+class Profile(msgspec.Struct, tag=True):
+    """Start to profile and keep the trace for `folder`, or with None stop and write it."""
+
+    folder: str | None = None
+    token: str = ""
+
+
+class Adapt(msgspec.Struct, tag=True):
+    """Load the adapter in `folder` under a name, or with None unload it."""
+
+    name: str
+    folder: str | None = None
     token: str = ""
 
 
@@ -86,7 +114,8 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
 
     finish "stop" with `stop_token` set: the last token of `tokens` is an EOS or stop id.
     `prompt_logprobs` comes once, with the first tokens: one entry per prompt position, the first
-    is None.
+    is None. `prefill_seconds` comes with the first tokens, too: from the plan of the request's
+    first step to now.
     """
 
     rid: str
@@ -96,6 +125,7 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
     finish: str | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    prefill_seconds: float | None = None
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -111,7 +141,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     """Counters since start and gauges now, sent at most a few times a second.
 
     `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
-    neither they nor `pages_free` count are those that running requests use.
+    neither they nor `pages_free` count are those that running requests use. Of speculation:
+    `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
+    them were right.
     """
 
     running: int = 0
@@ -124,6 +156,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    verified: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     step_seconds: float = 0.0
 
 
@@ -134,8 +169,27 @@ class Flushed(msgspec.Struct, tag=True):
     pages: int
 
 
+class Profiled(msgspec.Struct, tag=True):
+    """Answer to Profile: the file that was written, "" at the start; or why it was refused."""
+
+    token: str
+    path: str = ""
+    refused: str = ""
+
+
+class Adapted(msgspec.Struct, tag=True):
+    """Answer to Adapt: done, or why it was refused. `adapters`: the names that are loaded now."""
+
+    token: str
+    adapters: list[str]
+    refused: str = ""
+
+
 class Ready(msgspec.Struct, tag=True, kw_only=True):
-    """The engine is loaded and has run a warm-up step. `banner` is what the operator sees."""
+    """The engine is loaded and has run a warm-up step. `banner` is what the operator sees.
+
+    `settings` are the fields of EngineConfig as they were settled, `plan` is `Plan.to_dict()`.
+    """
 
     banner: str
     context_length: int
@@ -143,6 +197,9 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     kv_tokens: int
     page_size: int
     queue_limit: int
+    adapters: list[str] = []
+    settings: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
 
 
 class Dead(msgspec.Struct, tag=True):
@@ -151,8 +208,8 @@ class Dead(msgspec.Struct, tag=True):
     reason: str
 
 
-ToEngine = Submit | SubmitGroup | Abort | Flush | Stop
-FromEngine = Tokens | Failed | Stats | Flushed | Ready | Dead
+ToEngine = Submit | SubmitGroup | Abort | Flush | Profile | Adapt | Stop
+FromEngine = Tokens | Failed | Stats | Flushed | Profiled | Adapted | Ready | Dead
 
 encoder = msgspec.msgpack.Encoder()
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine)

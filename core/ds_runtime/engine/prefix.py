@@ -1,6 +1,7 @@
 """Prefix cache: a tree over whole pages, so that equal prompt beginnings are computed once.
 
-One node is one full page of tokens, below the node of the page before it. Running requests hold
+One node is one full page of tokens, below the node of the page before it. KV of other weights (a
+low-rank adapter's) hangs below another root, as other KV of the same tokens. Running requests hold
 references on the path that they read; a node without references may be evicted once it has no
 children, least recently used first. Only page ids live here, the bytes are the device's.
 """
@@ -39,7 +40,7 @@ class PrefixCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.num_evictable = 0
-        self._root = Node(None, (), -1)
+        self._roots: dict[int, Node] = {}
         self._nodes: dict[int, Node] = {}  # page → node
         self._clock = 0
         self._oldest: list[tuple[int, int, Node]] = []  # heap of leaves, some entries outdated
@@ -49,16 +50,16 @@ class PrefixCache:
         """Pages in the tree, whether running requests read them or not."""
         return len(self._nodes)
 
-    @property
-    def root(self) -> Node:
-        return self._root
+    def root(self, weights: int = 0) -> Node:
+        """Above all pages of one set of weights; 0 are the model's own."""
+        return self._roots.setdefault(weights, Node(None, (), -1))
 
-    def match(self, tokens: Sequence[int]) -> Match:
+    def match(self, tokens: Sequence[int], weights: int = 0) -> Match:
         """The longest cached beginning of `tokens` that leaves at least one token to compute.
 
         Takes no reference: `lock` the node before anything is evicted.
         """
-        node, pages, size = self._root, [], self.page_size
+        node, pages, size = self.root(weights), [], self.page_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -134,8 +135,12 @@ class PrefixCache:
         Pages that running requests read stay until those end, out of reach of new ones.
         """
         dropped = self.evict(self.num_evictable)
-        self._root = Node(None, (), -1)
+        self._roots = {}
         return dropped
+
+    def forget(self, weights: int) -> None:
+        """No later prompt matches what these weights made; its pages leave as they grow old."""
+        self._roots.pop(weights, None)
 
     def _refer(self, node: Node) -> None:
         if node.num_refs == 0:

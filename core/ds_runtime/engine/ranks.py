@@ -6,6 +6,7 @@ idle for days, which a collective may not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -17,9 +18,9 @@ import zmq
 from ds_runtime.assemble import Assembly
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.runner import Runner
-from ds_runtime.engine.step import StepPlan
+from ds_runtime.engine.step import PutAdapter, StepPlan
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
-from ds_runtime.errors import ConfigError, EngineDeadError
+from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.plan import Plan, difference
 from ds_runtime.platform.spec import Communicator
@@ -89,8 +90,8 @@ class Leader:
                     f"rank {names} did not start within {timeout:.0f} s (--dist-timeout)"
                 )
 
-    def send(self, plan: StepPlan) -> None:
-        """Have every other rank launch `plan`."""
+    def send(self, plan: StepPlan | PutAdapter) -> None:
+        """Have every other rank do the same."""
         if self._peers:
             data = self._encoder.encode(plan)
             for peer in self._peers:
@@ -104,7 +105,7 @@ class Leader:
 
 
 def follow(spec: RankSpec) -> None:
-    """The life of a rank other than 0: launch what rank 0 launches, until it says to leave."""
+    """The life of a rank other than 0: do what rank 0 does, until it says to leave."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = bind_pull(context, ipc(spec.folder, f"rank{spec.rank}"))
     assembly = spec.assemble()
@@ -112,8 +113,13 @@ def follow(spec: RankSpec) -> None:
     hello.send(str(spec.rank).encode())
     comm = join(spec, assembly)
     runner = start_runner(spec, assembly, comm)
-    decoder = msgspec.msgpack.Decoder(StepPlan)
+    decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter)
     while data := inbox.recv():
-        runner.launch(decoder.decode(data))
-    comm.close()
+        message = decoder.decode(data)
+        if isinstance(message, StepPlan):
+            runner.launch(message)
+        else:
+            with contextlib.suppress(CheckpointError):  # rank 0 has it, too, and tells
+                runner.put_adapter(message)
+    runner.close()
     context.destroy(linger=0)

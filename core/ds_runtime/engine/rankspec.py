@@ -30,8 +30,10 @@ class RankSpec:
 
     def process_env(self) -> Mapping[str, str]:
         """What the platform wants in the environment of a rank's process."""
-        plugins = load_plugins(self.config.plugins, [import_module(m) for m in self.plugins])
-        platform, _ = select_platform(plugins, self.config.platform)
+        config, extra = self.config, [import_module(m) for m in self.plugins]
+        plugins = load_plugins(config.plugins, extra, allowlist=config.plugin_allowlist)
+        platform, _ = select_platform(plugins, config.platform, config.allow_platform_downgrade)
+        platform.configure(config)
         return platform.process_env()
 
     def assemble(self) -> Assembly:

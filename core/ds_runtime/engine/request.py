@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec.structs import replace
+
+from ds_runtime.engine.adapters import Held
 from ds_runtime.engine.messages import Submit, TokenLogprob
 from ds_runtime.engine.prefix import Node
 from ds_runtime.engine.step import RowInit
+from ds_runtime.grammar.guide import Guide
 from ds_runtime.sampling_params import SamplingParams
 
 
@@ -29,6 +33,9 @@ class Group:
     is_computed: bool = False
 
 
+_OPENING = 4  # tokens at a prompt's end among which one that opens reasoning stands
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One choice. Lengths and counts are in tokens.
@@ -37,7 +44,14 @@ class Request:
     `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
     `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
     of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
-    `on_device`: the last token of the sequence was sampled in this row.
+    If `max_shared` is set, by the prompt's end or `think_id` in the output, only so many tokens may
+    enter the prefix cache.
+    `on_device`: the last token of the sequence was sampled in this row. `guide`: the grammar that
+    the output follows; which token may come next is known once the last one is. `admitted`: when
+    its first step was planned, by `time.monotonic`. `adapter`: None for the model itself.
+    `limit` bounds the tokens that the engine can hold. `num_drafts` drafts lie behind the last
+    token in this row, `drafts` where a guide needs to know them; `is_verifying`: how many of them
+    were right is not known, and so not where the sequence ends.
     """
 
     rid: str
@@ -48,7 +62,12 @@ class Request:
     order: tuple[int, int]
     stop_ids: frozenset[int]
     max_len: int
+    limit: int
+    guide: Guide | None = None
     group: Group | None = None
+    think_id: int | None = None
+    adapter: Held | None = None
+    max_shared: int | None = None
 
     output: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
@@ -61,17 +80,28 @@ class Request:
     num_pending: int = 0
     num_in_flight: int = 0
     on_device: bool = False
+    num_drafts: int = 0
+    drafts: list[int] = field(default_factory=list)
+    is_verifying: bool = False
     cached_tokens: int | None = None
+    admitted: float = 0.0
 
     @staticmethod
-    def create(submit: Submit, order: tuple[int, int], eos: tuple[int, ...], limit: int) -> Request:
+    def create(
+        submit: Submit,
+        order: tuple[int, int],
+        eos: tuple[int, ...],
+        limit: int,
+        guide: Guide | None = None,
+        adapter: Held | None = None,
+    ) -> Request:
         """From its message. `limit`: the longest sequence that the engine can hold."""
         params = submit.params
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos)
         max_len = limit
         if params.max_tokens is not None:
             max_len = min(limit, len(submit.prompt) + params.max_tokens)
-        return Request(
+        request = Request(
             rid=submit.rid,
             prompt=submit.prompt,
             params=params,
@@ -80,7 +110,25 @@ class Request:
             order=order,
             stop_ids=stop_ids,
             max_len=max_len,
+            limit=limit,
+            guide=guide,
+            think_id=submit.think_id,
+            adapter=adapter,
         )
+        if submit.think_id in submit.prompt[-_OPENING:]:
+            request.max_shared = len(submit.prompt)
+        return request
+
+    def append(self, token: int) -> None:
+        """A sampled token."""
+        if token == self.think_id and self.max_shared is None:
+            self.max_shared = self.prompt_len + len(self.output)
+        self.output.append(token)
+
+    @property
+    def weights(self) -> int:
+        """What tells its KV from that of the same tokens under another adapter."""
+        return 0 if self.adapter is None else self.adapter.key
 
     @property
     def prompt_len(self) -> int:
@@ -107,7 +155,14 @@ class Request:
     @property
     def can_decode(self) -> bool:
         """Whether one more token is wanted after the last sampled one, as far as is known."""
-        return self.is_running and self.on_device and self.total_len < self.max_len
+        if not (self.is_running and self.on_device and self.total_len < self.max_len):
+            return False
+        return not self.awaits_token
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether nothing can follow until the sampled token is known."""
+        return self.num_pending > 0 and (self.guide is not None or self.is_verifying)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -128,7 +183,7 @@ class Request:
         """What ranks need to know when it takes its row."""
         return RowInit(
             row=self.row,
-            params=self.params,
+            params=self.params if self.guide is None else replace(self.params, rules=None),
             seed=self.seed,
             choice=self.choice,
             prompt=self.prompt,

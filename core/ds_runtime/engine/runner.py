@@ -6,50 +6,53 @@ the loop may schedule the next step in between.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
-from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_runtime.assemble import Assembly
-from ds_runtime.engine.batch import build_batch, num_logit_rows
+from ds_runtime.engine.batch import build_batch
+from ds_runtime.engine.graphs import DecodeGraph, DecodeGraphs, Place, graph_sizes
+from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
-from ds_runtime.engine.sampler import Draw, Drawn, LogprobGroup, Sampler
-from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
-from ds_runtime.errors import CheckpointError
-from ds_runtime.model.weights import load_model
+from ds_runtime.engine.sampler import Draws, Sampler
+from ds_runtime.engine.speculate import Speculator
+from ds_runtime.engine.step import PutAdapter, RowInit, StepPlan, StepResult, Work
+from ds_runtime.engine.transfer import Upload, put
+from ds_runtime.engine.verify import Claims, claim, judge
+from ds_runtime.errors import CheckpointError, DsRuntimeError
+from ds_runtime.model.adapter import Adapter
+from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import load_attr
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress
 from ds_runtime.sampling_params import SamplingParams
-
-_SCORE_ROWS = 64  # prompt positions whose logits are held at a time: 33 MB at 129 280 tokens
-
-
-@dataclass(slots=True)
-class Handle:
-    """A launched step: what its results are made of, still on the device."""
-
-    plan: StepPlan
-    drawn: Drawn | None = None
-    draw_works: list[int] = field(default_factory=list)  # index of the work, per draw
-    scores: list[list[LogprobGroup]] = field(default_factory=list)  # per _SCORE_ROWS scored rows
-    score_works: list[int] = field(default_factory=list)  # index of the work, per scored row
+from ds_runtime.speculation import Speculation
 
 
 class Runner:
     """Loads the model of one rank and runs steps.
 
     Raises ConfigError when the KV cache does not fit, CheckpointError for bad weights. `poison`
-    fills the caches with NaN, so that reading a page before writing it shows.
+    fills the caches with NaN, so that reading a page before writing it shows. `bound`: the ops,
+    where somebody watches them.
     """
 
     def __init__(
-        self, assembly: Assembly, comm: Communicator, rank: int = 0, *, poison: bool = False
+        self,
+        assembly: Assembly,
+        comm: Communicator,
+        rank: int = 0,
+        *,
+        poison: bool = False,
+        bound: BoundOps | None = None,
     ) -> None:
         self.assembly = assembly
         self.comm = comm
@@ -59,33 +62,74 @@ class Runner:
         self.device = self.platform.device(rank)
         self.context_length = context_length(assembly)
         self.max_pages = -(-self.context_length // self.config.page_size)
-        self.bound = BoundOps(assembly.binding)
+        self.bound = bound or BoundOps(assembly.binding)
+        self.speculation = Speculation.of(self.config)
+        self.width = self.speculation.tokens if self.speculation else 1
+        self.simulated: float | None = None  # probability of a draft, instead of its truth
         self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
+        draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
+        if assembly.lora is not None:
+            for slot, spec in enumerate(assembly.lora.adapters):
+                self.put_adapter(PutAdapter(slot, str(spec.folder)))
         self.states = {
             key: kernel.state(self._limits()) for key, kernel in self.bound.stateful.items()
         }
         self.sampler = Sampler(
             self.bound.at(-1, "sampler"),
-            self.config.max_running,
+            self.config.max_running_requests,
             assembly.model.vocab_size,
             self.device,
+            self.width,
         )
-        self.last_tokens = torch.zeros(
-            self.config.max_running, dtype=torch.int64, device=self.device
+        rows = self.config.max_running_requests + 1  # one for the spare rows of captured steps
+        self.last_tokens = torch.zeros(  # and the drafts behind it, per row
+            rows * self.width, dtype=torch.int64, device=self.device
         )
+        self.speculator: Speculator | None = None
+        if draft is not None:
+            self.speculator = Speculator(
+                draft,
+                self.bound,
+                self.states,
+                self.sampler,
+                self.last_tokens,
+                self.width,
+                self.context_length,
+            )
         self.memory = self._plan_memory()
         self.num_pages = self.memory.pages
-        self.caches = self._allocate(self.num_pages, poison)
+        captures = self.bound.base.graph_capture
+        self.caches = self._allocate(self.num_pages + captures, poison)
+        self.graphs = self._graphs() if captures else None
 
     def _limits(self) -> Limits:
         return Limits(
             max_tokens=self.config.max_step_tokens,
-            max_sequences=self.config.max_running,
+            max_sequences=self.config.max_running_requests,
             max_pages_per_sequence=self.max_pages,
             page_size=self.config.page_size,
             heads=self.assembly.model.heads // self.config.tp,
             device=self.device,
+            max_queries=self.width,
         )
+
+    def _graphs(self) -> DecodeGraphs:
+        """For decode steps, with the last page as the spare one."""
+        for cache in self.caches:
+            cache[-1].zero_()
+        place = Place(
+            model=self.model,
+            stateful=self.bound.stateful,
+            caches=self.caches,
+            spare_page=self.num_pages,
+            last_tokens=self.last_tokens,
+            limits=self._limits(),
+            vocab=self.assembly.model.vocab_size,
+            device=self.device,
+            adapts=self.assembly.lora is not None,
+        )
+        backend = self.platform.graph_backend(self.rank)
+        return DecodeGraphs(place, graph_sizes(self.config), backend)
 
     @property
     def kv_tokens(self) -> int:
@@ -96,29 +140,32 @@ class Runner:
         """The pages that every rank can hold: collective."""
         here = (socket.gethostname(), str(self.device))
         sharing = self.comm.gather_objects(here).count(here)  # and all have loaded by now
-        free = self.platform.memory(self.rank).free // sharing
-        mine = kv_memory(self.assembly, free, self.context_length)
+        memory = self.platform.memory(self.rank)
+        free, total = memory.free // sharing, memory.total // sharing
+        mine = kv_memory(self.assembly, free, total, self.context_length)
         pages = self.comm.gather_objects(mine.pages)
         fewest = min(pages)
         if fewest < self.max_pages:
             raise mine.too_small(fewest, self.context_length)
-        return KvMemory(fewest, mine.page_bytes, free, mine.explicit, mine.page_size)
+        return KvMemory(fewest, mine.page_bytes, free, mine.share, mine.page_size)
 
     def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:
-        """One cache per layer."""
-        layout, facts = self.bound.layout, self.bound.base
-        allocate = load_attr(layout.allocate)
-        layers = self.assembly.model.layers
+        """One cache per layer, the draft layer's last; where attention is sparse, behind these
+        one of index keys per layer with an indexer."""
+        model, facts = self.assembly.model, self.bound.base
+        layouts = [self.bound.layout] * self.assembly.cached_layers
+        if self.bound.index_layout is not None:
+            layouts += [self.bound.index_layout] * model.indexers
         caches: list[Tensor] = []
-        share = pages * self.memory.page_bytes // layers
         enabled = self.rank == 0 and not quiet
-        with Progress("allocating KV cache", share * layers, enabled=enabled) as progress:
-            for _ in range(layers):
-                cache = allocate(pages, facts, self.device)
-                if poison and cache.is_floating_point():
-                    cache.fill_(float("nan"))
+        total = pages * self.memory.page_bytes
+        with Progress("allocating KV cache", total, enabled=enabled) as progress:
+            for layout in layouts:
+                cache: Tensor = load_attr(layout.allocate)(pages, facts, self.device)
+                if poison:
+                    cache.fill_(float("nan") if cache.is_floating_point() else 255)
                 caches.append(cache)
-                progress.advance(share)
+                progress.advance(cache.nbytes)
         return caches
 
     def launch(self, plan: StepPlan) -> Handle:
@@ -129,101 +176,174 @@ class Runner:
     def _launch(self, plan: StepPlan, caches: list[Tensor]) -> Handle:
         for init in plan.init:
             self.sampler.start(init)
+        handle = Handle(plan, sort_rows(plan, lambda row: self.sampler.row(row).prompt))
+        graph = None
+        if self.graphs is not None and caches is self.caches:
+            graph = self.graphs.fitting(plan)
+        if graph is not None:
+            self._replay(graph, handle)
+        else:
+            self._run(handle, caches)
+        if self.rank == 0:  # nobody collects elsewhere
+            handle.download()
+        return handle
+
+    def _replay(self, graph: DecodeGraph, handle: Handle) -> None:
+        """A step of decode works alone, each with one draw."""
+        works, sent = handle.plan.works, Upload(self.device)
+        numbers = graph.add(works, sent)
+        draws = self.sampler.prepare(handle.wanted.draws, sent)
+        sent.send(graph.buffer)
+        self._draw(handle, draws, graph.replay(works, sent, numbers), sent)
+
+    def _draw(
+        self,
+        handle: Handle,
+        draws: Draws,
+        logits: Tensor,
+        sent: Upload,
+        claims: Claims | None = None,
+    ) -> Tensor | None:
+        """Draw the step's tokens; how many drafts of each work were right, if it drafts."""
+        place, kept, accepted = sent[draws.rows], None, None
+        drawn = inputs = None
+        if claims is not None and claims.most:
+            inputs = self.last_tokens[sent[claims.inputs]]
+        drawn = self.sampler.draw(logits, draws, sent, inputs)
+        tokens = drawn.tokens
+        if claims is not None:
+            first = sent[claims.firsts]
+            accepted = torch.zeros_like(first)
+            if inputs is not None:
+                accepted = judge(claims, tokens, inputs, sent)
+                kept = sent[claims.ahead] <= accepted[sent[claims.owners]]
+                handle.accepted = [accepted]
+            place, tokens = place[first], tokens[first + accepted]
+        self.last_tokens.index_copy_(0, place * self.width, tokens)
+        self.sampler.count(draws, drawn.tokens, sent, kept)
+        handle.tokens, handle.logprobs = [drawn.tokens], drawn.logprobs
+        return accepted
+
+    def _run(self, handle: Handle, caches: list[Tensor]) -> None:
+        """Any step, op by op."""
+        wanted, sent, speculator = handle.wanted, Upload(self.device), self.speculator
+        draws = self.sampler.prepare(wanted.draws, sent)
+        claims = None
+        if speculator is not None:
+            claims = claim(handle.plan, wanted, self.width, sent, self.simulated)
+            follow = speculator.follow(handle, sent)
         batch = build_batch(
-            plan,
+            handle.plan,
             self.config.page_size,
             self.max_pages,
             self.last_tokens,
-            self.device,
+            sent,
             self.config.prefix_chunk,
+            self.width,
         )
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
-        hidden = self.model.forward(batch, caches)  # [logit rows, hidden]
-        return self._sample(plan, hidden)
-
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> Handle:
-        """Sort the logit rows, which come work by work, into draws and prompt scores."""
-        handle = Handle(plan)
-        draws: list[Draw] = []
-        draw_rows: list[int] = []
-        scores: list[tuple[int, int]] = []  # (token, alternatives)
-        score_rows: list[int] = []
-        end = 0
-        for i, work in enumerate(plan.works):
-            begin, end = end, end + num_logit_rows(work)
-            if work.prompt_logprobs is not None:
-                prompt = self.sampler.row(work.row).prompt
-                targets = prompt[work.start + 1 : work.start + work.length + 1]
-                scores += [(token, work.prompt_logprobs) for token in targets]
-                score_rows += range(begin, begin + len(targets))
-                handle.score_works += [i] * len(targets)
-            if work.sample:
-                draws.append(Draw(work.row, work.start + work.length, work.logprobs))
-                draw_rows.append(end - 1)
-                handle.draw_works.append(i)
-        assert end == hidden.shape[0], f"{hidden.shape[0]} hidden rows, {end} are due"
-        if draws:
-            logits = self.model.logits(self._pick(hidden, draw_rows))
-            handle.drawn = self.sampler.draw(logits, draws)
-            index = torch.tensor([d.row for d in draws], dtype=torch.int64, device=self.device)
-            self.last_tokens.index_copy_(0, index, handle.drawn.tokens)
+        drafts, cached = self.assembly.model.layers, self.assembly.cached_layers
+        layers = [*caches[:drafts], *caches[cached:]]  # but the draft layer's
+        found = self.model.forward(batch, layers, every=speculator is not None)
+        # [logit rows, hidden]
+        hidden = found if speculator is None else found[batch.logit_rows]
+        assert hidden.shape[0] == wanted.rows, f"{hidden.shape[0]} rows, {wanted.rows} are due"
+        adapters = None
+        if batch.adapters is not None:  # as many as logit rows
+            adapters = batch.adapters[batch.logit_rows]
+        accepted = None
+        if wanted.draws:
+            logits = self._logits(hidden, adapters, wanted.draw_rows)
+            accepted = self._draw(handle, draws, logits, sent, claims)
             del logits
-        for first in range(0, len(scores), _SCORE_ROWS):
-            some = slice(first, first + _SCORE_ROWS)
-            logits = self.model.logits(self._pick(hidden, score_rows[some]))
-            handle.scores.append(self.sampler.score(logits, scores[some]))
+        for first in range(0, len(wanted.scores), SCORE_ROWS):
+            some = slice(first, first + SCORE_ROWS)
+            logits = self._logits(hidden, adapters, wanted.score_rows[some])
+            handle.scores.append(self.sampler.score(logits, wanted.scores[some]))
             del logits  # before the next slice's
-        return handle
+        if speculator is not None:
+            if accepted is None:
+                accepted = torch.zeros(0, dtype=torch.int64, device=self.device)
+            speculator.run(handle, follow, batch, found, accepted, sent, caches[drafts])
 
-    def _pick(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        if len(rows) == hidden.shape[0]:  # rows are distinct and rising
-            return hidden
-        return hidden[torch.tensor(rows, dtype=torch.int64, device=self.device)]
+    def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
+        """Of some of the logit rows."""
+        if len(rows) < hidden.shape[0]:  # rows are distinct and rising
+            picked = put(rows, np.int64, self.device)
+            hidden, adapters = hidden[picked], None if adapters is None else adapters[picked]
+        return self.model.logits(hidden, None, adapters)
+
+    @torch.inference_mode()
+    def put_adapter(self, message: PutAdapter) -> None:
+        """Read an adapter into a slot, on every rank or on none: collective.
+
+        Raises CheckpointError, on every rank alike, if one of them could not read it; the slot is
+        then as it was. Steps that were launched before are not disturbed.
+        """
+        slots = self.model.lora
+        assert slots is not None, "an engine without slots was sent an adapter"
+        staged, said = None, ""
+        try:
+            with contextlib.closing(Adapter(Path(message.folder), slots.modules)) as adapter:
+                staged = slots.stage(adapter)
+        except DsRuntimeError as e:
+            said = str(e)
+        except Exception as e:  # of the file system, or for want of memory
+            said = f"{message.folder}: {type(e).__name__}: {e}"
+        for other in self.comm.gather_objects(said):
+            if other:
+                raise CheckpointError(other)
+        assert staged is not None
+        slots.put(message.slot, staged)
 
     def collect(self, handle: Handle) -> StepResult:
-        """Wait for a launched step and bring its results to the host."""
-        works = [WorkResult(rid=w.rid) for w in handle.plan.works]
-        if handle.drawn is not None:
-            for i, token in zip(handle.draw_works, handle.drawn.tokens.tolist(), strict=True):
-                works[i].token = token
-            for group in handle.drawn.logprobs:
-                for owner, entry in group.fetch():
-                    works[handle.draw_works[owner]].logprob = entry
-        for number, groups in enumerate(handle.scores):
-            entries = dict(pair for group in groups for pair in group.fetch())
-            owners = handle.score_works[number * _SCORE_ROWS :]
-            for row in range(len(entries)):
-                works[owners[row]].prompt_logprobs.append(entries[row])
-        return StepResult(step=handle.plan.step, works=works)
+        """Wait for a launched step's results; steps launched after it are not waited for."""
+        return handle.result()
+
+    def close(self) -> None:
+        """Leave the group of ranks. Captured steps go first: while one could replay a collective,
+        its group does not end.
+        """
+        self.graphs = None
+        self.comm.close()
 
     def warm_up(self) -> None:
-        """Run a prefill and a decode step on pages of their own; nothing of them stays.
+        """Run a prefill and a decode step on pages of their own; nothing of them stays. Then
+        capture decode steps, where the platform can.
 
         CheckpointError when they give NaN: then nothing that is served would be right.
         """
-        length = min(self.context_length - 1, self.config.prefill_chunk, 2 * self.config.page_size)
+        length = min(
+            self.context_length - 1, self.config.chunked_prefill_size, 2 * self.config.page_size
+        )
         length = max(1, min(length, self.config.max_step_tokens))
-        pages = list(range(length // self.config.page_size + 1))
+        verified = min(self.width, self.context_length - length)
+        drafts = self.width - 1
+        most = min(length + verified + drafts, self.context_length)
+        pages = list(range(-(-most // self.config.page_size)))
         caches = self._allocate(len(pages), poison=False, quiet=True)
         prompt = [0] * length
         init = RowInit(row=0, params=SamplingParams(), seed=0, choice=0, prompt=prompt)
         prefill = Work(rid="", row=0, start=0, length=length, pages=pages, tokens=prompt)
-        decode = Work(rid="", row=0, start=length, length=1, pages=pages)
+        decode = Work(rid="", row=0, start=length, length=verified, pages=pages)
         prefill.logprobs = decode.logprobs = 1  # over the whole vocabulary: one NaN spoils them
         for plan in (
-            StepPlan(step=-2, works=[prefill], init=[init]),
-            StepPlan(step=-1, works=[decode]),
+            StepPlan(step=-2, works=[prefill], init=[init], drafts=drafts),
+            StepPlan(step=-1, works=[decode], drafts=drafts),
         ):
-            self._check(self.collect(self._launch(plan, caches)))
+            handle = self._launch(plan, caches)
+            if handle.arriving is not None:  # on rank 0; all ranks have its logits
+                self._check(self.collect(handle))
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
+        if self.graphs is not None:
+            self.graphs.capture(progress=self.rank == 0)
 
     def _check(self, result: StepResult) -> None:
-        entry = result.works[0].logprob
-        assert entry is not None
+        entry = result.works[0].logprobs[0]
         if math.isnan(entry.logprob):
             raise CheckpointError(
                 f"{self.assembly.folder}: the first step gave NaN: a weight is NaN or infinite, "

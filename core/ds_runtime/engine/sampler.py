@@ -1,20 +1,21 @@
 """Logits → tokens: penalties, biases, masks, the draw, and log-probabilities.
 
-Every running request owns a row of state on the device. A draw depends on nothing but the row's
+Every running request owns a row of state. A draw depends on nothing but the row's
 logits and (seed, choice, position): not on other rows, on steps or on preemption.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_runtime.engine.messages import TokenLogprob
 from ds_runtime.engine.step import RowInit
+from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams
 
@@ -54,16 +55,35 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row of logits is drawn for."""
+    """What one row of logits is drawn for. ahead: of how many drafts the token is drawn behind,
+    those of the draws right before it.
+    """
 
     row: int
     position: int  # of the token to draw, in the sequence
     logprobs: int | None = None
+    mask: bytes | None = None  # of the tokens that may be drawn
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a step draws. `rows` and `settings` are numbers of arrays in the step's upload.
+
+    settings: temperature, top_k, top_p, min_p and uniform; None where every draw is greedy.
+    masks: (masks, which) of MaskLogits on the device; None where every token may be drawn.
+    """
+
+    draws: Sequence[Draw]
+    states: list[Row]
+    rows: int
+    settings: tuple[int, ...] | None
+    masks: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(slots=True)
 class LogprobGroup:
-    """Log-probabilities of some of a step's rows, still on the device."""
+    """Log-probabilities of some of a step's rows."""
 
     owners: list[int]  # indices into the caller's list
     ids: Tensor
@@ -71,10 +91,15 @@ class LogprobGroup:
     values: Tensor
     top_ids: Tensor
 
-    def fetch(self) -> list[tuple[int, TokenLogprob]]:
-        """(owner, entry) per row, on the host."""
-        ids, chosen = self.ids.tolist(), self.chosen.tolist()
-        values, top_ids = self.values.tolist(), self.top_ids.tolist()
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has to come to the host."""
+        return self.ids, self.chosen, self.values, self.top_ids
+
+    def fetch(self, host: Iterator[Tensor] | None = None) -> list[tuple[int, TokenLogprob]]:
+        """(owner, entry) per row. host: `tensors` on the host, taken from there."""
+        found = self.tensors if host is None else [next(host) for _ in self.tensors]
+        ids, chosen, values, top_ids = (t.tolist() for t in found)
         return [
             (owner, TokenLogprob(ids[i], chosen[i], list(zip(top_ids[i], values[i], strict=True))))
             for i, owner in enumerate(self.owners)
@@ -90,41 +115,41 @@ class Drawn:
 
 
 class Sampler:
-    """State of `max_running` rows, and the draw of one step."""
+    """State of `max_running` rows, and the draw of one step. Nothing in it waits for the device.
 
-    def __init__(self, ops: Ops, max_running: int, vocab: int, device: Any) -> None:
+    width: most draws of a row in a step.
+    """
+
+    def __init__(
+        self, ops: Ops, max_running: int, vocab: int, device: torch.device, width: int = 1
+    ) -> None:
         self.ops = ops
         self.vocab = vocab
         self.device = device
         self.rows: list[Row | None] = [None] * max_running
-        self._temperature = torch.zeros(max_running, dtype=torch.float32, device=device)
-        self._top_k = torch.zeros(max_running, dtype=torch.int32, device=device)
-        self._top_p = torch.ones(max_running, dtype=torch.float32, device=device)
-        self._min_p = torch.zeros(max_running, dtype=torch.float32, device=device)
+        zeros = torch.zeros(max_running * width, dtype=torch.float32, device=device)
         self._greedy = (
-            self._temperature.clone(),
-            self._top_k.clone(),
-            self._top_p.clone(),
-            self._min_p.clone(),
-            torch.zeros(max_running, dtype=torch.float64, device=device),
+            zeros,
+            zeros.to(torch.int32),
+            torch.ones_like(zeros),
+            zeros,
+            zeros.to(torch.float64),
         )
-        # Rows: repetition, frequency, presence.
-        self._penalties = torch.zeros(3, max_running, dtype=torch.float32, device=device)
+        self._off: dict[int, tuple[Tensor, ...]] = {}  # the first rows of these, by their number
         self._counts: Tensor | None = None  # [max_running, vocab] output counts, if ever needed
-        self._seen: Tensor | None = None  # [max_running, vocab] in prompt or output
+        self._seen: Tensor | None = None  # [max_running, vocab] in the prompt
 
     def start(self, init: RowInit) -> None:
         """A request takes a row; whatever the row held is forgotten."""
         p = init.params
         bias = None
         if p.logit_bias:
-            ids = torch.tensor(list(p.logit_bias), dtype=torch.int64, device=self.device)
-            values = torch.tensor(list(p.logit_bias.values()), device=self.device)
-            bias = (ids, values.float())
+            ids = put(list(p.logit_bias), np.int64, self.device)
+            bias = (ids, put(list(p.logit_bias.values()), np.float32, self.device))
         stop_ids = None
         forbidden = [i for i in init.stop_ids if i < self.vocab]
         if p.min_tokens > 0 and forbidden:
-            stop_ids = torch.tensor(forbidden, dtype=torch.int64, device=self.device)
+            stop_ids = put(forbidden, np.int64, self.device)
         self.rows[init.row] = Row(
             params=p,
             key=stream_key(init.seed, init.choice),
@@ -134,16 +159,7 @@ class Sampler:
             penalised=p.penalised,
             extras=p.penalised or bias is not None or stop_ids is not None,
         )
-        if p.temperature > 0.0:
-            self._temperature[init.row] = p.temperature
-            self._top_k[init.row] = min(p.top_k, self.vocab)
-            self._top_p[init.row] = p.top_p
-            self._min_p[init.row] = p.min_p
-        else:
-            self._temperature[init.row] = 0.0
         if p.penalised:
-            penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-            self._penalties[:, init.row] = torch.tensor(penalties, device=self.device)
             self._start_counts(init)
 
     def _start_counts(self, init: RowInit) -> None:
@@ -151,32 +167,11 @@ class Sampler:
             shape = (len(self.rows), self.vocab)
             self._counts = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        output = torch.tensor(init.output, dtype=torch.int64, device=self.device)
-        prompt = torch.tensor(init.prompt, dtype=torch.int64, device=self.device)
+        output = put(init.output, np.int64, self.device)
+        prompt = put(init.prompt, np.int64, self.device)
         counts, seen = self._counts[init.row], self._seen[init.row]
         counts.zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
-        seen.zero_()
-        seen[prompt] = True
-        seen[output] = True
-
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> Drawn:
-        """One token per row of logits [draws, vocab] float32.
-
-        Does not wait for the device. Order: repetition, frequency and presence penalty, bias,
-        then the min_tokens mask; `logprobs` are those of the raw logits.
-        """
-        rows = [self.row(d.row) for d in draws]
-        index: Tensor | None = None
-        if any(r.params.temperature > 0.0 for r in rows) or any(r.penalised for r in rows):
-            index = torch.tensor([d.row for d in draws], dtype=torch.int64, device=self.device)
-        changed = logits
-        if any(r.extras for r in rows):
-            changed = self._change(logits, draws, rows)
-        tokens = self.ops.sample(changed, *self._settings(draws, rows, index))
-        if index is not None:
-            self._count(index, tokens, rows)
-        groups = self._groups([d.logprobs for d in draws], logits, tokens)
-        return Drawn(tokens, groups)
+        seen.zero_().index_fill_(0, prompt, True)
 
     def row(self, row: int) -> Row:
         """The state of a row that was started."""
@@ -184,56 +179,120 @@ class Sampler:
         assert state is not None, f"row {row} is used before it was started"
         return state
 
-    def _settings(
-        self, draws: Sequence[Draw], rows: list[Row], index: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        if index is None or not any(r.params.temperature > 0.0 for r in rows):
-            return tuple(t[: len(draws)] for t in self._greedy)
-        numbers = [
-            uniform(r.key, d.position) if r.params.temperature > 0.0 else 0.0
-            for r, d in zip(rows, draws, strict=True)
+    def prepare(self, draws: Sequence[Draw], upload: Upload) -> Draws:
+        """Add what the draws need to a step's upload."""
+        states = [self.row(d.row) for d in draws]
+        rows = upload.add(np.array([d.row for d in draws], np.int64))
+        masks = self._masks(draws)
+        if not any(s.params.temperature > 0.0 for s in states):
+            return Draws(draws, states, rows, None, masks)
+        values: list[tuple[float, ...]] = [
+            (p.temperature, min(p.top_k, self.vocab), p.top_p, p.min_p, uniform(s.key, d.position))
+            if (p := s.params).temperature > 0.0
+            else (0.0, 0, 1.0, 0.0, 0.0)
+            for s, d in zip(states, draws, strict=True)
         ]
-        return (
-            self._temperature[index],
-            self._top_k[index],
-            self._top_p[index],
-            self._min_p[index],
-            torch.tensor(numbers, dtype=torch.float64, device=self.device),
-        )
+        columns = zip(zip(*values, strict=True), _SETTING_TYPES, strict=True)
+        settings = tuple(upload.add(np.array(c, t)) for c, t in columns)
+        return Draws(draws, states, rows, settings, masks)
 
-    def _change(self, raw: Tensor, draws: Sequence[Draw], rows: list[Row]) -> Tensor:
+    def _masks(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | None:
+        """Masks on their way to the device. Their size is a vocabulary's: most steps have none,
+        and the fixed places of a captured step's inputs have no room for them.
+        """
+        found = [d.mask for d in draws if d.mask is not None]
+        if not found:
+            return None
+        bits = np.frombuffer(bytearray(b"".join(found)), np.int32).reshape(len(found), -1)
+        numbers = iter(range(len(found)))
+        which = [-1 if d.mask is None else next(numbers) for d in draws]
+        sent = Upload(self.device)
+        masks, rows = sent.add(bits), sent.add(np.array(which, np.int32))
+        sent.send()
+        return sent[masks], sent[rows]
+
+    def draw(
+        self, logits: Tensor, draws: Draws, sent: Upload, drafts: Tensor | None = None
+    ) -> Drawn:
+        """One token per row of logits [draws, vocab] float32. drafts: [draws] int64, the token in
+        front of each, where some are drawn behind drafts.
+
+        Order: repetition, frequency and presence penalty, bias, the min_tokens mask, then the
+        grammars' masks; `logprobs` are those of the raw logits.
+        """
+        changed = logits
+        if any(s.extras for s in draws.states):
+            changed = self._change(logits, draws, drafts)
+        if draws.masks is not None:
+            changed = self.ops.mask_logits(changed, *draws.masks)
+        tokens = self.choose(changed, draws, sent)
+        groups = self._groups([d.logprobs for d in draws.draws], logits, tokens)
+        return Drawn(tokens, groups)
+
+    def choose(self, logits: Tensor, draws: Draws, sent: Upload) -> Tensor:
+        """A token per row of logits as they are: [draws] int64."""
+        if draws.settings is None:
+            settings = self._greedy_settings(len(draws.draws))
+        else:
+            settings = tuple(sent[number] for number in draws.settings)
+        return self.ops.sample(logits, *settings)
+
+    def _greedy_settings(self, rows: int) -> tuple[Tensor, ...]:
+        """The settings of as many greedy draws."""
+        found = self._off.get(rows)
+        if found is None:
+            found = self._off[rows] = tuple(t[:rows] for t in self._greedy)
+        return found
+
+    def _change(self, raw: Tensor, draws: Draws, drafts: Tensor | None) -> Tensor:
         """A copy of the logits with penalties, biases and masks applied."""
         logits = raw.clone()
-        penalised = [i for i, r in enumerate(rows) if r.penalised]
-        if penalised:
-            self._penalise(logits, penalised, [draws[i].row for i in penalised])
-        for i, (draw, row) in enumerate(zip(draws, rows, strict=True)):
+        if any(s.penalised for s in draws.states):
+            self._penalise(logits, draws, drafts)
+        for i, (draw, row) in enumerate(zip(draws.draws, draws.states, strict=True)):
             if row.bias is not None:
                 logits[i].index_add_(0, *row.bias)
             if row.stop_ids is not None:
                 if draw.position - len(row.prompt) < row.params.min_tokens:
                     logits[i].index_fill_(0, row.stop_ids, float("-inf"))
-                else:
+                elif not draw.ahead:  # what is drawn behind drafts may be drawn again
                     row.stop_ids = None
         return logits
 
-    def _penalise(self, logits: Tensor, where: list[int], rows: list[int]) -> None:
-        """Change logits[where] in place; repetition divides positive ones, multiplies others."""
+    def _penalise(self, logits: Tensor, draws: Draws, drafts: Tensor | None) -> None:
+        """Change rows of logits in place; repetition divides positive ones, multiplies others."""
         assert self._counts is not None and self._seen is not None
-        at = torch.tensor(where, dtype=torch.int64, device=self.device)
-        owners = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        repetition, frequency, presence = self._penalties[:, owners].unsqueeze(-1)  # each [n, 1]
-        values, counts = logits[at], self._counts[owners]  # [n, vocab]
-        scaled = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(self._seen[owners], scaled, values)
-        logits[at] = values - frequency * counts - presence * (counts > 0)
+        where = [i for i, s in enumerate(draws.states) if s.penalised]
+        params = [draws.states[i].params for i in where]
+        values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        # A token drawn behind drafts counts them as if they were output: (its row, their draw).
+        pairs = [(k, i - back) for k, i in enumerate(where) for back in range(draws.draws[i].ahead)]
+        sent = Upload(self.device)
+        numbers = (
+            sent.add(np.array(where, np.int64)),
+            sent.add(np.array([draws.draws[i].row for i in where], np.int64)),
+            sent.add(np.array(values, np.float32)),
+            sent.add(np.array(pairs, np.int64).reshape(-1, 2).T),
+        )
+        sent.send()
+        at, owners, penalties, behind = (sent[n] for n in numbers)
+        repetition, frequency, presence = penalties.T.unsqueeze(-1)  # each [n, 1]
+        picked, counts = logits[at], self._counts[owners]  # [n, vocab]
+        if pairs:
+            assert drafts is not None
+            ones = torch.ones(len(pairs), dtype=torch.float32, device=self.device)
+            counts.index_put_((behind[0], drafts[behind[1]]), ones, accumulate=True)
+        scaled = torch.where(picked > 0, picked / repetition, picked * repetition)
+        picked = torch.where(self._seen[owners] | (counts > 0), scaled, picked)
+        logits[at] = picked - frequency * counts - presence * (counts > 0)
 
-    def _count(self, index: Tensor, tokens: Tensor, rows: list[Row]) -> None:
-        if self._counts is None or self._seen is None or not any(r.penalised for r in rows):
+    def count(self, draws: Draws, tokens: Tensor, sent: Upload, kept: Tensor | None = None) -> None:
+        """Tokens [draws] are output, where `kept` [draws] bool says so; penalties count them."""
+        if self._counts is None or not any(s.penalised for s in draws.states):
             return
-        ones = torch.ones_like(tokens, dtype=torch.float32)
-        self._counts.index_put_((index, tokens), ones, accumulate=True)
-        self._seen[index, tokens] = True
+        ones = torch.ones_like(tokens) if kept is None else kept
+        where = (sent[draws.rows], tokens)
+        self._counts.index_put_(where, ones.to(torch.float32), accumulate=True)
 
     def _groups(
         self, wanted: Sequence[int | None], logits: Tensor, ids: Tensor
@@ -244,7 +303,7 @@ class Sampler:
             owners = [i for i, w in enumerate(wanted) if w == n]
             some, some_ids = logits, ids
             if len(owners) != len(wanted):
-                index = torch.tensor(owners, dtype=torch.int64, device=self.device)
+                index = put(owners, np.int64, self.device)
                 some, some_ids = logits[index], ids[index]
             found = self.ops.logprobs(some, some_ids, min(n, self.vocab))
             groups.append(LogprobGroup(owners, some_ids, *found))
@@ -252,11 +311,13 @@ class Sampler:
 
     def score(self, logits: Tensor, wanted: Sequence[tuple[int, int]]) -> list[LogprobGroup]:
         """Log-probabilities of one given token per row; wanted: (token id, alternatives)."""
-        ids = torch.tensor([t for t, _ in wanted], dtype=torch.int64, device=self.device)
+        ids = put([t for t, _ in wanted], np.int64, self.device)
         return self._groups([n for _, n in wanted], logits, ids)
 
     def clear(self) -> None:
         """Forget every row."""
         self.rows = [None] * len(self.rows)
-        self._temperature.zero_()
         self._counts = self._seen = None
+
+
+_SETTING_TYPES = (np.float32, np.int32, np.float32, np.float32, np.float64)

@@ -7,20 +7,23 @@ n. What a running request holds is in `engine/holdings.py`.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 
 import msgspec
 
+from ds_runtime.engine.adapters import Held
 from ds_runtime.engine.holdings import Holdings
 from ds_runtime.engine.limits import SchedulerLimits, check_submit
-from ds_runtime.engine.messages import Stats, Submit, Tokens
+from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.request import Group, Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
+from ds_runtime.grammar.guide import Guide
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -39,6 +42,7 @@ class Scheduler:
         self._groups: dict[str, Group] = {}
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
+        self._num_guided = 0
         self._stats = Stats(pages_total=pool.num_pages)
 
     # ---- requests come and go ----
@@ -48,7 +52,17 @@ class Scheduler:
         """Whether a request is here, or a launched step whose result is not."""
         return bool(self._requests or self._in_flight)
 
-    def submit(self, submit: Submit) -> None:
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a request that a grammar guides has a token under way, or drafts are verified:
+        it sits the next step out unless an update comes first.
+        """
+        needs = self._num_guided > 0 or self.limits.drafts > 0
+        return needs and any(r.awaits_token for r in self.running)
+
+    def submit(
+        self, submit: Submit, guide: Guide | None = None, adapter: Held | None = None
+    ) -> None:
         """Queue one choice. Raises QueueFullError, or RequestError if it can never run."""
         check_submit(submit, self.limits, self._pool_tokens)
         if submit.rid in self._requests:
@@ -56,18 +70,19 @@ class Scheduler:
         if len(self.waiting) >= self.limits.queue_limit:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, the limit is "
-                f"{self.limits.queue_limit} (--queue-limit): try again later"
+                f"{self.limits.queue_limit} (--max-queued-requests): try again later"
             )
         self._num_submitted += 1
         priority = submit.priority if self.limits.policy == "priority" else 0
         # A sequence may be one longer than the KV pool: its last token is never computed.
         limit = min(self.limits.context_length, self._pool_tokens + 1)
         order = (-priority, self._num_submitted)
-        request = Request.create(submit, order, self.limits.eos, limit)
+        request = Request.create(submit, order, self.limits.eos, limit, guide, adapter)
         if submit.group:
             request.group = self._groups.setdefault(submit.group, Group(submit.group))
             request.group.num_members += 1
         self._requests[request.rid] = request
+        self._num_guided += guide is not None
         self._enqueue(request)
 
     def abort(self, rids: Iterable[str]) -> None:
@@ -75,6 +90,10 @@ class Scheduler:
         for rid in rids:
             if (request := self._requests.get(rid)) is not None:
                 self._finish(request)
+
+    def uses(self, adapter: Held) -> int:
+        """How many requests are here that asked for an adapter."""
+        return sum(r.adapter is adapter for r in self._requests.values())
 
     def flush(self) -> int:
         """Empty the prefix cache; the number of pages freed."""
@@ -104,6 +123,7 @@ class Scheduler:
             _remove(self.waiting, request)
         request.state = State.FINISHED
         del self._requests[request.rid]
+        self._num_guided -= request.guide is not None
         if (group := request.group) is not None:
             group.num_members -= 1
             if group.leader is request:
@@ -120,14 +140,18 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed before an update or a submit."""
-        budget = self.limits.max_step_tokens
-        plan = StepPlan(step=self._stats.steps, works=[])
+        budget, drafts = self.limits.max_step_tokens, self.limits.drafts
+        plan = StepPlan(step=self._stats.steps, works=[], drafts=drafts)
         planned: list[Request] = []
-        for request in [r for r in self.running if r.can_decode][:budget]:
+        decodes = [r for r in self.running if r.can_decode][:budget]
+        spare = budget - len(decodes)  # for drafts
+        for request in decodes:
             if request.is_running and self._grow(request):
-                plan.works.append(self._work(request, 1))
+                length = 1 + self._num_verified(request, spare)
+                plan.works.append(self._work(request, length))
                 planned.append(request)
-        budget -= len(planned)
+                spare -= length - 1
+        budget = spare + len(decodes) - len(planned)
         for request in self.running:
             if budget and request.can_prefill:
                 budget -= self._prefill(request, budget, plan, planned)
@@ -153,28 +177,49 @@ class Scheduler:
         return length
 
     def _work(self, request: Request, length: int) -> Work:
-        """The next `length` tokens as a work; counts them as computed."""
-        start = request.num_computed
+        """The next `length` tokens as a work; counts as computed what is sure to be kept."""
+        start, decodes, guide = request.num_computed, request.on_device, request.guide
         stop = start + length
-        sample = stop == request.total_len
+        sample = decodes or stop == request.total_len
         asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
+        drafts = self.limits.drafts if sample else 0
+        if drafts:  # the draft layer goes on behind the last token
+            self._cover(request, length + drafts - 1)
         work = Work(
             rid=request.rid,
             row=request.row,
             start=start,
             length=length,
             pages=request.pages.copy(),
-            tokens=None if request.on_device else request.tokens(start, stop),
+            tokens=None if decodes else request.tokens(start, stop),
             sample=sample,
             prompt_logprobs=request.params.prompt_logprobs if asks_prompt else None,
             logprobs=request.params.logprobs if sample else None,
+            adapter=-1 if request.adapter is None else request.adapter.slot,
+            tell_drafts=drafts > 0 and guide is not None,
         )
-        request.num_computed = stop
+        if sample and guide is not None:
+            work.masks = guide.masks(request.drafts[: length - 1] if decodes else ())
+        if self.limits.drafts and not sample:
+            (work.next_token,) = request.tokens(stop, stop + 1)
+        request.num_computed = start + 1 if decodes else stop
         request.num_in_flight += 1
         if sample:
             request.num_pending += 1
             request.on_device = True
+            request.num_drafts, request.drafts = drafts, []
+            request.is_verifying = decodes and length > 1
         return work
+
+    def _num_verified(self, request: Request, spare: int) -> int:
+        """How many of its drafts the next step verifies: `spare` at most, and what pages hold."""
+        wanted = min(request.num_drafts, spare, request.limit - 1 - request.total_len)
+        return self._cover(request, 1 + wanted) - 1 if wanted > 0 else 0
+
+    def _cover(self, request: Request, count: int) -> int:
+        """Pages for the next `count` tokens, as far as they can be spared."""
+        count = min(count, request.limit - request.num_computed)
+        return self.holdings.cover(request, count, reserve=len(self.running))
 
     def _grow(self, request: Request) -> bool:
         """Room for the next token, by preempting others; False if it was preempted itself."""
@@ -226,55 +271,91 @@ class Scheduler:
         insort(self.running, request, key=_order)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
+            request.admitted = time.monotonic()
             self._stats.prompt_tokens += request.prompt_len
             self._stats.cached_tokens += request.num_computed
         return True
 
     # ---- after a step ----
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Tokens]:
+    def update(self, plan: StepPlan, result: StepResult) -> list[Tokens | Failed]:
         """Take a step's result, in the order of the plans; what each request is to be told."""
         step, requests = self._in_flight.popleft()
         assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
-        messages = []
+        messages = list[Tokens | Failed]()
         for request, work, outcome in zip(requests, plan.works, result.works, strict=True):
             assert request.rid == outcome.rid
             request.num_in_flight -= 1
             if request.is_finished:  # aborted, or ended by the step before
                 continue
-            if request.is_running:  # else preempted: its pages are gone
-                self._computed(request, work.start + work.length)
             if work.prompt_logprobs is not None:
                 missing = len(request.prompt_logprobs) - work.start - 1
                 request.prompt_logprobs += outcome.prompt_logprobs[missing:]
             if work.sample:
-                messages.append(self._take(request, outcome))
+                messages.append(self._take(request, work, outcome))
+            else:
+                self._computed(request, work.start + work.length)
         return messages
 
+    def _follow(self, request: Request, token: int) -> str | None:
+        """Tell the grammar; why the request cannot go on."""
+        assert request.guide is not None
+        try:
+            request.guide.take(token)
+        except RequestError as e:
+            return str(e)
+        return None
+
     def _computed(self, request: Request, end: int) -> None:
-        """The KV of tokens below `end` is there: others may read it."""
+        """The KV of tokens below `end` is there: others may read it, unless it was preempted."""
+        if not request.is_running:
+            return
         if request.group is not None and end >= request.prompt_len:
             request.group.is_computed = True
         self.holdings.share(request, end)
 
-    def _take(self, request: Request, outcome: WorkResult) -> Tokens:
-        """Append a sampled token and see whether the request ends with it."""
-        token, params = outcome.token, request.params
-        assert token is not None
+    def _take(self, request: Request, work: Work, outcome: WorkResult) -> Tokens | Failed:
+        """Append sampled tokens and see whether the request ends with one of them."""
+        params, stats, is_first = request.params, self._stats, not request.output
         request.num_pending -= 1
-        request.output.append(token)
-        self._stats.generated_tokens += 1
-        message = Tokens(rid=request.rid, tokens=[token], cached_tokens=request.cached_tokens or 0)
+        message = Tokens(rid=request.rid, tokens=[], cached_tokens=request.cached_tokens or 0)
+        if is_first:
+            message.prefill_seconds = time.monotonic() - request.admitted
+        fault = None
+        for token in outcome.tokens:
+            request.append(token)
+            message.tokens.append(token)
+            num_output = len(request.output)
+            if token in request.stop_ids and num_output > params.min_tokens:
+                message.finish, message.stop_token = "stop", token
+            elif request.guide is not None and (fault := self._follow(request, token)) is not None:
+                break
+            elif request.guide is not None and request.guide.is_done:
+                message.finish = "stop"
+            elif request.prompt_len + num_output >= request.max_len:
+                message.finish = "length"
+            if message.finish:
+                break
+        kept, drafted = len(message.tokens), work.draws - 1
+        assert kept, f"a work of {request.rid} gave no token"
+        if request.is_running:
+            request.num_computed += kept - 1  # one was counted when the step was planned
+            if not request.num_pending:  # else another step was planned behind this one
+                request.is_verifying, request.drafts = False, outcome.drafts
+        self._computed(request, work.start + work.length - drafted - 1 + kept)
+        stats.generated_tokens += kept
+        if drafted:
+            stats.verified += 1
+            stats.draft_tokens += drafted
+            stats.accepted_tokens += len(outcome.tokens) - 1
         if params.logprobs is not None:
-            assert outcome.logprob is not None
-            message.logprobs = [outcome.logprob]
-        if params.prompt_logprobs is not None and len(request.output) == 1:
+            message.logprobs = outcome.logprobs[:kept]
+        if params.prompt_logprobs is not None and is_first:
             message.prompt_logprobs = request.prompt_logprobs
-        num_output = len(request.output)
-        if token in request.stop_ids and num_output > params.min_tokens:
-            message.finish, message.stop_token = "stop", token
-        elif request.prompt_len + num_output >= request.max_len:
-            message.finish = "length"
+        if fault is not None:
+            self._finish(request)
+            assert request.guide is not None
+            return Failed(request.rid, "invalid", fault, request.guide.param)
         if message.finish:
             self._finish(request)
         return message

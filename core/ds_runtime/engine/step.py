@@ -31,11 +31,15 @@ class RowInit(msgspec.Struct, kw_only=True):
 class Work(msgspec.Struct, kw_only=True):
     """One request's share of a step: tokens [start, start + length) of its sequence.
 
-    `tokens` None means a decode step of length 1 whose input is the row's last sampled token,
-    which never left the device. `pages` cover at least start + length tokens. `sample`: draw the
-    token at position start + length. `prompt_logprobs`: n alternatives wanted for the prompt
-    positions start + 1 … start + length that lie inside the prompt (None: not wanted); such a
-    work lies within the prompt itself.
+    `tokens` None means a decode step, whose input never left the device: the row's last sampled
+    token, and behind it length − 1 drafts, each of which counts if all before it were right.
+    `pages` cover at least start + length tokens. `sample`: draw the token at position start +
+    length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
+    alternatives wanted for the prompt positions start + 1 … start + length that lie inside the
+    prompt (None: not wanted); such a work lies within the prompt itself. `masks`: the tokens that
+    may be drawn, as rows of MaskLogits' masks, for the first of the drawn tokens; those behind
+    have none. `next_token`: the one at start + length where it is known. `tell_drafts`: bring back
+    what is drafted for the next step. `adapter`: the slot of its low-rank adapter, −1 for none.
     """
 
     rid: str
@@ -47,26 +51,45 @@ class Work(msgspec.Struct, kw_only=True):
     sample: bool = True
     prompt_logprobs: int | None = None
     logprobs: int | None = None
+    masks: list[bytes] = []
+    next_token: int | None = None
+    tell_drafts: bool = False
+    adapter: int = -1
+
+    @property
+    def draws(self) -> int:
+        """Tokens that it draws: one behind each of a decode step's, one behind a prompt."""
+        return self.length if self.sample and self.tokens is None else int(self.sample)
 
 
-class StepPlan(msgspec.Struct, kw_only=True):
-    """What to compute now."""
+class PutAdapter(msgspec.Struct, tag=True):
+    """Between steps: read an adapter from `folder` into a slot that no request uses."""
+
+    slot: int
+    folder: str
+
+
+class StepPlan(msgspec.Struct, tag=True, kw_only=True):
+    """What to compute now. `drafts`: tokens to draft behind each sampled one, in the same step."""
 
     step: int
     works: list[Work]
     init: list[RowInit] = []
+    drafts: int = 0
 
 
 class WorkResult(msgspec.Struct, kw_only=True):
-    """What one work gave. token None where nothing was sampled.
+    """What one work gave: new tokens in order, one more than drafts were right.
 
-    `prompt_logprobs` has one entry per prompt position start + 1 … that this work covers.
+    `logprobs`: of these tokens, where asked. `prompt_logprobs` has one entry per prompt position
+    start + 1 … that this work covers. `drafts`: for the next step, where asked.
     """
 
     rid: str
-    token: int | None = None
-    logprob: TokenLogprob | None = None
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
+    drafts: list[int] = []
 
 
 class StepResult(msgspec.Struct, kw_only=True):

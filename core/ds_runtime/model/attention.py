@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Linear, RmsNorm
+from ds_runtime.model.sites import VERIFY
 from ds_runtime.ops.batch import Batch, PrefillPart
 
 if TYPE_CHECKING:
@@ -18,25 +20,39 @@ AT = "self_attn"
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there
 
 
-class Query:
-    """q = q_b(norm(q_a x)), or q_proj x for models without a query latent."""
+class Inputs:
+    """x → query and latent. The first projections of both are one matmul where their weights have
+    one format: q = q_b(norm(q_a x)), or q_proj x for models without a query latent; kv = kv_a x.
+    """
 
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
-        self.down: Linear | None = None
+        self.norm: RmsNorm | None = None
         if config.q_lora:
-            self.down = load.linear(layer, f"{AT}.q_a_proj")
-            self.norm = RmsNorm(
-                load.ops(layer, AT), load.vector(layer, f"{AT}.q_a_layernorm"), LATENT_EPS
-            )
+            weight = load.vector(layer, f"{AT}.q_a_layernorm")
+            self.norm = RmsNorm(load.ops(layer, AT), weight, LATENT_EPS)
             self.up = load.linear(layer, f"{AT}.q_b_proj")
+        first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
+        latent = f"{AT}.kv_a_proj_with_mqa"
+        query = config.q_lora or config.heads // load.shard.size * config.qk_head
+        self.widths = (query, config.latent)
+        self.both: Linear | None = None
+        if load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
+            self.both = load.linear(layer, f"{AT}.qkv_a_proj", (first, latent))
         else:
-            self.up = load.linear(layer, f"{AT}.q_proj")
+            self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] → [T, heads · (nope + rope)]."""
-        if self.down is not None:
-            x = self.norm(self.down(x))
-        return self.up(x)
+    def __call__(self, x: Tensor, adapters: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] → q [T, heads · (nope + rope)], kv [T, kv_lora + rope], rows strided; and
+        the normed query latent [T, q_lora], which is q where there is none.
+        """
+        if self.both is not None:
+            q, kv = self.both(x, adapters).split_with_sizes(self.widths, 1)
+        else:
+            q, kv = self.query(x, adapters), self.latent(x, adapters)
+        if self.norm is None:
+            return q, kv, q
+        query = self.norm(q)
+        return self.up(query, adapters), kv, query
 
 
 class Attention:
@@ -45,22 +61,44 @@ class Attention:
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
         self.ops = load.ops(layer, AT)
         self.comm = load.comm
-        self.query = Query(config, load, layer)
-        self.kv_a = load.linear(layer, f"{AT}.kv_a_proj_with_mqa")
+        self.inputs = Inputs(config, load, layer)
         self.kv_norm = load.vector(layer, f"{AT}.kv_a_layernorm")
         self.kv_b = load.absorb(layer, f"{AT}.kv_b_proj")
         self.o_proj = load.linear(layer, f"{AT}.o_proj")
-        self.state_key = load.bound.state_key("mla_decode", layer, AT)
+        self.indexer = Indexer(config, load, layer) if config.has_indexer(layer) else None
+        if config.indexing is None:
+            # Steps with several tokens per sequence may have a kernel of their own.
+            several = VERIFY if load.bound.has("mla_decode", layer, VERIFY) else AT
+            self.decode = self.ops.mla_decode, load.bound.state_key("mla_decode", layer, AT)
+            self.verify = (
+                load.ops(layer, several).mla_decode,
+                load.bound.state_key("mla_decode", layer, several),
+            )
         self.heads = config.heads // load.shard.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
         self.scale = config.softmax_scale
 
-    def __call__(self, x: Tensor, batch: Batch, cache: Tensor, cos_sin: Tensor) -> Tensor:
-        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first."""
-        q = self.query(x).view(-1, self.heads, self.qk_head)
+    def __call__(
+        self,
+        x: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        cos_sin: Tensor,
+        index_cache: Tensor | None = None,
+        selection: Selection | None = None,
+    ) -> Tensor:
+        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first.
+
+        selection: of this step, where attention is sparse; index_cache: where this layer indexes.
+        """
+        q, kv, query = self.inputs(x, batch.adapters)
+        if self.indexer is not None:
+            assert selection is not None and index_cache is not None
+            self.indexer(x, query, batch, index_cache, cos_sin, selection)
+        q = q.view(-1, self.heads, self.qk_head)
         q_rope, latent, k_rope = self.ops.mla_prologue(
             q,
-            self.kv_a(x),
+            kv,
             self.kv_norm,
             LATENT_EPS,
             batch.positions,
@@ -68,41 +106,88 @@ class Attention:
             cache,
             batch.slots,
         )
-        n = batch.num_decode
-        parts = []
-        if n:
-            parts.append(self._decode(q[:n], q_rope[:n], batch, cache))
-        if batch.prefill is not None:
-            rotated = torch.cat((q[n:, :, : self.nope], q_rope[n:]), dim=-1)
-            parts.append(self._prefill(rotated, latent[n:], k_rope[n:], batch.prefill, cache))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)  # [T, heads, v]
-        return self.comm.all_reduce(self.o_proj(out.reshape(out.shape[0], -1)))
+        out = self._attend(q, q_rope, latent, k_rope, batch, cache, selection)  # [T, heads, v]
+        return self.comm.all_reduce(self.o_proj(out.flatten(1), batch.adapters))
 
-    def _decode(self, q: Tensor, q_rope: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        selection: Selection | None,
+    ) -> Tensor:
+        """Decode and prefill rows, each their own way: [T, heads, nope + rope] → [T, heads, v]."""
+        if batch.prefill is None:
+            return self._decode(q, q_rope, batch, cache, selection, batch.adapters)
+        n, adapters = batch.num_decode, batch.adapters
+        first, rest = (None, None) if adapters is None else (adapters[:n], adapters[n:])
+        if selection is not None and (part := selection.prefill) is not None:
+            absorbed = self._absorbed(q[n:], q_rope[n:], rest)
+            attended = self.ops.sparse_prefill(
+                absorbed, cache, part.chosen, self.kv_lora, self.scale
+            )
+            out = self.kv_b.apply_v(attended, rest)
+        else:
+            rotated = torch.cat((q[n:, :, : self.nope], q_rope[n:]), dim=-1)
+            out = self._prefill(rotated, latent[n:], k_rope[n:], batch.prefill, cache, rest)
+        if not n:
+            return out
+        return torch.cat((self._decode(q[:n], q_rope[:n], batch, cache, selection, first), out))
+
+    def _absorbed(self, q: Tensor, q_rope: Tensor, adapters: Tensor | None) -> Tensor:
+        """[n, heads, nope + rope] → [n, heads, kv_lora + rope]: queries of the latent space."""
+        return torch.cat((self.kv_b.apply_q(q.narrow(2, 0, self.nope), adapters), q_rope), dim=-1)
+
+    def _decode(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        selection: Selection | None,
+        adapters: Tensor | None,
+    ) -> Tensor:
         """[n, heads, nope + rope] → [n, heads, v], in the latent space."""
-        q_latent = self.kv_b.apply_q(q[..., : self.nope])  # [n, heads, kv_lora]
-        absorbed = torch.cat((q_latent, q_rope), dim=-1)
-        state = batch.states[self.state_key]
-        return self.kv_b.apply_v(self.ops.mla_decode.run(state, absorbed, cache, self.scale))
+        absorbed = self._absorbed(q, q_rope, adapters)
+        if selection is None:
+            several = batch.decode is not None and batch.decode.q_lens
+            kernel, key = self.verify if several else self.decode
+            attended = kernel.run(batch.states[key], absorbed, cache, self.scale)
+        else:
+            assert selection.decode is not None
+            slots = selection.decode.chosen
+            attended = self.ops.sparse_decode(absorbed, cache, slots, self.kv_lora, self.scale)
+        return self.kv_b.apply_v(attended, adapters)
 
     def _prefill(
-        self, q: Tensor, latent: Tensor, k_rope: Tensor, part: PrefillPart, cache: Tensor
+        self,
+        q: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        part: PrefillPart,
+        cache: Tensor,
+        adapters: Tensor | None,
     ) -> Tensor:
         """New tokens among themselves, then merged with each chunk of their cached prefixes."""
         segs = part.q_segs
-        k, v = self._expand(latent, k_rope)
+        k, v = self._expand(latent, k_rope, adapters)
         out, lse = self.ops.mha_prefill(q, k, v, segs, segs, True, self.scale)
         for chunk in part.prefix:
             cached, cached_rope = self.ops.cache_gather(
                 cache, part.page_table, chunk.starts, chunk.segs, self.kv_lora, q.dtype
             )
-            k, v = self._expand(cached, cached_rope)
+            k, v = self._expand(cached, cached_rope, chunk.adapters)
             old, old_lse = self.ops.mha_prefill(q, k, v, segs, chunk.segs, False, self.scale)
             out, lse = self.ops.merge_state(out, lse, old, old_lse)
         return out
 
-    def _expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+    def _expand(
+        self, latent: Tensor, k_rope: Tensor, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Keys [T, heads, nope + rope] and values [T, heads, v]; all heads share the rope part."""
-        k_nope, v = self.kv_b.expand(latent)
+        k_nope, v = self.kv_b.expand(latent, adapters)
         shared = k_rope.unsqueeze(1).expand(-1, self.heads, -1)
         return torch.cat((k_nope, shared), dim=-1), v

@@ -23,6 +23,7 @@ from ds_runtime.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EXPORTED = "nextn_layer_parameters.safetensors"  # a draft layer that was exported alone
 _MAX_HEADER = 100 << 20
 _STRIP = 8 << 20  # bytes read at a time where only some columns are wanted
 _MALFORMED = (  # what reading a hostile JSON header can raise; 1e400 overflows, depth recurses
@@ -74,21 +75,26 @@ class Entry:
 class Checkpoint:
     """All tensors of a checkpoint folder, checked against the files' true lengths.
 
-    `on_read`, if set, is called with the number of bytes of each read.
+    `entries`: those of other files than a checkpoint's, from `read_header`. `on_read`, if set, is
+    called with the number of bytes of each read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, entries: dict[str, Entry] | None = None) -> None:
         self.folder = folder
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = entries or {}
         self.on_read: Callable[[int], None] | None = None
         self._files: dict[Path, int] = {}  # open descriptors
         weakref.finalize(self, _close, self._files)
         index = folder / INDEX
+        if entries is not None:
+            return
         if index.is_file():
             self._open_index(index)
-        elif (folder / SINGLE).is_file():
-            self.entries = read_header(folder / SINGLE)
         else:
+            for name in (SINGLE, EXPORTED):
+                if (folder / name).is_file():
+                    self.entries = read_header(folder / name)
+                    return
             raise CheckpointError(_nothing_here(folder))
 
     def _open_index(self, index: Path) -> None:

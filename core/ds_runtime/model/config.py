@@ -31,6 +31,21 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexing:
+    """The lightning indexer of sparse attention.
+
+    interleaved: rotates pairs rather than halves. computes: per layer, whether it has an indexer
+    of its own; the others attend what the last one before them chose (arXiv 2603.12201).
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    interleaved: bool
+    computes: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Geometry and constants of one checkpoint; names follow the literature."""
 
@@ -61,6 +76,7 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float16", "float32"]
     quantization: Mapping[str, Any]
     eos_tokens: tuple[int, ...]
+    indexing: Indexing | None = None  # attention is dense without
 
     @property
     def qk_head(self) -> int:
@@ -84,10 +100,25 @@ class ModelConfig:
         """Whether this layer's MLP is routed."""
         return self.experts > 0 and layer >= self.first_dense and layer % self.moe_every == 0
 
+    def has_indexer(self, layer: int) -> bool:
+        """Whether this layer chooses the tokens that it attends. Draft layers always do."""
+        if self.indexing is None:
+            return False
+        return layer >= self.layers or self.indexing.computes[layer]
+
+    @property
+    def indexers(self) -> int:
+        """Layers that choose the tokens that they attend: these have an index cache."""
+        return sum(self.indexing.computes) if self.indexing is not None else 0
+
     def dims(self, tp: int = 1) -> Dims:
         """Geometry for Facts; heads and expert widths are those of one rank."""
+        index: dict[str, int] = {}
+        if (i := self.indexing) is not None:
+            index = {"index_heads": i.heads, "index_dim": i.dim, "index_topk": i.top_k}
         return Dims(
             {
+                **index,
                 "hidden": self.hidden,
                 "layers": self.layers,
                 "heads": self.heads // tp,

@@ -1,7 +1,8 @@
-"""DeepSeek V2 and V3: embedding, pre-norm blocks, final norm, head. No device, no globals."""
+"""DeepSeek V2 to V3.2: embedding, pre-norm blocks, final norm, head. No device, no globals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ds_runtime.model.attention import Attention
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import RmsNorm
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
@@ -31,16 +33,29 @@ class Block:
         )
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Tensor, cos_sin: Tensor
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cache: Tensor,
+        cos_sin: Tensor,
+        rows: Tensor | None = None,
+        index_cache: Tensor | None = None,
+        selection: Selection | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(mlp output, residual before it), both [T, hidden]; the next norm adds them."""
+        """(mlp output, residual before it), both [T, hidden]; the next norm adds them.
+
+        rows: the only ones that are wanted; all are still written to the cache.
+        """
         if residual is None:
             normed, residual = self.input_norm(x), x
         else:
             normed, residual = self.input_norm.add(x, residual)
-        attended = self.attention(normed, batch, cache, cos_sin)
+        attended = self.attention(normed, batch, cache, cos_sin, index_cache, selection)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
         normed, residual = self.mlp_norm.add(attended, residual)
-        return self.mlp(normed), residual
+        return self.mlp(normed, batch.adapters), residual
 
 
 class DeepSeekModel:
@@ -52,36 +67,54 @@ class DeepSeekModel:
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
         self.config = config
         self.comm = load.comm
+        self.captured = load.bound.base.graph_capture
         self.cos_sin = cos_sin_table(config, positions, load.device)
         self.embed = load.embedding()
         self.blocks = [Block(config, load, layer) for layer in range(config.layers)]
         self.norm = RmsNorm(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
         self.lm_head = load.head()
+        self.lora = load.lora
         self.packed_bytes = load.held_bytes + self.cos_sin.nbytes  # all weights, as they are held
+        if load.lora is not None:
+            self.packed_bytes += load.lora.nbytes
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, caches: list[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, caches: Sequence[Tensor], every: bool = False) -> Tensor:
         """Final hidden states of `batch.logit_rows`: [rows, hidden], the same on every rank.
 
-        They are what `logits` takes. caches: one per layer, in the bound KV layout; the batch's
-        tokens are written to them.
+        They are what `logits` takes. caches: one per layer in the bound KV layout, then one per
+        layer with an indexer in the index layout; the batch's tokens are written to them. every:
+        of all tokens, whose logits are wanted or not.
         """
+        selection, indexing = None, self.config.indexing
+        if indexing is not None:
+            selection = Selection.of(batch, indexing.top_k, self.captured)
+        index_caches = iter(caches[len(self.blocks) :])
         x = self.comm.all_reduce(self.embed(batch.input_ids))  # [T, hidden]
         residual: Tensor | None = None
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x, residual = block(x, residual, batch, cache, self.cos_sin)
-        if batch.logit_rows.shape[0] == 0:
+        for layer, block in enumerate(self.blocks):
+            index = next(index_caches) if self.config.has_indexer(layer) else None
+            x, residual = block(
+                x, residual, batch, caches[layer], self.cos_sin, None, index, selection
+            )
+        wanted = x.shape[0] if every else batch.logit_rows.shape[0]
+        if wanted == 0:
             return x.new_empty(0, self.config.hidden)
         assert residual is not None, "a model has at least one layer"
-        normed, _ = self.norm.add(x[batch.logit_rows], residual[batch.logit_rows])
+        if wanted != x.shape[0]:  # rows are distinct and rising
+            x, residual = x[batch.logit_rows], residual[batch.logit_rows]
+        normed, _ = self.norm.add(x, residual)
         return normed
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(
+        self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
         """The head: [rows, hidden] → [rows, vocab] float32, the same on every rank.
 
         Collective: every rank calls it for the same rows. A row's logits take 4 bytes per
-        vocabulary entry, so many rows go through in slices.
+        vocabulary entry, so many rows go through in slices. out: [rows, vocab] float32 to write to.
+        adapters: those of the rows, as in Batch.
         """
-        logits = self.lm_head(hidden).to(torch.float32)  # [rows, this rank's vocabulary]
-        return self.comm.all_gather(logits)[:, : self.config.vocab_size]
+        logits = self.comm.all_gather(self.lm_head(hidden, adapters))[:, : self.config.vocab_size]
+        return logits.to(torch.float32) if out is None else out.copy_(logits)

@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.sites import vocab_rows
+from ds_runtime.model.manifest import COLS, ROWS, VOCAB, adaptable_modules
+from ds_runtime.model.peft import LoraPlan
+from ds_runtime.model.sites import INDEXER, vocab_rows
+from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.spec import Kernel, Site
 
 if TYPE_CHECKING:
     from ds_runtime.assemble import Assembly
 
+_GROUP = 128  # columns that share a scale, of which kernels keep at most one per row
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_FP8_BYTES = 1 + 4 / (128 * 128)
 
 
 def packed_bytes(
@@ -27,20 +30,31 @@ def packed_bytes(
     """Bytes of one rank's packed weights, embedding, routers and rotation table.
 
     choices: sites with their kernels, as `Binding.choices`. A kernel holds a weight in the
-    compute dtype unless it keeps the format, as often as it says. Padding is not counted.
+    compute dtype unless it keeps the format, as often as it says. Padding is not counted; scales
+    are, one per row and group of columns.
     """
     item = ITEM_BYTES[dtype]
     total: float = vocab_rows(config, tp) * config.hidden * item + rotation_bytes(config, positions)
     for site, kernel in choices:
+        if site.op == "router_logits":
+            rows = config.experts
+            if config.indexing is not None and site.module == INDEXER:
+                rows = config.indexing.heads
+            total += rows * config.hidden * 4
         if not site.weight_format or not site.shape:
             continue
-        matrices = 3 if site.op == "experts" else 1
+        matrices = 3 if site.op == "experts" else site.count
         kept = kernel is not None and site.weight_format in kernel.keeps
-        size = _FP8_BYTES if kept else item
+        count = math.prod(site.shape)
+        size: float = count * item
+        if kept and site.weight_format in FORMATS:
+            cols = site.shape[-1]
+            form = FORMATS[site.weight_format]
+            group = min(form.block[1] or _GROUP, _GROUP)
+            scales = count // cols * -(-cols // group) * form.scale_bytes
+            size = count * form.bits / 8 + scales
         copies = 1 if kernel is None else kernel.copies
-        total += copies * matrices * math.prod(site.shape) * size
-    routers = sum(config.is_moe(layer) for layer in range(config.layers))
-    total += routers * config.experts * config.hidden * 4
+        total += copies * matrices * size
     return int(total)
 
 
@@ -53,7 +67,7 @@ def page_table_bytes(assembly: Assembly) -> int:
     """What a decode kernel keeps for one step: an int32 per page of every running request."""
     config = assembly.config
     pages = -(-positions_of(assembly) // config.page_size)
-    return config.max_running * pages * 4
+    return config.max_running_requests * pages * 4
 
 
 def positions_of(assembly: Assembly) -> int:
@@ -65,4 +79,23 @@ def needed_bytes(assembly: Assembly) -> int:
     """What one rank's packed weights will take."""
     config, choices = assembly.config, assembly.binding.choices
     positions = positions_of(assembly)
-    return packed_bytes(assembly.model, choices, config.dtype, config.tp, positions)
+    weights = packed_bytes(assembly.model, choices, config.dtype, config.tp, positions)
+    return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, config.tp)
+
+
+def lora_bytes(config: ModelConfig, lora: LoraPlan | None, dtype: str, tp: int) -> int:
+    """Bytes of one rank's slots of low-rank adapters."""
+    if lora is None:
+        return 0
+    total = 0
+    for module, stored in adaptable_modules(config).items():
+        if module in lora.modules:
+            out, cols = stored.shape
+            if stored.cut == VOCAB:
+                out = vocab_rows(config, tp)
+            elif stored.cut == ROWS:
+                out //= tp
+            elif stored.cut == COLS:
+                cols //= tp
+            total += out + cols
+    return total * lora.slots * lora.rank * ITEM_BYTES[dtype]

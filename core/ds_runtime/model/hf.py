@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig, Yarn
+from ds_runtime.model.indexing import check_indexing, read_indexing
 from ds_runtime.model.reader import Reader
 from ds_runtime.ops.spec import Routing
 
-SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+QUANT_FILE = "hf_quant_config.json"
+GLM = "GlmMoeDsaForCausalLM"
+SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
+SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
 _RECOGNISED = {
-    "DeepseekV32ForCausalLM": "DeepSeek-V3.2 needs sparse attention (the lightning indexer), which "
-    "this version does not serve",
-    "GlmMoeDsaForCausalLM": "GLM's sparse attention (the lightning indexer) is not served by this "
-    "version",
     "DeepseekV4ForCausalLM": "DeepSeek-V4 has another attention, residual and expert format than "
     "V2 and V3, and this version does not serve it",
     "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another attention, memory and expert format than "
@@ -32,17 +32,35 @@ _RECOGNISED = {
 def load_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json."""
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
+    if not path.is_file():
         raise CheckpointError(
             f"{path}: not found; --model takes a folder with config.json and safetensors"
-        ) from e
+        )
+    raw = _object(path)
+    beside = folder / QUANT_FILE
+    if beside.is_file():
+        raw = with_quant_file(raw, _object(beside))
+    return from_hf(raw, str(path))
+
+
+def with_quant_file(raw: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the content of hf_quant_config.json in its quantization_config, under that
+    name: loaders hold the two against each other."""
+    stated = raw.get("quantization_config")
+    if stated is not None and not isinstance(stated, Mapping):
+        return dict(raw)  # refused by from_hf
+    return {**raw, "quantization_config": {**(stated or {}), QUANT_FILE: dict(beside)}}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object of a file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from e
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path}: holds {type(raw).__name__}, expected a JSON object")
-    return from_hf(raw, str(path))
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -52,12 +70,13 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     _refuse_unserved(get)
     experts = get.integer("n_routed_experts", "num_local_experts", default=0)
     theta, yarn = _rope(get)
-    v3 = architecture == "DeepseekV3ForCausalLM"
+    v3 = architecture != "DeepseekV2ForCausalLM"
+    layers = get.integer("num_hidden_layers")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=get.integer("vocab_size"),
         hidden=get.integer("hidden_size"),
-        layers=get.integer("num_hidden_layers"),
+        layers=layers,
         heads=get.integer("num_attention_heads"),
         q_lora=get.integer("q_lora_rank", default=0) or None,
         kv_lora=get.integer("kv_lora_rank"),
@@ -81,7 +100,11 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         dtype=_dtype(get),
         quantization=dict(get.mapping("quantization_config")),
         eos_tokens=get.ids("eos_token_id"),
+        indexing=read_indexing(get, layers, architecture == GLM)
+        if architecture in SPARSE
+        else None,
     )
+    check_indexing(get, config)
     if config.qk_rope % 2:
         raise UnsupportedError(f"{where}: qk_rope_head_dim {config.qk_rope} must be even")
     _check_layer_types(get, config)

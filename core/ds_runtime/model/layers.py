@@ -9,23 +9,38 @@ from ds_runtime.ops.spec import Facts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ds_runtime.model.lora import AbsorbDelta, Delta
     from ds_runtime.ops import attention, linear, moe
     from ds_runtime.ops.table import Ops
     from ds_runtime.ops.weight import ExpertSource, Packed, Weight
 
 
 class Linear:
-    """y = x · Wᵀ with this rank's part of W; sums over ranks are the caller's."""
+    """y = x · Wᵀ with this rank's part of W; sums over ranks are the caller's.
 
-    __slots__ = ("_kernel", "packed")
+    `deltas`: what adapters add, in rows that have one.
+    """
 
-    def __init__(self, kernel: linear.Linear, weight: Weight, facts: Facts) -> None:
+    __slots__ = ("_kernel", "deltas", "packed")
+
+    def __init__(
+        self,
+        kernel: linear.Linear,
+        weight: Weight,
+        facts: Facts,
+        deltas: tuple[Delta, ...] = (),
+    ) -> None:
         self._kernel = kernel
         self.packed: Packed = kernel.pack(weight, facts)
+        self.deltas = deltas
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in] → [tokens, out]."""
-        return self._kernel.apply(x, self.packed)
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[tokens, in] → [tokens, out]; adapters [tokens] as in Batch."""
+        y = self._kernel.apply(x, self.packed)
+        if adapters is not None:
+            for delta in self.deltas:
+                delta.add(y, x, adapters)
+        return y
 
 
 class RmsNorm:
@@ -63,25 +78,41 @@ class Embedding:
 
 
 class Absorb:
-    """kv_b_proj in its three uses."""
+    """kv_b_proj in its three uses; adapters [T] as in Batch."""
 
-    __slots__ = ("_kernel", "packed")
+    __slots__ = ("_delta", "_kernel", "packed")
 
-    def __init__(self, kernel: attention.MlaAbsorb, weight: Weight, facts: Facts) -> None:
+    def __init__(
+        self,
+        kernel: attention.MlaAbsorb,
+        weight: Weight,
+        facts: Facts,
+        delta: AbsorbDelta | None = None,
+    ) -> None:
         self._kernel = kernel
         self.packed: Packed = kernel.pack(weight, facts)
+        self._delta = delta
 
-    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(self, latent: Tensor, adapters: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[T, kv_lora] → (k_nope [T, heads, nope], v [T, heads, v])."""
-        return self._kernel.expand(latent, self.packed)
+        k_nope, v = self._kernel.expand(latent, self.packed)
+        if adapters is not None and self._delta is not None:
+            self._delta.expand(k_nope, v, latent, adapters)
+        return k_nope, v
 
-    def apply_q(self, q_nope: Tensor) -> Tensor:
+    def apply_q(self, q_nope: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[T, heads, nope] → [T, heads, kv_lora]."""
-        return self._kernel.apply_q(q_nope, self.packed)
+        out = self._kernel.apply_q(q_nope, self.packed)
+        if adapters is not None and self._delta is not None:
+            self._delta.apply_q(out, q_nope, adapters)
+        return out
 
-    def apply_v(self, x: Tensor) -> Tensor:
+    def apply_v(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[T, heads, kv_lora] → [T, heads, v]."""
-        return self._kernel.apply_v(x, self.packed)
+        out = self._kernel.apply_v(x, self.packed)
+        if adapters is not None and self._delta is not None:
+            self._delta.apply_v(out, x, adapters)
+        return out
 
 
 class Experts:
@@ -93,6 +124,11 @@ class Experts:
         self._kernel = kernel
         self.packed: Packed = kernel.pack(source, facts)
 
-    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x [tokens, hidden], weights and ids [tokens, top_k] → [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, weights: Tensor, ids: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
+        """x [tokens, hidden], weights and ids [tokens, top_k] → [tokens, hidden].
+
+        adapters: of rows whose adapters leave these experts alone.
+        """
         return self._kernel.apply(x, weights, ids, self.packed)

@@ -10,14 +10,28 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.model.adapted import AdaptedExperts
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.layers import Absorb, Embedding, Experts, Linear
-from ds_runtime.model.manifest import COLS, ROWS, VOCAB, Stored, stored_modules
+from ds_runtime.model.layouts import with_rows
+from ds_runtime.model.lora import Delta, LoraSlots
+from ds_runtime.model.manifest import (
+    COLS,
+    ROWS,
+    VOCAB,
+    Stored,
+    adaptable_modules,
+    stored_modules,
+)
+from ds_runtime.model.nextn import SHARED, NextN, nextn_modules
+from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.quant import PartRequest, Place, Quant
+from ds_runtime.model.rope import paired_rows
 from ds_runtime.model.sites import vocab_rows
 from ds_runtime.model.verify import check_checkpoint
 from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.reference.rounding import convert_part
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.parallel.layout import Shard
@@ -30,7 +44,8 @@ class Loader:
     """What model classes build themselves from: bound ops, the communicator, packed weights.
 
     Modules are named as in the checkpoint, below `model.layers.N.`. Construction checks every
-    tensor's name, shape and dtype; nothing is read before a layer asks.
+    tensor's name, shape and dtype; nothing is read before a layer asks. nextn: load the draft
+    layer, from that checkpoint.
     """
 
     def __init__(
@@ -42,6 +57,8 @@ class Loader:
         comm: Communicator,
         device: Any,
         dtype: torch.dtype,
+        lora: LoraPlan | None = None,
+        nextn: NextN | None = None,
     ) -> None:
         self.config = config
         self.quant = quant
@@ -51,9 +68,21 @@ class Loader:
         self.device = device
         self.dtype = dtype
         self.shard = Shard(comm.rank, comm.size)
+        self.lora: LoraSlots | None = None
+        if lora is not None:
+            modules = adaptable_modules(config)
+            self.lora = LoraSlots(lora, config, modules, self.shard, device, dtype)
         self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
-        self.modules: Mapping[str, Stored] = stored_modules(config, quant.format_of)
-        self.places: Mapping[str, Place] = check_checkpoint(checkpoint, config, quant, self.modules)
+        self.modules: Mapping[str, Stored]
+        within, shared = "", tuple[str, ...]()
+        if nextn is None:
+            self.modules = stored_modules(config, quant.format_of)
+        else:
+            self.modules = nextn_modules(config, nextn, quant.format_of)
+            within, shared = f"model.layers.{nextn.layer}.", SHARED
+        self.places: Mapping[str, Place] = check_checkpoint(
+            checkpoint, config, quant, self.modules, within, shared
+        )
 
     def ops(self, layer: int, module: str) -> Ops:
         """The bound ops of one place."""
@@ -96,15 +125,10 @@ class Loader:
         at = f"model.layers.{layer}.{name}" if layer >= 0 else f"model.{name}"
         return self._held(self._read(at).to(self.device, self.dtype))
 
-    def router(self, layer: int) -> Tensor:
-        """[experts, hidden] float32."""
-        weight = self._read(f"model.layers.{layer}.mlp.gate")
+    def wide(self, layer: int, name: str) -> Tensor:
+        """A plain tensor in float32: routers, their biases, what the indexer does not pack."""
+        weight = self._read(f"model.layers.{layer}.{name}")
         return self._held(weight.to(self.device, torch.float32))
-
-    def router_bias(self, layer: int) -> Tensor:
-        """[experts] float32."""
-        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
-        return self._held(self._read(name).to(self.device, torch.float32))
 
     def embedding(self) -> Embedding:
         """This rank's rows of the vocabulary, in the compute dtype."""
@@ -116,18 +140,20 @@ class Loader:
         """This rank's rows of the head, filled up with zero rows so that all ranks have as many."""
         config = self.config
         rows = self.shard.padded_slice(config.vocab_size)
-        name = "model.embed_tokens" if config.tie_embeddings else "lm_head"
-        values = self._read(name, rows).to(self.device)
-        short = vocab_rows(config, self.shard.size) - values.shape[0]
-        if short:
-            values = torch.cat((values, values.new_zeros(short, config.hidden)))
-        part = WeightPart("lm_head", "dense", (values.shape[0], config.hidden), {"weight": values})
+        if config.tie_embeddings:
+            values = self._read("model.embed_tokens", rows).to(self.device)
+            shape = (values.shape[0], config.hidden)
+            part = WeightPart("lm_head", "dense", shape, {"weight": values})
+        else:
+            part = self._cut("lm_head", rows, slice(0, config.hidden))
+        facts = self.bound.facts("linear", -1, "lm_head")
+        part = with_rows(part, vocab_rows(config, self.shard.size))
+        part = convert_part(part, facts.weight_format, self.dtype)
         kernel = self.ops(-1, "lm_head").linear
-        head = Linear(kernel, Weight((part,)), self.bound.facts("linear", -1, "lm_head"))
-        return self._packed(head)
+        return self._packed(Linear(kernel, Weight((part,)), facts, self._deltas(-1, "lm_head")))
 
-    def part(self, module: str) -> WeightPart:
-        """This rank's part of one Linear, on the device."""
+    def part(self, module: str, target: str) -> WeightPart:
+        """This rank's part of one Linear, on the device, in the format that it is packed from."""
         stored = self.modules[module]
         rows, cols = (slice(0, n) for n in stored.shape)
         if stored.cut == ROWS:
@@ -135,79 +161,109 @@ class Loader:
         elif stored.cut == COLS:
             cols = self.shard.slice(stored.shape[1], f"columns of {module}")
         assert stored.cut != VOCAB
+        part = self._interleaved(self._cut(module, rows, cols))
+        return convert_part(part, target, self.dtype)
+
+    def _cut(self, module: str, rows: slice, cols: slice) -> WeightPart:
+        """These rows and columns of one Linear, on the device, as the checkpoint has them."""
+        quant, name = self.quant, self.modules[module].module
         request = PartRequest(
             self.checkpoint,
-            self.quant.quantization,
-            module,
-            stored.format,
+            quant.quantization,
+            name,
+            quant.encoding(name),
             self.places[module],
             rows,
             cols,
+            self.device,
         )
-        part = self.quant.read(request)
-        if not self.config.rope_interleave:
-            part = self._interleaved(part)
+        part = quant.read(request)
         tensors = {name: t.to(self.device) for name, t in part.tensors.items()}
         return replace(part, tensors=tensors)
 
-    def weight(self, layer: int, modules: Sequence[str]) -> Weight:
+    def weight(self, layer: int, modules: Sequence[str], target: str) -> Weight:
         """The parts of several Linears, one below the other."""
-        return Weight(tuple(self.part(f"model.layers.{layer}.{m}") for m in modules))
+        return Weight(tuple(self.part(f"model.layers.{layer}.{m}", target) for m in modules))
 
-    def linear(self, layer: int, module: str, parts: Sequence[str] = ()) -> Linear:
-        """A packed Linear; `parts` are the checkpoint's modules if it joins several."""
-        kernel = self.ops(layer, module).linear
-        facts = self.bound.facts("linear", layer, module)
-        return self._packed(Linear(kernel, self.weight(layer, parts or (module,)), facts))
+    def linear(
+        self, layer: int, module: str, parts: Sequence[str] = (), site: str | None = None
+    ) -> Linear:
+        """A packed Linear; `parts` are the checkpoint's modules if it joins several.
+
+        site: the place that its ops are bound at, where it is one of many.
+        """
+        at, parts = site or module, parts or (module,)
+        kernel = self.ops(layer, at).linear
+        facts = self.bound.facts("linear", layer, at)
+        deltas = self._deltas(layer, at, parts)
+        return self._packed(
+            Linear(kernel, self.weight(layer, parts, facts.weight_format), facts, deltas)
+        )
+
+    def _deltas(self, layer: int, site: str, parts: Sequence[str] = ()) -> tuple[Delta, ...]:
+        """What adapters add to the Linear at a site, if any may."""
+        if self.lora is None:
+            return ()
+        names = [f"model.layers.{layer}.{part}" for part in parts] or [site]
+        return self.lora.deltas(self.ops(layer, site).lora_delta, names)
 
     def absorb(self, layer: int, module: str) -> Absorb:
         """kv_b_proj, packed for expansion and absorption."""
         kernel = self.ops(layer, module).mla_absorb
         facts = self.bound.facts("mla_absorb", layer, module)
-        return self._packed(Absorb(kernel, self.weight(layer, (module,)), facts))
+        weight = self.weight(layer, (module,), facts.weight_format)
+        delta = None
+        if self.lora is not None:
+            op = self.ops(layer, module).lora_delta
+            delta = self.lora.absorb(op, f"model.layers.{layer}.{module}")
+        return self._packed(Absorb(kernel, weight, facts, delta))
 
-    def experts(self, layer: int) -> Experts:
+    def experts(self, layer: int) -> Experts | AdaptedExperts:
         """The routed experts of a layer."""
+        if self.bound.has("linear", layer, "mlp.experts.down_proj"):
+            return self._adapted_experts(layer)
         kernel = self.ops(layer, "mlp.experts").experts
         facts = self.bound.facts("experts", layer, "mlp.experts")
-        return self._packed(Experts(kernel, LayerExperts(self, layer), facts))
+        return self._packed(Experts(kernel, LayerExperts(self, layer, facts.weight_format), facts))
+
+    def _adapted_experts(self, layer: int) -> AdaptedExperts:
+        """The routed experts of a layer, one by one."""
+        at, gate_up, down = "mlp.experts", [], []
+        for e in range(self.config.experts):
+            parts = (f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj")
+            gate_up.append(self.linear(layer, f"{at}.{e}", parts, f"{at}.gate_up_proj"))
+            down.append(self.linear(layer, f"{at}.{e}.down_proj", site=f"{at}.down_proj"))
+        return AdaptedExperts(self.ops(layer, at), gate_up, down)
 
     def _interleaved(self, part: WeightPart) -> WeightPart:
         """Rows of rotated dims reordered from (all first halves, all second halves) to pairs."""
-        config = self.config
-        name = part.name.rpartition(".")[2]
-        if name not in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+        rows = paired_rows(self.config, part.name, part.shape[0])
+        if rows is None:
             return part
         if part.format != "dense":
             raise UnsupportedError(
                 f"config.json: rope_interleave false with {part.format} weights is not supported; "
                 "convert the checkpoint to bfloat16"
             )
-        head = config.latent if name == "kv_a_proj_with_mqa" else config.qk_head
-        plain, half = head - config.qk_rope, config.qk_rope // 2
-        pairs = plain + torch.arange(config.qk_rope).view(2, half).T.reshape(-1)
-        order = torch.cat((torch.arange(plain), pairs))  # new row → old row, within a head
-        heads = torch.arange(part.shape[0] // head)
-        rows = (heads[:, None] * head + order).reshape(-1)
         return replace(part, tensors={"weight": part.tensors["weight"][rows]})
 
 
 class LayerExperts:
     """ExpertSource over a checkpoint: reads an expert when asked, keeps nothing."""
 
-    def __init__(self, loader: Loader, layer: int) -> None:
+    def __init__(self, loader: Loader, layer: int, target: str) -> None:
         config = loader.config
         self.num_experts = config.experts
         self.hidden = config.hidden
         self.intermediate = config.moe_intermediate // loader.shard.size
         self._at = f"model.layers.{layer}.mlp.experts"
-        self.format = loader.modules[f"{self._at}.0.gate_proj"].format
+        self.format = target
         self._loader = loader
 
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
         """(gate, up, down) of one expert, this rank's width."""
         gate, up, down = (
-            Weight((self._loader.part(f"{self._at}.{index}.{name}"),))
+            Weight((self._loader.part(f"{self._at}.{index}.{name}", self.format),))
             for name in ("gate_proj", "up_proj", "down_proj")
         )
         return gate, up, down

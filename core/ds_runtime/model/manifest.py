@@ -34,20 +34,38 @@ def stored_modules(config: ModelConfig, format_of: FormatOf) -> dict[str, Stored
     return {s.module: s for s in _all(config, format_of)}
 
 
+def adaptable_modules(config: ModelConfig) -> dict[str, Stored]:
+    """Every Linear that a low-rank adapter may change: all but the routers."""
+    found = {
+        m: s
+        for m, s in stored_modules(config, lambda module: "dense").items()
+        if s.format and len(s.shape) == 2
+    }
+    found.setdefault("lm_head", Stored("lm_head", (config.vocab_size, config.hidden), cut=VOCAB))
+    return found
+
+
 def _all(c: ModelConfig, format_of: FormatOf) -> Iterator[Stored]:
     yield Stored("model.embed_tokens", (c.vocab_size, c.hidden), cut=VOCAB)
     yield Stored("model.norm", (c.hidden,))
     if not c.tie_embeddings:
-        yield Stored("lm_head", (c.vocab_size, c.hidden), "dense", VOCAB)
+        yield Stored("lm_head", (c.vocab_size, c.hidden), format_of("lm_head"), VOCAB)
     for layer in range(c.layers):
-        at = f"model.layers.{layer}"
-        yield Stored(f"{at}.input_layernorm", (c.hidden,))
-        yield Stored(f"{at}.post_attention_layernorm", (c.hidden,))
-        yield from _attention(c, f"{at}.self_attn", format_of)
-        if c.is_moe(layer):
-            yield from _moe(c, layer, format_of)
-        else:
-            yield from _swiglu(c, f"{at}.mlp", c.intermediate, format_of)
+        yield from block_modules(c, layer, c.is_moe(layer), format_of)
+
+
+def block_modules(c: ModelConfig, layer: int, moe: bool, format_of: FormatOf) -> Iterator[Stored]:
+    """The modules of one decoder layer, which is layer `layer` of its checkpoint."""
+    at = f"model.layers.{layer}"
+    yield Stored(f"{at}.input_layernorm", (c.hidden,))
+    yield Stored(f"{at}.post_attention_layernorm", (c.hidden,))
+    yield from _attention(c, f"{at}.self_attn", format_of)
+    if c.has_indexer(layer):
+        yield from _indexer(c, f"{at}.self_attn.indexer", format_of)
+    if moe:
+        yield from _moe(c, layer, format_of)
+    else:
+        yield from _swiglu(c, f"{at}.mlp", c.intermediate, format_of)
 
 
 def _attention(c: ModelConfig, at: str, format_of: FormatOf) -> Iterator[Stored]:
@@ -65,6 +83,16 @@ def _attention(c: ModelConfig, at: str, format_of: FormatOf) -> Iterator[Stored]
     yield Stored(f"{at}.kv_a_layernorm", (c.kv_lora,))
     yield linear("kv_b_proj", c.heads * (c.qk_nope + c.v_head), c.kv_lora, ROWS)
     yield linear("o_proj", c.hidden, c.heads * c.v_head, COLS)
+
+
+def _indexer(c: ModelConfig, at: str, format_of: FormatOf) -> Iterator[Stored]:
+    assert c.indexing is not None and c.q_lora is not None
+    heads, d = c.indexing.heads, c.indexing.dim
+    yield Stored(f"{at}.wq_b", (heads * d, c.q_lora), format_of(f"{at}.wq_b"))
+    yield Stored(f"{at}.wk", (d, c.hidden), format_of(f"{at}.wk"))
+    yield Stored(f"{at}.weights_proj", (heads, c.hidden))
+    yield Stored(f"{at}.k_norm", (d,))
+    yield Stored(f"{at}.k_norm.bias", (d,))
 
 
 def _swiglu(

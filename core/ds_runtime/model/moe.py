@@ -21,9 +21,9 @@ class SwiGlu:
         self.gate_up = load.linear(layer, f"{module}.gate_up_proj", parts)
         self.down = load.linear(layer, f"{module}.down_proj")
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden] → [T, hidden]."""
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, hidden] → [T, hidden]; adapters [T] as in Batch."""
+        return self.down(self.ops.silu_mul(self.gate_up(x, adapters)), adapters)
 
 
 class DenseMlp:
@@ -33,9 +33,9 @@ class DenseMlp:
         self.mlp = SwiGlu(load, layer, "mlp")
         self.comm = load.comm
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[T, hidden] → [T, hidden], summed over ranks."""
-        return self.comm.all_reduce(self.mlp(x))
+        return self.comm.all_reduce(self.mlp(x, adapters))
 
 
 class MoeMlp:
@@ -46,18 +46,20 @@ class MoeMlp:
         self.ops = load.ops(layer, "mlp")
         self.comm = load.comm
         self.routing = config.routing
-        self.router = load.router(layer)
-        self.bias = load.router_bias(layer) if config.routing.method == "noaux_tc" else None
+        self.router = load.wide(layer, "mlp.gate")
+        self.bias: Tensor | None = None
+        if config.routing.method == "noaux_tc":
+            self.bias = load.wide(layer, "mlp.gate.e_score_correction_bias")
         self.experts = load.experts(layer)
         self.shared: SwiGlu | None = None
         if config.shared_experts:
             self.shared = SwiGlu(load, layer, "mlp.shared_experts")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[T, hidden] → [T, hidden], summed over ranks once."""
         logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
         weights, ids = self.ops.route(logits, self.bias, self.routing)
-        out = self.experts(x, weights, ids)
+        out = self.experts(x, weights, ids, adapters)
         if self.shared is not None:
-            out = out + self.shared(x)
+            out.add_(self.shared(x, adapters))  # `out` is new: nobody else holds it
         return self.comm.all_reduce(out)

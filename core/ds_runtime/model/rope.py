@@ -56,3 +56,18 @@ def _ramp(yarn: Yarn, dim: int, theta: float) -> Tensor:
         high += 0.001
     steps = torch.arange(dim // 2, dtype=torch.float64)
     return ((steps - low) / (high - low)).clamp(0, 1)
+
+
+def paired_rows(config: ModelConfig, module: str, rows: int) -> Tensor | None:
+    """The checkpoint's row for each row of a rank's weight, where its rotated dims are not stored
+    as pairs, but as all first halves before all second ones; None for any other module.
+    """
+    name = module.rpartition(".")[2]
+    if config.rope_interleave or name not in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+        return None
+    head = config.latent if name == "kv_a_proj_with_mqa" else config.qk_head
+    plain, half = head - config.qk_rope, config.qk_rope // 2
+    pairs = plain + torch.arange(config.qk_rope).view(2, half).T.reshape(-1)
+    order = torch.cat((torch.arange(plain), pairs))  # new row → old row, within a head
+    heads = torch.arange(rows // head)
+    return (heads[:, None] * head + order).reshape(-1)

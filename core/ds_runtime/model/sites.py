@@ -6,12 +6,16 @@ layer uses but that is not listed here raises at its first call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Literal
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.ops.spec import Site
 
-FormatOf = Callable[[str], str]  # module path in the checkpoint → weight format
+FormatOf = Callable[[str], str]  # module path in the checkpoint → format that is packed
+Verify = Literal["", "verify", "tree"]
+VERIFY = "self_attn.verify"  # where attention of several tokens per sequence is bound
 
 
 def vocab_rows(config: ModelConfig, tp: int) -> int:
@@ -19,17 +23,82 @@ def vocab_rows(config: ModelConfig, tp: int) -> int:
     return -(-config.vocab_size // tp)
 
 
-def model_sites(config: ModelConfig, format_of: FormatOf, tp: int = 1) -> list[Site]:
-    """All sites of the target model on one of `tp` ranks."""
+INDEXER = "self_attn.indexer"
+SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
+QKV_A = "qkv_a"  # fusion by joining weights: the first projections of query and latent
+
+
+def model_sites(
+    config: ModelConfig,
+    format_of: FormatOf,
+    tp: int = 1,
+    apart: Collection[str] = (),
+    adapted: Collection[str] = (),
+    verify: Verify = "",
+) -> list[Site]:
+    """All sites of the target model on one of `tp` ranks.
+
+    apart: fusions that are not wanted. adapted: modules of the checkpoint that have slots for
+    low-rank adapters; of routed experts all of a layer, or none. verify: the phase of decode steps
+    with several tokens per sequence, if there are such steps.
+    """
     sites = [Site("embed", -1, "embed_tokens"), Site("add_rms_norm", -1, "norm")]
     for layer in range(config.layers):
-        sites += [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
-        sites += _attention(config, layer, format_of, tp)
-        sites += _mlp(config, layer, format_of, tp)
+        one_by_one = f"model.layers.{layer}.mlp.experts.0.gate_proj" in adapted
+        fuse = QKV_A not in apart
+        sites += block_sites(config, layer, format_of, tp, fuse, verify, one_by_one)
     rows = vocab_rows(config, tp)
-    sites.append(Site("linear", -1, "lm_head", weight_format="dense", shape=(rows, config.hidden)))
-    sites += [Site("sample", -1, "sampler"), Site("logprobs", -1, "sampler")]
-    return sites
+    head = format_of("lm_head")
+    sites.append(Site("linear", -1, "lm_head", weight_format=head, shape=(rows, config.hidden)))
+    sites += [Site(op, -1, "sampler", captured=False) for op in SAMPLER_OPS]
+    return sites + [delta for site in sites if (delta := _delta(site, adapted)) is not None]
+
+
+# Sites whose weight is that of several modules, by the last part of their names.
+_PARTS = {
+    "qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def _delta(site: Site, adapted: Collection[str]) -> Site | None:
+    """Where adapters add to the product at `site`, if any may."""
+    if not adapted or site.op not in ("linear", "mla_absorb"):
+        return None
+    at, _, name = site.module.rpartition(".")
+    prefix = f"model.layers.{site.layer}.{at}." if at else ""
+    prefix += "0." if site.count > 1 else ""
+    if not any(prefix + part in adapted for part in _PARTS.get(name, (name,))):
+        return None
+    return Site("lora_delta", site.layer, site.module, shape=site.shape, count=site.count)
+
+
+def joined(formats: Iterable[str]) -> tuple[str, str]:
+    """(format that a weight of several Linears is packed from, what they have if not all that)."""
+    found = sorted(set(formats))
+    return (found[0], "") if len(found) == 1 else ("dense", " and ".join(found))
+
+
+def block_sites(
+    config: ModelConfig,
+    layer: int,
+    format_of: FormatOf,
+    tp: int,
+    fuse: bool,
+    verify: Verify,
+    one_by_one: bool = False,
+) -> list[Site]:
+    """The sites of one decoder layer. fuse: join the first projections of query and latent.
+    one_by_one: its routed experts have slots for adapters.
+    """
+    sites = [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
+    if verify:
+        sites.append(Site("mla_decode", layer, VERIFY, verify))
+    return [
+        *sites,
+        *_attention(config, layer, format_of, tp, fuse),
+        *_mlp(config, layer, format_of, tp, one_by_one),
+    ]
 
 
 def _linear(layer: int, module: str, shape: tuple[int, int], format_of: FormatOf) -> Site:
@@ -37,7 +106,7 @@ def _linear(layer: int, module: str, shape: tuple[int, int], format_of: FormatOf
     return Site("linear", layer, module, weight_format=weight_format, shape=shape)
 
 
-def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list[Site]:
+def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, fuse: bool) -> list[Site]:
     heads = c.heads // tp
     at = "self_attn"
     kv_b = (heads * (c.qk_nope + c.v_head), c.kv_lora)
@@ -47,7 +116,8 @@ def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list
         Site("cache_gather", layer, at, "prefill"),
         Site("mha_prefill", layer, at, "prefill"),
         Site("merge_state", layer, at, "prefill"),
-        Site("mla_decode", layer, at, "decode"),
+        *_decoding(c, layer, at),
+        *(_indexer(c, layer, format_of) if c.has_indexer(layer) else ()),
         Site(
             "mla_absorb",
             layer,
@@ -55,32 +125,58 @@ def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list
             weight_format=format_of(f"model.layers.{layer}.{at}.kv_b_proj"),
             shape=kv_b,
         ),
-        _linear(layer, f"{at}.kv_a_proj_with_mqa", (c.latent, c.hidden), format_of),
         _linear(layer, f"{at}.o_proj", (c.hidden, heads * c.v_head), format_of),
     ]
+    first = ("q_a_proj", c.q_lora) if c.q_lora else ("q_proj", heads * c.qk_head)
     if c.q_lora:
-        sites.append(_linear(layer, f"{at}.q_a_proj", (c.q_lora, c.hidden), format_of))
         sites.append(_linear(layer, f"{at}.q_b_proj", (heads * c.qk_head, c.q_lora), format_of))
-    else:
-        sites.append(_linear(layer, f"{at}.q_proj", (heads * c.qk_head, c.hidden), format_of))
-    return sites
+    query = _linear(layer, f"{at}.{first[0]}", (first[1], c.hidden), format_of)
+    latent = _linear(layer, f"{at}.kv_a_proj_with_mqa", (c.latent, c.hidden), format_of)
+    if fuse and query.weight_format == latent.weight_format:
+        both = (first[1] + c.latent, c.hidden)
+        return [*sites, replace(query, module=f"{at}.qkv_a_proj", shape=both)]
+    return [*sites, query, latent]
 
 
-def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list[Site]:
+def _decoding(c: ModelConfig, layer: int, at: str) -> list[Site]:
+    """Attention in the latent space: decode, and where it is sparse long prefill, too."""
+    if c.indexing is None:
+        return [Site("mla_decode", layer, at, "decode")]
+    prefill = Site("sparse_prefill", layer, at, "prefill")
+    return [prefill, Site("sparse_decode", layer, at, "decode")]
+
+
+def _indexer(c: ModelConfig, layer: int, format_of: FormatOf) -> list[Site]:
+    """Every rank has the whole indexer and makes the same choice."""
+    assert c.indexing is not None and c.q_lora is not None
+    heads, d = c.indexing.heads, c.indexing.dim
+    return [
+        Site("index_prologue", layer, INDEXER),
+        Site("index_scores", layer, INDEXER),
+        Site("index_topk", layer, INDEXER),
+        Site("router_logits", layer, INDEXER),
+        _linear(layer, f"{INDEXER}.wq_b", (heads * d, c.q_lora), format_of),
+        _linear(layer, f"{INDEXER}.wk", (d, c.hidden), format_of),
+    ]
+
+
+def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, one_by_one: bool) -> list[Site]:
     if not c.is_moe(layer):
         return _swiglu(c, layer, "mlp", c.intermediate // tp, format_of)
     width = c.moe_intermediate // tp
-    sites = [
-        Site("router_logits", layer, "mlp"),
-        Site("route", layer, "mlp"),
-        Site(
-            "experts",
-            layer,
-            "mlp.experts",
-            weight_format=format_of(f"model.layers.{layer}.mlp.experts.0.gate_proj"),
-            shape=(c.experts, width, c.hidden),
-        ),
-    ]
+    sites = [Site("router_logits", layer, "mlp"), Site("route", layer, "mlp")]
+    at = f"model.layers.{layer}.mlp.experts"
+    parts = ("gate_proj", "up_proj", "down_proj")
+    form, stored = joined(format_of(f"{at}.{e}.{p}") for e in range(c.experts) for p in parts)
+    site = Site("experts", layer, "mlp.experts", weight_format=form, stored=stored)
+    if one_by_one:
+        at = "mlp.experts"
+        sites.append(Site("silu_mul", layer, at))
+        for name, shape in (("gate_up", (2 * width, c.hidden)), ("down", (c.hidden, width))):
+            owner = replace(site, op="linear", module=f"{at}.{name}_proj", shape=shape)
+            sites.append(replace(owner, count=c.experts))
+    else:
+        sites.append(replace(site, shape=(c.experts, width, c.hidden)))
     if c.shared_experts:
         shared = c.shared_experts * c.moe_intermediate // tp
         sites += _swiglu(c, layer, "mlp.shared_experts", shared, format_of)
@@ -88,15 +184,17 @@ def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int) -> list[Site]
 
 
 def _swiglu(c: ModelConfig, layer: int, module: str, width: int, format_of: FormatOf) -> list[Site]:
-    fmt = format_of(f"model.layers.{layer}.{module}.gate_proj")
+    pair = ("gate_proj", "up_proj")
+    form, stored = joined(format_of(f"model.layers.{layer}.{module}.{name}") for name in pair)
     return [
         Site("silu_mul", layer, module),
         Site(
             "linear",
             layer,
             f"{module}.gate_up_proj",
-            weight_format=fmt,
+            weight_format=form,
             shape=(2 * width, c.hidden),
+            stored=stored,
         ),
         _linear(layer, f"{module}.down_proj", (c.hidden, width), format_of),
     ]

@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import Stored
-from ds_runtime.model.quant import Place, Quant, check_component, expected
+from ds_runtime.model.quant import Place, Quant, wrong_components, wrong_plain
 
 _SHOWN = 4
+_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DRAFT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # only a layer that drafts has it
 
 
 def check_checkpoint(
-    checkpoint: Checkpoint, config: ModelConfig, quant: Quant, modules: Mapping[str, Stored]
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    quant: Quant,
+    modules: Mapping[str, Stored],
+    within: str = "",
+    shared: Collection[str] = (),
 ) -> dict[str, Place]:
     """The place of every module. Raises CheckpointError that names missing, unexpected or wrong
     tensors, the first few of each with their number.
+
+    within: only tensors whose names begin so are looked at; of these, the modules `shared` may be
+    there although nobody reads them.
     """
     places = {m: quant.place(checkpoint, stored) for m, stored in modules.items()}
     needed = {name for place in places.values() for name in place.names}
-    missing = [n for p in places.values() for n in p.names if n not in checkpoint]
-    if missing:
+    owned = [n for n in checkpoint.names if n.startswith(within)]
+    lacking = {m: n for m, p in places.items() for n in p.names if n not in checkpoint}
+    if lacking:
+        asked = "a draft layer" if within else f"{config.layers} layers"
+        instead = _instead(checkpoint, quant, modules, next(iter(lacking)))
         raise CheckpointError(
-            f"{checkpoint.folder}: {_some(missing)} missing; config.json asks for "
-            f"{config.layers} layers and {config.experts} experts: is the download complete?"
+            f"{checkpoint.folder}: {_some(list(lacking.values()))} missing; config.json asks for "
+            f"{asked} and {config.experts} experts{instead}: is the download "
+            "complete?"
         )
+    needed |= {n for s in modules.values() if s.format for n in quant.unread(s.module)}
     drafts = {m[1] for n in checkpoint.names if (m := _DRAFT.match(n)) is not None}
-    extra = [n for n in checkpoint.names if n not in needed and not _ignorable(n, config, drafts)]
+    if within:
+        drafts = set()
+    extra = [n for n in owned if n not in needed and not _ignorable(n, config, drafts)]
+    extra = [n for n in extra if n.removeprefix(within).rpartition(".")[0] not in shared]
     if extra:
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(extra)} not expected; config.json and "
@@ -46,6 +63,19 @@ def check_checkpoint(
     return places
 
 
+def _instead(
+    checkpoint: Checkpoint, quant: Quant, modules: Mapping[str, Stored], module: str
+) -> str:
+    """What is there of a quantised module that lacks a tensor, if anything is."""
+    if not modules[module].format:
+        return ""
+    module = modules[module].module
+    there = [n for n in checkpoint.names if n.startswith(f"{module}.")]
+    if not there:
+        return ""
+    return f", and for {quant.format_of(module)} weights of {module}, where {_some(there)}"
+
+
 def _some(names: list[str]) -> str:
     unique = list(dict.fromkeys(names))
     shown = ", ".join(unique[:_SHOWN])
@@ -56,8 +86,9 @@ def _some(names: list[str]) -> str:
 
 
 def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
-    """Rotation tables, a head that ties to the embedding, and draft layers behind the last one."""
-    if name.endswith("rotary_emb.inv_freq"):
+    """Rotation tables, scales of a cache of keys and values, a head that ties to the embedding,
+    and draft layers behind the last one."""
+    if name.endswith("rotary_emb.inv_freq") or name.endswith(_CACHE_SCALES):
         return True
     if config.tie_embeddings and name == "lm_head.weight":
         return True
@@ -67,15 +98,9 @@ def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
 
 def _wrong(checkpoint: Checkpoint, quant: Quant, stored: Stored, place: Place) -> list[str]:
     """Complaints about the components of one module, where their shapes are known."""
-    shape = place.shape if len(stored.shape) == 2 else stored.shape
-    wanted = expected(stored.format, shape, quant.quantization)
-    if wanted is None:
-        return []
-    found = (
-        check_component(checkpoint, name, form, dtypes, place.index is not None)
-        for name, (form, dtypes) in zip(place.names, wanted, strict=True)
-    )
-    said = [complaint for complaint in found if complaint is not None]
+    if not stored.format:
+        return wrong_plain(checkpoint, stored.shape, place)
+    said = wrong_components(checkpoint, quant.encoding(stored.module), place)
     stacked = checkpoint.entry(place.names[0]).shape
     if not said and place.index is not None and place.index >= stacked[0]:
         said.append(f"{place.names[0]}: {stacked[0]} experts found, more expected")

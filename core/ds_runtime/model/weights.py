@@ -9,6 +9,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.draft import DraftModel
 from ds_runtime.model.estimate import (
     needed_bytes,
     page_table_bytes,
@@ -22,7 +23,7 @@ from ds_runtime.ops.reference.formats import torch_dtype
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress, amount
 
-__all__ = ["Checkpoint", "check_memory", "load_model", "needed_bytes"]
+__all__ = ["Checkpoint", "check_memory", "load_draft", "load_model", "needed_bytes"]
 
 
 def load_model(
@@ -41,11 +42,33 @@ def load_model(
     checkpoint = Checkpoint(assembly.folder)
     dtype = torch_dtype(assembly.config.dtype)
     try:
-        load = Loader(config, Quant.of(assembly), checkpoint, bound, comm, device, dtype)
+        quant, lora = Quant.of(assembly), assembly.lora
+        load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora)
         check_memory(assembly, comm, device)
         with Progress("loading weights", load.total_bytes(), enabled=progress) as bar:
             checkpoint.on_read = bar.advance
             return DeepSeekModel(config, load, positions_of(assembly))
+    finally:
+        checkpoint.close()
+
+
+def load_draft(
+    assembly: Assembly, model: DeepSeekModel, bound: BoundOps, device: Any, progress: bool = False
+) -> DraftModel | None:
+    """The draft layer behind `model`, if the assembly has one. CheckpointError as in load_model."""
+    nextn = assembly.nextn
+    if nextn is None:
+        return None
+    checkpoint = Checkpoint(nextn.folder)
+    dtype = torch_dtype(assembly.config.dtype)
+    try:
+        quant = Quant.of(assembly, nextn)
+        load = Loader(
+            model.config, quant, checkpoint, bound, model.comm, device, dtype, nextn=nextn
+        )
+        with Progress("loading the draft layer", load.total_bytes(), enabled=progress) as bar:
+            checkpoint.on_read = bar.advance
+            return DraftModel(model, load)
     finally:
         checkpoint.close()
 
@@ -67,10 +90,10 @@ def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:
             )
         if (needed + tables) * count > have:
             raise ConfigError(
-                f"--max-running {assembly.config.max_running}: page tables for so many requests "
-                f"of {positions_of(assembly)} tokens need {amount(tables * count)}, and "
-                f"{amount(have - needed * count)} are free on {place} beside the weights: give "
-                "less, or lower --context-length"
+                f"--max-running-requests {assembly.config.max_running_requests}: page tables for "
+                f"so many requests of {positions_of(assembly)} tokens need "
+                f"{amount(tables * count)}, and {amount(have - needed * count)} are free on "
+                f"{place} beside the weights: give less, or lower --context-length"
             )
 
 

@@ -57,10 +57,12 @@ class MlaDecode(Protocol):
 
     `state(limits)` allocates the persistent buffers of a step, once. `prepare(state, batch)`
     runs on the host once per step, in place: it reads batch.decode. `run(state, q, cache,
-    scale)`: q [sequences, heads, kv_lora + rope] (absorbed latent part, then rotated rope part),
-    cache one layer in the bound KV layout; sequence i attends its first kv_lens[i] cached
-    tokens (≥ 1, the own token included). Returns [sequences, heads, kv_lora] in q.dtype.
-    Softmax in fp32. Rows beyond kv_lens and pages of others may hold NaN. 0 sequences is legal.
+    scale)`: q [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part), cache
+    one layer in the bound KV layout. Row j of the n rows of sequence i (n = 1, or q_lens[i])
+    attends its first kv_lens[i] − (n − 1 − j) cached tokens (≥ 1, the own token included).
+    Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
+    of others may hold NaN. 0 sequences is legal.
+    Version 2: a sequence may have several rows. Version 1 had one row per sequence.
     """
 
     def state(self, limits: Limits) -> Any: ...
@@ -158,6 +160,8 @@ MLA_DECODE = Op(
     samples=f"{_REF}:mla_decode_samples",
     tolerance=_TOLERANCE,
     kind="object",
+    version=2,
+    adapter="ds_runtime.ops.adapters:mla_decode",
     heavy=True,
     layout="kv",
     summary="absorbed attention over the paged latent cache",

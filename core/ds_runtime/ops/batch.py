@@ -18,6 +18,7 @@ class Limits:
     page_size: int
     heads: int
     device: Any
+    max_queries: int = 1  # rows of one decoding sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +42,45 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class DecodePart:
-    """Sequences with one new token each: rows [0, size) of the batch.
+    """Sequences with one new token each, or a few (speculation): rows [0, rows) of the batch.
 
     page_table: [size, max_pages] int32, entries past a sequence's pages undefined but in range.
-    kv_lens: [size] int32 on the device, the own new token included; host_kv_lens likewise.
+    kv_lens: [size] int32 on the device, all new tokens included; host_kv_lens likewise. q_lens:
+    rows of each sequence, which are consecutive; empty if every sequence has one. Row j of a
+    sequence with n rows sees its first kv_len − (n − 1 − j) tokens.
     """
 
     page_table: Tensor
     kv_lens: Tensor
     host_kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
+        """Sequences."""
         return len(self.host_kv_lens)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sequences."""
+        return sum(self.q_lens) if self.q_lens else len(self.host_kv_lens)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChunk:
-    """A range of cached tokens per prefill sequence: starts [sequences] int64, and lengths."""
+    """A range of cached tokens per prefill sequence: starts [sequences] int64, and lengths.
+
+    adapters: of each of these tokens, as in Batch.
+    """
 
     starts: Tensor
     segs: Segments
+    adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Sequences with several new tokens: rows [decode.size, tokens) of the batch, in order.
+    """Sequences with several new tokens: rows [decode.rows, tokens) of the batch, in order.
 
     q_segs: new tokens per sequence. page_table: [sequences, max_pages] int32. prefix: cached
     tokens before the new ones, cut into chunks that bound the memory of their expansion; empty
@@ -83,7 +97,9 @@ class Batch:
     """One step. Decode rows come first, then prefill rows, sequence by sequence.
 
     input_ids, positions, slots: [tokens] int64; a negative slot is padding. logit_rows: rows
-    whose logits are wanted, [rows] int64. states: step state per stateful kernel, by its key.
+    whose logits are wanted, rising, [rows] int64. states: step state per stateful kernel, by its
+    key. adapters: each row's slot of low-rank adapters, −1 for none, [tokens] int32; None if no row
+    has one.
     """
 
     input_ids: Tensor
@@ -93,10 +109,12 @@ class Batch:
     decode: DecodePart | None = None
     prefill: PrefillPart | None = None
     states: dict[str, Any] = field(default_factory=dict)
+    adapters: Tensor | None = None
 
     @property
     def num_decode(self) -> int:
-        return self.decode.size if self.decode is not None else 0
+        """Rows of decoding sequences."""
+        return self.decode.rows if self.decode is not None else 0
 
     @property
     def num_tokens(self) -> int:

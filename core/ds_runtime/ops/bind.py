@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.ops.formats import Conversion, conversions
 from ds_runtime.ops.spec import (
     RANK_REFERENCE,
     Decision,
     Facts,
+    Fixable,
+    Gate,
+    Gates,
     Kernel,
     Layout,
     Offers,
@@ -22,7 +26,8 @@ from ds_runtime.ops.spec import (
 )
 from ds_runtime.ops.table import OPS
 
-KV = "kv"  # the one layout role so far: bytes of the paged cache
+KV, INDEX = "kv", "index"  # layout roles: bytes of the latent cache, and of the index keys
+_DECIDES = {KV: ("mla_decode", "sparse_decode"), INDEX: ("index_scores",)}  # whose layout counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ def site_facts(base: Facts, site: Site) -> Facts:
         phase=site.phase,
         weight_format=site.weight_format,
         shape=site.shape,
+        graph_capture=base.graph_capture and site.is_captured,
     )
 
 
@@ -64,28 +70,37 @@ def _part(site: Site, op: str) -> Site:
 
 
 def refusal(kernel: Kernel, facts: Facts, tag: str = "") -> str | None:
-    """Why this kernel cannot serve here: its own sentence, or what it does not declare."""
+    """Why this kernel cannot serve here: the first of `refusals`, or None."""
+    return next(refusals(kernel, facts, tag), None)
+
+
+def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
+    """Every reason why this kernel cannot serve here: what it does not declare, then its gates."""
     op = kernel.op
-    if kernel.contract != op.version:
-        return f"written for contract {kernel.contract} of {op.name}, this runtime has {op.version}"
+    if kernel.contract not in op.served:
+        has = " and ".join(map(str, op.served))
+        yield f"written for contract {kernel.contract} of {op.name}, this runtime has {has}"
     if facts.weight_format and facts.weight_format not in kernel.formats:
         read = ", ".join(sorted(kernel.formats)) or "none"
-        return f"does not read weight format {facts.weight_format!r}; it reads {read}"
+        yield f"does not read weight format {facts.weight_format!r}; it reads {read}"
     if facts.phase != "any" and facts.phase not in kernel.phases:
-        return f"does not serve the {facts.phase} phase"
+        yield f"does not serve the {facts.phase} phase"
     if facts.deterministic and not kernel.deterministic:
-        return "not deterministic"
+        yield Fixable("not deterministic", "leave --deterministic out")
     if facts.graph_capture and not kernel.graph_safe:
-        return "not safe under graph capture"
+        yield Fixable("not safe under graph capture", "pass --disable-graph")
     if op.layout and tag and tag not in kernel.layouts:
-        return f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
-    return _own_refusal(kernel, facts)
+        yield f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
+    checks = kernel.refuse.checks if isinstance(kernel.refuse, Gates) else (kernel.refuse,)
+    for check in checks:
+        if (said := _asked(check, facts)) is not None:
+            yield said
 
 
-def _own_refusal(kernel: Kernel, facts: Facts) -> str | None:
-    """What the kernel's own `refuse` says; one that fails refuses."""
+def _asked(check: Gate, facts: Facts) -> str | None:
+    """What one gate says; one that fails refuses."""
     try:
-        said = kernel.refuse(facts)
+        said = check(facts)
     except Exception as e:
         return f"its refuse() raised {type(e).__name__}: {e}"
     if said is None or (isinstance(said, str) and said):
@@ -100,18 +115,30 @@ def _order(kernel: Kernel, third_party: frozenset[str]) -> tuple[int, bool, str]
 class Binder:
     """Decides site by site, remembering what it already evaluated."""
 
-    def __init__(self, offers: Offers, base: Facts, pins: Sequence[Pin] = ()) -> None:
+    def __init__(
+        self,
+        offers: Offers,
+        base: Facts,
+        pins: Sequence[Pin] = (),
+        apart: Collection[str] = (),
+        compact: bool = False,
+    ) -> None:
         self.base = base
         self.pins = pins
+        self.apart = apart
+        self.compact = compact
         self.by_op: dict[str, list[Kernel]] = {name: [] for name in OPS}
         for kernel in sorted(offers.kernels, key=lambda k: _order(k, offers.third_party)):
             self.by_op[kernel.op.name].append(kernel)
         self.layouts = {layout.tag: layout for layout in offers.layouts}
 
-    def choose_layout(self, sites: Iterable[Site]) -> Layout:
-        """The cache layout of the best decode kernel for which every cache op has a kernel."""
-        users = [s for s in sites if OPS[s.op].layout == KV]
-        first = next(s for s in users if s.op == "mla_decode")
+    def choose_layout(self, sites: Iterable[Site], role: str = KV) -> Layout:
+        """The layout of the best kernel that reads a whole cache, if every op on it has a kernel.
+
+        That is a decode kernel, or for the index cache one that scores.
+        """
+        users = [s for s in sites if OPS[s.op].layout == role]
+        first = next(s for s in users if s.op in _DECIDES[role])
         why = []
         for kernel in self._candidates(first)[0]:
             if sentence := refusal(kernel, site_facts(self.base, first)):
@@ -126,14 +153,15 @@ class Binder:
                     return layout
                 else:
                     why.append(f"{tag}: not every cache op has a kernel for it")
-        raise UnsupportedError("no KV cache layout fits: " + "; ".join(why))
+        what = {KV: "KV", INDEX: "index"}[role]
+        raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
     def _servable(self, site: Site, tag: str) -> bool:
         facts = site_facts(self.base, site)
         op = OPS[site.op]
         kernels, pinned = self._candidates(site)
         if op.composition and not pinned:
-            kernels = [k for k in kernels if k.rank > RANK_REFERENCE]
+            kernels = [k for k in kernels if k.rank > RANK_REFERENCE and op.name not in self.apart]
         if any(refusal(k, facts, tag) is None for k in kernels):
             return True
         parts = [_part(site, p) for p in op.uses] if op.composition and not pinned else []
@@ -153,8 +181,9 @@ class Binder:
                         f"--pin {pin.op}={pin.kernel}: no such kernel; {hint}"
                         f"offered: {', '.join(names)}"
                     )
-                facts = site_facts(self.base, site)
-                said = [(k.name, refusal(k, facts)) for k in chosen]
+                said = [(k.name, refusal(k, site_facts(self.base, site))) for k in chosen]
+                if self._converted(site, chosen, "") is not None:
+                    return chosen, True
                 if all(sentence is not None for _, sentence in said):
                     refused = "; ".join(f"{name}: {sentence}" for name, sentence in said)
                     raise ConfigError(
@@ -176,11 +205,19 @@ class Binder:
             if sentence is None:
                 accepted.append(kernel)
             else:
-                refused.append((kernel.name, sentence))
+                refused.append((kernel.name, str(sentence)))
         lost = tuple((k.name, k.rank) for k in accepted[1:])
-        if op.composition and not pinned and (not accepted or accepted[0].rank <= RANK_REFERENCE):
+        converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
+        apart = op.name in self.apart
+        none = apart or not accepted or accepted[0].rank <= RANK_REFERENCE
+        held = self._converted(site, kernels, tag) if none and not (pinned and accepted) else None
+        if held is not None:
+            conversion, site, accepted = held
+            lost, none = tuple((k.name, k.rank) for k in accepted[1:]), False
+            converts = str(conversion)
+        if op.composition and not pinned and none:
             lost = tuple((k.name, k.rank) for k in accepted)
-            note = "composed of " + ", ".join(op.uses)
+            note = "composed of " + ", ".join(op.uses) + (" (--disable-fusion)" if apart else "")
             decision = Decision(
                 op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note
             )
@@ -199,20 +236,54 @@ class Binder:
             best.rank,
             tuple(refused),
             lost,
-            best.note,
+            _note(best),
             tag if op.layout else "",
             best.contract,
+            converts,
         )
+
+    def _converted(
+        self, site: Site, kernels: Sequence[Kernel], tag: str
+    ) -> tuple[Conversion, Site, list[Kernel]] | None:
+        """The first conversion of the site's weight that a kernel better than the reference
+        reads, the site with it, and those kernels."""
+        if not site.weight_format:
+            return None
+        for conversion in conversions(site.weight_format, self.compact):
+            there = replace(site, weight_format=conversion.target, stored=site.weight_format)
+            facts = site_facts(self.base, there)
+            able = [k for k in kernels if k.rank > RANK_REFERENCE and not refusal(k, facts, tag)]
+            if able:
+                return conversion, there, able
+        return None
+
+
+def _note(kernel: Kernel) -> str:
+    """The kernel's own remark, and that it is called through an adapter if it is."""
+    op = kernel.op
+    if kernel.contract == op.version:
+        return kernel.note
+    said = f"written for contract {kernel.contract}, adapted to {op.version}"
+    return f"{kernel.note}; {said}" if kernel.note else said
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What was decided for every site, and the cache layout that all agree on."""
+    """What was decided for every site, and the cache layouts that all agree on.
+
+    index_layout: of the index keys, where attention is sparse.
+    """
 
     base: Facts
     layout: Layout
     choices: tuple[tuple[Site, Kernel | None], ...]
     decisions: tuple[Decision, ...]
+    index_layout: Layout | None = None
+
+    def tag(self, op: str) -> str:
+        """The tag of the layout that the kernels of an op agree on; "" if they share none."""
+        layout = self.index_layout if OPS[op].layout == INDEX else self.layout
+        return layout.tag if layout is not None and OPS[op].layout else ""
 
 
 def _place(site: Site) -> tuple[str, int, str]:
@@ -230,19 +301,31 @@ def _places(sites: Iterable[Site]) -> dict[tuple[str, int, str], Site]:
 
 
 def decide_all(
-    sites: Sequence[Site], offers: Offers, base: Facts, pins: Sequence[Pin] = ()
+    sites: Sequence[Site],
+    offers: Offers,
+    base: Facts,
+    pins: Sequence[Pin] = (),
+    apart: Collection[str] = (),
+    compact: bool = False,
 ) -> Binding:
-    """Decide every site, and the parts of every composed fusion at its site."""
-    binder = Binder(offers, base, pins)
+    """Decide every site, and the parts of every composed fusion at its site.
+
+    apart: fusions that are composed whatever is offered for them. compact: weights that no kernel
+    reads are rounded to few bits rather than held dense, where there is a choice.
+    """
+    binder = Binder(offers, base, pins, apart, compact)
     layout = binder.choose_layout(sites)
+    sparse = any(OPS[s.op].layout == INDEX for s in sites)
+    index_layout = binder.choose_layout(sites, INDEX) if sparse else None
+    tags = {"": "", KV: layout.tag, INDEX: index_layout.tag if index_layout else ""}
     todo = list(dict.fromkeys(sites))
     places = _places(todo)
     choices: list[tuple[Site, Kernel | None]] = []
     decisions: list[Decision] = []
     while todo:
         site = todo.pop(0)
-        kernel, decision = binder.decide(site, layout.tag)
-        choices.append((site, kernel))
+        kernel, decision = binder.decide(site, tags[OPS[site.op].layout])
+        choices.append((decision.site, kernel))
         decisions.append(decision)
         if kernel is None:
             for part in OPS[site.op].uses:
@@ -254,4 +337,4 @@ def decide_all(
     for pin in pins:
         if not any(s.op == pin.op and fnmatchcase(s.path, pin.glob) for s, _ in choices):
             raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
-    return Binding(base, layout, tuple(choices), tuple(decisions))
+    return Binding(base, layout, tuple(choices), tuple(decisions), index_layout)

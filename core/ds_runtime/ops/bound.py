@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_runtime.errors import PluginError
 from ds_runtime.ops.bind import Binding, site_facts
-from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr
+from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
 
 
@@ -18,6 +18,7 @@ class BoundOps:
         self.binding = binding
         self.base = binding.base
         self.layout = binding.layout
+        self.index_layout = binding.index_layout
         self.stateful: dict[str, Any] = {}  # state key → one object of that kernel
         self._state_keys: dict[tuple[str, int, str], str] = {}
         self._facts: dict[tuple[str, int, str], Facts] = {}
@@ -42,7 +43,7 @@ class BoundOps:
 
     def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
         try:
-            fn = load_attr(kernel.fn)
+            fn = load_kernel(kernel)
         except Exception as e:
             raise PluginError(
                 f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {type(e).__name__}: {e}; "
@@ -60,6 +61,10 @@ class BoundOps:
     def at(self, layer: int, module: str) -> Ops:
         """The view of one place; layer −1 outside the layers."""
         return self._views[(layer, module)]
+
+    def has(self, op: str, layer: int, module: str) -> bool:
+        """Whether the model's sites include this one."""
+        return (op, layer, module) in self._facts
 
     def facts(self, op: str, layer: int, module: str) -> Facts:
         """The facts of one site, for `pack`."""

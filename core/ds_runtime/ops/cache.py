@@ -20,7 +20,8 @@ class CacheWrite(Protocol):
 
     cache: one layer's cache in the bound KV layout. latent: [tokens, kv_lora], k_rope: [tokens,
     rope], both in the compute dtype, rows may be strided. slots: [tokens] int64, distinct; a
-    negative slot is skipped (padding). Writes nothing else. tokens == 0 is legal.
+    negative slot is skipped (padding). Writes nothing else. tokens == 0 is legal. A float8_e4m3fn
+    cache (facts.kv_dtype) has no scale: values are rounded to nearest even and saturate at ±448.
     """
 
     def __call__(self, cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None: ...

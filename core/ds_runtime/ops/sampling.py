@@ -37,6 +37,19 @@ class Sample(Protocol):
     ) -> Tensor: ...
 
 
+class MaskLogits(Protocol):
+    """Forbid tokens, row by row: their logits become −inf.
+
+    logits: [rows, vocab] float32, last dim contiguous, rows may be strided. masks: [masks, words]
+    int32 with words = ceil(vocab / 32): token t is allowed where bit t % 32 of word t // 32 is
+    set; bits from vocab on mean nothing. which: [rows] int32, the mask of each row; negative: the
+    row keeps every token. Several rows may share a mask. Returns a new contiguous [rows, vocab]
+    float32; kept logits are copied bit for bit, NaN included. rows == 0 and masks == 0 are legal.
+    """
+
+    def __call__(self, logits: Tensor, masks: Tensor, which: Tensor) -> Tensor: ...
+
+
 class Logprobs(Protocol):
     """Log-softmax of raw logits at given ids, and the best alternatives.
 
@@ -56,6 +69,15 @@ SAMPLE = Op(
     samples=f"{_REF}:sample_samples",
     tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
     summary="temperature, top-k, top-p, min-p sampling",
+)
+
+MASK_LOGITS = Op(
+    name="mask_logits",
+    protocol=f"{__name__}:MaskLogits",
+    reference=f"{_REF}:mask_logits",
+    samples=f"{_REF}:mask_logits_samples",
+    tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
+    summary="forbid the tokens that a grammar does not allow",
 )
 
 LOGPROBS = Op(

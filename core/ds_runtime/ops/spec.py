@@ -18,8 +18,10 @@ RANK_PORTABLE = 10
 RANK_PLATFORM = 20
 RANK_SPECIALISED = 30
 
-Phase = Literal["any", "prefill", "decode", "verify"]
-RefusalKind = Literal["absent", "not installed", "unsupported", "broken"]
+FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys in bfloat16
+
+Phase = Literal["any", "prefill", "decode", "verify", "tree"]
+RefusalKind = Literal["absent", "not installed", "unsupported", "not allowed", "broken"]
 
 
 class Dims(Mapping[str, int]):
@@ -87,7 +89,9 @@ class Facts:
     """Everything static that a kernel may look at; never a request. All dtypes are strings.
 
     The first block describes the process, the second one site (an op at a place in the model).
-    `shape` is the logical [out, in] of this rank's weight, where the op owns one.
+    `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
+    calls are recorded and replayed with other contents of the same tensors, so a call may not wait
+    for the device, and what it launches may depend on shapes and limits, but on no length.
     """
 
     device: DeviceInfo
@@ -98,6 +102,7 @@ class Facts:
     tp: int = 1
     deterministic: bool = False
     graph_capture: bool = False
+    index_dtype: str = "float32"  # of the index cache, where attention is sparse
 
     role: str = "target"
     layer: int = -1
@@ -109,7 +114,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in the model that needs an op: what the binder decides about."""
+    """A place in the model that needs an op: what the binder decides about.
+
+    captured: False outside the model's forward pass, which is what is captured. count: weights of
+    this shape that the place owns. stored: the format of the weight in the checkpoint, where it is
+    converted to `weight_format` while it is loaded.
+    """
 
     op: str
     layer: int
@@ -118,6 +128,14 @@ class Site:
     weight_format: str = ""
     shape: tuple[int, ...] = ()
     role: str = "target"
+    captured: bool = True
+    count: int = 1
+    stored: str = ""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a captured decode step runs the op here."""
+        return self.captured and self.phase != "prefill"
 
     @property
     def path(self) -> str:
@@ -130,7 +148,7 @@ class Layout:
     """A byte layout that several kernels must agree on (e.g. of the KV cache).
 
     `allocate` is a lazy function; for the cache: `(num_pages, facts, device) -> Tensor`, for one
-    layer. `bytes_per_token(facts)` is per layer.
+    layer, with the pages along the first dim. `bytes_per_token(facts)` is per layer.
     """
 
     name: str
@@ -153,6 +171,8 @@ class Op:
     object). `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which
     runs where no fused kernel is bound. `layout` names the shared layout that kernels of this op
     must agree on. `tolerance` is dtype → relative error bound: ‖out − oracle‖ / ‖oracle‖.
+    `adapter` names a function that takes what a kernel of the contract's previous version names
+    with `fn` and returns the same by this version; empty: that version is served no more.
     """
 
     name: str
@@ -162,12 +182,58 @@ class Op:
     tolerance: Mapping[str, float]
     kind: Literal["function", "object"] = "function"
     version: int = 1
+    adapter: str = ""
     heavy: bool = False
     composition: str = ""
     uses: tuple[str, ...] = ()
     taps: tuple[str, ...] = ()
     layout: str = ""
     summary: str = ""
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """The versions of the contract whose kernels can serve, newest first."""
+        return (self.version, self.version - 1) if self.adapter else (self.version,)
+
+
+Gate = Callable[[Facts], "str | None"]
+
+
+class Fixable(str):
+    """A refusal that the user can undo; it reads "SAID: REMEDY".
+
+    `Fixable("page size 16, takes 64", "pass --page-size 64")`.
+    """
+
+    __slots__ = ("remedy",)
+    remedy: str
+
+    def __new__(cls, said: str, remedy: str) -> Fixable:
+        made = super().__new__(cls, f"{said}: {remedy}")
+        made.remedy = remedy
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return self.removesuffix(f": {self.remedy}"), self.remedy
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    """A kernel's `refuse` made of several gates: the first that refuses speaks.
+
+    `plan --explain` asks each of them, so none may need that an earlier one accepted.
+    """
+
+    checks: tuple[Gate, ...]
+
+    def __call__(self, facts: Facts) -> str | None:
+        return next((said for check in self.checks if (said := check(facts)) is not None), None)
+
+
+def gates(*checks: Gate) -> Gates:
+    """One `refuse` of several gates, in this order; Gates among them are opened up."""
+    parts = [part for c in checks for part in (c.checks if isinstance(c, Gates) else (c,))]
+    return Gates(tuple(dict.fromkeys(parts)))
 
 
 def _accept(facts: Facts) -> str | None:
@@ -178,21 +244,25 @@ def _accept(facts: Facts) -> str | None:
 class Kernel:
     """One implementation of one op, offered by one plugin.
 
-    `fn` is lazy, `"module:attr"`. `refuse(facts)` returns None or a sentence. `formats` are the
+    `fn` is lazy, `"module:attr"`. `refuse(facts)` returns None or a sentence; `gates` makes one
+    of several. `formats` are the
     weight formats that `pack` reads (ops that own weights). `layouts` are the tags of the shared
     layouts that it reads or writes. What is not declared is refused (closed world).
     `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
     than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `keeps` are the
     formats that stay packed in their own encoding (others are held in the compute dtype), and
     `copies` says how often `pack` keeps the weight (laid out for several uses): both are for the
-    estimate of memory.
+    estimate of memory. `batch_invariant`: a row's bits depend on that row alone, not on how many
+    others there are. `workspace(facts, rows)` gives the bytes that a call of so many rows holds at
+    most beyond its arguments, weights and results; None says nothing. Conformance holds a kernel
+    to both.
     """
 
     op: Op
     fn: str
     provider: str
     rank: int = RANK_PLATFORM
-    refuse: Callable[[Facts], str | None] = _accept
+    refuse: Gate = _accept
     formats: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     phases: frozenset[str] = frozenset({"prefill", "decode"})
@@ -204,7 +274,9 @@ class Kernel:
     source: str = ""
     numerics: str = ""
     keeps: frozenset[str] = frozenset()
-    copies: int = 1
+    copies: float = 1
+    batch_invariant: bool = False
+    workspace: Callable[[Facts, int], int] | None = None
 
     @property
     def name(self) -> str:
@@ -221,29 +293,56 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantLoader:
-    """Reads one checkpoint quantisation format. Torch-free except through `read`.
+class Encoding:
+    """How a checkpoint stores one Linear, as its config and the module's name say.
 
-    `accepts(quantization_config)` gets the dict of config.json, `{}` when there is none.
-    `format_of(quantization_config, module)` gives the weight format string of one Linear.
-    `refuse(quantization_config)` says which value it does not read where the format is its own,
-    None where it is another's; it is asked once no loader accepts.
-    `components` maps a weight format to the tensor suffixes that it reads from the checkpoint.
-    `read` is a lazy function: see `ds_runtime.model.quant`.
+    format: the weight format (`ops/formats.py`, or a plugin's own) that reading it gives. layout:
+    how its codes lie in the files; the core reads those of `model/layouts.py`, any other is for
+    the loader's own `read`. tensors: component of `WeightPart` → the tensor's name below the
+    module; "../NAME" lies beside it. optional: components that may be missing. unread: tensors
+    that may be there and say nothing. block: (rows, columns) that share a scale, 0 for all of
+    them, where it is not the format's. divides: the global scales divide instead of multiplying.
+    """
+
+    format: str
+    layout: str = "rows"
+    tensors: Mapping[str, str] = field(default_factory=lambda: {"weight": "weight"})
+    optional: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
+    divides: bool = False
+
+
+DENSE = Encoding("dense")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantLoader:
+    """Reads one way to quantise checkpoints. Torch-free except through `read`.
+
+    All get the quantization_config of config.json, `{}` when there is none, with the content of
+    hf_quant_config.json under that name where there is such a file. `accepts` says whether it is
+    this loader's. `encodings` parses it once and gives a function: path of a Linear → Encoding.
+    `refuse` says which value it does not read where the format is its own, None where it is
+    another's; it is asked once no loader accepts. `read` is a lazy function
+    `(PartRequest) -> WeightPart`: see `ds_runtime.model.quant`.
     """
 
     name: str
     accepts: Callable[[Mapping[str, Any]], bool]
-    format_of: Callable[[Mapping[str, Any], str], str]
-    components: Mapping[str, tuple[str, ...]]
-    read: str
+    encodings: Callable[[Mapping[str, Any]], Callable[[str], Encoding]]
+    read: str = "ds_runtime.model.quant:read_part"
     provider: str = ""
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who won an op at a site, and every refusal. `lost` are acceptable kernels of lower rank."""
+    """Who won an op at a site, and every refusal. `lost` are acceptable kernels of lower rank.
+
+    converts: in what the weight is held because no kernel reads its own format, and what that
+    costs.
+    """
 
     op: str
     site: Site
@@ -255,6 +354,7 @@ class Decision:
     note: str = ""
     layout: str = ""
     contract: int = 1
+    converts: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +375,12 @@ def load_attr(path: str) -> Any:
     """Import `"module:attr"`."""
     module, _, attr = path.partition(":")
     return getattr(import_module(module), attr)
+
+
+def load_kernel(kernel: Kernel) -> Any:
+    """Import a kernel's `fn`, as the present version of its op's contract has it."""
+    made = load_attr(kernel.fn)
+    return made if kernel.contract == kernel.op.version else load_attr(kernel.op.adapter)(made)
 
 
 @dataclass(frozen=True, slots=True)

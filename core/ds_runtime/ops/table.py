@@ -5,13 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from ds_runtime.ops import activation, attention, cache, linear, moe, norm, rope, sampling
+from ds_runtime.ops import (
+    activation,
+    attention,
+    cache,
+    linear,
+    lora,
+    moe,
+    norm,
+    rope,
+    sampling,
+    sparse,
+)
 from ds_runtime.ops.spec import Op
 
 if TYPE_CHECKING:
     from ds_runtime.ops.attention import MergeState, MhaPrefill, MlaAbsorb, MlaDecode, MlaPrologue
     from ds_runtime.ops.cache import CacheGather, CacheWrite
     from ds_runtime.ops.linear import Embed, Linear, QuantizeGroup
+    from ds_runtime.ops.lora import LoraDelta
     from ds_runtime.ops.moe import Experts, Route, RouterLogits
 
 OPS: dict[str, Op] = {
@@ -23,6 +35,7 @@ OPS: dict[str, Op] = {
         rope.ROPE,
         linear.LINEAR,
         linear.QUANTIZE_GROUP,
+        lora.LORA_DELTA,
         cache.CACHE_WRITE,
         cache.CACHE_GATHER,
         attention.MLA_PROLOGUE,
@@ -30,10 +43,16 @@ OPS: dict[str, Op] = {
         attention.MHA_PREFILL,
         attention.MERGE_STATE,
         attention.MLA_DECODE,
+        sparse.INDEX_PROLOGUE,
+        sparse.INDEX_SCORES,
+        sparse.INDEX_TOPK,
+        sparse.SPARSE_PREFILL,
+        sparse.SPARSE_DECODE,
         activation.SILU_MUL,
         moe.ROUTER_LOGITS,
         moe.ROUTE,
         moe.EXPERTS,
+        sampling.MASK_LOGITS,
         sampling.SAMPLE,
         sampling.LOGPROBS,
     )
@@ -63,6 +82,7 @@ class Ops:
     rope: rope.Rope
     linear: Linear
     quantize_group: QuantizeGroup
+    lora_delta: LoraDelta
     cache_write: CacheWrite
     cache_gather: CacheGather
     mla_prologue: MlaPrologue
@@ -70,10 +90,16 @@ class Ops:
     mha_prefill: MhaPrefill
     merge_state: MergeState
     mla_decode: MlaDecode
+    index_prologue: sparse.IndexPrologue
+    index_scores: sparse.IndexScores
+    index_topk: sparse.IndexTopk
+    sparse_prefill: sparse.SparseMla
+    sparse_decode: sparse.SparseMla
     silu_mul: activation.SiluMul
     router_logits: RouterLogits
     route: Route
     experts: Experts
+    mask_logits: sampling.MaskLogits
     sample: sampling.Sample
     logprobs: sampling.Logprobs
 

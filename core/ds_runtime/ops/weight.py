@@ -5,7 +5,7 @@ No file format in here: a `QuantLoader` has read the components, and the shard i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,12 +15,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One checkpoint Linear, or this rank's shard of it.
+    """One checkpoint Linear, or this rank's shard of it, in a format of `ops/formats.py`.
 
-    tensors: component name → tensor; "weight" is [rows, cols] (in the format's own encoding),
-    "scale" the covering rows and columns of the scale grid. block: (rows, cols) covered by one
-    scale; offset: position of this part's first element inside its first scale block, for
-    shards that cut a block.
+    tensors: component → tensor, all on one device, owned by the part:
+
+    * "weight" [rows, cols]: the numbers ("dense"), or a code per element in the format's dtype,
+      nothing packed: e4m3; int8; int4 codes in int8, −8 … 7, or 0 … 15 beside "zero"; e2m1 codes
+      0 … 15 in uint8 (bit 3 the sign, then 0 ½ 1 1½ 2 3 4 6).
+    * "scale": the rows and columns of the scale grid that cover the part, multiplied with codes.
+      Any float dtype, or one byte (uint8, e8m0) that means 2^(byte − 127). Never NaN.
+    * "zero": like "scale", int8: subtracted from the codes first. Integer formats only.
+    * "global" [1] float32: multiplied with every scale. Only, and always, "nvfp4".
+    * "group" [cols] int32: the column of the scale grid that each column belongs to. Only, and
+      always, "int4_actorder", whose grid then has all columns, however the part is cut.
+    * "input_scale" [1] float32: the scale of activations that the checkpoint was calibrated for:
+      x ≈ code · input_scale. A hint: a kernel may round activations more finely, or not at all.
+
+    block: (rows, cols) covered by one scale; offset: position of this part's first element
+    inside its first scale block, for shards that cut a block. dequantiser: "module:attr" of a
+    function (part, dtype) → values, for formats of a plugin's own.
     """
 
     name: str
@@ -56,6 +69,11 @@ class Weight:
         """[out, in] in `dtype`."""
         values = [p.dequantise(dtype) for p in self.parts]
         return values[0] if len(values) == 1 else torch.cat(values)
+
+    def expect(self, formats: Collection[str], tag: str) -> None:
+        """Raise TypeError if the kernel `tag` does not read this format."""
+        if self.format not in formats:
+            raise TypeError(f"{tag} reads {' and '.join(formats)}, not {self.format}")
 
 
 @dataclass

@@ -40,7 +40,8 @@ class TorchCommunicator:
 
     backend: a torch.distributed backend name. init_method: e.g. "tcp://127.0.0.1:29500",
     "file:///tmp/x" or "env://". timeout: seconds that a rank waits for the others. reduce_dtype:
-    the dtype in which 16-bit sums are computed (None: the backend's own).
+    the dtype in which 16-bit sums are computed (None: the backend's own). device: this rank's own;
+    the group is then connected at once instead of in its first collective.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class TorchCommunicator:
         init_method: str,
         timeout: float = 600.0,
         reduce_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
         if not dist.is_available():
             raise ConfigError(f"--tp {size}: this build of torch has no torch.distributed")
@@ -68,6 +70,7 @@ class TorchCommunicator:
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
+            device_id=device,
         )
         self._group = dist.group.WORLD
 

@@ -21,7 +21,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def read(path: Path) -> str:
+def read_file(path: Path) -> str:
     """A small system file's text without outer white space, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
@@ -45,7 +45,8 @@ def pci_devices(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Path]
     return [
         device
         for device in sorted(folder.iterdir())
-        if read(device / "vendor") == vendor and read(device / "class").startswith(classes)
+        if read_file(device / "vendor") == vendor
+        and read_file(device / "class").startswith(classes)
     ]
 
 

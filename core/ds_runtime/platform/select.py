@@ -12,31 +12,41 @@ from ds_runtime.plugins import Plugins
 
 
 def select_platform(
-    plugins: Plugins, wanted: str = "auto"
+    plugins: Plugins, wanted: str = "auto", downgrade: bool = False
 ) -> tuple[Platform, tuple[tuple[str, Refusal], ...]]:
     """(platform, refusals of the others). `auto` reads DS_PLATFORM first.
 
     A broken plugin, one whose packages are installed but fail on hardware that is there, stops
-    the start (PluginError) unless the user named another platform.
+    the start (PluginError) unless the user named another platform or allows the `downgrade`.
     """
-    source = "--platform"
-    if wanted == "auto" and (named := os.environ.get("DS_PLATFORM")):
-        source, wanted = "DS_PLATFORM", named
+    source, wanted = asked_for(wanted)
     found = plugins.platforms()
     refusals = tuple((name, r) for name, (_, r) in sorted(found.items()) if r is not None)
     here = [p for _, (p, _) in sorted(found.items()) if p is not None]
     if wanted != "auto":
         return _named(source, wanted, here, refusals, _restriction(plugins)), refusals
     for name, refusal in refusals:
-        if refusal.kind == "broken":
-            raise PluginError(
-                f"plugin {name} is {refusal}; mend it, or name a platform with --platform "
-                f"({', '.join(p.name for p in here) or 'none works here'})"
-            )
+        if refusal.kind == "broken" and not downgrade:
+            names = ", ".join(p.name for p in here) or "none works here"
+            raise stopped(name, refusal, f" ({names})")
     if not here:
         said = [*(f"{name}: {r}" for name, r in refusals), *_restriction(plugins)]
         raise UnsupportedError(f"no platform works here: {'; '.join(said)}")
     return max(here, key=lambda p: (p.score, p.name)), refusals
+
+
+def stopped(name: str, refusal: Refusal, known: str = "") -> PluginError:
+    """Why nothing starts where a plugin is broken. `known`: the platforms that work."""
+    return PluginError(
+        f"plugin {name} is {refusal}; mend it, or name a platform with --platform{known}, or take "
+        "the best that works with --allow-platform-downgrade; ds-runtime doctor says more"
+    )
+
+
+def asked_for(wanted: str) -> tuple[str, str]:
+    """(the setting, the platform that it names): `auto` reads DS_PLATFORM."""
+    named = os.environ.get("DS_PLATFORM") if wanted == "auto" else None
+    return ("DS_PLATFORM", named) if named else ("--platform", wanted)
 
 
 def _restriction(plugins: Plugins) -> list[str]:

@@ -7,16 +7,18 @@ layer. Tensors and torch devices appear only in annotations.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_runtime.errors import UnsupportedError
+from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.spec import API_VERSION, DeviceInfo
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from ds_runtime.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,22 @@ class MemoryInfo:
 
     total: int
     free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a device reaches at most, measured on it: what figures of kernels are held against.
+
+    bandwidth: bytes read per second from memory, out of every cache. compute: operations per
+    second of the fastest matmul by dtype ("int8" counts integer operations); a dtype that is not
+    in it was not measured. cache: bytes of the last-level cache, 0 if unknown. note: how it was
+    measured.
+    """
+
+    bandwidth: float
+    compute: Mapping[str, float]
+    cache: int = 0
+    note: str = ""
 
 
 class Communicator(Protocol):
@@ -50,12 +68,47 @@ class Communicator(Protocol):
         ...
 
 
+class GraphBackend(Protocol):
+    """Records the device work of a step once, to queue it again at little cost for the host."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` queues; the function that is returned queues it again.
+
+        A replay reads and writes the tensors that `run` used, where they lie: their owner fills
+        inputs in place before, and copies results before the next replay. What `run` decided on
+        the host stays as it was. `run` was called before, so that nothing is compiled or set up
+        in here, and waits for nothing. What it allocates comes from a pool that all captures of
+        one backend share: replays follow each other in one queue.
+        """
+        ...
+
+
 class Platform(ABC):
-    """One kind of device. `score` orders platforms that work here: the highest is `auto`."""
+    """One kind of device. `score` orders platforms that work here: the highest is `auto`.
+
+    asynchronous: work is queued, and the device computes beside the host. captures:
+    `graph_backend` gives one. kv_share: the share of what is free after loading that the KV cache
+    takes where the user says nothing.
+    """
 
     name: str = ""
     api_version: int = API_VERSION
     score: int = 0
+    asynchronous: bool = False
+    captures: bool = False
+    kv_share: float = 0.25
+
+    def configure(self, config: EngineConfig) -> None:
+        """Take the settings that are about this device; called in every process once it is chosen.
+
+        Before `info`, and torch-free. Raises ConfigError for a value that cannot be used here,
+        naming those that can. The default refuses what this device has no choice of.
+        """
+        if config.cpu_isa != "auto":
+            raise ConfigError(
+                f"--cpu-isa {config.cpu_isa}: platform {self.name} has no instruction sets to "
+                "choose from; leave the flag out"
+            )
 
     @abstractmethod
     def info(self, rank: int = 0) -> DeviceInfo:
@@ -93,6 +146,19 @@ class Platform(ABC):
         raise UnsupportedError(
             f"--tp {size}: platform {self.name} connects no ranks in this version; use --tp 1"
         )
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        """How steps of local rank `rank` are captured; asked where `captures` is true."""
+        raise UnsupportedError(f"platform {self.name} captures no steps: use --disable-graph")
+
+    def ceilings(self, rank: int = 0) -> Ceilings:
+        """Measure local rank `rank`'s device: seconds of work, and up to a quarter of free memory.
+
+        The default measures with torch alone; override it where the device's own means reach more.
+        """
+        from ds_runtime.platform.ceilings import measure
+
+        return measure(self, rank)
 
     def synchronize(self) -> None:  # noqa: B027 (optional: synchronous devices need nothing)
         """Wait until the device has finished all work of this process."""

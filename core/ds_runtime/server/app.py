@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.server.body import parse
+from ds_runtime.server.adapters import adapter_routes
+from ds_runtime.server.admin import admin_routes, open_routes
+from ds_runtime.server.answer import answer, as_json
+from ds_runtime.server.anthropic import (
+    CountRequest,
+    MessagesRequest,
+    count_tokens,
+    messages_job,
+)
+from ds_runtime.server.body import Bodies, parse
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.dashboard import dashboard_routes
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error
+from ds_runtime.server.exchange import REQUEST_ID, Exchange, Observe, exchange_of
 from ds_runtime.server.guard import Guard
-from ds_runtime.server.metrics import CountRequests, Metrics
+from ds_runtime.server.log import access
+from ds_runtime.server.metrics import EngineView, Metrics
+from ds_runtime.server.openapi import describe, request_body
 from ds_runtime.server.prepare import (
-    Job,
     ModelInfo,
     Service,
     chat_job,
@@ -35,100 +48,133 @@ from ds_runtime.server.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
-from ds_runtime.server.run import Run
-from ds_runtime.server.stream import stream_response, until_disconnect
+from ds_runtime.server.responses import Kept, ResponsesRequest, responses_job
 from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-
-async def _answer(service: Service, request: Request, prefix: str, job: Job) -> Any:
-    """Run the prompts and answer whole or as a stream; a client that leaves ends both."""
-    priority, tokenizer = job.priority or 0, service.tokenizer
-    run = Run(prefix, job.prompts, priority, service.client, tokenizer, service.metrics)
-    try:
-        if job.stream:
-            return await stream_response(run, job.form, request)
-        await until_disconnect(request.receive, _finish(run))
-    except BaseException:
-        run.close()
-        raise
-    run.close()
-    return _json(job.form.reply(run))
-
-
-async def _finish(run: Run) -> None:
-    async for _ in run.pieces():
-        pass
+_BODIES = 16  # of the largest size, in memory at once
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, config: ServerConfig, model: ModelInfo
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    config: ServerConfig,
+    model: ModelInfo,
+    tell: Iterable[Callable[[Exchange], None]] = (),
 ) -> FastAPI:
-    """The ASGI application. `client` must have been started on the loop that runs it."""
-    metrics = Metrics(lambda: client.stats)
+    """The ASGI application. `client` must have been started on the loop that runs it.
+
+    `tell` are called with every exchange that is over, after the metrics and the access log.
+    """
+    metrics = Metrics(_view(client), model.name)
     service = Service(client, tokenizer, config, model, metrics)
-    app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None)
+    # No redirects: their address would be what the client's Host header says.
+    app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    app.state.bodies = Bodies(_BODIES * config.max_body)
     if config.api_key is not None:
         app.add_middleware(Guard, api_key=config.api_key)
-    app.add_middleware(CountRequests, metrics=metrics)  # added last, it sees the refusals too
+    if config.cors_origins:  # outermost: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    told = [_counted(metrics), access, *tell]
+    app.add_middleware(Observe, tell=told)  # added last, it sees the refusals too
     for kind in (ApiError, DsRuntimeError, ClientGoneError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.include_router(_open_routes(service))
+    app.include_router(open_routes(service))
+    app.include_router(dashboard_routes())
     app.include_router(_openai_routes(service))
+    app.include_router(_later_routes(service))
     app.include_router(_native_routes(service))
+    app.include_router(admin_routes(service))
+    app.include_router(adapter_routes(service))
+    describe(app)
     return app
 
 
-def _open_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-    client = service.client
+def _view(client: EngineClient) -> EngineView:
+    return EngineView(
+        stats=lambda: client.stats,
+        ready=lambda: client.ready,
+        alive=lambda: client.dead is None,
+        restarts=lambda: client.restarts,
+    )
 
-    @router.get("/health")
-    @router.head("/health", include_in_schema=False)
-    async def health() -> Response:
-        """200 when the engine is ready; 503 while it loads and, with the reason, once it died."""
-        if client.dead is not None:
-            return _json({"status": "dead", "reason": client.dead}, 503)
-        if client.ready is None:
-            return _json({"status": "starting"}, 503)
-        return _json({"status": "ok"})
 
-    @router.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus text."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+def _counted(metrics: Metrics) -> Callable[[Exchange], None]:
+    def count(exchange: Exchange) -> None:
+        metrics.requests.labels(exchange.route, str(exchange.status)).inc()
 
-    return router
+    return count
 
 
 def _openai_routes(service: Service) -> APIRouter:
     router, limit = APIRouter(), service.config.max_body
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
     async def chat(request: Request) -> Any:
         """OpenAI's chat completions."""
         job = await parse(request, ChatRequest, limit, partial(chat_job, service))
-        return await _answer(service, request, "chatcmpl", job)
+        return await answer(service, request, "chatcmpl", job)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
     async def completions(request: Request) -> Any:
         """OpenAI's (legacy) completions."""
         job = await parse(request, CompletionRequest, limit, partial(completion_job, service))
-        return await _answer(service, request, "cmpl", job)
+        return await answer(service, request, "cmpl", job)
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """The one model that is served."""
-        return _json({"object": "list", "data": [_model(service)]})
+        """The model that is served, and its adapters."""
+        return as_json({"object": "list", "data": [_model(service, n) for n in service.names]})
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
         """The model, if the name is right."""
         service.check_model(name)
-        return _json(_model(service))
+        return as_json(_model(service, name))
+
+    return router
+
+
+def _later_routes(service: Service) -> APIRouter:
+    router, limit, kept = APIRouter(), service.config.max_body, Kept()
+
+    @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
+    async def create(request: Request) -> Any:
+        """OpenAI's responses."""
+        job = await parse(request, ResponsesRequest, limit, partial(responses_job, service, kept))
+        return await answer(service, request, "resp", job)
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve(response_id: str) -> Response:
+        """A response that is still kept."""
+        return Response(kept.response(response_id), media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str) -> Response:
+        """Forget a response."""
+        kept.response(response_id)
+        kept.drop(response_id)
+        return as_json({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post("/v1/messages", openapi_extra=request_body(MessagesRequest))
+    async def messages(request: Request) -> Any:
+        """Anthropic's messages."""
+        job = await parse(request, MessagesRequest, limit, partial(messages_job, service))
+        return await answer(service, request, "msg", job)
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=request_body(CountRequest))
+    async def count(request: Request) -> Response:
+        """Tokens of a prompt in Anthropic's form."""
+        count = await parse(request, CountRequest, limit, partial(count_tokens, service))
+        return as_json({"input_tokens": count})
 
     return router
 
@@ -136,57 +182,48 @@ def _openai_routes(service: Service) -> APIRouter:
 def _native_routes(service: Service) -> APIRouter:
     router, limit = APIRouter(), service.config.max_body
 
-    @router.post("/generate")
+    @router.post("/generate", openapi_extra=request_body(GenerateRequest))
     async def generate(request: Request) -> Any:
         """Text or ids in, text and ids out; no chat template."""
         job = await parse(request, GenerateRequest, limit, partial(generate_job, service))
-        return await _answer(service, request, "gen", job)
+        return await answer(service, request, "gen", job)
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=request_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Ids of a text or of rendered messages."""
         ids = await parse(request, TokenizeRequest, limit, partial(token_ids, service))
         ready = service.client.ready
         context = None if ready is None else ready.context_length
-        return _json({"tokens": ids, "count": len(ids), "max_model_len": context})
+        return as_json({"tokens": ids, "count": len(ids), "max_model_len": context})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=request_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Text of ids."""
         text = await parse(request, DetokenizeRequest, limit, partial(text_of, service))
-        return _json({"prompt": text})
-
-    @router.get("/flush_cache")
-    @router.post("/flush_cache")
-    async def flush_cache() -> Response:
-        """Empty the prefix cache; pages in use stay."""
-        return _json({"pages_freed": await service.client.flush()})
+        return as_json({"prompt": text})
 
     return router
 
 
-def _model(service: Service) -> dict[str, Any]:
-    ready = service.client.ready
+def _model(service: Service, name: str) -> dict[str, Any]:
+    ready, base = service.client.ready, service.model.name
     return {
-        "id": service.model.name,
+        "id": name,
         "object": "model",
         "created": service.model.created,
         "owned_by": "ds-runtime",
         "max_model_len": None if ready is None else ready.context_length,
-    }
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    } | ({} if name == base else {"parent": base})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     answer = as_api_error(error)
     if answer.status == 500 and isinstance(error, DsRuntimeError):  # others are logged anyway
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    response = _json(answer.body(), answer.status)
+    response = as_json(answer.body(request.url.path), answer.status)
     response.headers.update(answer.headers)
     if answer.status == 500:
+        response.headers[REQUEST_ID] = exchange_of(request.scope).request_id
         response.headers["Connection"] = "close"  # the web server does so: the client must know
     return response
 

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -23,6 +23,7 @@ T = TypeVar("T")
 _INLINE = 4096  # bytes of body that are worked on in the event loop
 _LARGE = 1 << 18
 _LONGEST_NAME = 100
+_BODY_SECONDS, _BODY_RATE = 30.0, 1 << 15  # for a body of any size; and bytes per second
 _DRAIN_BYTES = 1 << 28
 _DRAIN_SECONDS = 10.0
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: UTF-8 itself has none
@@ -35,10 +36,12 @@ async def parse(request: Request, kind: type[B], limit: int, prepare: Callable[[
     Reading, checking and preparing (templates, tokenisation) take time that grows with the body:
     anything but a small one is worked on in a thread, so that streams go on meanwhile.
     """
-    raw = await read_body(request, limit)
-    if len(raw) > _INLINE:
-        return await asyncio.to_thread(_work, raw, kind, prepare)
-    return _work(raw, kind, prepare)
+    bodies: Bodies = request.app.state.bodies
+    with bodies.room() as room:
+        raw = await read_body(request, limit, room)
+        if len(raw) > _INLINE:
+            return await asyncio.to_thread(_work, raw, kind, prepare)
+        return _work(raw, kind, prepare)
 
 
 def _work(raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
@@ -53,8 +56,66 @@ def _work(raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
         raise _bad("the body's JSON is nested too deeply") from e
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body's bytes, never more than `limit` of them in memory."""
+class Bodies:
+    """Bytes of all bodies that are being read or worked on: at most `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes room for so many bytes more, until the end of the context.
+
+        It raises ApiError 503 when there is none: others hold it.
+        """
+        mine = 0
+
+        def take(size: int) -> None:
+            nonlocal mine
+            if (
+                mine and size and self._held + size > self._limit
+            ):  # small ones, of one part, always fit
+                raise ApiError(
+                    503,
+                    f"the bodies of other requests hold {self._held} bytes: try again",
+                    type="server_error",
+                    code="busy",
+                    headers={"Retry-After": "1", "Connection": "close"},
+                )
+            mine, self._held = mine + size, self._held + size
+
+        try:
+            yield take
+        finally:
+            self._held -= mine
+
+
+async def read_body(request: Request, limit: int, room: Callable[[int], None]) -> bytes:
+    """The body's bytes, never more than `limit` of them in memory; `room` is asked for each part.
+
+    ApiError 408 for one that comes too slowly.
+    """
+    begin = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout_at(begin + _BODY_SECONDS) as timeout:
+            return await _read(request, limit, room, timeout, begin)
+    except TimeoutError as e:
+        raise ApiError(
+            408,
+            f"the body came too slowly: {_BODY_SECONDS:g} s and one more for every {_BODY_RATE} "
+            "bytes are given",
+            code="body_too_slow",
+            headers={"Connection": "close"},
+        ) from e
+
+
+async def _read(
+    request: Request,
+    limit: int,
+    room: Callable[[int], None],
+    timeout: asyncio.Timeout,
+    begin: float,
+) -> bytes:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else 0
     parts: list[bytes] = []
@@ -67,7 +128,9 @@ async def read_body(request: Request, limit: int) -> bytes:
             if size > limit:
                 parts.clear()
                 await _refuse(request, size, limit)
+            room(len(chunk))
             parts.append(chunk)
+            timeout.reschedule(begin + _BODY_SECONDS + size / _BODY_RATE)
     except ClientDisconnect as e:
         raise ClientGoneError from e
     return b"".join(parts)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import RequestError
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.server.protocol import ChatMessage, ChatRequest, TokenizeRequest
+from ds_runtime.server.messages import Plain, check_tools, plain_messages
+from ds_runtime.server.protocol import ChatRequest, TokenizeRequest
+from ds_runtime.server.rules import asked_schema
 from ds_runtime.server.sampling import check_ids, fit
-from ds_runtime.text.template import ChatTemplate
+from ds_runtime.text.reasoning import CLOSE, OPEN
+from ds_runtime.text.template import Template
 from ds_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024
@@ -25,7 +29,7 @@ class Prompt:
 
 
 def chat_prompt(
-    request: ChatRequest | TokenizeRequest, template: ChatTemplate | None, tokenizer: Tokenizer
+    request: ChatRequest | TokenizeRequest, template: Template | None, tokenizer: Tokenizer
 ) -> Prompt:
     """Render the messages and tokenise the result as it is: the template writes BOS itself."""
     if template is None:
@@ -34,42 +38,104 @@ def chat_prompt(
             "--chat-template FILE",
             "messages",
         )
-    messages = [_plain(m, template.knows_developer) for m in request.messages or ()]
+    messages = plain_messages(request.messages or (), template.knows_developer)
     kwargs = dict(request.chat_template_kwargs or {})
     tools = request.tools
     if isinstance(request, ChatRequest):
         if request.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+        if request.thinking is not None:
+            kwargs.setdefault("thinking", request.thinking.type == "enabled")
         if request.tool_choice == "none":
             tools = None
-    text = template.render(messages, tools, request.add_generation_prompt, kwargs)
+        if template.takes_response_format and (schema := asked_schema(request)) is not None:
+            kwargs.setdefault("response_format", schema)
+    for name, other in (("thinking", "enable_thinking"), ("enable_thinking", "thinking")):
+        if name in kwargs:  # templates read the one or the other
+            kwargs.setdefault(other, kwargs[name])
+    check_tools(tools or ())
+    if isinstance(request, ChatRequest) and request.continue_final_message:
+        text = _continued(request, template, messages, tools, kwargs)
+    else:
+        opens = request.add_generation_prompt is not False
+        text = template.render(messages, tools, opens, kwargs)
     return Prompt(tokenizer.encode(text), text)
 
 
-def completion_prompts(
-    prompt: Any, params: SamplingParams, tokenizer: Tokenizer, ready: Ready
+def _continued(
+    request: ChatRequest,
+    template: Template,
+    messages: list[Plain],
+    tools: Sequence[Mapping[str, Any]] | None,
+    kwargs: Mapping[str, Any],
+) -> str:
+    """A prompt that ends inside the last message: in its text, or in its reasoning."""
+    if request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt are both true: send one of them",
+            "continue_final_message",
+        )
+    last, where = messages[-1], f"messages[{len(messages) - 1}]"
+    content, reasoning = str(last["content"] or ""), last.get("reasoning_content")
+    if last["role"] != "assistant" or not (content or reasoning) or "tool_calls" in last:
+        raise RequestError(
+            "continue_final_message: the last message must be the assistant's, with text or "
+            "reasoning and without calls",
+            where,
+        )
+    if not reasoning:
+        return _cut(template.render(messages, tools, False, kwargs), content)
+    thinking = {**kwargs, "thinking": True, "enable_thinking": True}
+    text = template.render(messages[:-1], tools, True, thinking)
+    if not text.rstrip().endswith(OPEN):
+        raise RequestError(
+            "continue_final_message: this chat template opens no reasoning here, so that of the "
+            "last message cannot be gone on from; send its content alone",
+            f"{where}.reasoning_content",
+        )
+    if not content:
+        return f"{text}{reasoning}"
+    # As the template breaks the line behind the opening tag, so its model does around the other.
+    before, after = ("\n", "\n\n") if text.endswith("\n") else ("", "")
+    return f"{text}{reasoning}{before}{CLOSE}{after}{content}"
+
+
+def _cut(text: str, last: str) -> str:
+    """`text` up to the end of the last message, without what the template closes it with."""
+    for said in (last, last.strip()):
+        if said and (begin := text.rfind(said)) >= 0:
+            return text[:begin] + said
+    raise RequestError(
+        "continue_final_message: this chat template changes the text of messages, so it cannot be "
+        "continued",
+        "continue_final_message",
+    )
+
+
+def plain_prompts(
+    prompt: Any, param: str, params: SamplingParams, tokenizer: Tokenizer, ready: Ready
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """The prompts of /v1/completions: text, ids, or a list of either; with fitted parameters."""
+    """The prompts in field `param`: text, ids, or a list of either; with fitted parameters."""
     many = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not many:
-        raise RequestError("prompt is an empty list: send at least one prompt", "prompt")
+        raise RequestError(f"{param} is an empty list: send at least one prompt", param)
     if len(many) > MAX_PROMPTS:
         raise RequestError(
-            f"prompt holds {len(many)} prompts: at most {MAX_PROMPTS} fit one request", "prompt"
+            f"{param} holds {len(many)} prompts: at most {MAX_PROMPTS} fit one request", param
         )
     out: list[tuple[Prompt, SamplingParams]] = []
     for one in many:
         if isinstance(one, str):
             ids = tokenizer.encode(one, add_special=bool(one))
-            out.append((Prompt(ids, one), fit(params, len(ids), ready, "prompt")))
+            out.append((Prompt(ids, one), fit(params, len(ids), ready, param)))
         elif _begins_with_id(one):
-            fitted = fit(params, len(one), ready, "prompt")  # before a look at millions of ids
+            fitted = fit(params, len(one), ready, param)  # before a look at millions of ids
             if not all(type(x) is int for x in one):
-                raise _not_a_prompt()
-            check_ids(one, ready.vocab_size, "prompt")
+                raise _not_a_prompt(param)
+            check_ids(one, ready.vocab_size, param)
             out.append((Prompt(one), fitted))
         else:
-            raise _not_a_prompt()
+            raise _not_a_prompt(param)
     return out
 
 
@@ -77,24 +143,5 @@ def _begins_with_id(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and type(value[0]) is int
 
 
-def _not_a_prompt() -> RequestError:
-    return RequestError(
-        "prompt must be a string, a list of token ids, or a list of these", "prompt"
-    )
-
-
-def _plain(message: ChatMessage, knows_developer: bool) -> dict[str, Any]:
-    """What the template sees: parts of the content joined, absent fields absent."""
-    out: dict[str, Any] = dict(message.model_extra or {})
-    out["role"] = message.role
-    if message.role == "developer" and not knows_developer:
-        out["role"] = "system"
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    if content is None and not out.get("tool_calls"):
-        if message.role != "assistant":
-            raise RequestError(f"a {message.role} message needs content", "messages")
-        content = ""
-    out["content"] = content
-    return out
+def _not_a_prompt(param: str) -> RequestError:
+    return RequestError(f"{param} must be a string, a list of token ids, or a list of these", param)

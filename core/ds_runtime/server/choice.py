@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,15 +10,22 @@ from ds_runtime.engine.messages import TokenLogprob, Tokens
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
 from ds_runtime.text.detokenizer import OutputState
+from ds_runtime.text.events import Answer, Content, Event
+from ds_runtime.text.parsers import OutputParser
 from ds_runtime.text.tokenizer import Tokenizer
 
 PromptLogprobs = list[TokenLogprob | None]
+StartParser = Callable[[Prompt], OutputParser | None]
 
 
 class Piece(NamedTuple):
-    """What one message added to a choice. `finish_reason` is set on the last one."""
+    """What one message added to a choice. `finish_reason` is set on the last one.
+
+    `text` is what the model wrote, `events` what the choice's parser made of it.
+    """
 
     text: str
+    events: list[Event]
     tokens: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: str | None
@@ -34,6 +42,8 @@ class Choice:
     prompt: Prompt
     params: SamplingParams
     output: OutputState
+    parser: OutputParser | None = None
+    answer: Answer = field(default_factory=Answer)
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -58,20 +68,43 @@ class Choice:
         self.tokens += tokens
         self.logprobs += logprobs
         self.cached_tokens = max(self.cached_tokens, message.cached_tokens)
+        events = self._parse(delta.text, len(tokens))
         if delta.finished:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        return Piece(delta.text, tokens, logprobs, delta.finish_reason, delta.stop_reason, first)
+            events += self._end()
+        self.answer.add(events)
+        return Piece(
+            delta.text, events, tokens, logprobs, self.finish_reason, self.stop_reason, first
+        )
+
+    def _parse(self, text: str, num_tokens: int) -> list[Event]:
+        if self.parser is not None:
+            return self.parser.feed(text, num_tokens)
+        return [Content(text)] if text else []
+
+    def _end(self) -> list[Event]:
+        """The parser's last events; a model that ended with calls waits for their results."""
+        if self.parser is None:
+            return []
+        natural = self.finish_reason == "stop" and self.stop_reason is None
+        events = self.parser.finish(natural)
+        if natural and self.parser.num_calls:
+            self.finish_reason = "tool_calls"
+        return events
 
 
 def make_choices(
-    job_id: str, prompts: list[tuple[Prompt, SamplingParams]], tokenizer: Tokenizer
+    job_id: str,
+    prompts: list[tuple[Prompt, SamplingParams]],
+    tokenizer: Tokenizer,
+    start_parser: StartParser | None = None,
 ) -> list[Choice]:
-    """Every choice of every prompt, prompts first."""
+    """Every choice of every prompt, prompts first. Each gets a parser of its own."""
     out: list[Choice] = []
     for prompt, params in prompts:
         for _ in range(params.n):
             index = len(out)
-            out.append(
-                Choice(index, f"{job_id}-{index}", prompt, params, OutputState(tokenizer, params))
-            )
+            output = OutputState(tokenizer, params)
+            parser = None if start_parser is None else start_parser(prompt)
+            out.append(Choice(index, f"{job_id}-{index}", prompt, params, output, parser))
     return out

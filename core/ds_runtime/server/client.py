@@ -1,21 +1,25 @@
-"""The front end's end of the sockets: submit, receive, abort, flush."""
+"""The front end's end of the sockets: submit, receive, abort, flush, profile, adapters."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
 from ds_runtime.engine.messages import (
     Abort,
+    Adapt,
+    Adapted,
     Dead,
     Failed,
     Flush,
     Flushed,
     FromEngine,
+    Profile,
+    Profiled,
     Ready,
     Stats,
     SubmitGroup,
@@ -25,9 +29,10 @@ from ds_runtime.engine.messages import (
     encoder,
 )
 from ds_runtime.engine.transport import bind_pull, connect_push
-from ds_runtime.errors import EngineDeadError, QueueFullError, RequestError
-from ds_runtime.server.errors import NotReadyError
+from ds_runtime.errors import DsRuntimeError, EngineDeadError, QueueFullError, RequestError
+from ds_runtime.server.errors import DrainingError, NotReadyError
 
+_LEAVING = "the server is shutting down"
 _DRAIN = 256  # messages handled before other callbacks of the event loop get a turn
 
 
@@ -55,6 +60,12 @@ class Flight:
             self._running.discard(rid)
             self._client.forget([rid], abort=True)
 
+    def abort(self) -> None:
+        """End what runs here and in the engine: it finishes with "abort" and the text so far."""
+        for rid in sorted(self._running):
+            self.drop(rid)
+            self._queue.put_nowait(Tokens(rid=rid, tokens=[], finish="abort"))
+
     def close(self) -> None:
         """Abort everything that has not finished. May be called twice."""
         rids, self._running = sorted(self._running), set()
@@ -76,22 +87,44 @@ class EngineClient:
     """Talks to one engine: PUSH to `to_engine` (the engine binds), PULL on `from_engine` (bound
     here). Everything happens on the event loop that called `start`.
 
-    `ready` is None while the engine loads; `dead` holds the reason once it is gone.
+    `think_id`: the token from which on output stays out of the prefix cache; None keeps all.
+    `ready` is None while the engine loads; `dead` holds the reason once it is gone, and `outlook`
+    tells what then happens. `restarting`: why another is on its way. `draining`: the server takes
+    no request any more. `adapters`: the names of those that are loaded.
     """
 
-    def __init__(self, to_engine: str, from_engine: str) -> None:
+    def __init__(self, to_engine: str, from_engine: str, think_id: int | None = None) -> None:
+        self._think_id = think_id
         self._to_engine, self._from_engine = to_engine, from_engine
         self.ready: Ready | None = None
         self.dead: str | None = None
+        self.outlook: Callable[[], str] | None = None
+        self.restarting: str | None = None
+        self.draining = False
         self.stats = Stats()
+        self.restarts = 0
+        self.adapters: list[str] = []
+        self._adapted: dict[str, str | None] = {}  # since the start: folder, or None if unloaded
         self._changed = asyncio.Event()
         self._flights: dict[str, Flight] = {}
-        self._flushes: dict[str, asyncio.Future[int]] = {}
+        self._answers: dict[str, asyncio.Future[Flushed | Profiled | Adapted]] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     async def start(self) -> None:
         """Open the sockets. Call it before the engine starts, so that no message is lost."""
         self._loop = asyncio.get_running_loop()
+        self._open()
+
+    def renew(self, to_engine: str, from_engine: str) -> None:
+        """Turn to another engine, which loads, after the last has died."""
+        assert self.dead is not None, "the last engine lives"
+        self._close()
+        self._to_engine, self._from_engine = to_engine, from_engine
+        self.ready, self.dead, self.stats = None, None, Stats()
+        self.restarts += 1
+        self._open()
+
+    def _open(self) -> None:
         self._context = zmq.Context()
         self._pull = bind_pull(self._context, self._from_engine)
         self._push = connect_push(self._context, self._to_engine)
@@ -101,7 +134,10 @@ class EngineClient:
 
     def close(self) -> None:
         """Abort what runs and close the sockets. May be called twice."""
-        self.fail("the server is shutting down")
+        self.end()
+        self._close()
+
+    def _close(self) -> None:
         context, self._context = self._context, None
         if context is not None:
             self._loop.remove_reader(self._fd)
@@ -121,18 +157,23 @@ class EngineClient:
 
     def require(self) -> Ready:
         """The ready engine's facts; EngineDeadError or NotReadyError when there is none."""
+        if self.restarting is not None:
+            raise NotReadyError(f"the engine is being restarted ({self.restarting}): try again")
         if self.dead is not None:
-            raise EngineDeadError(f"the engine has stopped: {self.dead}")
+            raise self._stopped()
         if self.ready is None:
             raise NotReadyError("the model is still loading: try again, or poll /health")
         return self.ready
 
     def open(self, groups: Sequence[SubmitGroup]) -> Flight:
         """Send the choices of one request to the engine: all of them, or none if this raises."""
+        if self.draining:
+            raise DrainingError(f"{_LEAVING} and takes no more requests")
         self.require()
         flight = Flight(self, (rid for g in groups for rid in g.rids))
         try:
             for group in groups:
+                group.think_id = self._think_id
                 self._flights.update(dict.fromkeys(group.rids, flight))
                 self._send(group)
         except BaseException:
@@ -149,16 +190,53 @@ class EngineClient:
 
     async def flush(self, timeout: float = 10.0) -> int:
         """Empty the prefix cache; pages freed."""
+        answer = await self._ask(Flush(uuid.uuid4().hex), timeout)
+        assert isinstance(answer, Flushed)
+        return answer.pages
+
+    async def profile(self, folder: str | None, timeout: float = 120.0) -> str:
+        """Start a profile that `folder` is for, or with None stop it; the file that was written.
+
+        RequestError when one runs already, or none does.
+        """
+        answer = await self._ask(Profile(folder, uuid.uuid4().hex), timeout)
+        assert isinstance(answer, Profiled)
+        if answer.refused:
+            raise RequestError(answer.refused)
+        return answer.path
+
+    async def adapt(self, name: str, folder: str | None, timeout: float = 600.0) -> None:
+        """Load the adapter in `folder` under a name, or with None unload it.
+
+        RequestError when that cannot be; nothing has changed then.
+        """
+        answer = await self._ask(Adapt(name, folder, uuid.uuid4().hex), timeout)
+        assert isinstance(answer, Adapted)
+        if answer.refused:
+            raise RequestError(answer.refused, "lora_name" if folder is None else "lora_path")
+        self._adapted[name] = folder
+
+    def _adapt_again(self, ready: Ready) -> None:
+        """Bring an engine that was restarted to the adapters of the one before."""
+        self.adapters = ready.adapters
+        for name in self._adapted.keys() & set(ready.adapters):
+            self._send(Adapt(name))
+        for name, folder in self._adapted.items():
+            if folder is not None:
+                self._send(Adapt(name, folder))
+
+    async def _ask(
+        self, message: Flush | Profile | Adapt, timeout: float
+    ) -> Flushed | Profiled | Adapted:
         self.require()
-        token = uuid.uuid4().hex
-        future = self._flushes[token] = self._loop.create_future()
-        self._send(Flush(token))
+        future = self._answers[message.token] = self._loop.create_future()
+        self._send(message)
         try:
             return await asyncio.wait_for(future, timeout)
         except TimeoutError as e:
             raise EngineDeadError(f"the engine did not answer within {timeout:g} s") from e
         finally:
-            self._flushes.pop(token, None)
+            self._answers.pop(message.token, None)
 
     def fail(self, reason: str) -> None:
         """The engine is gone: everybody who waits gets the reason. The first reason stays."""
@@ -171,11 +249,25 @@ class EngineClient:
         self.dead = reason
         self._flights.clear()
         for flight in flights:
-            flight.put(EngineDeadError(f"the engine has stopped: {reason}"))
-        for future in self._flushes.values():
+            flight.put(self._stopped())
+        for future in self._answers.values():
             if not future.done():
-                future.set_exception(EngineDeadError(f"the engine has stopped: {reason}"))
+                future.set_exception(self._stopped())
         self._changed.set()
+
+    def end(self) -> None:
+        """The server leaves: whoever still waits is told so."""
+        self.draining = True
+        self.fail(_LEAVING)
+
+    def _stopped(self) -> DsRuntimeError:
+        """Why nothing more comes, and what follows: nothing at all once the server leaves."""
+        if self.dead == _LEAVING:
+            return DrainingError(f"{_LEAVING}: this request has ended before its answer was whole")
+        follows = _LEAVING if self.draining else self.outlook and self.outlook()
+        return EngineDeadError(
+            f"the engine has stopped: {self.dead}" + (f"; {follows}" if follows else "")
+        )
 
     def _send(self, message: ToEngine) -> None:
         self._push.send(encoder.encode(message), zmq.NOBLOCK)
@@ -206,12 +298,15 @@ class EngineClient:
                     flight.put(_refusal(message))
             case Stats():
                 self.stats = message
-            case Flushed():
-                future = self._flushes.get(message.token)
+            case Flushed() | Profiled() | Adapted():
+                if isinstance(message, Adapted):
+                    self.adapters = message.adapters
+                future = self._answers.get(message.token)
                 if future is not None and not future.done():
-                    future.set_result(message.pages)
+                    future.set_result(message)
             case Ready():
                 self.ready = message
+                self._adapt_again(message)
                 self._changed.set()
             case Dead():
                 self.fail(message.reason)

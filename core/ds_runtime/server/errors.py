@@ -13,6 +13,17 @@ from ds_runtime.errors import (
     RequestError,
 )
 
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ApiError(Exception):
     """An answer that is not the wished one. `type` and `code` as OpenAI's clients know them."""
@@ -35,8 +46,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """The JSON object that goes over the wire."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON object that goes over the wire; Anthropic's on its own route."""
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {
             "error": {
                 "message": self.message,
@@ -55,6 +69,10 @@ class NotReadyError(DsRuntimeError):
     """The engine is still loading."""
 
 
+class DrainingError(DsRuntimeError):
+    """The server finishes what runs and takes nothing new."""
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The answer for any exception; those that are not ours become a 500 without details."""
     match error:
@@ -66,6 +84,8 @@ def as_api_error(error: Exception) -> ApiError:
             return _unavailable(str(error), "queue_full", error.retry_after)
         case NotReadyError():
             return _unavailable(str(error), "engine_starting", 5)
+        case DrainingError():
+            return _unavailable(str(error), "shutting_down", None)
         case EngineDeadError():
             return _unavailable(str(error), "engine_dead", None)
         case ClientGoneError():

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import msgspec
+
 from ds_runtime.server.choice import Choice, Piece
+from ds_runtime.server.errors import ApiError
 from ds_runtime.server.logprobs import (
     CompletionLogprobs,
     chat_logprobs,
@@ -13,13 +16,14 @@ from ds_runtime.server.logprobs import (
     prompt_logprobs,
 )
 from ds_runtime.server.run import Run
+from ds_runtime.text.events import CallArguments, CallBegin, Content, Event, Reasoning
 from ds_runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
 
 class Format(Protocol):
-    """How a route words its answer."""
+    """How a route words its answer, and how its stream is framed."""
 
     def reply(self, run: Run) -> Any:
         """The whole answer, when every choice has ended."""
@@ -33,8 +37,48 @@ class Format(Protocol):
         """Stream events after every choice has ended."""
         ...
 
+    def event(self, value: Json) -> bytes:
+        """A stream event on the wire."""
+        ...
 
-class ChatFormat:
+    def failure(self, run: Run, error: ApiError) -> bytes:
+        """The event for an error whose status can no longer be sent."""
+        ...
+
+    @property
+    def end(self) -> bytes:
+        """What closes the stream."""
+        ...
+
+
+class Chunks:
+    """Framing of chat's and completions' streams: data without a name, and [DONE]."""
+
+    end = b"data: [DONE]\n\n"
+
+    def event(self, value: Json) -> bytes:
+        """A stream event on the wire."""
+        return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+    def failure(self, run: Run, error: ApiError) -> bytes:
+        """The error's object, with the status that it would have had."""
+        body = error.body()
+        body["error"]["status"] = error.status
+        return self.event(body)
+
+
+class NamedEvents:
+    """Framing where every event is named by its own `type`."""
+
+    end = b""
+
+    def event(self, value: Json) -> bytes:
+        """A stream event on the wire."""
+        name = str(value["type"]).encode()
+        return b"event: " + name + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class ChatFormat(Chunks):
     """chat.completion and chat.completion.chunk."""
 
     def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool) -> None:
@@ -55,7 +99,7 @@ class ChatFormat:
         out["choices"] = [
             {
                 "index": c.index,
-                "message": {"role": "assistant", "content": c.text, "refusal": None},
+                "message": _message(c),
                 "logprobs": self._content(c.logprobs),
                 "finish_reason": c.finish_reason,
                 "stop_reason": c.stop_reason,
@@ -76,15 +120,16 @@ class ChatFormat:
         """The role first, then text, then the finish reason."""
         entry: Json = {"index": choice.index, "logprobs": None, "finish_reason": None}
         if piece.first:
-            delta = {"role": "assistant", "content": ""}
-            head = self._chunk(run, [entry | {"delta": delta}])
+            begin = {"role": "assistant", "content": ""}
+            head = self._chunk(run, [entry | {"delta": begin}])
             if choice.params.prompt_logprobs is not None:
                 head["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
             yield head
         logprobs = self._content(piece.logprobs) if piece.logprobs else None
-        if piece.text or logprobs:
-            delta = {"content": piece.text}
+        deltas = [delta for e in piece.events if (delta := _delta(e)) is not None]
+        for delta in deltas or ([{"content": ""}] if logprobs else []):
             yield self._chunk(run, [entry | {"delta": delta, "logprobs": logprobs}])
+            logprobs = None
         if piece.finish_reason is not None:
             end: Json = {"delta": {}, "finish_reason": piece.finish_reason}
             yield self._chunk(run, [entry | end | {"stop_reason": piece.stop_reason}])
@@ -95,7 +140,43 @@ class ChatFormat:
             yield self._chunk(run, [], run.usage())
 
 
-class CompletionFormat:
+def _message(choice: Choice) -> Json:
+    """The assistant's message; reasoning under both names, as clients know the one or the other."""
+    answer = choice.answer
+    calls = answer.calls
+    out: Json = {"role": "assistant", "content": answer.content, "refusal": None}
+    if reasoning := answer.reasoning:
+        out |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if calls:
+        out["content"] = answer.content or None
+        out["tool_calls"] = [
+            {
+                "id": c.id,
+                "type": "function",
+                "function": {"name": c.name, "arguments": c.arguments},
+            }
+            for c in calls
+        ]
+    return out
+
+
+def _delta(event: Event) -> Json | None:
+    """An event as the `delta` of a chunk; None for what the protocol has no word for."""
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallBegin(call, call_id, name):
+            function: Json = {"name": name, "arguments": ""}
+            begin = {"index": call, "id": call_id, "type": "function", "function": function}
+            return {"tool_calls": [begin]}
+        case CallArguments(call, text):
+            return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+    return None
+
+
+class CompletionFormat(Chunks):
     """text_completion, whole and streamed. `echo` puts the prompt before the text."""
 
     def __init__(
@@ -176,11 +257,11 @@ class CompletionFormat:
             yield self._chunk(run, [], run.usage())
 
 
-class GenerateFormat:
+class GenerateFormat(Chunks):
     """The native route: text and ids side by side. Stream events carry what is new, not all."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, many: bool = False) -> None:
+        self._tokenizer, self._many = tokenizer, many
 
     def _entry(self, run: Run, choice: Choice, text: str, tokens: list[int]) -> Json:
         meta: Json = {
@@ -204,12 +285,12 @@ class GenerateFormat:
         return out
 
     def reply(self, run: Run) -> Any:
-        """An object, or a list of them when n is above 1."""
+        """An object, or a list of them for a list of prompts or n above 1."""
         out = [
             self._logprobs(c, self._entry(run, c, c.text, c.tokens), c.logprobs, True)
             for c in run.choices
         ]
-        return out[0] if len(out) == 1 else out
+        return out if self._many or len(out) > 1 else out[0]
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """One event per piece."""

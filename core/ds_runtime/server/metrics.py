@@ -1,70 +1,152 @@
-"""Prometheus metrics: what clients experience, and the engine's own counters."""
+"""Prometheus metrics: what clients experience, the engine's own counters, and what was bound.
+
+Names and the label `model_name` are those that operators know; docs/metrics.md has the table.
+Labels come from the operator or this code, never from a request, so their number is bounded. A
+token costs one observation; everything else is counted once per request, or read when asked for.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ds_runtime.engine.messages import Stats
+from ds_runtime import __version__
+from ds_runtime.engine.messages import Ready, Stats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_GAUGES = {
-    "running": "requests that the engine runs",
-    "waiting": "requests that wait in the engine",
-    "pages_total": "KV pages",
-    "pages_free": "KV pages that hold nothing",
-    "pages_cached": "KV pages that only the prefix cache holds",
-}
-_COUNTERS = {
-    "prompt_tokens": "prompt tokens, cached ones included",
-    "generated_tokens": "generated tokens",
-    "cached_tokens": "prompt tokens taken from the prefix cache",
-    "preemptions": "requests that gave their pages back to go on later",
-    "steps": "engine steps",
-    "step_seconds": "time in engine steps",
-}
+_TOKENS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
+
+# Fields of Stats, as names, kinds and help.
+_STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
+    ("running", "num_requests_running", GaugeMetricFamily, "choices that the engine runs"),
+    ("waiting", "num_requests_waiting", GaugeMetricFamily, "choices that wait in the engine"),
+    ("pages_total", "kv_pages", GaugeMetricFamily, "KV pages"),
+    ("pages_free", "kv_pages_free", GaugeMetricFamily, "KV pages that hold nothing"),
+    (
+        "pages_cached",
+        "kv_pages_cached",
+        GaugeMetricFamily,
+        "KV pages that only the prefix cache holds",
+    ),
+    ("prompt_tokens", "prompt_tokens", CounterMetricFamily, "prompt tokens, cached ones included"),
+    ("generated_tokens", "generation_tokens", CounterMetricFamily, "generated tokens"),
+    (
+        "prompt_tokens",
+        "prefix_cache_queries",
+        CounterMetricFamily,
+        "prompt tokens that were looked for in the prefix cache",
+    ),
+    (
+        "cached_tokens",
+        "prefix_cache_hits",
+        CounterMetricFamily,
+        "prompt tokens taken from the prefix cache",
+    ),
+    (
+        "preemptions",
+        "num_preemptions",
+        CounterMetricFamily,
+        "requests that gave their pages back to go on later",
+    ),
+    (
+        "verified",
+        "spec_decode_num_drafts",
+        CounterMetricFamily,
+        "drafts of one request that were verified",
+    ),
+    (
+        "draft_tokens",
+        "spec_decode_num_draft_tokens",
+        CounterMetricFamily,
+        "drafted tokens that were verified",
+    ),
+    (
+        "accepted_tokens",
+        "spec_decode_num_accepted_tokens",
+        CounterMetricFamily,
+        "drafted tokens that were right",
+    ),
+    ("steps", "engine_steps", CounterMetricFamily, "engine steps"),
+    ("step_seconds", "engine_step_seconds", CounterMetricFamily, "time in engine steps"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the metrics see of the engine: functions that tell its state now."""
+
+    stats: Callable[[], Stats]
+    ready: Callable[[], Ready | None]
+    alive: Callable[[], bool]
+    restarts: Callable[[], int] = lambda: 0
 
 
 class Metrics:
     """One server's metrics, in a registry of their own."""
 
-    def __init__(self, stats: Callable[[], Stats]) -> None:
+    def __init__(self, engine: EngineView, model: str) -> None:
+        self._model = model
         self.registry = CollectorRegistry()
-        self.registry.register(_Engine(stats))
+        self.registry.register(_Engine(engine, model))
+        ProcessCollector(registry=self.registry)
         self.requests = Counter(
             "ds_runtime_http_requests",
             "HTTP requests by route and status",
             ["route", "status"],
             registry=self.registry,
         )
-        self.finished = Counter(
-            "ds_runtime_choices_finished",
+        self._finished = Counter(
+            "ds_runtime_request_success",
             "choices by how they ended (abort: the client left, or an error)",
-            ["reason"],
+            ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "arrival to first token", _SECONDS
+        one = self._histogram
+        self.first_token = one("time_to_first_token_seconds", "arrival to first token", _SECONDS)
+        self.token_gap = one(
+            "inter_token_latency_seconds", "time per token after a choice's first", _GAP
         )
-        self.token_gap = self._histogram(
-            "inter_token_seconds", "time per token after the first", _GAP
+        self.duration = one(
+            "e2e_request_latency_seconds", "arrival to the end of the answer", _SECONDS
         )
-        self.duration = self._histogram(
-            "request_seconds", "arrival to the end of the answer", _SECONDS
+        self.queue = one("request_queue_time_seconds", "arrival to the first step's plan", _SECONDS)
+        self.prefill = one(
+            "request_prefill_time_seconds", "the first step's plan to the first token", _SECONDS
+        )
+        self.decode = one("request_decode_time_seconds", "first token to the last", _SECONDS)
+        self.per_token = one(
+            "request_time_per_output_token_seconds", "mean time per token after the first", _GAP
+        )
+        self.prompt = one("request_prompt_tokens", "prompt tokens of a request", _TOKENS)
+        self.generated = one(
+            "request_generation_tokens", "generated tokens of a request, all choices", _TOKENS
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"ds_runtime_{name}", text, buckets=buckets, registry=self.registry)
+        return Histogram(
+            f"ds_runtime_{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+        ).labels(self._model)
 
-    def start(self, prompt_tokens: int) -> Timer:
-        """Time one client request."""
-        return Timer(self)
+    def finished(self, reason: str) -> None:
+        """A choice has ended: by itself, or as `abort`."""
+        self._finished.labels(self._model, reason).inc()
 
     def text(self) -> bytes:
         """The exposition format."""
@@ -72,65 +154,110 @@ class Metrics:
 
 
 class Timer:
-    """The clock of one client request with its choices."""
+    """The clock of one client request with its choices. Times are those of `time.perf_counter`.
 
-    def __init__(self, metrics: Metrics) -> None:
+    begin: when the request arrived. `first`: its first token; `prefill`: seconds that the engine
+    took for it, from the plan of its first step on.
+    """
+
+    def __init__(self, metrics: Metrics, begin: float) -> None:
         self._metrics = metrics
-        self._begin = time.perf_counter()
+        self.begin = begin
+        self.first: float | None = None
+        self.end: float | None = None
+        self.prefill = 0.0
         self._last: dict[str, float] = {}
-        self._closed = False
 
-    def tokens(self, rid: str, count: int) -> None:
-        """`count` more tokens of a choice have come."""
+    def tokens(self, rid: str, count: int, prefill: float | None) -> None:
+        """`count` more tokens of a choice have come; `prefill` with its first."""
         if count == 0:
             return
         now = time.perf_counter()
         last = self._last.get(rid)
-        if last is None:
-            self._metrics.first_token.observe(now - self._begin)
-        else:
+        if last is not None:
             self._metrics.token_gap.observe((now - last) / count)
+        elif self.first is None:
+            self.first = now
+            self.prefill = min(prefill or 0.0, now - self.begin)
+            self._metrics.first_token.observe(now - self.begin)
         self._last[rid] = now
 
-    def finished(self, reason: str) -> None:
-        """A choice has ended: by itself, or as `abort`."""
-        self._metrics.finished.labels(reason).inc()
+    @property
+    def queued(self) -> float:
+        """Seconds from arrival to the plan of the first step. Only once there is a first token."""
+        assert self.first is not None
+        return self.first - self.begin - self.prefill
 
-    def close(self) -> None:
+    def close(self, prompt_tokens: int, generated: int) -> None:
         """The answer is over. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._metrics.duration.observe(time.perf_counter() - self._begin)
+        if self.end is not None:
+            return
+        self.end = time.perf_counter()
+        metrics = self._metrics
+        metrics.duration.observe(self.end - self.begin)
+        metrics.prompt.observe(prompt_tokens)
+        metrics.generated.observe(generated)
+        if self.first is None:
+            return
+        decode = max(self._last.values()) - self.first
+        metrics.queue.observe(self.queued)
+        metrics.prefill.observe(self.prefill)
+        metrics.decode.observe(decode)
+        # Choices run side by side: a mean over all of them is that of each.
+        if (later := generated - len(self._last)) > 0:
+            metrics.per_token.observe(decode * len(self._last) / later)
 
 
 class _Engine(Collector):
-    """The engine's latest Stats as metrics."""
+    """The engine's latest Stats, its state and its plan."""
 
-    def __init__(self, stats: Callable[[], Stats]) -> None:
-        self._stats = stats
+    def __init__(self, engine: EngineView, model: str) -> None:
+        self._engine, self._labels = engine, {"model_name": model}
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"ds_runtime_{name}", text, value=getattr(stats, name))
-        for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"ds_runtime_{name}", text, value=getattr(stats, name))
+        engine, stats = self._engine, self._engine.stats()
+        for field, name, kind, text in _STATS:
+            yield self._one(kind, name, text, getattr(stats, field))
+        used = stats.pages_total - stats.pages_free - stats.pages_cached
+        yield self._one(
+            GaugeMetricFamily,
+            "kv_cache_usage_perc",
+            "share of the KV pages that running requests hold, 0 to 1",
+            used / stats.pages_total if stats.pages_total else 0.0,
+        )
+        ready = engine.ready()
+        up = ready is not None and engine.alive()
+        yield self._one(GaugeMetricFamily, "engine_up", "1 while the engine can serve", int(up))
+        yield self._one(
+            CounterMetricFamily,
+            "engine_restarts",
+            "starts of the engine after its first",
+            engine.restarts(),
+        )
+        yield _info("build", "this runtime", [{"version": __version__}])
+        if ready is not None:
+            yield from _plan(ready)
+
+    def _one(self, kind: type[Metric], name: str, text: str, value: float) -> Metric:
+        family = kind(f"ds_runtime_{name}", text, labels=list(self._labels))  # type: ignore[call-arg]
+        family.add_sample(
+            family.name + ("_total" if kind is CounterMetricFamily else ""), self._labels, value
+        )
+        return family
 
 
-class CountRequests:
-    """ASGI middleware: one count per answered request, by route pattern and status."""
+def _plan(ready: Ready) -> Iterator[Metric]:
+    """What was bound: the same for a plan's life, so the values are all 1."""
+    plan = ready.plan
+    said = ("digest", "platform", "arch", "dtype", "kv_layout")
+    yield _info("plan", "what was decided", [{key: str(plan.get(key, "")) for key in said}])
+    rows = {(r["op"], r["kernel"], r["provider"]): None for r in plan.get("rows", ())}
+    kernels = [{"op": op, "kernel": kernel, "provider": by} for op, kernel, by in rows]
+    yield _info("kernel", "the kernels that serve each op", kernels)
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on and note the status."""
-
-        async def note(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                # Unknown paths share one label: clients must not be able to make new series.
-                route = getattr(scope.get("route"), "path", "other")
-                self._metrics.requests.labels(route, str(message["status"])).inc()
-            await send(message)
-
-        await self._app(scope, receive, note if scope["type"] == "http" else send)
+def _info(name: str, text: str, values: list[dict[str, str]]) -> Metric:
+    family = InfoMetricFamily(f"ds_runtime_{name}", text)
+    for labels in values:
+        family.add_sample(f"ds_runtime_{name}_info", labels, 1)
+    return family

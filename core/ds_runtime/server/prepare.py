@@ -8,10 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import RequestError, shown
 from ds_runtime.sampling_params import SamplingParams, check_number
-from ds_runtime.server.chat import Prompt, chat_prompt, completion_prompts
+from ds_runtime.server.chat import Prompt, chat_prompt, plain_prompts
+from ds_runtime.server.choice import StartParser
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import ChatFormat, CompletionFormat, Format, GenerateFormat
@@ -24,18 +27,23 @@ from ds_runtime.server.protocol import (
     OpenAIRequest,
     TokenizeRequest,
 )
+from ds_runtime.server.rules import chat_rules
+from ds_runtime.server.run import Run
 from ds_runtime.server.sampling import GenerationDefaults, build_params, check_ids, fit
-from ds_runtime.text.template import ChatTemplate
+from ds_runtime.text.parsers import OutputParser, Parsers
+from ds_runtime.text.template import Template
 from ds_runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the front end knows of the model: its name in the API, template and defaults."""
+    """What the front end knows of the model: its name in the API, folder, template and defaults."""
 
     name: str
-    template: ChatTemplate | None = None
+    path: str = ""
+    template: Template | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    parsers: Parsers = field(default_factory=Parsers)
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -47,32 +55,54 @@ class Job:
     form: Format
     stream: bool | None
     priority: int | None
+    rid: str | None = None
+    start_parser: StartParser | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What every route needs."""
+    """What every route needs. `running`: the open runs by id. `leaving`: adapters that take no more
+    requests.
+    """
 
     client: EngineClient
     tokenizer: Tokenizer
     config: ServerConfig
     model: ModelInfo
     metrics: Metrics
+    running: dict[str, Run] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
 
-    def check_model(self, name: str | None) -> None:
-        """ApiError 404 unless `name` is the served one (or left out)."""
-        if name is not None and name != self.model.name:
-            raise ApiError(
-                404,
-                f"model {shown(name)} is not served here: use {self.model.name!r}",
-                param="model",
-                code="model_not_found",
-            )
+    def has_adapter(self, name: str | None) -> bool:
+        """Whether requests may name this adapter."""
+        return name in self.client.adapters and name not in self.leaving
+
+    @property
+    def names(self) -> list[str]:
+        """The model's and those of its adapters."""
+        return [self.model.name, *(n for n in self.client.adapters if self.has_adapter(n))]
+
+    def check_model(self, name: str | None) -> str:
+        """The adapter that `name` means, "" for the model itself (also if it is left out).
+
+        ApiError 404 if neither is called so.
+        """
+        if name is None or name == self.model.name:
+            return ""
+        if self.has_adapter(name):
+            return name
+        raise ApiError(
+            404,
+            f"model {shown(name)} is not served here: use {' or '.join(map(repr, self.names))}",
+            param="model",
+            code="model_not_found",
+        )
 
 
-def chat_job(service: Service, body: ChatRequest) -> Job:
-    """A chat: rendered, tokenised and checked."""
-    service.check_model(body.model)
+def chat_job(service: Service, body: ChatRequest, form: Format | None = None) -> Job:
+    """A chat: rendered, tokenised and checked. `form`: another protocol's wording."""
+    adapter = service.check_model(body.model)
     model, tokenizer, ready = service.model, service.tokenizer, service.client.require()
     params = build_params(
         body,
@@ -82,15 +112,38 @@ def chat_job(service: Service, body: ChatRequest) -> Job:
         logprobs=_chat_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
     )
-    form = ChatFormat(model.name, tokenizer, bool(body.logprobs), _include_usage(body))
+    if form is None:
+        name, usage = adapter or model.name, _include_usage(body)
+        form = ChatFormat(name, tokenizer, bool(body.logprobs), usage)
     prompt = chat_prompt(body, model.template, tokenizer)
+    params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
     prompts = [(prompt, fit(params, len(prompt.ids), ready, "messages"))]
-    return Job(prompts, form, body.stream, body.priority)
+    start = _start_parser(model.parsers, body)
+    return Job(prompts, form, body.stream, body.priority, body.rid, start, adapter)
+
+
+def chat_tokens(service: Service, body: ChatRequest) -> list[int]:
+    """A chat's prompt, of any length."""
+    service.check_model(body.model)
+    return chat_prompt(body, service.model.template, service.tokenizer).ids
+
+
+def _start_parser(parsers: Parsers, body: ChatRequest) -> StartParser:
+    def start(prompt: Prompt) -> OutputParser | None:
+        return parsers.start(
+            prompt.text or "",
+            None if body.tool_choice == "none" else body.tools,
+            separate_reasoning=body.separate_reasoning is not False,
+            stream_reasoning=body.stream_reasoning is not False,
+            parallel=body.parallel_tool_calls is not False,
+        )
+
+    return start
 
 
 def completion_job(service: Service, body: CompletionRequest) -> Job:
     """One or more prompts of /v1/completions."""
-    service.check_model(body.model)
+    adapter = service.check_model(body.model)
     model, tokenizer, ready = service.model, service.tokenizer, service.client.require()
     echoed = body.logprobs if body.echo else None
     params = build_params(
@@ -102,14 +155,20 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
         prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
     usage, wished = _include_usage(body), body.logprobs is not None
-    form = CompletionFormat(model.name, tokenizer, wished, usage, bool(body.echo))
-    prompts = completion_prompts(body.prompt, params, tokenizer, ready)
-    return Job(prompts, form, body.stream, body.priority)
+    form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo))
+    prompts = plain_prompts(body.prompt, "prompt", params, tokenizer, ready)
+    return Job(prompts, form, body.stream, body.priority, body.rid, adapter=adapter)
 
 
 def generate_job(service: Service, body: GenerateRequest) -> Job:
-    """The prompt of /generate."""
+    """The prompts of /generate."""
     ready = service.client.require()
+    if body.lora_path is not None and not service.has_adapter(body.lora_path):
+        known = ", ".join(service.client.adapters) or "none"
+        raise RequestError(
+            f"lora_path {shown(body.lora_path)} is the name of no adapter; loaded are: {known}",
+            "lora_path",
+        )
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("send exactly one of text and input_ids", "text")
     fields = body.sampling_params
@@ -124,15 +183,13 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         prompt_logprobs=fields.prompt_logprobs,
         include_stop=fields.include_stop,
     )
-    if body.text is not None:
-        ids = service.tokenizer.encode(body.text, add_special=bool(body.text))
-        params = fit(params, len(ids), ready, "text")
-    else:
-        ids = body.input_ids or []
-        params = fit(params, len(ids), ready, "input_ids")  # before a look at millions of ids
-        check_ids(ids, ready.vocab_size, "input_ids")
-    form = GenerateFormat(service.tokenizer)
-    return Job([(Prompt(ids, body.text), params)], form, body.stream, body.priority)
+    prompt, param = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
+    if body.input_ids and not isinstance(body.input_ids[0], list):
+        check_ids(body.input_ids[:1], ready.vocab_size, "input_ids")  # no text here
+    prompts = plain_prompts(prompt, param, params, service.tokenizer, ready)
+    form = GenerateFormat(service.tokenizer, many=isinstance(body.text, list) or len(prompts) > 1)
+    adapter = body.lora_path or ""
+    return Job(prompts, form, body.stream, body.priority, body.rid, adapter=adapter)
 
 
 def token_ids(service: Service, body: TokenizeRequest) -> list[int]:

@@ -14,6 +14,7 @@ TokenIds = list[Any]  # millions at worst: `check_ids` looks at them once the le
 MAX_ITEMS = 1 << 14  # of a list whose items take time to check
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Rid = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 
 
 class Body(BaseModel):
@@ -45,6 +46,10 @@ class Sampling(Body):
     prompt_logprobs: int | None = None
     n: int | None = None
     seed: int | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class StreamOptions(Body):
@@ -60,7 +65,9 @@ class OpenAIRequest(Sampling):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
     priority: Priority | None = None
+    rid: Rid | None = None
 
 
 class TextPart(BaseModel):
@@ -87,6 +94,12 @@ class ChatMessage(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
 
 
+class Thinking(Body):
+    """DeepSeek's own switch for the template's `thinking`."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
@@ -97,15 +110,20 @@ class ChatRequest(OpenAIRequest):
     tools: Tools | None = None
     tool_choice: Any = None
     reasoning_effort: str | None = None
-    add_generation_prompt: bool = True
+    thinking: Thinking | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         (
             "metadata",
-            "parallel_tool_calls",
             "prediction",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
@@ -115,8 +133,6 @@ class ChatRequest(OpenAIRequest):
         )
     )
     ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "tool_choice": ("auto", "none"),
         "modalities": (["text"],),
         "audio": (),
         "functions": ([],),
@@ -147,13 +163,35 @@ class GenerateParams(Sampling):
 
 
 class GenerateRequest(Body):
-    """POST /generate: exactly one of `text` and `input_ids`."""
+    """POST /generate: exactly one of `text` and `input_ids`, each one prompt or a list of them."""
 
-    text: str | None = None
+    lora_path: str | None = None  # the name of an adapter
+    text: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     input_ids: TokenIds | None = None
     sampling_params: GenerateParams = GenerateParams()
     stream: bool | None = None
     priority: Priority | None = None
+    rid: Rid | None = None
+
+
+class LoadAdapterRequest(Body):
+    """POST /v1/load_lora_adapter. `lora_path`: a PEFT folder on the server's machine."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterRequest(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class AbortRequest(Body):
+    """POST /abort_request: the rid that a request was sent with, or the id in its answer."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
 
 
 class TokenizeRequest(Body):

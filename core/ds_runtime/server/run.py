@@ -9,12 +9,12 @@ from itertools import islice
 from typing import Any
 
 from ds_runtime.engine.messages import SubmitGroup, Tokens
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
-from ds_runtime.server.choice import Choice, Piece, make_choices
+from ds_runtime.server.choice import Choice, Piece, StartParser, make_choices
 from ds_runtime.server.client import EngineClient
-from ds_runtime.server.metrics import Metrics
+from ds_runtime.server.metrics import Metrics, Timer
 from ds_runtime.server.sampling import draw_seed
 from ds_runtime.text.tokenizer import Tokenizer
 
@@ -22,7 +22,11 @@ MAX_CHOICES = 1024
 
 
 class Run:
-    """Submits on construction; `close` aborts whatever has not finished by then."""
+    """Submits on construction; `close` aborts whatever has not finished by then.
+
+    `running` holds every open run by id. `rid` is the client's own id for it; None draws one.
+    begin: when its HTTP request arrived, by `time.perf_counter`; None: now. adapter: its name.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,11 @@ class Run:
         client: EngineClient,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        running: dict[str, Run],
+        rid: str | None = None,
+        start_parser: StartParser | None = None,
+        begin: float | None = None,
+        adapter: str = "",
     ) -> None:
         total = sum(params.n for _, params in prompts)
         if total > MAX_CHOICES:
@@ -45,18 +54,27 @@ class Run:
             # It would be refused for ever, on an idle server too.
             param, how = ("n", "n") if total > len(prompts) else ("prompt", "the prompts")
             raise RequestError(
-                f"{how} make {total} choices at once, but {limit} may wait (--queue-limit): "
-                f"ask for at most {limit}, or start the server with a larger --queue-limit",
+                f"{how} make {total} choices at once, but {limit} may wait "
+                f"(--max-queued-requests): ask for at most {limit}, or start the server with a "
+                "larger --max-queued-requests",
                 param,
             )
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        if rid is not None and rid in running:
+            raise RequestError(
+                f"rid {shown(rid)} is that of a running request: draw a new one", "rid"
+            )
+        self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
+        self.adapter = adapter
         self.created = int(time.time())
         self.prompts = [p for p, _ in prompts]
-        self.choices = make_choices(self.id, prompts, tokenizer)
+        self.choices = make_choices(self.id, prompts, tokenizer, start_parser)
         self._by_rid = {c.rid: c for c in self.choices}
         self._running = set(self._by_rid)
-        self._timer = metrics.start(sum(len(p.ids) for p in self.prompts))
+        self._metrics = metrics
+        self.timer = Timer(metrics, time.perf_counter() if begin is None else begin)
         self._flight = client.open(self._groups(prompts, priority))
+        self._runs = running
+        running[self.id] = self
 
     def _groups(
         self, prompts: list[tuple[Prompt, SamplingParams]], priority: int
@@ -70,6 +88,7 @@ class Run:
                 seed=draw_seed(params.seed),
                 group=f"{self.id}/{n}",
                 priority=priority,
+                adapter=self.adapter,
             )
             for n, (prompt, params) in enumerate(prompts)
         ]
@@ -83,11 +102,11 @@ class Run:
             choice = self._by_rid[message.rid]
             self._spread(choice, message)
             piece = choice.take(message)
-            self._timer.tokens(choice.rid, len(piece.tokens))
+            self.timer.tokens(choice.rid, len(piece.tokens), message.prefill_seconds)
             if piece.finish_reason is not None:
                 self._running.discard(message.rid)
                 self._flight.drop(message.rid)
-                self._timer.finished(piece.finish_reason)
+                self._metrics.finished(piece.finish_reason)
             yield choice, piece
 
     def _spread(self, choice: Choice, message: Tokens) -> None:
@@ -97,25 +116,49 @@ class Run:
                 if other.prompt is choice.prompt:
                     other.prompt_logprobs = message.prompt_logprobs
 
+    def abort(self) -> None:
+        """End now: every choice that runs finishes with "abort" and what it has."""
+        self._flight.abort()
+
     def close(self) -> None:
         """The end, whether it was reached or not. May be called twice."""
+        if self._runs.get(self.id) is self:
+            del self._runs[self.id]
         self._flight.close()
         while self._running:
             self._running.pop()
-            self._timer.finished("abort")
-        self._timer.close()
+            self._metrics.finished("abort")
+        self.timer.close(self.prompt_tokens, self.generated_tokens)
 
-    def usage(self) -> dict[str, Any]:
-        """Token counts of the whole request; a prompt counts once however many its choices."""
-        prompt = sum(len(p.ids) for p in self.prompts)
-        completion = sum(len(c.tokens) for c in self.choices)
+    @property
+    def prompt_tokens(self) -> int:
+        """A prompt counts once, however many its choices."""
+        return sum(len(p.ids) for p in self.prompts)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache had."""
         cached: dict[int, int] = {}
         for c in self.choices:
             key = id(c.prompt)
             cached[key] = max(cached.get(key, 0), c.cached_tokens)
-        return {
+        return sum(cached.values())
+
+    @property
+    def generated_tokens(self) -> int:
+        """Of all choices so far."""
+        return sum(len(c.tokens) for c in self.choices)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts of the whole request; a prompt counts once however many its choices."""
+        prompt, completion = self.prompt_tokens, self.generated_tokens
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if parsers := [c.parser for c in self.choices if c.parser is not None]:
+            reasoning = sum(p.reasoning_tokens for p in parsers)
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+        return usage

@@ -15,6 +15,7 @@ from ds_runtime.errors import CheckpointError, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.protocol import Sampling
+from ds_runtime.server.rules import plain_rules
 from ds_runtime.text.tokenizer import read_json
 
 
@@ -85,6 +86,7 @@ def build_params(
         prompt_logprobs=prompt_logprobs,
         n=_or(fields.n, 1),
         seed=fields.seed,
+        rules=plain_rules(fields),
     )
     check_ids(params.logit_bias, vocab_size, "logit_bias")
     check_ids(params.stop_token_ids, vocab_size, "stop_token_ids")

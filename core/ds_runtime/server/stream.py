@@ -8,13 +8,12 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ds_runtime.server.choice import Choice, Piece
-from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error
+from ds_runtime.server.errors import ClientGoneError, as_api_error
 from ds_runtime.server.formats import Format
 from ds_runtime.server.run import Run
 
@@ -91,22 +90,13 @@ async def _events(
     try:
         async for choice, piece in pieces:
             for chunk in form.chunks(run, choice, piece):
-                yield _event(chunk)
+                yield form.event(chunk)
         for chunk in form.last(run):
-            yield _event(chunk)
+            yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream
         error = as_api_error(e)
         if error.status == 500:
             _log.exception("a stream failed")
-        yield _event(_with_status(error))
-    yield b"data: [DONE]\n\n"
-
-
-def _with_status(error: ApiError) -> dict[str, Any]:
-    body = error.body()
-    body["error"]["status"] = error.status
-    return body
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+        yield form.failure(run, error)
+    if form.end:
+        yield form.end

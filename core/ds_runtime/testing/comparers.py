@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.reference.formats import is_fp8
 from ds_runtime.ops.reference.moe import group_scores, mask_groups, scores_and_choice
 from ds_runtime.ops.spec import Routing
 from ds_runtime.testing.numerics import disagreement, relative_error
 
 Verdict = tuple[float, str]
 
+FP8_ROUNDING = 4e-2  # of e4m3: at most 2^-4 per value, 2.6e-2 in the mean square
 _GAP = 1e-5  # scores closer than this, relative to the largest, count as tied
 
 
@@ -87,7 +89,44 @@ def _decode(pair: Sequence[Tensor], group: int) -> Tensor:
     return q * scale.repeat_interleave(group, dim=-1)
 
 
+def _compare_index_prologue(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """Queries times their scale, rounded as FP8 where that is what they are."""
+    q, scale = (t.cpu() for t in got)
+    if is_fp8(q.dtype) and not (torch.frexp(scale)[0] == 0.5).all():
+        return float("inf"), "a scale is no power of two"
+    rounding = FP8_ROUNDING if is_fp8(q.dtype) else 0.0
+    made = q.to(torch.float64) * scale.to(torch.float64).unsqueeze(-1)
+    return disagreement(made, want[0] * want[1].unsqueeze(-1), max(tolerance, rounding))
+
+
+def _compare_scores(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """What a row does not see is undefined."""
+    unseen = torch.arange(want[0].shape[1]) >= args[5].unsqueeze(1)
+    made = got[0].cpu().masked_fill(unseen, 0.0)
+    return disagreement(made, want[0].masked_fill(unseen, 0.0), tolerance)
+
+
+def _compare_slots(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """The same slots, in any order, with −1 at the end."""
+    slots, lens, k = got[0].cpu(), args[1], args[5]
+    count = lens.clamp(max=k).unsqueeze(1)
+    if not torch.equal(slots >= 0, torch.arange(k) < count):
+        return float("inf"), "-1 is not where a row sees fewer tokens, and only there"
+    same = slots.sort(1).values == want[0].sort(1).values
+    wrong = (~same.all(1)).nonzero().flatten().tolist()
+    return (float("inf"), f"rows {wrong[:8]} choose other slots") if wrong else (0.0, "")
+
+
 _SPECIAL: dict[str, Callable[..., Verdict]] = {
     "route": _compare_route,
     "quantize_group": _compare_quantised,
+    "index_prologue": _compare_index_prologue,
+    "index_scores": _compare_scores,
+    "index_topk": _compare_slots,
 }

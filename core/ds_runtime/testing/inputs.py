@@ -18,11 +18,13 @@ from ds_runtime.ops.batch import (
     Segments,
 )
 from ds_runtime.ops.reference.cases import PagedCache, SampleExperts
-from ds_runtime.ops.spec import Facts, Kernel, Layout, Offers, load_attr
+from ds_runtime.ops.reference.formats import fp8_vectors, is_fp8, torch_dtype
+from ds_runtime.ops.reference.index import allocate_index_pages, fp8_parts
+from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel, Layout, Offers, load_attr, load_kernel
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.numerics import copy_strided, is_fp8
+from ds_runtime.testing.numerics import copy_strided
 
-PLAIN = "latent_pages.v1"
+_PLAIN = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
 _STRUCTURES = (Batch, DecodePart, PrefillPart, PrefixChunk, Segments, Weight, WeightPart)
 
 Encode = Callable[[PagedCache], Tensor]
@@ -68,7 +70,7 @@ def for_oracle(value: Any, seen: Callable[[PagedCache], Tensor]) -> Any:
         if isinstance(leaf, PagedCache):
             return plain_pages(replace(leaf, rows=seen(leaf).to(torch.float64)))
         if isinstance(leaf, Facts):
-            return replace(leaf, dtype="float64", kv_dtype="float64")
+            return replace(leaf, dtype="float64", kv_dtype="float64", index_dtype="float64")
         if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
             return torch.float64
         return leaf
@@ -81,21 +83,42 @@ def plain_pages(cache: PagedCache) -> Tensor:
     return cache.rows.clone().view(-1, cache.page_size, cache.rows.shape[1])
 
 
+def index_pages(cache: PagedCache, facts: Facts) -> Tensor:
+    """The cache in the layout `index_pages`, a copy on the host; NaN rows are bytes 0xFF."""
+    if torch_dtype(facts.index_dtype) != torch.float8_e4m3fn:
+        return plain_pages(cache)
+    pages = cache.rows.shape[0] // cache.page_size
+    made = allocate_index_pages(pages, facts, "cpu").fill_(255)
+    held = (~cache.rows.isnan().any(-1)).nonzero().flatten()
+    page, row = held // cache.page_size, held % cache.page_size
+    keys, scales = fp8_parts(made)
+    rounded, scale = fp8_vectors(cache.rows[held])
+    keys[page, row], scales[page, row] = rounded.view(torch.uint8), scale
+    return made
+
+
 @dataclass(frozen=True)
 class CacheCodec:
-    """Writes and reads caches in the layout of one kernel, through that layout's own kernels."""
+    """Writes and reads caches in the layout of one kernel, through that layout's own kernels.
+
+    Index keys cannot be read back through a contract: their kernels are run on index_pages.
+    """
 
     facts: Facts
     device: torch.device
-    layout: Layout | None = None  # None: latent_pages
+    layout: Layout | None = None  # None: latent_pages, or index_pages
     write: Kernel | None = None
     gather: Kernel | None = None
+    role: str = "kv"
 
     @staticmethod
     def of(kernel: Kernel, facts: Facts, device: torch.device, offers: Offers) -> CacheCodec:
         """Raises LookupError if the kernel's layout cannot be written and read with `offers`."""
-        if not kernel.op.layout or PLAIN in kernel.layouts:
-            return CacheCodec(facts, device)
+        role = kernel.op.layout or "kv"
+        if not kernel.op.layout or _PLAIN[role] in kernel.layouts:
+            return CacheCodec(facts, device, role=role)
+        if role == "index":
+            raise LookupError(f"only kernels of {_PLAIN[role]} can be tried on an index cache")
         for layout in offers.layouts:
             if layout.tag in kernel.layouts:
                 users = [k for k in offers.kernels if layout.tag in k.layouts]
@@ -106,8 +129,17 @@ class CacheCodec:
         tags = ", ".join(sorted(kernel.layouts)) or "none"
         raise LookupError(f"no layout with cache_write and cache_gather is offered for {tags}")
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the layout keeps FP8 with scales, which `decode` multiplies."""
+        if self.role == "index":
+            return self.facts.index_dtype == "float8_e4m3fn"
+        return self.facts.kv_dtype == FP8_GROUPS
+
     def encode(self, cache: PagedCache) -> Tensor:
         """The cache on the device; what holds NaN rows is poisoned with bytes 0xFF."""
+        if self.role == "index":
+            return index_pages(cache, self.facts).to(self.device)
         if self.layout is None or self.write is None:
             return plain_pages(cache).to(self.device)
         pages = cache.rows.shape[0] // cache.page_size
@@ -116,12 +148,16 @@ class CacheCodec:
         held = (~cache.rows.isnan().any(-1)).nonzero().flatten()  # slots
         rows = cache.rows[held].to(getattr(torch, self.facts.dtype)).to(self.device)
         kv_lora = self.facts.dims["kv_lora"]
-        function = load_attr(self.write.fn)
+        function = load_kernel(self.write)
         function(made, rows[:, :kv_lora], rows[:, kv_lora:], held.to(self.device))
         return made
 
     def decode(self, cache: Tensor, page_size: int) -> Tensor:
         """All logical rows on the host: [slots, width]."""
+        if self.role == "index" and cache.dtype == torch.uint8:
+            keys, scales = fp8_parts(cache.detach().cpu().contiguous())
+            values = keys.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+            return (values * scales.unsqueeze(-1)).flatten(0, 1)
         if self.layout is None or self.gather is None:
             return cache.detach().cpu().reshape(-1, cache.shape[-1])
         pages = cache.shape[0]
@@ -130,13 +166,13 @@ class CacheCodec:
         cu = torch.tensor([0, total], dtype=torch.int32, device=self.device)
         starts = torch.zeros(1, dtype=torch.int64, device=self.device)
         dtype = getattr(torch, self.facts.dtype)
-        function = load_attr(self.gather.fn)
+        function = load_kernel(self.gather)
         segs = Segments((total,), cu)
         parts = function(cache, table, starts, segs, self.facts.dims["kv_lora"], dtype)
         return torch.cat(parts, dim=-1).cpu()
 
     def seen(self, cache: PagedCache) -> Tensor:
         """The logical rows as the layout keeps them (a lossy layout rounds), on the host."""
-        if self.layout is None:
+        if self.layout is None and not self.rounds:
             return cache.rows
         return self.decode(self.encode(cache), cache.page_size)

@@ -7,9 +7,11 @@ only when named (`--plugins null --platform null`). Torch-free; the kernels are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_runtime.hookspecs import hookimpl
+from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.spec import (
     RANK_PLATFORM,
     DeviceInfo,
@@ -34,7 +36,7 @@ _OBJECTS = {
     "mla_absorb": "NullMlaAbsorb",
     "mla_decode": "NullMlaDecode",
 }
-_FORMATS = frozenset({"dense", "fp8_block"})
+_FORMATS = frozenset(FORMATS)
 
 
 class NullPlatform(Platform):
@@ -75,6 +77,14 @@ NULL_PAGES = Layout(
 )
 
 
+NULL_INDEX = replace(NULL_PAGES, name="null_index", allocate=f"{_KERNELS}:allocate_null_index")
+_LAYOUTS = {
+    "": frozenset[str](),
+    "kv": frozenset({NULL_PAGES.tag}),
+    "index": frozenset({NULL_INDEX.tag}),
+}
+
+
 def _refuse(facts: Facts) -> str | None:
     if facts.device.arch == NAME:
         return None
@@ -90,9 +100,10 @@ def _offer(name: str) -> Kernel:
         rank=RANK_PLATFORM,
         refuse=_refuse,
         formats=_FORMATS if name in ("linear", "experts", "mla_absorb") else frozenset(),
-        layouts=frozenset({NULL_PAGES.tag}) if op.layout else frozenset(),
+        layouts=_LAYOUTS[op.layout],
         phases=frozenset({"prefill", "decode", "verify"}),
         note="computes nothing",
+        contract=op.version,
         source=_KERNELS,
     )
 
@@ -104,7 +115,11 @@ def ds_platform() -> Platform | Refusal | None:
 
 @hookimpl
 def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
-    return [NULL_PAGES, *(_offer(op.name) for op in OPS.values() if op.name in _ATTENTION)]
+    return [
+        NULL_PAGES,
+        NULL_INDEX,
+        *(_offer(op.name) for op in OPS.values() if op.name in _ATTENTION),
+    ]
 
 
 @hookimpl
@@ -137,5 +152,10 @@ _ATTENTION = frozenset(
         "mla_prologue",
         "cache_write",
         "cache_gather",
+        "index_prologue",
+        "index_scores",
+        "index_topk",
+        "sparse_prefill",
+        "sparse_decode",
     }
 )

@@ -25,6 +25,11 @@ def allocate_null_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
     return torch.zeros(num_pages, 0, facts.dims["kv_lora"] + facts.dims["qk_rope"], device=device)
 
 
+def allocate_null_index(num_pages: int, facts: Facts, device: Any) -> Tensor:
+    """[num_pages, page_size, 0]: holds nothing, and knows how many tokens it would."""
+    return torch.zeros(num_pages, facts.page_size, 0, device=device)
+
+
 def embed(ids: Tensor, table: Tensor, start: int) -> Tensor:
     """Null of Embed."""
     return table.new_zeros(ids.shape[0], table.shape[1])
@@ -113,6 +118,44 @@ def merge_state(
     return out_a.new_zeros(out_a.shape), lse_a.new_zeros(lse_a.shape)
 
 
+def index_prologue(
+    q: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Null of IndexPrologue."""
+    return q.new_zeros(q.shape, dtype=cache.dtype), _zeros(q.shape[0], q.shape[1])
+
+
+def index_scores(
+    q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
+) -> Tensor:
+    """Null of IndexScores."""
+    return _zeros(q.shape[0], page_table.shape[1] * cache.shape[1])
+
+
+def index_topk(
+    scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
+) -> Tensor:
+    """Null of IndexTopk: nothing is chosen."""
+    return torch.full((scores.shape[0], k), -1, dtype=torch.int32)
+
+
+def sparse_prefill(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
+    """Null of SparseMla."""
+    return q.new_zeros(q.shape[0], q.shape[1], kv_lora)
+
+
+sparse_decode = sparse_prefill
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Null of RouterLogits."""
     return _zeros(x.shape[0], weight.shape[0])
@@ -123,6 +166,15 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     tokens, k = logits.shape[0], routing.top_k
     ids = torch.arange(k, dtype=torch.int32).repeat(tokens, 1)
     return torch.full((tokens, k), 1.0 / k), ids
+
+
+def lora_delta(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """Null of LoraDelta."""
+
+
+def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
+    """Null of MaskLogits: nothing is forbidden."""
+    return logits.clone()
 
 
 def sample(

@@ -24,6 +24,8 @@ class Oracle:
         for module in self.double.modules():
             if type(module).__name__.endswith("TopkRouter"):
                 module.register_forward_pre_hook(self._record)
+            if type(module).__name__.endswith("Indexer"):
+                module.register_forward_pre_hook(self._record_index, with_kwargs=True)
 
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
@@ -62,6 +64,28 @@ class Oracle:
             closed = float("-inf")
             choice = grouped.masked_fill(~kept.unsqueeze(-1), closed).flatten(1)
         self.gaps.append(_gap(choice, router.top_k))
+
+    def _record_index(
+        self, indexer: Any, arguments: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """How clear each position's choice is: the scores as the indexer makes them."""
+        from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+
+        rope = deepseek_v3.apply_rotary_pos_emb
+        if type(indexer).__name__.startswith("Glm"):
+            rope = deepseek_v3.apply_rotary_pos_emb_interleave
+        x, resid, (cos, sin) = arguments[:3]
+        heads, d, r = indexer.n_heads, indexer.head_dim, indexer.qk_rope_head_dim
+        q = indexer.wq_b(resid).unflatten(-1, (heads, d))
+        k = indexer.k_norm(indexer.wk(x)).unsqueeze(2)
+        turned = rope(q[..., :r], k[..., :r], cos, sin, unsqueeze_dim=2)
+        q, k = (torch.cat((t, a[..., r:]), -1)[0] for t, a in zip(turned, (q, k), strict=True))
+        dots = torch.relu(torch.einsum("thd,sd->ths", q, k[:, 0])) * d**-0.5
+        weights = indexer.weights_proj(x[0].to(indexer.weights_proj.weight.dtype)).to(dots.dtype)
+        scores = torch.einsum("ths,th->ts", dots, weights * heads**-0.5)
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        gap = _gap(scores.masked_fill(future, float("-inf")), indexer.index_topk)
+        self.gaps.append(gap.nan_to_num(float("inf")))  # −inf twice: nothing is left out
 
 
 def _gap(values: Tensor, k: int) -> Tensor:

@@ -40,6 +40,27 @@ _COMMON: Mapping[str, Any] = {
     "eos_token_id": 1,
 }
 _V3 = "DeepseekV3"
+_INDEXED: Mapping[str, Any] = {  # ≥ 16 heads: ReLU makes zeros, and with few heads scores tie
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "index_topk": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "rms_norm_eps": 1e-6,
+}
+SPARSE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "v32": (
+        "DeepseekV32",
+        {**_INDEXED, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "glm": (
+        "GlmMoeDsa",
+        {**_INDEXED, "num_hidden_layers": 5, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 8000.0}}
+        | {"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    ),
+}
 SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "v2": (
         "DeepseekV2",
@@ -76,7 +97,7 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 def config_dict(shape: str, **overrides: Any) -> tuple[str, dict[str, Any]]:
     """(family, config values) of a named shape."""
-    family, values = SHAPES[shape]
+    family, values = {**SHAPES, **SPARSE}[shape]
     return family, {**_COMMON, **values, **overrides}
 
 

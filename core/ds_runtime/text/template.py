@@ -1,38 +1,79 @@
-"""Chat templates: the checkpoint's jinja, in a sandbox, as transformers renders them."""
+"""Chat templates: the checkpoint's jinja, in a sandbox, as transformers renders them.
+
+Where a checkpoint has none, its family's (`families.py`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError
+from ds_runtime.text.dsml import DsmlEncoding
+from ds_runtime.text.families import Family, tool_format
 from ds_runtime.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+_BUILT_IN = Path(__file__).with_name("templates")
+_WANTS_OBJECT = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
+
+
+class Template(Protocol):
+    """What turns messages into the text of a prompt."""
+
+    knows_developer: bool
+    takes_response_format: bool
+    tool_calls: str | None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. RequestError when the messages cannot be rendered."""
+        ...
 
 
 class ChatTemplate:
     """The templates of one checkpoint, by name ("default", perhaps "tool_use").
 
-    `special_tokens` (bos_token, …) are visible to the template under their names.
+    `constants` (bos_token, …) are visible to the template under their names. `tools_text` words
+    the tools for templates that do not: it becomes part of the system message. `tool_calls` is the
+    parser for the calls that the template writes.
     """
 
+    takes_response_format = False
+
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str
+        self,
+        sources: Mapping[str, str],
+        constants: Mapping[str, Any],
+        origin: str,
+        family: Family | None = None,
     ) -> None:
         env = _environment()
-        self._special = dict(special_tokens)
+        self._constants = dict(constants)
+        self._tools_text = None if family is None else family.tools_text
+        text, names = "".join(sources.values()), set[str]()
+        self._wants_object = bool(_WANTS_OBJECT.search(text)) and "is string" not in text
+        self.tool_calls = tool_format(list(sources.values()), family)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
                 self._templates[name] = env.from_string(source)
+                names |= jinja2.meta.find_undeclared_variables(env.parse(source))
             except jinja2.TemplateSyntaxError as e:
                 raise CheckpointError(
                     f"{origin}: chat template {name!r}, line {e.lineno}: {e.message}. "
@@ -43,6 +84,7 @@ class ChatTemplate:
                 f"{origin}: chat templates named {', '.join(sources) or 'nothing'}, none of them "
                 "'default'. Pass one with --chat-template FILE"
             )
+        self._uses_tools = "tool_use" in sources or "tools" in names
         # Templates that do not know the role would drop such a message without a word.
         self.knows_developer = any("developer" in s for s in sources.values())
 
@@ -62,10 +104,13 @@ class ChatTemplate:
                     "chat_template_kwargs",
                 )
         template = self._pick("tool_use" if tools else "default")
+        messages = [self._with_arguments(m) for m in messages]
+        if tools and not self._uses_tools:
+            messages, tools = self._with_tools(messages, tools), None
         try:
             return template.render(  # one mapping: as keywords, a name like "self" would clash
                 {
-                    **self._special,
+                    **self._constants,
                     **extra,
                     "messages": messages,
                     "tools": tools or None,
@@ -78,9 +123,50 @@ class ChatTemplate:
             ValueError,
             LookupError,
             AttributeError,
+            ArithmeticError,
             RecursionError,
+            MemoryError,
         ) as e:
             raise RequestError(f"the chat template refuses these messages: {e}", "messages") from e
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[Message]:
+        """The tools in words, at the end of the system message."""
+        if self._tools_text is None:
+            raise RequestError(
+                "this model's chat template has no place for tools: leave them out, or start the "
+                "server with --chat-template FILE",
+                "tools",
+            )
+        text, out = self._tools_text(tools), list(messages)
+        at = max((i for i, m in enumerate(out) if m.get("role") == "system"), default=None)
+        if at is None:
+            return [{"role": "system", "content": text}, *out]
+        own = str(out[at].get("content") or "")
+        out[at] = {**out[at], "content": f"{own}\n\n{text}" if own else text}
+        return out
+
+    def _with_arguments(self, message: Message) -> Message:
+        """Arguments of earlier calls as the template expects them: JSON text, or an object."""
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | tuple) or not calls:
+            return message
+        return {**message, "tool_calls": [self._with_call(c) for c in calls]}
+
+    def _with_call(self, call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            return call
+        arguments = function.get("arguments")
+        if arguments is None:
+            arguments = "{}"
+        if self._wants_object and isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):  # then as the client sent them
+                arguments = json.loads(arguments)
+        elif not self._wants_object and not isinstance(arguments, str):
+            arguments = _tojson(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
 
     def _pick(self, name: str) -> jinja2.Template:
         found = self._templates.get(name) or self._templates.get("default")
@@ -88,21 +174,25 @@ class ChatTemplate:
 
 
 def load_template(
-    folder: str | Path, tokenizer: Tokenizer, override: str | None = None
-) -> ChatTemplate | None:
-    """The template of `--chat-template`, chat_template.jinja or tokenizer_config.json; or None."""
+    folder: str | Path,
+    tokenizer: Tokenizer,
+    override: str | None = None,
+    family: Family | None = None,
+) -> Template | None:
+    """The template of `--chat-template`, chat_template.jinja, tokenizer_config.json or `family`."""
+    special = tokenizer.special_tokens
     if override is not None:
         path = Path(override)
         if not path.is_file():
             raise ConfigError(f"--chat-template {override}: no such file")
-        return _single(path, tokenizer)
+        return _single(path, special, family)
     path = Path(folder) / "chat_template.jinja"
     if path.is_file():
-        return _single(path, tokenizer)
+        return _single(path, special, family)
     found = tokenizer.settings.get("chat_template")
     origin = str(Path(folder) / "tokenizer_config.json")
     if isinstance(found, str):
-        return ChatTemplate({"default": found}, tokenizer.special_tokens, origin)
+        return ChatTemplate({"default": found}, special, origin, family)
     if isinstance(found, list):
         try:
             sources = {str(t["name"]): str(t["template"]) for t in found}
@@ -111,13 +201,20 @@ def load_template(
                 f"{origin}: chat_template is a list whose entries lack name or template. "
                 "Pass a template with --chat-template FILE"
             ) from e
-        return ChatTemplate(sources, tokenizer.special_tokens, origin)
-    return None
+        return ChatTemplate(sources, special, origin, family)
+    return None if family is None else built_in(family)
 
 
-def _single(path: Path, tokenizer: Tokenizer) -> ChatTemplate:
+def built_in(family: Family) -> Template:
+    """The template that a family's models were trained with."""
+    if family.template is None:
+        return DsmlEncoding()
+    return _single(_BUILT_IN / family.template, family.constants, family)
+
+
+def _single(path: Path, constants: Mapping[str, Any], family: Family | None) -> ChatTemplate:
     source = path.read_text(encoding="utf-8")
-    return ChatTemplate({"default": source}, tokenizer.special_tokens, str(path))
+    return ChatTemplate({"default": source}, constants, str(path), family)
 
 
 def _environment() -> jinja2.Environment:

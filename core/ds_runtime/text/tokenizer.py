@@ -95,6 +95,11 @@ class Tokenizer:
             known = self._bytes[token] = b"" if text is None else _to_bytes(text)
         return known
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that is `text`; None if there is none."""
+        found: int | None = self.backend.token_to_id(text)
+        return found
+
     def token_text(self, token: int) -> str:
         r"""A printable name of `token`: its text, or `bytes:\xe4\xbd` for part of a character."""
         raw = self.token_bytes(token)

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define DS_CPU_ABI 1
+#define DS_CPU_ABI 5
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -17,14 +17,30 @@
 #define DS_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-enum DsType : int32_t { DS_F32 = 0, DS_BF16 = 1 };
+enum DsType : int32_t { DS_F32 = 0, DS_BF16 = 1, DS_E4M3 = 2 };  // the last for caches only
+enum DsRouting : int32_t { DS_GREEDY = 0, DS_GROUP_LIMITED = 1, DS_NOAUX_TC = 2 };
+enum DsFormat : int32_t {  // of packed weights
+  DS_DENSE = 0,  // the dtype of the activations
+  DS_FP8 = 1,
+  DS_INT8 = 2,
+  DS_INT4 = 3,
+  DS_INT4_ZEROS = 4,
+};
 
 DS_EXPORT int32_t ds_cpu_abi_version();
 // 0: this library's instructions are not all available here; else higher is better.
 DS_EXPORT int32_t ds_cpu_score();
 DS_EXPORT int32_t ds_cpu_threads();
+// For the calling thread, and for others from their first call on.
+DS_EXPORT void ds_cpu_set_threads(int64_t count);
+// Thread i may run on the processors cpus[ends[i - 1]] to cpus[ends[i] - 1].
+DS_EXPORT void ds_cpu_bind_threads(const int32_t* cpus, const int64_t* ends, int64_t threads);
 // Ask the operating system for large pages under a buffer that is about to be filled.
 DS_EXPORT void ds_cpu_large_pages(void* data, int64_t bytes);
+
+// Reads memory and does nothing else, with all threads: the ceiling of what streams weights. *sum
+// gets the exclusive or of all 8-byte words.
+DS_EXPORT void ds_cpu_read(const void* data, int64_t bytes, int64_t* sum);
 
 // out = x / sqrt(mean(x^2) + eps) * weight; out [rows, n] contiguous.
 DS_EXPORT void ds_cpu_rms_norm(int32_t dtype, int32_t weight_dtype, const void* x, int64_t ldx,
@@ -41,30 +57,110 @@ DS_EXPORT void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, void* 
 DS_EXPORT void ds_cpu_rope(int32_t dtype, const void* x, int64_t stride_row, int64_t stride_head,
                            const int64_t* positions, const float* cos_sin, void* out, int64_t rows,
                            int64_t heads, int64_t d);
-// Stores [latent | k_rope] rows at slots >= 0 of a cache of `width` elements per slot.
-DS_EXPORT void ds_cpu_cache_write(int32_t dtype, void* cache, int64_t width, const void* latent,
-                                  int64_t ld_latent, int64_t lora, const void* k_rope,
-                                  int64_t ld_rope, const int64_t* slots, int64_t rows);
-// Packed weights, below: rows in groups of 4; inside a group the rows take turns in chunks of 64
-// bytes along k: [n / 4, k / chunk, 4, chunk], padded with zeros.
+// Stores [latent | k_rope] rows at slots >= 0 of a cache of `width` elements per slot; cache_dtype is
+// dtype, or e4m3: nearest, at most 448 in magnitude.
+DS_EXPORT void ds_cpu_cache_write(int32_t dtype, int32_t cache_dtype, void* cache, int64_t width,
+                                  const void* latent, int64_t ld_latent, int64_t lora,
+                                  const void* k_rope, int64_t ld_rope, const int64_t* slots,
+                                  int64_t rows);
+// What lies between the projections of attention. Of q [rows, heads, ..] and kv [rows, lora + rope]:
+// latent = rms_norm(kv[:, :lora]); q_rope and k_rope are q [rows, heads, rope], whose pointer is at
+// the part to rotate, and kv[:, lora:], rotated; then as cache_write. Results are contiguous.
+DS_EXPORT void ds_cpu_mla_prologue(int32_t dtype, int32_t weight_dtype, int32_t cache_dtype,
+                                   const void* q, int64_t stride_row, int64_t stride_head,
+                                   int64_t heads, const void* kv, int64_t ldkv, int64_t lora,
+                                   int64_t rope, const void* weight, double eps,
+                                   const int64_t* positions, const float* cos_sin, void* cache,
+                                   const int64_t* slots, void* q_rope, void* latent, void* k_rope,
+                                   int64_t rows);
+// out = rows ids - start of a table of `held` rows; zeros where that is outside.
+DS_EXPORT void ds_cpu_embed(const int64_t* ids, const void* table, int64_t stride_bytes,
+                            int64_t start, int64_t held, void* out, int64_t row_bytes,
+                            int64_t rows);
+// Groups of x [rows, n] as e4m3 codes q [rows, n] times scale [rows, n / group], which is the largest
+// magnitude (1e-4 at least) over 448, as a power of two from above if ue8m0.
+DS_EXPORT void ds_cpu_quantize_group(int32_t dtype, const void* x, int64_t ldx, int64_t group,
+                                     int32_t ue8m0, void* q, float* scale, int64_t rows, int64_t n);
+// out [tokens, experts] = x [tokens, hidden] times w [experts, hidden]^T, in float32.
+DS_EXPORT void ds_cpu_router_logits(int32_t dtype, const void* x, int64_t ldx, const float* w,
+                                    float* out, int64_t tokens, int64_t experts, int64_t hidden);
+// The experts of each token, [tokens, top_k], and their weights. bias [experts] may be null; sigmoid:
+// else softmax; method: a DsRouting. At most 1024 experts.
+DS_EXPORT void ds_cpu_route(const float* logits, int64_t ldl, const float* bias, float* weights,
+                            int32_t* ids, int64_t tokens, int64_t experts, int64_t top_k,
+                            int64_t groups, int64_t open_groups, int32_t sigmoid, int32_t method,
+                            int32_t renormalise, double scale);
+// One token per row of logits [rows, vocab] by inverse CDF; a temperature of 0 takes the largest.
+DS_EXPORT void ds_cpu_sample(const float* logits, int64_t ldl, const float* temperature,
+                             const int32_t* top_k, const float* top_p, const float* min_p,
+                             const double* uniform, int64_t* tokens, int64_t rows, int64_t vocab);
+// out [rows, vocab] contiguous: logits, -inf where the row's mask forbids the token. masks [.., words]
+// contiguous, words = ceil(vocab / 32), bit t % 32 of word t / 32 allows token t; which [rows] is
+// the mask of each row, negative for none.
+DS_EXPORT void ds_cpu_mask_logits(const float* logits, int64_t ldl, const uint32_t* masks,
+                                  const int32_t* which, float* out, int64_t rows, int64_t vocab);
+// Log-probabilities of ids [rows], and of the top_n <= vocab best of each row, falling.
+DS_EXPORT void ds_cpu_logprobs(const float* logits, int64_t ldl, const int64_t* ids, int64_t top_n,
+                               float* chosen, float* values, int64_t* top_ids, int64_t rows,
+                               int64_t vocab);
+// Packed weights: panels, as csrc/gemm.h and the header of each format say. `group`: elements along
+// k with scales of their own, for formats that have such.
 //
+// Fills columns [n0, n0 + rows) of a packed [n, k] matrix; element (c, i) of them lies at
+// source + c * sn + i * sk, in dtype, or a code of the format in a byte. The part that ends at n also
+// writes the padding after it. scales: [rows, groups] at ld_scales (int8: one group), or null; zeros
+// (of int4 with zero points) likewise, null: the codes are symmetric.
+// half: -1, or which half of every panel is filled: with 0 and 1 two matrices [n, k] share panels,
+// 32 columns of each in turn.
+DS_EXPORT void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, int64_t sn,
+                           int64_t sk, const float* scales, const float* zeros, int64_t ld_scales,
+                           void* panels, int64_t n0, int64_t rows, int64_t n, int64_t k,
+                           int64_t group, int32_t half);
+// out [n, k]: the values of a packed matrix.
+DS_EXPORT void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out,
+                             int64_t n, int64_t k, int64_t group);
 // For every head h: y [m, n] = x [m, k] * w [n, k]^T, accumulated in float32, at x + h * sxh and
-// y + h * syh; w packed, one head after the other.
-DS_EXPORT void ds_cpu_linear_heads(int32_t dtype, const void* x, int64_t ldx, int64_t sxh,
-                                   const void* w, void* y, int64_t ldy, int64_t syh, int64_t heads,
-                                   int64_t m, int64_t n, int64_t k);
-// Routed SwiGLU experts. w13: per expert gate then up, each [inter, hidden] packed; w2 [experts,
-// hidden, inter] packed; ids and weights [tokens, top_k]. scratch: tokens * top_k * inter elements of dtype; sums: float
-// [tokens, hidden]; order: int32 [tokens * top_k + experts + 1]. out [tokens, hidden].
-DS_EXPORT void ds_cpu_experts(int32_t dtype, const void* x, int64_t ldx, const float* weights,
-                              const int32_t* ids, const void* w13, const void* w2, void* out,
-                              void* scratch, float* sums, int32_t* order, int64_t tokens,
-                              int64_t top_k, int64_t experts, int64_t hidden, int64_t inter);
-// Absorbed attention: q [rows, heads, width] with strides, cache [pages, page_size, width], row i
-// sees its first lens[i] tokens through pages + i * max_pages. out [rows, heads, lora], lora <=
-// 1024. Rows after lens[i] are never read.
-DS_EXPORT void ds_cpu_mla_decode(int32_t dtype, const void* q, int64_t stride_row,
-                                 int64_t stride_head, const void* cache, int64_t page_size,
-                                 int64_t width, int64_t lora, const int32_t* pages,
-                                 int64_t max_pages, const int32_t* lens, double scale, void* out,
-                                 int64_t rows, int64_t heads);
+// y + h * syh; w packed, one head after the other. memory, aligned to 64, of int8 and int4: rows of
+// activations * (k padded to 64 + 8 * groups) + 192 bytes.
+DS_EXPORT void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64_t ldx,
+                             int64_t sxh, const void* w, int64_t group, void* y, int64_t ldy,
+                             int64_t syh, int64_t heads, int64_t m, int64_t n, int64_t k,
+                             void* memory);
+// Routed SwiGLU experts. Per expert, w13 is gate and up [inter, hidden], packed in halves, and w2
+// [hidden, inter], in one format, with groups of their own. ids and weights [tokens, top_k]; ids
+// outside [0, experts) are left out. out [tokens, hidden]. memory, aligned to 64: as many bytes as
+// experts_memory says.
+DS_EXPORT void ds_cpu_experts_memory(int32_t format, int32_t dtype, int64_t group13,
+                                     int64_t group2, int64_t tokens, int64_t top_k,
+                                     int64_t experts, int64_t hidden, int64_t inter,
+                                     int64_t* bytes);
+DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx,
+                              const float* weights, const int32_t* ids, const void* w13,
+                              int64_t group13, const void* w2, int64_t group2, void* out,
+                              int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
+                              int64_t inter, void* memory);
+// Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
+// new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
+// the cache [pages, page_size, width] (in dtype or DS_E4M3) through pages + i * max_pages. out
+// [rows, heads, lora]. Rows after lens[i] are never read. memory: as many bytes as
+// mla_decode_memory says for these sequences and the threads of now.
+DS_EXPORT void ds_cpu_mla_decode_memory(int32_t dtype, int32_t kv_dtype, int64_t width,
+                                        int64_t lora, const int32_t* lens, const int32_t* starts,
+                                        int64_t sequences, int64_t heads, int64_t* bytes);
+DS_EXPORT void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q,
+                                 int64_t stride_row, int64_t stride_head, const void* cache,
+                                 int64_t page_size, int64_t width, int64_t lora,
+                                 const int32_t* pages, int64_t max_pages, const int32_t* lens,
+                                 const int32_t* starts, double scale, void* out,
+                                 int64_t sequences, int64_t heads, void* memory, int64_t bytes);
+// Attention of sequence i's queries [q_starts[i], q_starts[i + 1]) over its keys [k_starts[i],
+// k_starts[i + 1]). q, k [tokens, heads, d] and v [tokens, heads, dv] with strides. causal: query j
+// sees keys <= j + keys - queries. out [tokens, heads, dv]; lse [tokens, heads], natural; 0 and -inf
+// for a query without keys. memory: as mha_prefill_memory says for the threads of now.
+DS_EXPORT void ds_cpu_mha_prefill_memory(int32_t dtype, int64_t d, int64_t dv, int64_t* bytes);
+DS_EXPORT void ds_cpu_mha_prefill(int32_t dtype, const void* q, int64_t q_row, int64_t q_head,
+                                  const void* k, int64_t k_row, int64_t k_head, const void* v,
+                                  int64_t v_row, int64_t v_head, const int32_t* q_starts,
+                                  const int32_t* k_starts, int32_t causal, double scale, void* out,
+                                  float* lse, int64_t sequences, int64_t heads, int64_t d,
+                                  int64_t dv, void* memory, int64_t bytes);

@@ -1,44 +1,64 @@
-// Matmuls over packed weights, plain and per head: they run at the speed of memory.
-#include "dot.h"
+// Matmuls over panels of packed weights, plain and per head.
 #include "ds_cpu.h"
-#include "parallel.h"
+#include "formats.h"
 
 namespace ds {
 namespace {
 
-template <class T>
-void linear_heads(const void* x, int64_t ldx, int64_t sxh, const void* w, void* y, int64_t ldy,
-                  int64_t syh, int64_t heads, int64_t m, int64_t n, int64_t k) {
-  int64_t groups = (n + ROWS - 1) / ROWS, group = group_size<T>(k);
-  int64_t bytes = heads * n * k * int64_t(sizeof(T)) * (m < 16 ? 1 : m / 8);
-  parallel(heads * groups, 1, bytes, [&](int64_t begin, int64_t end) {
-    while (begin < end) {  // a piece may cross heads
-      int64_t h = begin / groups, g0 = begin - h * groups;
-      int64_t g1 = g0 + (end - begin) < groups ? g0 + (end - begin) : groups;
-      const T* xh = (const T*)x + h * sxh;
-      T* yh = (T*)y + h * syh;
-      dots(
-          (const T*)w + h * groups * group, g0 * ROWS, g1 * ROWS < n ? g1 * ROWS : n,
-          [&](int64_t t) { return xh + t * ldx; }, m, k,
-          [&](int64_t t, int64_t r, const float* v, int count) {
-            T* to = yh + t * ldy + r;
-            int i = 0;
-            for (; i + 4 <= count; i += 4) put4(to + i, v + i);
-            for (; i < count; ++i) put(to + i, v[i]);
-          });
-      begin += g1 - g0;
+// Activations as the format wants them; `memory` holds them where they have to be rounded.
+template <class Fmt, class X>
+struct Inputs {
+  const X* x;
+  int64_t ldx, sxh;
+  Quantised q;
+
+  Inputs(const void* data, int64_t ld, int64_t per_head, int64_t heads, int64_t m, int64_t k,
+         int64_t group, char* memory)
+      : x((const X*)data), ldx(ld), sxh(per_head) {
+    if constexpr (QUANTISES<Fmt>) {
+      const int64_t own = sxh ? heads : 1;
+      Carve take{memory};
+      q.template buffers<Fmt>(take, own * m, k, group);
+      parallel(own * m, 1, own * m * k, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) q.set(i, x + i / m * sxh + i % m * ldx);
+      });
+    } else {
+      (void)heads, (void)m, (void)k, (void)group, (void)memory;
     }
-  });
-}
+  }
+  typename Fmt::Tokens of(int64_t head, int64_t m) const {
+    if constexpr (QUANTISES<Fmt>)
+      return q.tokens(sxh ? head * m : 0);
+    else
+      return {x + head * sxh, ldx, nullptr};
+  }
+};
 
 }  // namespace
 }  // namespace ds
 
 using namespace ds;
 
-void ds_cpu_linear_heads(int32_t dtype, const void* x, int64_t ldx, int64_t sxh, const void* w,
-                         void* y, int64_t ldy, int64_t syh, int64_t heads, int64_t m, int64_t n,
-                         int64_t k) {
-  (dtype == DS_F32 ? linear_heads<float> : linear_heads<bf16>)(x, ldx, sxh, w, y, ldy, syh, heads,
-                                                               m, n, k);
+void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64_t ldx, int64_t sxh,
+                   const void* w, int64_t group, void* y, int64_t ldy, int64_t syh, int64_t heads,
+                   int64_t m, int64_t n, int64_t k, void* memory) {
+  with_format(format, dtype, [&](auto fmt, auto element) {
+    using Fmt = decltype(fmt);
+    using X = decltype(element);
+    const Panels<Fmt> weight{(const char*)w, group, k, format == DS_INT4_ZEROS};
+    const Inputs<Fmt, X> inputs(x, ldx, sxh, heads, m, k, group, (char*)memory);
+    const int64_t panels = panels_of(n);
+    const int64_t cost = heads * panels * weight.bytes() * (m < 16 ? 1 : m / 8);
+    struct Job {
+      typename Fmt::Panel panel;
+      typename Fmt::Tokens tokens;
+    };
+    matmul<Fmt>(
+        heads * panels, m, k, cost,
+        [&](int64_t i) { return Job{weight.at(i), inputs.of(i / panels, m)}; },
+        [&](int64_t i, int64_t t, const float* values) {
+          const int64_t head = i / panels, c = i % panels * NB;
+          put_row((X*)y + head * syh + t * ldy + c, values, n - c < NB ? n - c : NB);
+        });
+  });
 }

@@ -1,149 +1,203 @@
-// Absorbed attention of one new token per sequence over the paged latent cache.
+// Absorbed attention over the paged latent cache: one or a few new tokens per sequence.
 //
-// A work unit is a sequence and up to HEADS query heads, which share every cached row they read.
-// Rows are visited in blocks with a running maximum, so no memory grows with the context.
-#include "dot.h"
+// All rows of a sequence (its new tokens by its heads) read the same keys. A work unit is up to
+// ROWS of them over a range of keys. Ranges depend on the length alone and their partial results
+// are merged in order, so results depend neither on the threads nor on the other sequences.
+#include "attend.h"
 #include "ds_cpu.h"
 #include "parallel.h"
 
 namespace ds {
 namespace {
 
-constexpr int HEADS = 8, KEYS = 64, QUAD = 4;
-constexpr int64_t MAX_LORA = 1024;
+constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
-// scores[h][j] = q[h] . row[j] for M heads and four rows.
-template <class T, int M>
-void scores_tile(const T* const* q, const T* const* row, int64_t width, float scores[][KEYS]) {
-  using D = Dot<T>;
-  F acc[M][QUAD];
-  for (int m = 0; m < M; ++m)
-    for (int r = 0; r < QUAD; ++r) acc[m][r] = F::zero();
-  for (int64_t i = 0; i < width; i += D::step) {
-    const int n = int(width - i);
-    const bool whole = n >= D::step;
-    typename D::V rows[QUAD];
-    for (int r = 0; r < QUAD; ++r)
-      rows[r] = whole ? D::load(row[r] + i) : D::tail(row[r] + i, n);
-    for (int m = 0; m < M; ++m) {
-      typename D::V v = whole ? D::load(q[m] + i) : D::tail(q[m] + i, n);
-      for (int r = 0; r < QUAD; ++r) acc[m][r] = D::mac(acc[m][r], rows[r], v);
-    }
-  }
-  for (int m = 0; m < M; ++m) {
-    float four[QUAD];
-    sums4(acc[m], four);
-    std::memcpy(scores[m], four, sizeof four);
-  }
+// Keys of a unit: enough to pay for merging its result, few enough to occupy many threads.
+int64_t range_of(int64_t length) {
+  const int64_t keys = up_to((length + 15) / 16, KEYS);
+  return keys < 3 * KEYS ? 3 * KEYS : keys > 10 * KEYS ? 10 * KEYS : keys;
 }
 
-// sums[h][c0 ...] += p[h][j] * row[j][c0 ...] over the rows, for V vectors and M heads.
-template <class T, int M, int V>
-void values_tile(const float (*p)[KEYS], const T* const* row, int count, int64_t c0,
-                 float* sums, int64_t lora) {
-  F acc[M][V];
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) acc[m][v] = F::load(sums + m * lora + c0 + v * F::W);
-  for (int j = 0; j < count; ++j) {
-    F x[V];
-    for (int v = 0; v < V; ++v) x[v] = F::load(row[j] + c0 + v * F::W);
-    for (int m = 0; m < M; ++m) {
-      F w = F::all(p[m][j]);
-      for (int v = 0; v < V; ++v) acc[m][v] = fma(w, x[v], acc[m][v]);
-    }
-  }
-  for (int m = 0; m < M; ++m)
-    for (int v = 0; v < V; ++v) acc[m][v].store(sums + m * lora + c0 + v * F::W);
-}
+struct Call {
+  const void* q;
+  int64_t stride_row, stride_head;
+  const void* cache;
+  int64_t page_size, width, lora;
+  const int32_t* pages;
+  int64_t max_pages;
+  const int32_t *lens, *starts;
+  float scale;
+  void* out;
+  int64_t sequences, heads;
+};
 
-template <class T, int M>
-void values(const float (*p)[KEYS], const T* const* row, int count, float* sums, int64_t lora) {
-  int64_t c = 0;
-  for (; c + 4 * F::W <= lora; c += 4 * F::W)
-    values_tile<T, M, 4>(p, row, count, c, sums, lora);
-  for (; c + F::W <= lora; c += F::W) values_tile<T, M, 1>(p, row, count, c, sums, lora);
-  for (; c < lora; ++c)
-    for (int m = 0; m < M; ++m)
-      for (int j = 0; j < count; ++j) sums[m * lora + c] += p[m][j] * to_float(row[j][c]);
-}
+struct Unit {
+  int64_t sequence, row, rows;  // rows of the sequence, its tokens by its heads
+  int64_t first, last;          // keys
+  int64_t partial;              // its first row of partial results; -1: it sees all keys itself
+};
 
-// p[j] = e^(p[j] - top) over `count` scores, zeros after; returns their sum.
-float weigh(float* p, int count, float top) {
-  for (int j = count; j < KEYS; ++j) p[j] = -INFINITY;
-  F total = F::zero();
-  for (int j = 0; j < KEYS; j += F::W) {
-    F e = exp(F::load(p + j) + F::all(-top));
-    e.store(p + j);
-  }
-  for (int j = count; j < KEYS; ++j) p[j] = 0.0f;
-  for (int j = 0; j < KEYS; j += F::W) total = total + F::load(p + j);
-  return total.sum();
-}
-
-template <class T>
-void attend(const T* q, int64_t stride_head, int heads, const T* cache, int64_t page_size,
-            int64_t width, int64_t lora, const int32_t* pages, int64_t length, float scale,
-            T* out) {
-  alignas(64) float sums[HEADS * MAX_LORA];
-  alignas(64) float p[HEADS][KEYS];
-  float top[HEADS], total[HEADS];
-  const T* qs[HEADS];
-  std::memset(sums, 0, size_t(heads * lora) * sizeof(float));
-  for (int h = 0; h < heads; ++h) {
-    top[h] = -INFINITY;
-    total[h] = 0.0f;
-    qs[h] = q + h * stride_head;
-  }
-  for (int64_t j0 = 0; j0 < length; j0 += KEYS) {
-    const int count = int(length - j0 < KEYS ? length - j0 : KEYS);
-    const T* row[KEYS];
-    for (int j = 0; j < count; ++j) {
-      int64_t slot = int64_t(pages[(j0 + j) / page_size]) * page_size + (j0 + j) % page_size;
-      row[j] = cache + slot * width;
-    }
-    for (int j = count; j < KEYS; ++j) row[j] = row[count - 1];  // their scores are not used
-    for (int j = 0; j < count; j += QUAD) {
-      int h = 0;
-      for (; h + 4 <= heads; h += 4)
-        scores_tile<T, 4>(qs + h, row + j, width, (float(*)[KEYS])(&p[h][j]));
-      for (; h < heads; ++h)
-        scores_tile<T, 1>(qs + h, row + j, width, (float(*)[KEYS])(&p[h][j]));
-    }
-    for (int h = 0; h < heads; ++h) {
-      float high = top[h];
-      for (int j = 0; j < count; ++j) {
-        p[h][j] *= scale;
-        high = p[h][j] > high ? p[h][j] : high;
+// each(unit) for every unit, those of one group of rows in the order of their keys.
+template <class Each>
+void units_of(const Call& call, Each each) {
+  int64_t partial = 0;
+  for (int64_t i = 0; i < call.sequences; ++i) {
+    const int64_t length = call.lens[i], range = range_of(length);
+    const int64_t rows = (call.starts[i + 1] - call.starts[i]) * call.heads;
+    const int64_t groups = (rows + ROWS - 1) / ROWS, vectors = (rows + F::W - 1) / F::W;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t row = vectors * g / groups * F::W, end = vectors * (g + 1) / groups * F::W;
+      Unit unit{i, row, (end < rows ? end : rows) - row, 0, 0, -1};
+      for (; unit.last < length; unit.first = unit.last) {
+        unit.last = length - unit.first < range ? length : unit.first + range;
+        if (length > range) {
+          unit.partial = partial;
+          partial += end - row;
+        }
+        each(unit);
       }
-      float keep = std::exp(top[h] - high);  // 0 in the first block
-      top[h] = high;
-      total[h] = total[h] * keep + weigh(p[h], count, high);
-      if (keep != 1.0f && j0 > 0)
-        for (int64_t c = 0; c < lora; ++c) sums[h * lora + c] *= keep;
     }
-    int h = 0;
-    for (; h + 4 <= heads; h += 4) values<T, 4>(p + h, row, count, sums + h * lora, lora);
-    for (; h < heads; ++h) values<T, 1>(p + h, row, count, sums + h * lora, lora);
   }
-  for (int h = 0; h < heads; ++h)
-    for (int64_t c = 0; c < lora; ++c) put(out + h * lora + c, sums[h * lora + c] / total[h]);
 }
 
-template <class T>
-void mla_decode(const void* q, int64_t stride_row, int64_t stride_head, const void* cache,
-                int64_t page_size, int64_t width, int64_t lora, const int32_t* pages,
-                int64_t max_pages, const int32_t* lens, float scale, void* out, int64_t rows,
-                int64_t heads) {
-  int64_t blocks = (heads + HEADS - 1) / HEADS, bytes = 0;
-  for (int64_t i = 0; i < rows; ++i) bytes += lens[i] * width * heads * int64_t(sizeof(T)) / 4;
-  auto unit = [&](int64_t u) {
-    int64_t i = u / blocks, h0 = u % blocks * HEADS;
-    int n = int(heads - h0 < HEADS ? heads - h0 : HEADS);
-    attend((const T*)q + i * stride_row + h0 * stride_head, stride_head, n, (const T*)cache,
-           page_size, width, lora, pages + i * max_pages, lens[i], scale,
-           (T*)out + (i * heads + h0) * lora);
+struct Partials {  // results of ranges, by row of partial results
+  float *sums, *top, *total;
+};
+
+// Working memory of a thread.
+template <class C>
+struct Desk {
+  Tile<C> tile;
+  float* sums;
+  C* wide;  // a block of keys, converted
+  Desk(Arena& arena, int64_t width, int64_t lora)
+      : tile(arena, ROWS, width, lora),
+        sums(arena.take<float>(ROWS * tile.stride())),
+        wide(arena.take<C>(KEYS * width)) {}
+};
+
+// The layout of a call's buffer; with no buffer, its size.
+template <class C>
+struct Memory {
+  int64_t count = 0, partial_rows = 0, columns, desk, bytes;
+  Unit* units;
+  Partials partials;
+  char* desks;
+  Memory(void* buffer, const Call& call) {
+    units_of(call, [&](const Unit& u) {
+      ++count;
+      if (u.partial >= 0) partial_rows = u.partial + up_to(u.rows, F::W);
+    });
+    Arena one(nullptr);
+    columns = Desk<C>(one, call.width, call.lora).tile.stride();
+    desk = one.used();
+    Arena arena(buffer);
+    units = arena.take<Unit>(count);
+    partials.sums = arena.take<float>(partial_rows * columns);
+    partials.top = arena.take<float>(partial_rows);
+    partials.total = arena.take<float>(partial_rows);
+    desks = arena.take<char>(0);
+    bytes = arena.used();
+  }
+  int64_t needed() const { return bytes + max_threads() * desk + 64; }
+};
+
+template <class T, class K, class C>
+void attend(const Call& call, const Unit& u, const Partials& partials, void* memory) {
+  Arena arena(memory);
+  Desk<C> desk(arena, call.width, call.lora);
+  Tile<C>& tile = desk.tile;
+  MatrixUnit matrix;
+  const int64_t columns = tile.stride(), start = call.starts[u.sequence];
+  const int64_t hidden = call.starts[u.sequence + 1] - start - 1 - call.lens[u.sequence];
+  const bool whole = u.partial < 0;
+  float* sums = whole ? desk.sums : partials.sums + u.partial * columns;
+  auto token = [&](int64_t m) { return (u.row + m) / call.heads; };
+  auto sees = [&](int64_t m) { return int32_t(token(m) - hidden); };  // keys of the sequence
+  auto query = [&](int64_t m) {
+    const int64_t row = start + token(m), head = (u.row + m) % call.heads;
+    return (const T*)call.q + row * call.stride_row + head * call.stride_head;
   };
-  parallel_each(rows * blocks, bytes, unit);
+  tile.template begin<T>(u.rows, call.scale, sums, query, sees);
+
+  const int32_t* pages = call.pages + u.sequence * call.max_pages;
+  int64_t page = u.first / call.page_size, row = u.first % call.page_size;
+  const K* rows[2][KEYS];
+  auto next = [&](int64_t j0, const K** to) {  // where keys [j0, j0 + result) of this unit lie
+    const int count = int(u.last - j0 < KEYS ? u.last - j0 : KEYS);
+    for (int j = 0; j < count; ++j) {
+      to[j] = (const K*)call.cache + (pages[page] * call.page_size + row) * call.width;
+      if (++row == call.page_size) row = 0, ++page;
+    }
+    return count;
+  };
+  int count = next(u.first, rows[0]);
+  for (int64_t j0 = u.first, i = 0; j0 < u.last; j0 += KEYS, i = 1 - i) {
+    const int later = next(j0 + KEYS, rows[1 - i]);
+    const C* wide[KEYS];
+    const C* const* keys = rows_as<C>(rows[i], count, call.width, desk.wide, wide);
+    tile.block(keys, keys, j0, count, Ahead(rows[1 - i], call.width, rows[1 - i], 0, later));
+    count = later;
+  }
+
+  if (!whole) {
+    std::memcpy(partials.top + u.partial, tile.top(), size_t(u.rows) * sizeof(float));
+    std::memcpy(partials.total + u.partial, tile.total(), size_t(u.rows) * sizeof(float));
+    return;
+  }
+  for (int64_t m = 0; m < u.rows; ++m) {
+    T* out = (T*)call.out + (start * call.heads + u.row + m) * call.lora;
+    store_scaled(sums + m * columns, 1.0f / tile.total()[m], out, call.lora);
+  }
+}
+
+// A unit's share of its group's rows, from the partial results of all ranges.
+template <class T>
+void merge(const Call& call, const Unit& u, const Partials& partials, int64_t columns) {
+  const int64_t length = call.lens[u.sequence], range = range_of(length);
+  const int64_t ranges = (length + range - 1) / range, mine = u.first / range;
+  const int64_t rows = up_to(u.rows, F::W), first = u.partial - mine * rows;
+  for (int64_t m = u.rows * mine / ranges; m < u.rows * (mine + 1) / ranges; ++m) {
+    float high = -INFINITY, total = 0.0f;
+    for (int64_t r = 0; r < ranges; ++r) {
+      const float top = partials.top[first + r * rows + m];
+      high = top > high ? top : high;
+    }
+    float* sums = partials.sums + (first + m) * columns;
+    for (int64_t r = 0; r < ranges; ++r) {
+      const int64_t at = first + r * rows + m;
+      const float part = std::exp2(partials.top[at] - high);
+      total += partials.total[at] * part;
+      const float* more = partials.sums + at * columns;
+      for (int64_t c = 0; c < columns; c += F::W) {
+        const F before = r ? F::load(sums + c) : F::zero();
+        fma(F::load(more + c), F::all(part), before).store(sums + c);
+      }
+    }
+    T* out = (T*)call.out + (call.starts[u.sequence] * call.heads + u.row + m) * call.lora;
+    store_scaled(sums, 1.0f / total, out, call.lora);
+  }
+}
+
+template <class T, class K, class C>
+void mla_decode(const Call& call, void* buffer, int64_t bytes) {
+  Memory<C> memory(buffer, call);
+  int64_t at = 0, cost = 0;
+  units_of(call, [&](const Unit& u) {
+    memory.units[at++] = u;
+    // A byte of keys takes about as long as 16 operations.
+    cost += (u.last - u.first) * (call.width * int64_t(sizeof(K)) +
+                                  u.rows * (call.width + call.lora) / 8);
+  });
+  const int64_t desks = (bytes - memory.bytes) / memory.desk;
+  parallel_with(memory.count, cost, desks, [&](int64_t i, int64_t thread) {
+    attend<T, K, C>(call, memory.units[i], memory.partials, memory.desks + thread * memory.desk);
+  });
+  if (memory.partial_rows)
+    parallel_each(memory.count, memory.partial_rows * memory.columns * 4, [&](int64_t i) {
+      const Unit& u = memory.units[i];
+      if (u.partial >= 0) merge<T>(call, u, memory.partials, memory.columns);
+    });
 }
 
 }  // namespace
@@ -151,11 +205,27 @@ void mla_decode(const void* q, int64_t stride_row, int64_t stride_head, const vo
 
 using namespace ds;
 
-void ds_cpu_mla_decode(int32_t dtype, const void* q, int64_t stride_row, int64_t stride_head,
-                       const void* cache, int64_t page_size, int64_t width, int64_t lora,
-                       const int32_t* pages, int64_t max_pages, const int32_t* lens, double scale,
-                       void* out, int64_t rows, int64_t heads) {
-  (dtype == DS_F32 ? mla_decode<float> : mla_decode<bf16>)(q, stride_row, stride_head, cache,
-                                                           page_size, width, lora, pages, max_pages,
-                                                           lens, float(scale), out, rows, heads);
+void ds_cpu_mla_decode_memory(int32_t dtype, int32_t, int64_t width, int64_t lora,
+                              const int32_t* lens, const int32_t* starts, int64_t sequences,
+                              int64_t heads, int64_t* bytes) {
+  Call call{};
+  call.width = width, call.lora = lora, call.lens = lens, call.starts = starts;
+  call.sequences = sequences, call.heads = heads;
+  *bytes = dtype == DS_F32 ? Memory<float>(nullptr, call).needed()
+                           : Memory<Bf16Math>(nullptr, call).needed();
+}
+
+void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q, int64_t stride_row,
+                       int64_t stride_head, const void* cache, int64_t page_size, int64_t width,
+                       int64_t lora, const int32_t* pages, int64_t max_pages, const int32_t* lens,
+                       const int32_t* starts, double scale, void* out, int64_t sequences,
+                       int64_t heads, void* memory, int64_t bytes) {
+  const Call call{q,    stride_row, stride_head, cache,        page_size, width,     lora, pages,
+                  max_pages, lens,  starts,      float(scale), out,       sequences, heads};
+  if (dtype == DS_F32)
+    (kv_dtype == DS_E4M3 ? mla_decode<float, e4m3, float> : mla_decode<float, float, float>)(
+        call, memory, bytes);
+  else
+    (kv_dtype == DS_E4M3 ? mla_decode<bf16, e4m3, Bf16Math> : mla_decode<bf16, bf16, Bf16Math>)(
+        call, memory, bytes);
 }

@@ -1,5 +1,6 @@
-// The small operations between matmuls: activation, rotation, cache write; and housekeeping.
+// Small operations over rows: activation, embedding, FP8 quantisation; and housekeeping.
 #include "ds_cpu.h"
+#include "e4m3.h"
 #include "parallel.h"
 #include "silu.h"
 
@@ -20,44 +21,55 @@ void silu_mul(const void* x, int64_t ldx, void* out, int64_t rows, int64_t n) {
   });
 }
 
+// The scale of one group: largest magnitude over 448, as a power of two from above if `ue8m0`. NaN
+// among the values makes it NaN.
 template <class T>
-void rope(const void* x, int64_t stride_row, int64_t stride_head, const int64_t* positions,
-          const float* cos_sin, void* out, int64_t rows, int64_t heads, int64_t d) {
-  parallel(rows, 1, 2 * rows * heads * d * int64_t(sizeof(T)), [&](int64_t begin, int64_t end) {
-    int64_t half = d / 2;
-    for (int64_t r = begin; r < end; ++r) {
-      const float* c = cos_sin + positions[r] * d;
-      const float* s = c + half;
-      for (int64_t h = 0; h < heads; ++h) {
-        const T* in = (const T*)x + r * stride_row + h * stride_head;
-        T* y = (T*)out + (r * heads + h) * d;
-        for (int64_t i = 0; i < half; ++i) {
-          float a = to_float(in[2 * i]), b = to_float(in[2 * i + 1]);
-          put(y + 2 * i, a * c[i] - b * s[i]);
-          put(y + 2 * i + 1, b * c[i] + a * s[i]);
-        }
-      }
-    }
-  });
+float group_scale(const T* x, int64_t n, bool ue8m0) {
+  int32_t most = 0;  // the bits of magnitudes order as they do, NaN on top
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = to_float(x[i]);
+    int32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits &= 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  float amax;
+  std::memcpy(&amax, &most, 4);
+  const float scale = (amax < 1e-4f ? 1e-4f : amax) / 448.0f;
+  uint32_t u;
+  std::memcpy(&u, &scale, 4);
+  if (!ue8m0 || u >= 0x7f800000) return scale;
+  u = (u + 0x7fffff) & 0xff800000;
+  float power;
+  std::memcpy(&power, &u, 4);
+  return power;
 }
 
 template <class T>
-void cache_write(void* cache, int64_t width, const void* latent, int64_t ld_latent, int64_t lora,
-                 const void* k_rope, int64_t ld_rope, const int64_t* slots, int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r) {
-    if (slots[r] < 0) continue;
-    T* to = (T*)cache + slots[r] * width;
-    std::memcpy(to, (const T*)latent + r * ld_latent, size_t(lora) * sizeof(T));
-    std::memcpy(to + lora, (const T*)k_rope + r * ld_rope, size_t(width - lora) * sizeof(T));
-  }
+void quantize_group(const void* x, int64_t ldx, int64_t group, bool ue8m0, uint8_t* q, float* scale,
+                    int64_t rows, int64_t n) {
+  parallel(rows, 1, rows * n * int64_t(2 * sizeof(T) + 1), [&](int64_t begin, int64_t end) {
+    constexpr int64_t BLOCK = 64;
+    float wide[BLOCK];
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t g = 0; g < n; g += group) {
+        const T* in = (const T*)x + r * ldx + g;
+        e4m3* out = (e4m3*)q + r * n + g;
+        const float s = group_scale(in, group, ue8m0);
+        scale[(r * n + g) / group] = s;
+        for (int64_t i = 0; i < group; i += BLOCK) {
+          const int64_t m = group - i < BLOCK ? group - i : BLOCK;
+          for (int64_t j = 0; j < m; ++j) wide[j] = to_float(in[i + j]) / s;
+          store_e4m3(wide, out + i, m);
+        }
+      }
+  });
 }
 
 }  // namespace
 }  // namespace ds
 
 using namespace ds;
-
-int32_t ds_cpu_threads() { return max_threads(); }
 
 void ds_cpu_large_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -76,16 +88,21 @@ void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, void* out, int64
   (dtype == DS_F32 ? silu_mul<float> : silu_mul<bf16>)(x, ldx, out, rows, n);
 }
 
-void ds_cpu_rope(int32_t dtype, const void* x, int64_t stride_row, int64_t stride_head,
-                 const int64_t* positions, const float* cos_sin, void* out, int64_t rows,
-                 int64_t heads, int64_t d) {
-  (dtype == DS_F32 ? rope<float> : rope<bf16>)(x, stride_row, stride_head, positions, cos_sin, out,
-                                               rows, heads, d);
+void ds_cpu_embed(const int64_t* ids, const void* table, int64_t stride_bytes, int64_t start,
+                  int64_t held, void* out, int64_t row_bytes, int64_t rows) {
+  parallel(rows, 1, 2 * rows * row_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      char* to = (char*)out + r * row_bytes;
+      if (ids[r] >= start && ids[r] - start < held)
+        std::memcpy(to, (const char*)table + (ids[r] - start) * stride_bytes, size_t(row_bytes));
+      else
+        std::memset(to, 0, size_t(row_bytes));
+    }
+  });
 }
 
-void ds_cpu_cache_write(int32_t dtype, void* cache, int64_t width, const void* latent,
-                        int64_t ld_latent, int64_t lora, const void* k_rope, int64_t ld_rope,
-                        const int64_t* slots, int64_t rows) {
-  (dtype == DS_F32 ? cache_write<float> : cache_write<bf16>)(cache, width, latent, ld_latent, lora,
-                                                             k_rope, ld_rope, slots, rows);
+void ds_cpu_quantize_group(int32_t dtype, const void* x, int64_t ldx, int64_t group, int32_t ue8m0,
+                           void* q, float* scale, int64_t rows, int64_t n) {
+  (dtype == DS_F32 ? quantize_group<float> : quantize_group<bf16>)(
+      x, ldx, group, ue8m0 != 0, (uint8_t*)q, scale, rows, n);
 }

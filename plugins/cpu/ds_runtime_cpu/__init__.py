@@ -13,11 +13,16 @@ def probe() -> Refusal | None:
 
 
 def diagnose() -> list[tuple[str, str]]:
-    """What `ds-runtime doctor` says of the native library, from its files alone."""
-    from ds_runtime_cpu import native
+    """What `ds-runtime doctor` says of the native library and of memory, without torch."""
+    from ds_runtime_cpu import native, placement
 
-    built = ", ".join(native.built_for())
-    return [("native library", native.why_not() or f"built for {built}")]
+    built = f"built for {', '.join(native.built_for())}; {native.isa_in_use()} is used here"
+    broken = native.check()
+    return [
+        ("native library", native.why_not() or (f"broken: {broken}" if broken else built)),
+        ("memory nodes", placement.say_nodes(placement.nodes(placement.allowed_cpus()))),
+        ("large pages", placement.say_large_pages()),
+    ]
 
 
 PROBE: Callable[[], Refusal | None] = probe
@@ -43,6 +48,13 @@ def ds_moe(facts: Facts) -> Sequence[Kernel]:
     from ds_runtime_cpu.kernels import MOE
 
     return MOE
+
+
+@hookimpl
+def ds_topk(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_cpu.kernels import ROUTING
+
+    return ROUTING
 
 
 @hookimpl

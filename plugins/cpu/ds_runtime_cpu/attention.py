@@ -1,24 +1,67 @@
-"""Attention: blocked prefill, absorbed decode (native, and as matmuls), and the weight kv_b."""
+"""Attention: blocked prefill, and absorbed decode, native and as matmuls."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.batch import Batch, Limits, Segments
-from ds_runtime.ops.spec import Facts
-from ds_runtime.ops.weight import Packed, Weight
-from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear
-from ds_runtime_cpu.native import calls
-from ds_runtime_cpu.packing import empty_packed, pack_into
+from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of
+from ds_runtime_cpu.native import active, calls
 from ds_runtime_cpu.small import CODE
 
 _QUERIES = 128  # queries of one tile: scores of a tile stay in the second-level cache
 
 
-def mha_prefill(
+def needed(size: Callable[..., None], *arguments: int) -> int:
+    """What a native `*_memory` function answers: bytes."""
+    found = ctypes.c_int64()
+    size(*arguments, ctypes.addressof(found))
+    return found.value
+
+
+def mha_prefill_native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_segs: Segments,
+    k_segs: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """MhaPrefill in one call."""
+    (tokens, heads, d), dv = q.shape, v.shape[2]
+    out = torch.empty(tokens, heads, dv, dtype=q.dtype)
+    lse = torch.empty(tokens, heads, dtype=torch.float32)
+    code = CODE[q.dtype]
+    memory = torch.empty(needed(active.mha_prefill_memory, code, d, dv), dtype=torch.uint8)
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 or not tokens
+    active.mha_prefill(
+        code,
+        *(q.data_ptr(), q.stride(0), q.stride(1)),
+        *(k.data_ptr(), k.stride(0), k.stride(1)),
+        *(v.data_ptr(), v.stride(0), v.stride(1)),
+        q_segs.cu.data_ptr(),
+        k_segs.cu.data_ptr(),
+        causal,
+        scale,
+        out.data_ptr(),
+        lse.data_ptr(),
+        len(q_segs.lens),
+        heads,
+        d,
+        dv,
+        memory.data_ptr(),
+        memory.numel(),
+    )
+    return out, lse
+
+
+def mha_prefill_matmul(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -65,46 +108,56 @@ def _sequence(
 
 @dataclass
 class DecodeState:
-    """Page table and lengths of one step, at fixed addresses."""
+    """One step: page table, lengths and first rows [sequences + 1] at fixed addresses."""
 
     page_table: Tensor
     lens: Tensor
-    host_lens: tuple[int, ...] = field(default=())
+    starts: Tensor
+    sequences: int = 0
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
-class _MlaDecode:
-    """What both decode kernels share: the step state."""
+class MlaDecodeNative:
+    """One call: keys are read in place through the page table, nothing is gathered."""
 
     def __init__(self, facts: Facts) -> None:
         self.kv_lora = facts.dims["kv_lora"]
+        self.width = self.kv_lora + facts.dims["qk_rope"]
+        self.heads = facts.dims["heads"]
+        self.dtype, self.kv_dtype = getattr(torch, facts.dtype), getattr(torch, facts.kv_dtype)
+        self.codes = (CODE[self.dtype], CODE[self.kv_dtype])
+        self.call = calls().mla_decode
+        self.size = calls().mla_decode_memory
 
     def state(self, limits: Limits) -> DecodeState:
-        shape = (limits.max_sequences, limits.max_pages_per_sequence)
-        return DecodeState(
-            torch.zeros(shape, dtype=torch.int32),
-            torch.zeros(limits.max_sequences, dtype=torch.int32),
-        )
+        table = torch.zeros(limits.max_sequences, limits.max_pages_per_sequence, dtype=torch.int32)
+        lens, starts = (torch.zeros(limits.max_sequences + i, dtype=torch.int32) for i in (0, 1))
+        return DecodeState(table, lens, starts)
 
     def prepare(self, state: DecodeState, batch: Batch) -> None:
         part = batch.decode
-        state.host_lens = () if part is None else part.host_kv_lens
-        if part is not None and part.size:
-            table = part.page_table
-            state.page_table[: table.shape[0], : table.shape[1]].copy_(table)
-            state.lens[: part.size].copy_(part.kv_lens)
-
-
-class MlaDecodeNative(_MlaDecode):
-    """One call: rows are read in place through the page table, nothing is gathered."""
+        state.sequences = 0 if part is None else part.size
+        if part is None or not part.size:
+            return
+        table = part.page_table
+        state.page_table[: table.shape[0], : table.shape[1]].copy_(table)
+        state.lens[: part.size].copy_(part.kv_lens)
+        first = list(accumulate(part.q_lens or (1,) * part.size, initial=0))
+        state.starts[: part.size + 1].copy_(torch.tensor(first, dtype=torch.int32))
+        where = (state.lens.data_ptr(), state.starts.data_ptr(), part.size, self.heads)
+        found = needed(self.size, *self.codes, self.width, self.kv_lora, *where)
+        if found > state.memory.numel():  # it grows with the contexts
+            state.memory = torch.empty(found + found // 4, dtype=torch.uint8)
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         if q.stride(2) != 1:
             q = q.contiguous()
         rows, heads, width = q.shape
+        assert (heads, width) == (self.heads, self.width) and q.dtype == self.dtype
+        assert cache.is_contiguous() and cache.dtype == self.kv_dtype and cache.shape[2] == width
         out = torch.empty(rows, heads, self.kv_lora, dtype=q.dtype)
-        assert cache.is_contiguous() and cache.dtype == q.dtype and cache.shape[2] == width
-        calls().mla_decode(
-            CODE[q.dtype],
+        self.call(
+            *self.codes,
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
@@ -115,22 +168,45 @@ class MlaDecodeNative(_MlaDecode):
             state.page_table.data_ptr(),
             state.page_table.stride(0),
             state.lens.data_ptr(),
+            state.starts.data_ptr(),
             scale,
             out.data_ptr(),
-            rows,
+            state.sequences,
             heads,
+            state.memory.data_ptr(),
+            state.memory.numel(),
         )
         return out
 
 
-class MlaDecodeMatmul(_MlaDecode):
-    """Per sequence: gather its pages, two matmuls around a float32 softmax."""
+@dataclass
+class MatmulState:
+    """One step: a page table, and on the host (sequence, tokens that it sees) per row."""
 
-    def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+    page_table: Tensor
+    rows: tuple[tuple[int, int], ...] = ()
+
+
+class MlaDecodeMatmul:
+    """Per row: gather the sequence's pages, two matmuls around a float32 softmax."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.kv_lora = facts.dims["kv_lora"]
+
+    def state(self, limits: Limits) -> MatmulState:
+        shape = (limits.max_sequences, limits.max_pages_per_sequence)
+        return MatmulState(torch.zeros(shape, dtype=torch.int32))
+
+    def prepare(self, state: MatmulState, batch: Batch) -> None:
+        state.rows = ()
+        if (part := batch.decode) is not None:
+            state.page_table[: part.size, : part.page_table.shape[1]].copy_(part.page_table)
+            state.rows = rows_of(part)
+
+    def run(self, state: MatmulState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         out = torch.empty(q.shape[0], q.shape[1], self.kv_lora, dtype=q.dtype)
-        page_size = cache.shape[1]
-        for i, length in enumerate(state.host_lens):
-            pages = state.page_table[i, : -(-length // page_size)]
+        for i, (sequence, length) in enumerate(state.rows):
+            pages = state.page_table[sequence, : -(-length // cache.shape[1])]
             # Only rows of the sequence: the rest of its last page may hold NaN.
             keys = cache[pages].flatten(0, 1)[:length]  # [length, kv_lora + rope]
             scores = (q[i] @ keys.T).to(torch.float32) * scale  # [heads, length]
@@ -138,108 +214,6 @@ class MlaDecodeMatmul(_MlaDecode):
         return out
 
 
-class _MlaAbsorb:
-    """What both kv_b kernels share: dims and the expansion by one matmul."""
-
-    tag = ""
-
-    def __init__(self, facts: Facts) -> None:
-        self.dtype = compute_dtype(facts)
-        dims = facts.dims
-        self.heads, self.nope, self.v = dims["heads"], dims["qk_nope"], dims["v"]
-        self.kv_lora = dims["kv_lora"]
-
-    def _split(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """W_UK [heads, nope, kv_lora] and W_UV [heads, v, kv_lora], views."""
-        per_head = values.view(self.heads, self.nope + self.v, self.kv_lora)
-        return per_head[:, : self.nope], per_head[:, self.nope :]
-
-    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        packed.expect(self.tag)
-        both = prepacked_linear(latent, packed.tensors["weight"])
-        both = both.view(latent.shape[0], self.heads, self.nope + self.v)
-        return both[..., : self.nope], both[..., self.nope :]
-
-
-class MlaAbsorbNative(_MlaAbsorb):
-    """Per-head matrices in the native packing for decode, oneDNN's for the expansion."""
-
-    tag = "cpu.mla_absorb_native"
-
-    def pack(self, weight: Weight, facts: Facts) -> Packed:
-        values = weight.dequantise(self.dtype)
-        uk, uv = self._split(values)
-        packed_uk = empty_packed(self.heads, self.kv_lora, self.nope, self.dtype)
-        packed_uv = empty_packed(self.heads, self.v, self.kv_lora, self.dtype)
-        for h in range(self.heads):
-            pack_into(packed_uk[h], uk[h].T)  # [kv_lora, nope]
-            pack_into(packed_uv[h], uv[h])
-        tensors = {"weight": prepack(values), "uk": packed_uk, "uv": packed_uv}
-        nbytes = values.nbytes + packed_uk.nbytes + packed_uv.nbytes
-        return Packed(self.tag, weight.shape, tensors, nbytes, restore=_restore)
-
-    def _heads(self, x: Tensor, weight: Tensor, n: int) -> Tensor:
-        """[T, heads, k] per head times packed [heads][n, k] → [T, heads, n]."""
-        if x.stride(2) != 1:
-            x = x.contiguous()
-        tokens, heads, k = x.shape
-        out = torch.empty(tokens, heads, n, dtype=x.dtype)
-        calls().linear_heads(
-            CODE[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            x.stride(1),
-            weight.data_ptr(),
-            out.data_ptr(),
-            heads * n,
-            n,
-            heads,
-            tokens,
-            n,
-            k,
-        )
-        return out
-
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        return self._heads(q_nope, packed.tensors["uk"], self.kv_lora)
-
-    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        return self._heads(x, packed.tensors["uv"], self.v)
-
-
-class MlaAbsorbMatmul(_MlaAbsorb):
-    """Per-head matrices contiguous for torch's batched matmul."""
-
-    tag = "cpu.mla_absorb_matmul"
-
-    def pack(self, weight: Weight, facts: Facts) -> Packed:
-        values = weight.dequantise(self.dtype)
-        uk, uv = self._split(values)
-        tensors = {
-            "weight": prepack(values),
-            "uk": uk.contiguous(),
-            "uv": uv.transpose(1, 2).contiguous(),  # [heads, kv_lora, v]
-        }
-        return Packed(self.tag, weight.shape, tensors, 2 * values.nbytes, restore=_restore)
-
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        return torch.bmm(q_nope.transpose(0, 1), packed.tensors["uk"]).transpose(0, 1)
-
-    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        return torch.bmm(x.transpose(0, 1), packed.tensors["uv"]).transpose(0, 1)
-
-
-def _restore(packed: Packed) -> Tensor:
-    values: Tensor = packed.tensors["weight"].to_dense()
-    return values.to(torch.float32)
-
-
 # The names that the plan shows.
 mla_decode_native = MlaDecodeNative
 mla_decode_matmul = MlaDecodeMatmul
-mla_absorb_native = MlaAbsorbNative
-mla_absorb_matmul = MlaAbsorbMatmul

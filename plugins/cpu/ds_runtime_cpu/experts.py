@@ -6,75 +6,139 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.ops.spec import Facts
-from ds_runtime.ops.weight import ExpertSource, Packed
+from ds_runtime.api import ExpertSource, Facts, Packed, UnsupportedError, Weight, WeightPart
 from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear
 from ds_runtime_cpu.native import calls
-from ds_runtime_cpu.packing import empty_packed, pack_into, packed_elements, unpack
+from ds_runtime_cpu.panels import COLUMNS, Form, dense, form_of
 from ds_runtime_cpu.small import CODE
 
 
 class ExpertsNative:
-    """Sorts tokens by expert and streams every chosen expert's weights once."""
+    """Sorts tokens by expert and streams every chosen expert's weights once, in their own format.
+
+    int8 and int4 weights meet activations in 8 bits, rounded per token, or per token and group.
+    """
 
     tag = "cpu.experts_native"
+    formats: tuple[str, ...] = ()  # those that `pack` takes; empty: any
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = compute_dtype(facts)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        if self.formats and source.format not in self.formats:
+            raise TypeError(f"{self.tag} reads {' and '.join(self.formats)}, not {source.format}")
         count, hidden, inter = source.num_experts, source.hidden, source.intermediate
-        w13 = empty_packed(count * 2, inter, hidden, self.dtype)
-        w2 = empty_packed(count, hidden, inter, self.dtype)
+        forms: tuple[Form, Form] | None = None
         for e in range(count):
-            gate, up, down = source.expert(e)
-            pack_into(w13[2 * e], gate.dequantise(self.dtype))
-            pack_into(w13[2 * e + 1], up.dequantise(self.dtype))
-            pack_into(w2[e], down.dequantise(self.dtype))
-        return Packed(
-            self.tag,
-            (count, hidden, inter),
-            {"w13": w13, "w2": w2},
-            w13.nbytes + w2.nbytes,
-            restore=_gate_up_native,
-        )
+            gate, up, down = (_one_part(w) for w in source.expert(e))
+            if forms is None:
+                forms = _forms(gate, up, down, self.dtype)
+                w13 = forms[0].empty(count, inter, hidden, COLUMNS // 2)
+                w2 = forms[1].empty(count, hidden, inter)
+            elif forms != _forms(gate, up, down, self.dtype):
+                raise UnsupportedError(f"{gate.name}: not held like the experts before it")
+            forms[0].pack_part(w13[e], gate, half=0)
+            forms[0].pack_part(w13[e], up, half=1)
+            forms[1].pack_part(w2[e], down)
+        assert forms is not None, "a layer has at least one expert"
+        shape = (count, hidden, inter)
+        run = _Run(forms, self.dtype, w13, w2, shape)
+        tensors = {"w13": w13, "w2": w2, "forms": forms, "run": run}
+        nbytes = w13.nbytes + w2.nbytes
+        return Packed(self.tag, shape, tensors, nbytes, restore=_gate_up_native)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        count, hidden, inter = packed.shape
+        run: _Run = packed.tensors["run"]
+        return run(x, weights.contiguous(), ids.contiguous())
+
+
+class _Run:
+    """The call for one layer's experts, with all that does not change from call to call."""
+
+    def __init__(
+        self,
+        forms: tuple[Form, Form],
+        dtype: torch.dtype,
+        w13: Tensor,
+        w2: Tensor,
+        shape: tuple[int, int, int],
+    ) -> None:
+        up, down = forms
+        kinds = (up.code, CODE[dtype])
+        weights = (w13.data_ptr(), up.group, w2.data_ptr(), down.group)
+        self._weights = (w13, w2)  # alive as long as the call has their addresses
+        self._call = calls().bound(
+            "experts", *kinds, None, None, None, None, *weights, None, None, None, *shape, None
+        )
+        self._ask = calls().bound(
+            "experts_memory", *kinds, up.group, down.group, None, None, *shape, None
+        )
+        self._rooms: dict[tuple[int, int], int] = {}  # bytes, by tokens and experts per token
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, top_k = ids.shape
-        weights, ids = weights.contiguous(), ids.contiguous()
-        out = torch.empty(tokens, hidden, dtype=x.dtype)
-        scratch = torch.empty(tokens * top_k, inter, dtype=x.dtype)
-        sums = torch.empty(tokens, hidden)
-        order = torch.empty(tokens * top_k + count + 1, dtype=torch.int32)
-        calls().experts(
-            CODE[x.dtype],
+        size = self._rooms.get((tokens, top_k)) or self._room(tokens, top_k)
+        memory, out = torch.empty(size, dtype=torch.uint8), torch.empty_like(x)
+        self._call(
             x.data_ptr(),
-            x.stride(0),
+            x.stride()[0],
             weights.data_ptr(),
             ids.data_ptr(),
-            packed.tensors["w13"].data_ptr(),
-            packed.tensors["w2"].data_ptr(),
             out.data_ptr(),
-            scratch.data_ptr(),
-            sums.data_ptr(),
-            order.data_ptr(),
             tokens,
             top_k,
-            count,
-            hidden,
-            inter,
+            memory.data_ptr(),
         )
         return out
+
+    def _room(self, tokens: int, top_k: int) -> int:
+        answer = torch.empty(1, dtype=torch.int64)
+        self._ask(tokens, top_k, answer.data_ptr())
+        size = self._rooms[tokens, top_k] = int(answer)
+        return size
+
+
+class ExpertsPanels(ExpertsNative):
+    """Activations as they are."""
+
+    formats = ("dense", "fp8_block")
+
+
+class ExpertsInt8(ExpertsNative):
+    """Activations in 8 bits, rounded per token."""
+
+    formats = ("int8_channel",)
+
+
+class ExpertsInt4(ExpertsNative):
+    """Activations in 8 bits, rounded per token and group."""
+
+    formats = ("int4_group",)
+
+
+def _one_part(weight: Weight) -> WeightPart:
+    """The weight's only part, or all of them as one dense part."""
+    if len(weight.parts) == 1:
+        return weight.parts[0]
+    values = weight.dequantise()
+    return WeightPart(weight.parts[0].name, "dense", weight.shape, {"weight": values})
+
+
+def _forms(
+    gate: WeightPart, up: WeightPart, down: WeightPart, dtype: torch.dtype
+) -> tuple[Form, Form]:
+    """How gate and up, and down are held: in their own format if all can be."""
+    forms = form_of((gate, up), dtype), form_of((down,), dtype)
+    return forms if forms[0].code == forms[1].code else (dense(dtype), dense(dtype))
 
 
 def _gate_up_native(packed: Packed) -> Tensor:
     count, hidden, inter = packed.shape
-    w13: Tensor = packed.tensors["w13"]
-    assert w13.shape[1] == packed_elements(inter, hidden, w13.dtype)
-    stacks = [unpack(w, inter, hidden) for w in w13]
-    return torch.stack(stacks).view(count, 2 * inter, hidden).to(torch.float32)
+    form: Form = packed.tensors["forms"][0]
+    stacks = [torch.cat(form.unpack_halves(w, inter, hidden)) for w in packed.tensors["w13"]]
+    return torch.stack(stacks).view(count, 2 * inter, hidden)
 
 
 class ExpertsPrepacked:
@@ -124,5 +188,7 @@ def _gate_up_onednn(packed: Packed) -> Tensor:
 
 
 # The names that the plan shows.
-experts_native = ExpertsNative
+experts_native = ExpertsPanels
+experts_int8 = ExpertsInt8
+experts_int4 = ExpertsInt4
 experts_prepacked = ExpertsPrepacked

@@ -1,14 +1,14 @@
 """The CPU plugin's whole offer on one page. Torch-free.
 
-Ranks are by measurement of one thread on one AVX-512 core of a machine that other work shared
-(benchmarks/results/cpu_kernels.md): the native kernels win wherever weights or cache are
-streamed, oneDNN's packing wins once a matmul is bound by arithmetic. What needs the native
-library refuses without it, and the next rank takes over.
+Ranks are by measurement, of one thread (benchmarks/results/cpu_kernels.md) and beside zentorch on
+two (benchmarks/results/cpu_zentorch.md): in bfloat16 the native matmuls are 1.1 to 1.5 times as
+fast as oneDNN's packing up to 16 tokens and as fast at 512, with AMX and without. What needs the
+native library refuses without it, and the next rank takes over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from ds_runtime.api import (
     OPS,
@@ -16,68 +16,110 @@ from ds_runtime.api import (
     RANK_PORTABLE,
     RANK_SPECIALISED,
     Facts,
+    Fixable,
+    Gates,
     Kernel,
+    gates,
+    installed,
 )
-from ds_runtime_cpu import native
+from ds_runtime_cpu import machine, native
 
-_FORMATS = frozenset({"dense", "fp8_block"})
+_FORMATS = frozenset({"dense", "fp8_block", "int8_channel", "int4_group"})
+_DENSE = frozenset({"dense", "fp8_block"})
 _LATENT_PAGES = frozenset({"latent_pages.v1"})
+_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
+_PANELS = "fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns"
+_A8 = "activations are rounded to int8, by token or by token and group"
 _KV_B = "kv_b is kept twice: whole for prefill, and per head for decode"
-_MAX_LORA = 1024  # of the native decode kernel's accumulators
+_MAX_EXPERTS = 1024  # of the native router's buffers
 
 
-def _not_cpu(facts: Facts) -> str | None:
+def _on_cpu(facts: Facts) -> str | None:
     return None if facts.device.type == "cpu" else f"runs on the CPU, not on {facts.device.type}"
 
 
-def _needs_native(facts: Facts) -> str | None:
-    if facts.dtype not in native.DTYPES:
-        return f"computes in {' or '.join(native.DTYPES)}, not {facts.dtype}"
-    return _not_cpu(facts) or native.why_not()
+def _dtype(facts: Facts) -> str | None:
+    if facts.dtype in native.DTYPES:
+        return None
+    said = f"computes in {' or '.join(native.DTYPES)}, not {facts.dtype}"
+    return Fixable(said, "pass --dtype bfloat16")
 
 
-def _needs_same_kv(facts: Facts) -> str | None:
-    if facts.kv_dtype != facts.dtype:
-        return f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
-    return _needs_native(facts)
+def _library(facts: Facts) -> str | None:
+    """A device that is only described has what its features say, whatever this machine has."""
+    if machine.DESCRIBED in facts.device.features:
+        return None if machine.NATIVE in facts.device.features else native.NOT_BUILT
+    return native.why_not()
 
 
-def _native_decode(facts: Facts) -> str | None:
-    if facts.dims.get("kv_lora", 0) > _MAX_LORA:
-        return f"holds at most {_MAX_LORA} latent values per token, not {facts.dims['kv_lora']}"
-    return _needs_same_kv(facts)
+def _kv_dtype(facts: Facts) -> str | None:
+    if facts.kv_dtype in (facts.dtype, "float8_e4m3fn"):
+        return None
+    return f"knows a cache of {facts.dtype} or float8_e4m3fn, not {facts.kv_dtype}"
 
 
-def _torch_only(facts: Facts) -> str | None:
-    if facts.dtype not in native.DTYPES:
-        return f"computes in {' or '.join(native.DTYPES)}, not {facts.dtype}"
-    return _not_cpu(facts)
+def _same_kv(facts: Facts) -> str | None:
+    if facts.kv_dtype == facts.dtype:
+        return None
+    said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
+    return Fixable(said, "pass --kv-cache-dtype auto")
 
 
-def _matmul_decode(facts: Facts) -> str | None:
-    if facts.kv_dtype != facts.dtype:
-        return f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
-    return _torch_only(facts)
+def _experts(facts: Facts) -> str | None:
+    if facts.dims.get("experts", 0) > _MAX_EXPERTS:
+        return f"chooses among at most {_MAX_EXPERTS} experts, not {facts.dims['experts']}"
+    return None
 
 
-def _onednn(facts: Facts) -> str | None:
-    features = facts.device.features
-    if not facts.device.arch.startswith("x86-64"):
-        return f"oneDNN's weight packing is used on x86-64 only, not {facts.device.arch}"
-    if facts.dtype == "bfloat16" and not features & {"avx512bw", "amx_bf16"}:
+def _x86(facts: Facts) -> str | None:
+    arch = facts.device.arch
+    if arch.startswith("x86-64"):
+        return None
+    return f"oneDNN's weight packing is used on x86-64 only, not {arch}"
+
+
+def _zentorch(facts: Facts) -> str | None:
+    """Its releases are built for one minor version of torch each, which pip does not check."""
+    found, torch = installed("zentorch"), installed("torch") or ""
+    if machine.DESCRIBED in facts.device.features or found is None:
+        return Fixable("zentorch is not installed", "pip install zentorch, of torch's version")
+    if found.split(".")[:2] != torch.split(".")[:2]:
+        wanted = ".".join(torch.split(".")[:2])
+        said = f"zentorch {found} is built for another torch than {torch}"
+        return Fixable(said, f"pip install 'zentorch=={wanted}.*'")
+    return None
+
+
+def _bfloat16(facts: Facts) -> str | None:
+    if facts.dtype == "bfloat16":
+        return None
+    said = f"computes in bfloat16, not {facts.dtype}"
+    return Fixable(said, "pass --dtype bfloat16")
+
+
+def _avx512(facts: Facts) -> str | None:
+    if "avx512bw" in facts.device.features:
+        return None
+    return f"is used with AVX-512, which {facts.device.arch} lacks"
+
+
+def _packs(facts: Facts) -> str | None:
+    if facts.dtype == "bfloat16" and not facts.device.features & {"avx512bw", "amx_bf16"}:
         return f"oneDNN packs bfloat16 for AVX-512 or AMX, which {facts.device.arch} lacks"
-    return _torch_only(facts)
+    return None
 
 
-def _native_absorb(facts: Facts) -> str | None:
-    return _needs_native(facts) or _onednn(facts)
+_torch_only = gates(_dtype, _on_cpu)
+_needs_native = gates(_torch_only, _library)
+_native_cache = gates(_kv_dtype, _needs_native)
+_native_route = gates(_experts, _needs_native)
+_matmul_decode = gates(_same_kv, _torch_only)
+_onednn = gates(_x86, _packs, _torch_only)
+_zen = gates(_zentorch, _bfloat16, _avx512, _on_cpu)
 
 
-Refuse = Callable[[Facts], str | None]
-
-
-def _offer(op: str, fn: str, rank: int, refuse: Refuse, note: str = "") -> Kernel:
+def _offer(op: str, fn: str, rank: int, refuse: Gates, note: str = "") -> Kernel:
     owns_weights = op in ("linear", "experts", "mla_absorb")
     return Kernel(
         op=OPS[op],
@@ -87,31 +129,85 @@ def _offer(op: str, fn: str, rank: int, refuse: Refuse, note: str = "") -> Kerne
         refuse=refuse,
         formats=_FORMATS if owns_weights else frozenset(),
         layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        phases=frozenset({"prefill", "decode", "verify"}),
+        contract=_CONTRACTS.get(op, 1),
         note=_FP8 if owns_weights and not note else note,
         copies=2 if op == "mla_absorb" else 1,  # whole for the expansion, per head for decode
     )
 
 
+def _nothing(facts: Facts, rows: int) -> int:
+    return 0
+
+
+def _by_row(op: str, fn: str, refuse: Gates = _needs_native) -> Kernel:
+    """Native: each element of a result is summed by one thread, in the order that any other number
+    of rows would have, and nothing is allocated beside results."""
+    base = _offer(op, fn, RANK_SPECIALISED, refuse)
+    return replace(base, batch_invariant=True, workspace=_nothing)
+
+
+def _integers(op: str, fn: str, fmt: str, numerics: str) -> Kernel:
+    """A kernel for one format that rounds activations to 8 bits."""
+    own = frozenset({fmt})
+    base = _offer(op, fn, RANK_SPECIALISED, _needs_native, _A8)
+    return replace(base, formats=own, keeps=own, numerics=numerics)
+
+
+def _panels(op: str, fn: str) -> Kernel:
+    """A kernel that keeps fp8 blocks as they are."""
+    base = _offer(op, fn, RANK_SPECIALISED, _needs_native, _PANELS)
+    return replace(base, formats=_DENSE, keeps=frozenset({"fp8_block"}))
+
+
 ATTENTION: tuple[Kernel, ...] = (
-    _offer("mha_prefill", "attention:mha_prefill", RANK_PLATFORM, _torch_only),
-    _offer("mla_decode", "attention:mla_decode_native", RANK_SPECIALISED, _native_decode),
+    _offer("mha_prefill", "attention:mha_prefill_native", RANK_SPECIALISED, _needs_native),
+    _offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
+    _offer("mla_decode", "attention:mla_decode_native", RANK_SPECIALISED, _native_cache),
     _offer("mla_decode", "attention:mla_decode_matmul", RANK_PLATFORM, _matmul_decode),
-    _offer("mla_absorb", "attention:mla_absorb_native", RANK_SPECIALISED, _native_absorb, _KV_B),
-    _offer("mla_absorb", "attention:mla_absorb_matmul", RANK_PLATFORM, _onednn, _KV_B),
-    _offer("cache_write", "small:cache_write", RANK_SPECIALISED, _needs_same_kv),
+    replace(
+        _by_row("mla_absorb", "absorb:mla_absorb_native"),
+        keeps=frozenset({"fp8_block"}),
+        copies=1.5,
+        note="W_UK is kept twice: by rows to expand keys, by columns for the queries of decode",
+    ),
+    _offer("mla_absorb", "absorb:mla_absorb_matmul", RANK_PLATFORM, _onednn, _KV_B),
+    _offer("cache_write", "prologue:cache_write", RANK_SPECIALISED, _native_cache),
+    _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
 )
 MOE: tuple[Kernel, ...] = (
-    _offer("experts", "experts:experts_native", RANK_SPECIALISED, _needs_native),
+    _panels("experts", "experts:experts_native"),
+    _integers("experts", "experts:experts_int8", "int8_channel", "int8_w8a8"),
+    _integers("experts", "experts:experts_int4", "int4_group", "int4_w4a8"),
+    replace(
+        _offer("experts", "zen:experts_zentorch_int8", RANK_PLATFORM + 1, _zen, _A8),
+        formats=frozenset({"int8_channel"}),
+        keeps=frozenset({"int8_channel"}),
+        numerics="int8_w8a8",
+    ),
+    replace(_offer("experts", "zen:experts_zentorch", RANK_PLATFORM + 1, _zen), formats=_DENSE),
     _offer("experts", "experts:experts_prepacked", RANK_PLATFORM, _onednn),
 )
+ROUTING: tuple[Kernel, ...] = (
+    _by_row("router_logits", "routing:router_logits"),
+    _by_row("route", "routing:route", _native_route),
+)
 LINEAR_KERNELS: tuple[Kernel, ...] = (
-    _offer("linear", "linear:linear_prepacked", RANK_SPECIALISED, _onednn),
-    _offer("linear", "linear:linear_native", RANK_PLATFORM, _needs_native),
+    replace(_panels("linear", "linear:linear_native"), batch_invariant=True, workspace=_nothing),
+    _integers("linear", "linear:linear_int8", "int8_channel", "int8_w8a8"),
+    _integers("linear", "linear:linear_int4", "int4_group", "int4_w4a8"),
+    _offer("linear", "linear:linear_prepacked", RANK_PLATFORM, _onednn),
     _offer("linear", "linear:linear_plain", RANK_PORTABLE, _torch_only),
+    replace(_offer("lora_delta", "lora:lora_delta", RANK_PLATFORM, _torch_only), graph_safe=False),
 )
 SMALL_OPS: tuple[Kernel, ...] = (
-    _offer("rms_norm", "small:rms_norm", RANK_SPECIALISED, _needs_native),
-    _offer("add_rms_norm", "small:add_rms_norm", RANK_SPECIALISED, _needs_native),
-    _offer("silu_mul", "small:silu_mul", RANK_SPECIALISED, _needs_native),
-    _offer("rope", "small:rope", RANK_SPECIALISED, _needs_native),
+    _by_row("rms_norm", "small:rms_norm"),
+    _by_row("add_rms_norm", "small:add_rms_norm"),
+    _by_row("silu_mul", "small:silu_mul"),
+    _by_row("rope", "prologue:rope"),
+    _by_row("embed", "small:embed"),
+    _by_row("quantize_group", "small:quantize_group"),
+    _by_row("sample", "sampling:sample"),
+    _by_row("mask_logits", "sampling:mask_logits"),
+    _by_row("logprobs", "sampling:logprobs"),
 )

@@ -1,6 +1,6 @@
-"""Three ways to multiply by a weight: oneDNN's packing, the native packing, and plain torch.
+"""Three ways to multiply by a weight: native panels, oneDNN's packing, and plain torch.
 
-FP8 blocks are converted to the compute dtype when they are packed.
+The native one keeps fp8 blocks as they are; the others convert them to the compute dtype.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.ops.spec import Facts
-from ds_runtime.ops.weight import Packed, Weight
-from ds_runtime_cpu.native import calls
-from ds_runtime_cpu.packing import empty_packed, pack_into, unpack
-from ds_runtime_cpu.small import CODE
+from ds_runtime.api import Facts, Packed, Weight
+from ds_runtime_cpu.panels import Form, Matmul, pack_weight
 
 # oneDNN packs for an expected number of rows; measured, 16 is as good as the best for any.
 _EXPECTED_ROWS = 16
@@ -48,60 +45,72 @@ class LinearPrepacked:
         self.dtype = compute_dtype(facts)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        packed = prepack(weight.dequantise(self.dtype))
+        packed = prepack(whole_tiles(weight.dequantise(self.dtype)))
         nbytes = weight.shape[0] * weight.shape[1] * self.dtype.itemsize
         return Packed(self.tag, weight.shape, {"weight": packed}, nbytes, restore=_from_onednn)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return prepacked_linear(x, packed.tensors["weight"])
+        return prepacked_linear(whole_tiles(x), packed.tensors["weight"])
+
+
+def whole_tiles(rows: Tensor) -> Tensor:
+    """Rows filled up with zeros to a multiple of 32 columns, where they are 16-bit.
+
+    On AMX, oneDNN reads shorter rows beyond their end: a neighbour's NaN would spoil them.
+    """
+    short = -rows.shape[1] % 32 if rows.dtype.itemsize == 2 else 0
+    return F.pad(rows, (0, short)) if short else rows
 
 
 def _from_onednn(packed: Packed) -> Tensor:
     values: Tensor = packed.tensors["weight"].to_dense()
-    return values.to(torch.float32)
+    return values[:, : packed.shape[1]].to(torch.float32)
 
 
 class LinearNative:
-    """Streams weights at the speed of memory; the fastest up to about a dozen tokens."""
+    """Panels in the format of the weight: one packing for one token and for thousands."""
 
     tag = "cpu.linear_native"
+    formats: tuple[str, ...] = ("dense", "fp8_block", "int8_channel", "int4_group")
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = compute_dtype(facts)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        rows, k = weight.shape
-        packed = empty_packed(1, rows, k, self.dtype)
-        pack_into(packed[0], weight.dequantise(self.dtype))
-        return Packed(
-            self.tag, weight.shape, {"weight": packed}, packed.nbytes, restore=_from_native
-        )
+        weight.expect(self.formats, self.tag)
+        form, panels = pack_weight(weight, self.dtype)
+        tensors = {"weight": panels, "form": form, "matmul": Matmul(form, panels, *weight.shape)}
+        return Packed(self.tag, weight.shape, tensors, panels.nbytes, restore=_from_panels)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        tokens, (rows, k) = x.shape[0], packed.shape
-        out = torch.empty(tokens, rows, dtype=x.dtype)
-        calls().linear_heads(
-            CODE[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            0,
-            packed.tensors["weight"].data_ptr(),
-            out.data_ptr(),
-            rows,
-            0,
-            1,
-            tokens,
-            rows,
-            k,
-        )
-        return out
+        matmul: Matmul = packed.tensors["matmul"]
+        return matmul(x)
 
 
-def _from_native(packed: Packed) -> Tensor:
+class LinearPanels(LinearNative):
+    """Activations as they are."""
+
+    formats = ("dense", "fp8_block")
+
+
+class LinearInt8(LinearNative):
+    """Activations in 8 bits, rounded per token."""
+
+    formats = ("int8_channel",)
+
+
+class LinearInt4(LinearNative):
+    """Activations in 8 bits, rounded per token and group."""
+
+    formats = ("int4_group",)
+
+
+def _from_panels(packed: Packed) -> Tensor:
+    form: Form = packed.tensors["form"]
     rows, k = packed.shape
-    return unpack(packed.tensors["weight"][0], rows, k).to(torch.float32)
+    return form.unpack(packed.tensors["weight"], rows, k)
 
 
 class LinearPlain:
@@ -113,21 +122,26 @@ class LinearPlain:
         self.dtype = compute_dtype(facts)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        values = torch.empty(weight.shape, dtype=self.dtype)
-        values.copy_(weight.dequantise(self.dtype))  # the checkpoint's pages may then be released
+        rows, k = weight.shape
+        values = torch.zeros(
+            rows, k + (-k % 32 if self.dtype.itemsize == 2 else 0), dtype=self.dtype
+        )
+        values[:, :k] = weight.dequantise(self.dtype)  # the checkpoint's pages may be released then
         return Packed(self.tag, weight.shape, {"weight": values}, values.nbytes, restore=_wide)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return F.linear(x, packed.tensors["weight"])
+        return F.linear(whole_tiles(x), packed.tensors["weight"])
 
 
 def _wide(packed: Packed) -> Tensor:
-    values: Tensor = packed.tensors["weight"]
+    values: Tensor = packed.tensors["weight"][:, : packed.shape[1]]
     return values.to(torch.float32)
 
 
 # The names that the plan shows.
 linear_prepacked = LinearPrepacked
-linear_native = LinearNative
+linear_native = LinearPanels
+linear_int8 = LinearInt8
+linear_int4 = LinearInt4
 linear_plain = LinearPlain

@@ -7,27 +7,32 @@ answer.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_runtime_cpu.isa import GENERIC
+
 # x86 flags of /proc/cpuinfo, and aarch64's "Features", under the names that kernels ask for.
 FEATURES = frozenset(
     {"avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
-    | {"avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16"}
+    | {"avx512_vnni", "avx512vbmi", "avx512_bf16", "avx512_fp16"}
+    | {"amx_tile", "amx_bf16", "amx_int8", "amx_fp16"}
     | {"asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2"}
 )
+DESCRIBED, NATIVE = "described", "native"  # features of devices.json: not here; with the library
+_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_TILES = 158, 0x1021, 18  # Linux, x86-64
 _NO_LIMIT = 1 << 60  # cgroup v1 says "unlimited" with a number near 2^63
 
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """Model name, architecture name for the plan, and features that kernels look at."""
+    """Model name, and the features that kernels look at."""
 
     name: str
-    arch: str
     features: frozenset[str]
 
 
@@ -39,9 +44,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def processor(root: Path = Path("/"), machine: str | None = None) -> Processor:
+def processor(root: Path = Path("/")) -> Processor:
     """The first processor of /proc/cpuinfo; elsewhere only what Python knows."""
-    machine = (machine or platform.machine()).lower()
     name, flags = "", set()
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
@@ -52,21 +56,27 @@ def processor(root: Path = Path("/"), machine: str | None = None) -> Processor:
             flags = set(value.split())
             break
     features = frozenset(flags & FEATURES)
-    return Processor(name or platform.processor() or machine, _arch(machine, features), features)
+    if "amx_tile" in features and not _tiles_permitted():
+        features -= {f for f in features if f.startswith("amx")}
+    return Processor(name or platform.processor() or platform.machine(), features)
 
 
-def _arch(machine: str, features: frozenset[str]) -> str:
+def _tiles_permitted() -> bool:
+    """Whether the kernel hands out AMX's tile registers: the processor's flag does not say so."""
+    permitted = ctypes.c_uint64(0)
+    syscall = ctypes.CDLL(None).syscall
+    failed = syscall(_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, ctypes.byref(permitted))
+    return not failed and bool(permitted.value >> _XFEATURE_TILES & 1)
+
+
+def arch(isa: str, features: frozenset[str], machine: str | None = None) -> str:
+    """The plan's name for variant `isa` of a machine's instructions (default: this machine's)."""
+    machine = (machine or platform.machine()).lower()
     if machine in ("arm64", "aarch64"):
         return "aarch64-bf16" if "bf16" in features else "aarch64"
     if machine not in ("x86_64", "amd64"):
         return machine or "unknown"
-    if features >= {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}:
-        return "x86-64-avx512bf16"
-    if features >= {"avx512f", "avx512bw", "avx512vl"}:
-        return "x86-64-avx512"
-    if features >= {"avx2", "fma"}:
-        return "x86-64-avx2"
-    return "x86-64"
+    return "x86-64" if isa == GENERIC else f"x86-64-{isa}"
 
 
 def fast_dtypes(features: frozenset[str]) -> frozenset[str]:
@@ -155,6 +165,17 @@ def _sysconf_memory() -> tuple[int, int]:
         if total > 0:
             return total, total // 2
     return 8 << 30, 4 << 30
+
+
+def last_level_cache(root: Path = Path("/")) -> int:
+    """Bytes of the largest cache of the first processor; 0 where the system does not tell."""
+    sizes = [0]
+    for folder in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        text = _read(folder / "size").strip()
+        number, unit = text.rstrip("KMG"), text[-1:]
+        if number.isdigit():
+            sizes.append(int(number) << {"K": 10, "M": 20, "G": 30}.get(unit, 0))
+    return max(sizes)
 
 
 def cores(root: Path = Path("/")) -> int:

@@ -1,15 +1,19 @@
 """Finds, checks and calls the native library. Torch-free: pointers come as integers.
 
-The wheel brings one library per instruction set, in `_lib`. Each says by itself whether it can
-run here; the best that can is loaded. Without a compiler at install time there is none, and
-every kernel that needs it refuses with the sentence that `why_not` gives.
+The wheel brings one library per instruction set, in `_lib`. The process computes with the best
+that its processor runs, or with the one that `choose` names (`--cpu-isa`). Objects that own packed
+weights take `calls()` once, when they are made: a later choice does not change under them. Without
+a compiler at install time there is no library, and every kernel that needs one refuses with the
+sentence that `why_not` gives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,24 +21,49 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 1
+from ds_runtime.api import UnsupportedError
+from ds_runtime_cpu import placement
+from ds_runtime_cpu.isa import ISAS, missing, usable
+from ds_runtime_cpu.machine import processor
+
+ABI_VERSION = 5
 NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _T = ctypes.c_int32  # dtype code, see DTYPES
 DTYPES: Mapping[str, int] = {"float32": 0, "bfloat16": 1}
 
-# As in csrc/ds_cpu.h, without the prefix `ds_cpu_`.
+# As in csrc/ds_cpu.h, without the prefix `ds_cpu_`; each is listed in csrc/calls.cpp, too.
 SIGNATURES: Mapping[str, tuple[Any, ...]] = {
+    "set_threads": (_I,),
+    "bind_threads": (_P, _P, _I),
     "large_pages": (_P, _I),
+    "read": (_P, _I, _P),
     "rms_norm": (_T, _T, _P, _I, _P, _D, _P, _I, _I),
     "add_rms_norm": (_T, _T, _P, _I, _P, _I, _P, _D, _P, _P, _I, _I),
     "silu_mul": (_T, _P, _I, _P, _I, _I),
     "rope": (_T, _P, _I, _I, _P, _P, _P, _I, _I, _I),
-    "cache_write": (_T, _P, _I, _P, _I, _I, _P, _I, _P, _I),
-    "linear_heads": (_T, _P, _I, _I, _P, _P, _I, _I, _I, _I, _I, _I),
-    "mla_decode": (_T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _D, _P, _I, _I),
-    "experts": (_T, _P, _I, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I),
+    "cache_write": (_T, _T, _P, _I, _P, _I, _I, _P, _I, _P, _I),
+    "mla_prologue": (
+        *(_T, _T, _T, _P, _I, _I, _I, _P, _I, _I, _I),
+        *(_P, _D, _P, _P, _P, _P, _P, _P, _P, _I),
+    ),
+    "embed": (_P, _P, _I, _I, _I, _P, _I, _I),
+    "quantize_group": (_T, _P, _I, _I, _T, _P, _P, _I, _I),
+    "router_logits": (_T, _P, _I, _P, _P, _I, _I, _I),
+    "route": (_P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _T, _T, _T, _D),
+    "sample": (_P, _I, _P, _P, _P, _P, _P, _P, _I, _I),
+    "mask_logits": (_P, _I, _P, _P, _P, _I, _I),
+    "logprobs": (_P, _I, _P, _I, _P, _P, _P, _I, _I),
+    "pack": (_T, _T, _P, _I, _I, _P, _P, _I, _P, _I, _I, _I, _I, _I, _T),
+    "unpack": (_T, _T, _P, _P, _I, _I, _I),
+    "linear": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _I, _I, _P),
+    "mla_decode_memory": (_T, _T, _I, _I, _P, _P, _I, _I, _P),
+    "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P, _I),
+    "mha_prefill_memory": (_T, _I, _I, _P),
+    "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I, _P, _I),
+    "experts_memory": (_T, _T, _I, _I, _I, _I, _I, _I, _I, _P),
+    "experts": (_T, _T, _P, _I, _P, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _I, _P),
 }
 
 
@@ -46,6 +75,7 @@ class Library:
     isa: str
     score: int
     call: Any
+    threads: Callable[[], int]  # that a kernel called from this thread may use
 
 
 @dataclass(frozen=True)
@@ -56,14 +86,49 @@ class NotAvailable:
 
 
 class _Calls:
-    """The C functions as attributes, typed once."""
+    """The C functions as attributes. They take integers and floats, no keywords, and return None.
+
+    Arguments go as one array of 8-byte slots: ctypes would take longer over a dozen typed ones
+    than a small kernel over its work (benchmarks/results/cpu_small.jsonl).
+    """
 
     def __init__(self, dll: ctypes.CDLL) -> None:
-        for name, arguments in SIGNATURES.items():
-            function = getattr(dll, f"ds_cpu_{name}")
-            function.argtypes = arguments
+        self._bound: dict[str, Any] = {}
+        for name, kinds in SIGNATURES.items():
+            function = getattr(dll, f"ds_cpu_slots_{name}")
+            function.argtypes = (ctypes.c_char_p,)
             function.restype = None
-            setattr(self, name, function)
+            setattr(self, name, _packed(function, struct.Struct(_slots(kinds)).pack))
+            bound = self._bound[name] = getattr(dll, f"ds_cpu_bound_{name}")
+            bound.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+            bound.restype = None
+
+    def bound(self, name: str, *arguments: float | None) -> Callable[..., None]:
+        """A function with some arguments given for good: it takes those that are None here.
+
+        For kernels that own weights: their addresses and sizes need not be looked up again.
+        """
+        kinds, places = SIGNATURES[name], [i for i, a in enumerate(arguments) if a is None]
+        assert len(arguments) == len(kinds), name
+        head = struct.pack(f"={1 + len(places)}q", len(places), *places)
+        plan = head + struct.pack(_slots(kinds), *(0 if a is None else a for a in arguments))
+        function, pack = self._bound[name], struct.Struct(_slots([kinds[i] for i in places])).pack
+
+        def call(*rest: float) -> None:
+            function(plan, pack(*rest))
+
+        return call
+
+
+def _slots(kinds: Iterable[Any]) -> str:
+    return "=" + "".join("d" if kind is _D else "q" for kind in kinds)
+
+
+def _packed(function: Any, pack: Callable[..., bytes]) -> Callable[..., None]:
+    def call(*arguments: float) -> None:
+        function(pack(*arguments))
+
+    return call
 
 
 def library_folder() -> Traversable:
@@ -82,32 +147,23 @@ def _isa(path: Path) -> str:
     return path.stem.partition("ds_cpu_")[2]
 
 
-def open_best(folder: Traversable) -> Library | NotAvailable:
-    """The library with the highest score of those in `folder` that can run here."""
-    found = _candidates(folder)
-    if not found:
-        return NotAvailable(NOT_BUILT)
-    problems: list[str] = []
-    best: tuple[int, Path, _Calls] | None = None
-    for path in found:
-        try:
-            dll = ctypes.CDLL(str(path))
-            version = int(dll.ds_cpu_abi_version())
-            score = int(dll.ds_cpu_score())
-            typed = _Calls(dll)
-        except (OSError, AttributeError) as error:
-            problems.append(f"{path.name}: {error}")
-            continue
+def open_library(path: Path) -> Library | NotAvailable:
+    """The library in a file, if it has this release's interface and can run here."""
+    try:
+        dll = ctypes.CDLL(str(path))
+        version = int(dll.ds_cpu_abi_version())
+        score = int(dll.ds_cpu_score())
         if version != ABI_VERSION:
-            problems.append(f"{path.name}: interface {version}, this release reads {ABI_VERSION}")
-        elif score <= 0:
-            problems.append(f"{path.name}: needs instructions that this processor lacks")
-        elif best is None or score > best[0]:
-            best = (score, path, typed)
-    if best is None:
-        return NotAvailable("no native library can run here (" + "; ".join(problems) + ")")
-    score, path, typed = best
-    return Library(str(path), _isa(path), score, typed)
+            return NotAvailable(
+                f"{path.name}: interface {version}, this release reads {ABI_VERSION}; install again"
+            )
+        threads = dll.ds_cpu_threads
+        typed = _Calls(dll)
+    except (OSError, AttributeError) as error:
+        return NotAvailable(f"{path.name}: {error}")
+    if score <= 0:
+        return NotAvailable(f"{path.name}: needs instructions that cannot be used here")
+    return Library(str(path), _isa(path), score, typed, threads)
 
 
 def _share_threads_with_torch() -> None:
@@ -117,18 +173,99 @@ def _share_threads_with_torch() -> None:
 
 
 @cache
-def library() -> Library:
-    """The best library, loaded after torch. Raises RuntimeError if there is none."""
+def _opened(path: Path) -> Library:
     _share_threads_with_torch()
-    found = open_best(library_folder())
+    found = open_library(path)
     if isinstance(found, NotAvailable):
-        raise RuntimeError(found.reason)
+        opened = (n for n in runnable() if isinstance(open_library(_path(n)), Library))
+        others = ", ".join(opened)
+        raise UnsupportedError(
+            f"native library: {found.reason}" + (f"; --cpu-isa takes {others}" if others else "")
+        )
     return found
 
 
+def _path(isa: str) -> Path:
+    (path,) = (p for p in _candidates(library_folder()) if _isa(p) == isa)
+    return path
+
+
+_chosen: str | None = None  # None: the best
+_library: Library | None = None  # loaded at the first call
+
+
+def choose(isa: str | None) -> None:
+    """Compute with variant `isa` in this process, one of `runnable()`; None: with the best."""
+    global _chosen, _library
+    assert isa is None or isa in runnable(), isa
+    _chosen, _library = isa, None
+    vars(active).clear()
+
+
+@contextlib.contextmanager
+def using(isa: str | None) -> Iterator[None]:
+    """`choose` for a while."""
+    before = _chosen
+    choose(isa)
+    try:
+        yield
+    finally:
+        choose(before)
+
+
+def isa_in_use() -> str | None:
+    """The variant that this process computes with, or None where none was built. Loads nothing."""
+    return _chosen or next(iter(runnable()), None)
+
+
+def library() -> Library:
+    """The library in use, loaded after torch. Raises UnsupportedError if there is none."""
+    global _library
+    if _library is None:
+        name = isa_in_use()
+        if name is None:
+            raise UnsupportedError(why_not() or "no native library runs on this processor")
+        _library = _opened(_path(name))
+    return _library
+
+
+def check() -> str | None:
+    """Why the library in use cannot be loaded, or None. Loads it, so torch is not to follow."""
+    name = isa_in_use()
+    found = None if name is None else open_library(_path(name))
+    return found.reason if isinstance(found, NotAvailable) else None
+
+
 def calls() -> Any:
-    """The typed C functions of the best library, by name."""
+    """The typed C functions of the library in use, by name."""
     return library().call
+
+
+class _Active:
+    """The functions of the library in use, whichever it is: `active.<name>(...)`."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """At the first use after `choose`; from then on it is an attribute."""
+        function: Callable[..., None] = getattr(calls(), name)
+        setattr(self, name, function)
+        return function
+
+
+active = _Active()
+
+
+def threads() -> int:
+    """How many threads a kernel that is called from here may use."""
+    return int(library().threads())
+
+
+def bind_threads(cpus: Sequence[frozenset[int]]) -> None:
+    """Let thread i of this process's kernels run on the processors cpus[i] only."""
+    if cpus:
+        flat, ends = placement.flat(cpus)
+        numbers = (ctypes.c_int32 * len(flat))(*flat)
+        bounds = (ctypes.c_int64 * len(ends))(*ends)
+        calls().bind_threads(ctypes.addressof(numbers), ctypes.addressof(bounds), len(ends))
 
 
 @cache
@@ -138,5 +275,24 @@ def why_not() -> str | None:
 
 
 def built_for() -> list[str]:
-    """The instruction sets that the installed libraries were built for."""
+    """The variants that the installed libraries were built for."""
     return [_isa(path) for path in _candidates(library_folder())]
+
+
+@cache
+def runnable() -> tuple[str, ...]:
+    """Those of them that this processor runs, best first."""
+    return tuple(usable(built_for(), processor().features))
+
+
+def refused(isa: str) -> str | None:
+    """Why variant `isa` cannot be chosen here, or None."""
+    if isa in runnable():
+        return None
+    if (reason := why_not()) is not None:
+        return reason
+    if isa not in ISAS:
+        return "no such instruction set"
+    if isa not in built_for():
+        return "this installation has no library for it; a newer C++ compiler may build it"
+    return f"this processor lacks {', '.join(missing(isa, processor().features))}"

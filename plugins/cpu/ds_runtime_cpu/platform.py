@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ds_runtime.api import Communicator, DeviceInfo, MemoryInfo, Platform
-from ds_runtime_cpu import machine
+from ds_runtime.api import Ceilings, Communicator, ConfigError, DeviceInfo, MemoryInfo, Platform
+from ds_runtime_cpu import machine, native, placement
+from ds_runtime_cpu.isa import ISAS, limited, usable
 
 if TYPE_CHECKING:
     import torch
 
+    from ds_runtime.api import EngineConfig
+
+AUTO = "auto"
+
 
 @cache
-def _device_info() -> DeviceInfo:
+def _device_info(isa: str | None, pinned: bool) -> DeviceInfo:
+    """isa: the native library's variant; pinned: the machine is taken for one that has no more."""
     processor = machine.processor()
+    features = limited(isa, processor.features) if isa and pinned else processor.features
     total, _ = machine.memory()
     return DeviceInfo(
         type="cpu",
         name=processor.name,
-        arch=processor.arch,
-        features=processor.features,
-        fast_dtypes=machine.fast_dtypes(processor.features),
+        arch=machine.arch(isa or usable(list(ISAS), features)[0], features),
+        features=features,
+        fast_dtypes=machine.fast_dtypes(features),
         memory=total,
         cores=machine.cores(),
     )
+
+
+def _choices(wanted: str) -> str:
+    """What can be chosen, for the end of a refusal."""
+    known = [*native.runnable(), AUTO]
+    near = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}this machine runs {', '.join(known)}"
 
 
 class CpuPlatform(Platform):
@@ -35,8 +51,21 @@ class CpuPlatform(Platform):
     name = "cpu"
     score = 1
 
+    def __init__(self) -> None:
+        self._isa = AUTO
+
+    def configure(self, config: EngineConfig) -> None:
+        """`--cpu-isa`: the variant of the native kernels, and the features that info() tells."""
+        isa = config.cpu_isa
+        if isa != AUTO and (reason := native.refused(isa)) is not None:
+            raise ConfigError(f"--cpu-isa {isa}: {reason}; {_choices(isa)}")
+        native.choose(None if isa == AUTO else isa)
+        self._isa = isa
+
     def info(self, rank: int = 0) -> DeviceInfo:
-        return _device_info()
+        if self._isa == AUTO:
+            return _device_info(native.isa_in_use(), pinned=False)
+        return _device_info(self._isa, pinned=True)
 
     def device(self, rank: int = 0) -> torch.device:
         import torch
@@ -48,25 +77,40 @@ class CpuPlatform(Platform):
         return MemoryInfo(total=total, free=free)
 
     def process_env(self) -> Mapping[str, str]:
-        """Bounded spinning for libgomp, whose own bound is milliseconds.
+        """Bounded spinning for libgomp, whose own bound is milliseconds; torch's limit as ours.
 
         That long a thread would burn a core that the thread it waits for may need. 2000 turns
         are some tens of microseconds: they bridge the gap between two kernels, as before
-        (benchmarks/results/cpu_threads.md).
+        (benchmarks/results/cpu_threads.md). A chosen instruction set holds for torch as well.
         """
-        return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "2000"}
+        found = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "2000"}
+        return found if self._isa == AUTO else {**found, **ISAS[self._isa].process_env()}
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
         import torch
 
-        torch.set_num_threads(threads or max(1, machine.cores() // size))
+        count = threads or max(1, machine.cores() // size)
+        torch.set_num_threads(count)
+        if native.isa_in_use() is None:
+            return
+        call = native.calls()
+        call.set_threads(count)
+        on = placement.nodes(placement.allowed_cpus())
+        if not placement.bound_by_user(os.environ):
+            native.bind_threads(placement.placement(rank, size, count, on))
+
+    def ceilings(self, rank: int = 0) -> Ceilings:
+        """With the native library memory is read by that: torch's reductions do not reach it."""
+        from ds_runtime_cpu.ceilings import measure
+
+        return measure(self)
 
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
         import torch
 
-        from ds_runtime.parallel.group import TorchCommunicator
+        from ds_runtime.api import TorchCommunicator
 
         # With more than two ranks a 16-bit sum would round at every hop.
         wide = torch.float32 if size > 2 else None

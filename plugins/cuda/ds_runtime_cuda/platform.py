@@ -1,22 +1,41 @@
-"""What NVIDIA hardware, driver and packages are here, read from the operating system."""
+"""NVIDIA GPUs as a platform. Torch is imported only by the methods that hand out torch things."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ds_runtime.api import Refusal
-from ds_runtime.platform.probe import device_nodes, has_library, installed, pci_devices, read
+from ds_runtime.api import (
+    Communicator,
+    DeviceInfo,
+    GraphBackend,
+    MemoryInfo,
+    Platform,
+    Refusal,
+    device_nodes,
+    has_library,
+    installed,
+    pci_devices,
+    read_file,
+)
+from ds_runtime_cuda import driver, software
+
+if TYPE_CHECKING:
+    import torch
 
 VENDOR = "0x10de"
 CLASSES = ("0x03",)
-PACKAGES = ("torch", "sglang-kernel", "flashinfer-python", "sgl-deep-gemm", "sgl-flash-mla")
-INSTALL = 'pip install "ds-runtime[cuda]"'
+OLDEST = (7, 5)  # the least compute capability that torch for CUDA 13 runs on
+_OTHER_BUILDS = ("cpu", "rocm", "xpu")
 
 
 def driver_version(root: Path) -> str:
     """The kernel driver's version, or ""."""
-    text = read(root / "proc/driver/nvidia/version").partition("\n")[0]
+    text = read_file(root / "proc/driver/nvidia/version").partition("\n")[0]
     words = text.split()
     return next((w for w in words if w[:1].isdigit() and "." in w), "")
 
@@ -25,24 +44,114 @@ def probe(
     root: Path = Path("/"),
     package: Callable[[str], str | None] = installed,
     search: tuple[str, ...] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
-    nodes, driver = device_nodes(root, "nvidia[0-9]*"), driver_version(root)
+    nodes, version = device_nodes(root, "nvidia[0-9]*"), driver_version(root)
     pci = pci_devices(root, VENDOR, CLASSES)
     if not nodes and not pci:
         return Refusal("absent", "no NVIDIA GPU: none on the PCI bus, no /dev/nvidia0")
     count = len(nodes) or len(pci)
     what = f"{count} NVIDIA GPU{'s' if count > 1 else ''}"
-    if not driver:
+    if environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1"):
+        return Refusal("absent", f"{what}, but CUDA_VISIBLE_DEVICES hides every one")
+    if not version:
         return Refusal(
             "not installed", f"{what} on the PCI bus, but the kernel driver is not loaded"
         )
-    what += f" with driver {driver}"
+    what += f" with driver {version}"
     if not nodes:
         return Refusal("broken", f"{what}, but there is no /dev/nvidia0 that this process may open")
-    missing = [name for name in PACKAGES if package(name) is None]
-    if missing:
-        return Refusal("not installed", f"{what}, without {', '.join(missing)}: {INSTALL}")
-    if not has_library(root, "libcuda.so.1", search):
+    torch = package("torch")
+    if torch is None or torch.partition("+")[2].startswith(_OTHER_BUILDS):
+        have = "torch is not installed" if torch is None else f"torch {torch} is another build"
+        return Refusal("not installed", f"{what}, but {have}: {software.INSTALL}")
+    if not has_library(root, driver.DRIVER, search):
         return Refusal("broken", f"{what}, but the driver's libcuda.so.1 is in no library folder")
-    return Refusal("unsupported", f"{what}, but this release brings no kernels for it yet")
+    return None
+
+
+def describe(gpu: driver.Gpu, libraries: frozenset[str]) -> DeviceInfo:
+    """A GPU as kernels may look at it."""
+    fast, features = {"float32"}, set[str]()
+    if gpu.capability >= (8, 0):
+        fast |= {"bfloat16", "float16"}
+        features.add("bf16")
+    if gpu.capability >= (8, 9):
+        fast.add("float8_e4m3fn")
+        features.add("fp8")
+    return DeviceInfo(
+        type="cuda",
+        name=gpu.name,
+        arch=gpu.arch,
+        features=libraries | features,
+        fast_dtypes=frozenset(fast),
+        memory=gpu.memory,
+        cores=gpu.cores,
+    )
+
+
+@cache
+def _gpu(index: int) -> driver.Gpu:
+    found = driver.gpu(index)
+    if found.capability < OLDEST:
+        raise driver.DriverError(
+            f"{found.name} has compute capability {found.capability[0]}.{found.capability[1]}; "
+            f"torch needs {OLDEST[0]}.{OLDEST[1]}: use --platform cpu"
+        )
+    return found
+
+
+class CudaPlatform(Platform):
+    """Local rank r computes on the r-th visible GPU."""
+
+    name = "cuda"
+    score = 100
+    asynchronous = True
+    captures = True
+    kv_share = 0.85
+
+    def info(self, rank: int = 0) -> DeviceInfo:
+        return describe(_gpu(rank), software.features())
+
+    def device(self, rank: int = 0) -> torch.device:
+        import torch
+
+        return torch.device("cuda", rank)
+
+    def memory(self, rank: int = 0) -> MemoryInfo:
+        """What torch keeps for later allocations counts as free."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.device(rank))
+        else:
+            total, free = driver.memory(_gpu(rank).bus)
+        return MemoryInfo(total=total, free=free)
+
+    def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+        import torch
+
+        torch.cuda.set_device(self.device(rank))
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # Contracts accumulate in fp32, also across the parts of a split reduction.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def communicator(
+        self, rank: int, size: int, init_method: str, timeout: float = 600.0
+    ) -> Communicator:
+        from ds_runtime.api import TorchCommunicator
+
+        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=self.device(rank))
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        from ds_runtime_cuda.graphs import CudaGraphs
+
+        return CudaGraphs(self.device(rank))
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_runtime.api import Refusal
-from ds_runtime.platform.probe import device_nodes, installed, pci_devices
+from ds_runtime.api import Refusal, device_nodes, installed, pci_devices
 
 VENDOR = "0x19e5"
 CLASSES = ("0x12",)

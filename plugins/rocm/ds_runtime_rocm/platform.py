@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_runtime.api import Refusal
-from ds_runtime.platform.probe import installed, pci_devices, read
+from ds_runtime.api import Refusal, installed, pci_devices, read_file
 
 VENDOR = "0x1002"
 CLASSES = ("0x03", "0x12")
@@ -20,7 +19,7 @@ def architectures(root: Path) -> list[str]:
         return []
     found = []
     for node in sorted(nodes.iterdir()):
-        for line in read(node / "properties").splitlines():
+        for line in read_file(node / "properties").splitlines():
             key, _, value = line.partition(" ")
             if key == "gfx_target_version" and value.strip().isdigit() and int(value):
                 number = int(value)  # 90402 → gfx942: major, minor, stepping in hexadecimal

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_runtime.api import Refusal
-from ds_runtime.platform.probe import has_library, installed, pci_devices
+from ds_runtime.api import Refusal, has_library, installed, pci_devices
 
 VENDOR = "0x8086"
 CLASSES = ("0x03",)

@@ -80,6 +80,7 @@ class FakeDevice:
         self.cache = [[POISON] * page_size for _ in range(num_pages)]
         self.rows: dict[int, Row] = {}
         self.last_tokens = [POISON] * max_running
+        self.drafts: dict[int, list[int]] = {}  # of a row, behind its last token
 
     def poison(self, pages) -> None:
         for page in pages:
@@ -95,7 +96,7 @@ class FakeDevice:
         for slots, tokens in zip(writes, inputs, strict=True):
             for (page, row), token in zip(slots, tokens, strict=True):
                 self.cache[page][row] = token
-        return StepResult(step=plan.step, works=[self._run(w) for w in plan.works])
+        return StepResult(step=plan.step, works=[self._run(w, plan.drafts) for w in plan.works])
 
     def _slots(self, work: Work, start: int):
         size = self.page_size
@@ -103,17 +104,32 @@ class FakeDevice:
 
     def _inputs(self, work: Work) -> list[int]:
         if work.tokens is None:
-            assert work.length == 1 and work.sample
-            return [self.last_tokens[work.row]]
+            assert work.sample
+            drafts = self.drafts.get(work.row, [])[: work.length - 1]
+            assert len(drafts) == work.length - 1, f"{work.rid}: verifies drafts that nobody made"
+            return [self.last_tokens[work.row], *drafts]
         assert len(work.tokens) == work.length
         return work.tokens
 
-    def _run(self, work: Work) -> WorkResult:
+    def _draft(self, row: Row, count: int) -> list[int]:
+        """Tokens behind the row's sequence, some of them right."""
+        found = list(row.sequence)
+        for _ in range(count):
+            right = next_token(found, row.init.seed, row.init.choice)
+            found.append(
+                right if zlib.crc32(repr((found, 1)).encode()) % 3 else (right + 1) % VOCAB
+            )
+        return found[len(row.sequence) :]
+
+    def _run(self, work: Work, drafts: int) -> WorkResult:
         row = self.rows[work.row]
         end = work.start + work.length
         seen = [self.cache[page][i] for page, i in self._slots(work, 0)]
-        assert seen == row.sequence[:end], f"{work.rid}: the cache holds other tokens"
-        assert work.sample == (end == len(row.sequence))
+        known = end - work.draws + 1 if work.sample else end
+        assert seen[:known] == row.sequence[:known], f"{work.rid}: the cache holds other tokens"
+        assert work.sample == (known == len(row.sequence))
+        if not work.sample and drafts:
+            assert work.next_token == row.sequence[end]
         result = WorkResult(rid=work.rid)
         prompt = row.init.prompt
         if work.prompt_logprobs is not None:
@@ -124,14 +140,19 @@ class FakeDevice:
                 for i, token in enumerate(targets)
             ]
         if work.sample:
-            early = end - len(prompt) < row.init.params.min_tokens
-            masked = set(row.init.stop_ids) if early else set()
-            token = next_token(seen, row.init.seed, row.init.choice, masked)
-            result.token = token
-            if work.logprobs is not None:
-                result.logprob = TokenLogprob(token, logprob(seen, token))
-            row.sequence.append(token)
-            self.last_tokens[work.row] = token
+            for ahead in range(work.draws):
+                if ahead and seen[known + ahead - 1] != row.sequence[-1]:
+                    break
+                front = seen[: known + ahead]
+                early = len(front) - len(prompt) < row.init.params.min_tokens
+                masked = set(row.init.stop_ids) if early else set()
+                token = next_token(front, row.init.seed, row.init.choice, masked)
+                result.tokens.append(token)
+                if work.logprobs is not None:
+                    result.logprobs.append(TokenLogprob(token, logprob(front, token)))
+                row.sequence.append(token)
+            self.last_tokens[work.row] = row.sequence[-1]
+            self.drafts[work.row] = self._draft(row, drafts)
         return result
 
 
@@ -160,7 +181,9 @@ class Rig:
         self.launched: list[tuple[StepPlan, StepResult]] = []
         self.plans: list[StepPlan] = []
 
-    def submit(self, rid: str, prompt: list[int], *, priority=0, group="", choice=0, **params):
+    def submit(
+        self, rid: str, prompt: list[int], *, priority=0, group="", choice=0, think=None, **params
+    ):
         settings = {"max_tokens": 8, "ignore_eos": True, **params}
         submit = Submit(
             rid=rid,
@@ -170,6 +193,7 @@ class Rig:
             choice=choice,
             group=group,
             priority=priority,
+            think_id=think,
         )
         self.scheduler.submit(submit)
         self.submits[rid] = submit
@@ -183,6 +207,8 @@ class Rig:
 
     def step(self) -> StepPlan | None:
         """One step: schedule and launch, then take the result that is due."""
+        while self.launched and self.scheduler.awaits_token:
+            self.receive()
         plan = self.scheduler.schedule()
         if plan is not None:
             self.check_plan(plan)
@@ -214,7 +240,7 @@ class Rig:
         answer.tokens += message.tokens
         answer.logprobs += [entry.logprob for entry in message.logprobs or ()]
         if message.prompt_logprobs is not None:
-            assert answer.prompt_logprobs is None and len(answer.tokens) == 1
+            assert answer.prompt_logprobs is None and len(answer.tokens) == len(message.tokens)
             answer.prompt_logprobs = [
                 None if entry is None else entry.logprob for entry in message.prompt_logprobs
             ]

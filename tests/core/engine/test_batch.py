@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.engine.batch import build_batch, num_logit_rows
 from ds_runtime.engine.step import StepPlan, Work
+from ds_runtime.engine.transfer import Upload
 
 ROWS = 16
 LAST = torch.arange(1000, 1000 + ROWS)
@@ -47,10 +48,12 @@ def plans(draw):
 
 
 @settings(max_examples=120, deadline=None)
-@given(plans())
-def test_batch_equals_the_naive_construction(case):
+@given(plans(), st.booleans())
+def test_batch_equals_the_naive_construction(case, packed):
     plan, page_size, prefix_chunk = case
-    batch = build_batch(plan, page_size, 61, LAST, torch.device("cpu"), prefix_chunk)
+    batch = build_batch(
+        plan, page_size, 61, LAST, Upload(torch.device("cpu"), packed), prefix_chunk
+    )
     ids, positions, slots, logit_rows = [], [], [], []
     for work in plan.works:
         wanted = num_logit_rows(work)

@@ -13,6 +13,7 @@ from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.step import StepResult, WorkResult
+from ds_runtime.engine.transfer import Upload
 from ds_runtime.sampling_params import SamplingParams
 
 
@@ -28,8 +29,8 @@ def test_scheduling_64_requests_is_cheap():
     while scheduler.has_work:
         before = time.perf_counter()
         plan = scheduler.schedule()
-        batch = build_batch(plan, 16, 256, last_tokens, torch.device("cpu"), 4096)
-        works = [WorkResult(rid=w.rid, token=7 if w.sample else None) for w in plan.works]
+        batch = build_batch(plan, 16, 256, last_tokens, Upload(torch.device("cpu")), 4096)
+        works = [WorkResult(rid=w.rid, tokens=[7] * w.draws) for w in plan.works]
         scheduler.update(plan, StepResult(step=plan.step, works=works))
         if batch.num_decode == 64:
             seconds.append(time.perf_counter() - before)

@@ -19,31 +19,46 @@ def assembly(max_positions=1000, **settings):
     return SimpleNamespace(
         config=EngineConfig(page_size=16, **settings),
         model=SimpleNamespace(layers=3, max_positions=max_positions),
-        binding=SimpleNamespace(layout=layout, base=None),
+        cached_layers=3,
+        binding=SimpleNamespace(layout=layout, base=None, index_layout=None),
+        platform=SimpleNamespace(kv_share=0.25),
     )
 
 
 def test_eight_full_contexts_when_memory_is_plenty():
-    got = kv_memory(assembly(), free=10**12, context=1000)
+    got = kv_memory(assembly(), free=10**12, total=4 * 10**12, context=1000)
     assert (got.pages, got.page_bytes, got.total) == (8 * 63, PAGE, 8 * 63 * PAGE)
 
 
 def test_a_quarter_of_free_memory_when_that_is_less():
-    got = kv_memory(assembly(), free=4 * 100 * PAGE + 5, context=1000)
+    got = kv_memory(assembly(), free=4 * 100 * PAGE + 5, total=4 * 10**12, context=1000)
     assert got.pages == 100
 
 
 def test_an_explicit_size_is_taken_as_it_is():
-    assert kv_memory(assembly(kv_memory=70 * PAGE + 1), free=10**9, context=1000).pages == 70
+    assert (
+        kv_memory(
+            assembly(kv_memory=70 * PAGE + 1), free=10**9, total=4 * 10**12, context=1000
+        ).pages
+        == 70
+    )
+
+
+def test_a_fraction_counts_the_weights_and_leaves_the_rest_free():
+    # Of 10 GB, 9 GB may be used, and the weights took 4: 5 GB are left for the cache.
+    got = kv_memory(assembly(mem_fraction_static=0.9), free=6 * 10**9, total=10**10, context=1000)
+    assert got.pages == (6 * 10**9 - int(10**10 * (1.0 - 0.9))) // PAGE
+    with pytest.raises(ConfigError, match=r"--mem-fraction-static 0\.4: of 10\.0 GB, the weights"):
+        kv_memory(assembly(mem_fraction_static=0.4), free=6 * 10**9, total=10**10, context=1000)
 
 
 def test_more_than_is_free_is_refused():
     with pytest.raises(ConfigError, match=r"--kv-memory 2\.0 GB: only 1\.0 GB are free"):
-        kv_memory(assembly(kv_memory=2 * 10**9), free=10**9, context=1000)
+        kv_memory(assembly(kv_memory=2 * 10**9), free=10**9, total=4 * 10**12, context=1000)
 
 
 def test_too_small_says_needed_available_and_both_flags():
-    got = kv_memory(assembly(), free=4 * 10 * PAGE, context=1000)
+    got = kv_memory(assembly(), free=4 * 10 * PAGE, total=4 * 10**12, context=1000)
     said = str(got.too_small(got.pages, 1000))
     for part in ("302.4 kB", "48.0 kB", "192.0 kB", "--context-length, e.g. to 160", "--kv-memory"):
         assert part in said

@@ -29,11 +29,13 @@ def facts(dtype="float32", arch="null") -> Facts:
 
 OFFERS = load_plugins(["null"]).offers(facts())
 KERNELS = {k.op.name: k for k in OFFERS.kernels if k.provider == "null"}
-(LAYOUT,) = (layout for layout in OFFERS.layouts if layout.name == "null_pages")
+LAYOUTS = {layout.name: layout for layout in OFFERS.layouts}
+LAYOUT = LAYOUTS["null_pages"]
 
 
 def nothing(cache: PagedCache) -> torch.Tensor:
-    return load_attr(LAYOUT.allocate)(cache.rows.shape[0] // cache.page_size, facts(), CPU)
+    layout = LAYOUTS["null_index"] if cache.role == "index" else LAYOUT
+    return load_attr(layout.allocate)(cache.rows.shape[0] // cache.page_size, facts(), CPU)
 
 
 def results(op, path, case, encode):
@@ -65,7 +67,7 @@ def test_same_forms_as_the_reference(name, dtype):
     kernel, op = KERNELS[name], OPS[name]
     assert signature_difference(kernel, facts(dtype)) == ""
     for case in load_attr(op.samples)(facts(dtype)):
-        assert refusal(kernel, case.facts, LAYOUT.tag) is None
+        assert refusal(kernel, case.facts, *kernel.layouts) is None
         got = list(results(op, kernel.fn, case, nothing))
         want = list(results(op, op.reference, case, plain_pages))
         assert len(got) == len(want)

@@ -35,7 +35,7 @@ def test_pool_notices_what_must_not_happen():
 
 def test_match_stops_at_the_first_difference_and_leaves_a_token():
     cache = PrefixCache(3)
-    match, twins = cache.extend(cache.root, [1, 2, 3, 4, 5, 6], [10, 11])
+    match, twins = cache.extend(cache.root(), [1, 2, 3, 4, 5, 6], [10, 11])
     assert (match.pages, twins) == ([10, 11], [])
     assert cache.match([]).pages == []
     assert cache.match([1, 2, 3]).pages == []
@@ -51,7 +51,7 @@ def test_match_stops_at_the_first_difference_and_leaves_a_token():
 
 def test_bookkeeping_does_not_grow_with_use():
     cache = PrefixCache(1)
-    node = cache.extend(cache.root, [1, 2, 3], [0, 1, 2])[0].node
+    node = cache.extend(cache.root(), [1, 2, 3], [0, 1, 2])[0].node
     cache.unlock(node)
     for _ in range(5000):
         cache.lock(node)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.engine.sampler import Draw, Sampler, stream_key, uniform
 from ds_runtime.engine.step import RowInit
+from ds_runtime.engine.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams
@@ -31,8 +32,18 @@ class Recorder:
 
 def make(rows=8):
     recorder = Recorder()
-    ops = Ops.of({"sample": recorder, "logprobs": sampling.logprobs}, "sampler")
+    bound = {"sample": recorder, "logprobs": sampling.logprobs}
+    ops = Ops.of(bound | {"mask_logits": sampling.mask_logits}, "sampler")
     return Sampler(ops, rows, VOCAB, torch.device("cpu")), recorder
+
+
+def draw(sampler, logits, draws):
+    sent = Upload(torch.device("cpu"))
+    prepared = sampler.prepare(draws, sent)
+    sent.send()
+    drawn = sampler.draw(logits, prepared, sent)
+    sampler.count(prepared, drawn.tokens, sent)
+    return drawn
 
 
 def init(row, params, prompt=(1, 2, 3), output=(), seed=0, choice=0, stop_ids=()):
@@ -89,7 +100,7 @@ def test_penalties_follow_the_formulas_over_several_draws(
     output = list(before)
     for step in range(3):
         raw = random_logits(1, step)
-        drawn = sampler.draw(raw.clone(), [Draw(2, len(prompt) + len(output))])
+        drawn = draw(sampler, raw.clone(), [Draw(2, len(prompt) + len(output))])
         expected = penalised(raw[0].numpy(), prompt, output, params)
         np.testing.assert_allclose(seen.logits[0].numpy(), expected, rtol=1e-5, atol=1e-4)
         output.append(int(drawn.tokens[0]))
@@ -100,7 +111,7 @@ def test_a_penalised_neighbour_changes_nothing_for_a_plain_row():
     sampler.start(init(0, SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)))
     sampler.start(init(1, SamplingParams()))
     raw = random_logits(2)
-    drawn = sampler.draw(raw.clone(), [Draw(0, 3), Draw(1, 3)])
+    drawn = draw(sampler, raw.clone(), [Draw(0, 3), Draw(1, 3)])
     assert torch.equal(seen.logits[1], raw[1])
     assert int(drawn.tokens[1]) == int(raw[1].argmax())
 
@@ -111,7 +122,7 @@ def test_a_row_forgets_its_last_request():
     sampler.start(init(0, params, output=[5, 6]))
     sampler.start(init(0, params, output=[7]))
     raw = random_logits(1)
-    sampler.draw(raw.clone(), [Draw(0, 4)])
+    draw(sampler, raw.clone(), [Draw(0, 4)])
     assert torch.equal(seen.logits[0, 5:7], raw[0, 5:7])
     assert torch.isclose(seen.logits[0, 7], raw[0, 7] - 1.0)
 
@@ -121,7 +132,7 @@ def test_min_tokens_forbids_stop_ids_until_reached():
     sampler.start(init(0, SamplingParams(min_tokens=2), stop_ids=[4, VOCAB + 9]))
     raw = torch.zeros(1, VOCAB)
     raw[0, 4] = 5.0
-    tokens = [int(sampler.draw(raw.clone(), [Draw(0, 3 + i)]).tokens[0]) for i in range(4)]
+    tokens = [int(draw(sampler, raw.clone(), [Draw(0, 3 + i)]).tokens[0]) for i in range(4)]
     assert tokens == [0, 0, 4, 4]
 
 
@@ -130,7 +141,7 @@ def test_min_tokens_counts_the_output_before_a_preemption():
     sampler.start(init(0, SamplingParams(min_tokens=2), output=[9, 9], stop_ids=[4]))
     raw = torch.zeros(1, VOCAB)
     raw[0, 4] = 5.0
-    assert int(sampler.draw(raw, [Draw(0, 5)]).tokens[0]) == 4
+    assert int(draw(sampler, raw, [Draw(0, 5)]).tokens[0]) == 4
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -141,11 +152,11 @@ def test_draws_depend_on_seed_choice_and_position_only(order):
     for choice in range(3):
         sampler, _ = make()
         sampler.start(init(5, params, seed=11, choice=choice))
-        alone.append(int(sampler.draw(logits[:1], [Draw(5, 40)]).tokens[0]))
+        alone.append(int(draw(sampler, logits[:1], [Draw(5, 40)]).tokens[0]))
     sampler, _ = make()
     for row, choice in enumerate(order):
         sampler.start(init(row, params, seed=11, choice=choice))
-    mixed = sampler.draw(logits, [Draw(row, 40) for row in range(3)]).tokens.tolist()
+    mixed = draw(sampler, logits, [Draw(row, 40) for row in range(3)]).tokens.tolist()
     assert mixed == [alone[choice] for choice in order]
 
 
@@ -171,7 +182,7 @@ def test_sampled_frequencies_follow_softmax():
     count = np.zeros(VOCAB)
     n = 4000
     for position in range(n):
-        count[int(sampler.draw(raw, [Draw(0, position)]).tokens[0])] += 1
+        count[int(draw(sampler, raw, [Draw(0, position)]).tokens[0])] += 1
     expected = torch.softmax(raw[0].double() / 0.7, -1).numpy()
     assert np.abs(count / n - expected).max() < 4 * np.sqrt(0.25 / n)
 
@@ -184,7 +195,7 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_changes_the_draw():
     sampler.start(init(1, SamplingParams(repetition_penalty=1.5)))
     sampler.start(init(2, SamplingParams()))
     draws = [Draw(0, 3, 2), Draw(1, 3), Draw(2, 3, 5)]
-    drawn = sampler.draw(raw.clone(), draws)
+    drawn = draw(sampler, raw.clone(), draws)
     entries = dict(pair for group in drawn.logprobs for pair in group.fetch())
     assert sorted(entries) == [0, 2]
     assert entries[0].token == 8
@@ -193,3 +204,45 @@ def test_logprobs_are_those_of_the_raw_logits_whatever_changes_the_draw():
         best = torch.sort(expected[i], descending=True)
         assert [t for t, _ in entries[i].top] == best.indices[:n].tolist()
         assert [v for _, v in entries[i].top] == pytest.approx(best.values[:n].tolist(), abs=1e-5)
+
+
+@given(data=st.data(), rows=st.integers(1, 6))
+def test_masks_forbid_and_change_nothing_else(data, rows):
+    """Only allowed tokens are drawn, log-probabilities stay those of the raw logits, and rows
+    without a mask are drawn as ever.
+    """
+    allowed = [
+        data.draw(st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1)) for _ in range(rows)
+    ]
+    params = [
+        SamplingParams(temperature=data.draw(st.sampled_from([0.0, 1.0])), logit_bias={3: 50.0})
+        for _ in range(rows)
+    ]
+
+    def run(masks):
+        sampler, recorder = make(rows)
+        for row in range(rows):
+            sampler.start(init(row, params[row], seed=row))
+        draws = [Draw(row, 5, logprobs=2, mask=masks[row]) for row in range(rows)]
+        drawn = draw(sampler, random_logits(rows), draws)
+        return drawn, recorder.logits
+
+    masked, logits = run([None if a is None else packed(a) for a in allowed])
+    plain, raw = run([None] * rows)
+    for row, ids in enumerate(allowed):
+        if ids is None:
+            assert masked.tokens[row] == plain.tokens[row]
+            assert torch.equal(logits[row], raw[row])
+        else:
+            assert int(masked.tokens[row]) in ids
+            forbidden = sorted(set(range(VOCAB)) - ids)
+            assert (logits[row][forbidden] == float("-inf")).all()
+            assert torch.equal(logits[row][sorted(ids)], raw[row][sorted(ids)])
+    for a, b in zip(masked.logprobs, plain.logprobs, strict=True):
+        assert torch.equal(a.values, b.values) and torch.equal(a.top_ids, b.top_ids)
+
+
+def packed(ids):
+    bits = np.zeros(-(-VOCAB // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()

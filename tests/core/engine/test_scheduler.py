@@ -231,7 +231,7 @@ def test_a_stop_id_before_min_tokens_does_not_stop():
     rig.submit("a", prompt(5), max_tokens=4, min_tokens=2, ignore_eos=False)
     for finish in (None, None, "stop"):
         plan = rig.scheduler.schedule()
-        works = [WorkResult(rid="a", token=EOS)]
+        works = [WorkResult(rid="a", tokens=[EOS])]
         (message,) = rig.scheduler.update(plan, StepResult(step=plan.step, works=works))
         assert message.finish == finish
     assert not rig.scheduler.has_work
@@ -363,7 +363,7 @@ def test_queue_limit():
     rig = Rig(queue_limit=2)
     rig.submit("a", prompt(3))
     rig.submit("b", prompt(3))
-    with pytest.raises(QueueFullError, match=r"limit is 2 \(--queue-limit\)"):
+    with pytest.raises(QueueFullError, match=r"limit is 2 \(--max-queued-requests\)"):
         rig.submit("c", prompt(3))
     rig.run()
     rig.submit("c", prompt(3))
@@ -410,3 +410,23 @@ def test_stats():
     assert (end.prompt_tokens, end.generated_tokens, end.cached_tokens) == (18, 6, 8)
     assert (end.steps, end.preemptions, end.running, end.waiting) == (6, 0, 0, 0)
     assert end.pages_cached > 0 and end.pages_cached + end.pages_free == 32
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_reasoning_stays_out_of_the_prefix_cache_where_that_is_asked(overlap):
+    def cached(text, **more):
+        """Pages of 4 tokens in the cache after one request with 8 of output."""
+        rig = Rig(overlap=overlap)
+        rig.submit("a", text, **more)
+        rig.run()
+        rig.check_end()
+        return rig.prefix.num_cached, rig.answers["a"].tokens
+
+    plain, output = cached(prompt(10))
+    assert plain == 4  # 10 + 8 tokens, the last of which is never computed
+    absent = next(t for t in range(VOCAB) if t not in output + prompt(10))
+    assert cached(prompt(10), think=absent) == (4, output)
+    assert cached(prompt(10), think=prompt(10)[-1]) == (2, output)  # the prompt opens it
+    assert cached(prompt(10), think=prompt(10)[0]) == (4, output)  # an earlier turn did
+    later = next(i for i, t in enumerate(output) if t not in output[:i] + prompt(10) and i > 1)
+    assert cached(prompt(10), think=output[later]) == ((10 + later) // 4, output)

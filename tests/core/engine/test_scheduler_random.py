@@ -10,7 +10,8 @@ from fake_device import VOCAB, Rig
 from ds_runtime.errors import QueueFullError
 
 SETTINGS = [
-    # pages, page size, max_running, max_step_tokens, prefill_chunk, policy, prefix, overlap (steps)
+    # pages, page size, max_running, max_step_tokens, prefill_chunk, policy, prefix, overlap,
+    # in steps, and drafts where there are any
     (64, 4, 8, 64, 16, "fifo", True, False),
     (64, 4, 8, 64, 16, "priority", True, True),
     (14, 4, 6, 24, 8, "fifo", True, False),
@@ -25,6 +26,9 @@ SETTINGS = [
     (3, 16, 4, 16, 16, "fifo", True, True),
     (14, 4, 6, 24, 8, "fifo", True, 2),
     (14, 4, 6, 24, 8, "priority", True, 3),
+    (64, 4, 8, 64, 16, "fifo", True, False, 3),
+    (14, 4, 6, 24, 8, "priority", True, True, 2),
+    (30, 2, 12, 7, 7, "fifo", False, 2, 4),
 ]
 
 
@@ -92,7 +96,7 @@ class Traffic:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
 def test_random_traffic(setting):
-    pages, page_size, max_running, step_tokens, chunk, policy, prefix, overlap = setting
+    pages, page_size, max_running, step_tokens, chunk, policy, prefix, overlap, *drafts = setting
     rig = Rig(
         pages,
         page_size,
@@ -104,6 +108,7 @@ def test_random_traffic(setting):
         policy=policy,
         context_length=90,
         queue_limit=30,
+        drafts=sum(drafts),
     )
     traffic = Traffic(rig, seed=SETTINGS.index(setting))
     while traffic.num_submitted < 500:
@@ -113,6 +118,8 @@ def test_random_traffic(setting):
     rig.check_end()
     stats = rig.scheduler.stats()
     assert (stats.cached_tokens > 0) == prefix
+    assert (stats.accepted_tokens > 0) == bool(drafts)
+    assert stats.accepted_tokens <= stats.draft_tokens
     if pages * page_size < 60:
         assert stats.preemptions > 0
     rig.scheduler.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 import ds_runtime_cpu
 from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.model.adapter import Adapter
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.weights import load_model
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
@@ -25,7 +26,10 @@ CPU = torch.device("cpu")
 HEAVY = ("linear", "mla_absorb", "mha_prefill", "mla_decode", "experts", "mla_prologue", "embed")
 SMALL = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "router_logits", "route", "merge_state")
 PAGED = ("cache_write", "cache_gather")
-ALL_REFERENCE = tuple(f"{op}=reference" for op in (*HEAVY, *SMALL, *PAGED) if op != "mla_prologue")
+SPARSE = ("index_prologue", "index_scores", "index_topk", "sparse_prefill", "sparse_decode")
+ALL_REFERENCE = tuple(
+    f"{op}=reference" for op in (*HEAVY, *SMALL, *PAGED, *SPARSE) if op != "mla_prologue"
+)
 
 
 def decide(folder: Path, kernels: str = "reference", **settings: object) -> Assembly:
@@ -33,27 +37,36 @@ def decide(folder: Path, kernels: str = "reference", **settings: object) -> Asse
     pins = {"reference": ALL_REFERENCE, "cpu": ()}[kernels]
     values = {"dtype": "float32", "plugins": (), "platform": "cpu", "pin": pins, **settings}
     if kernels == "reference":
-        values["pin"] = tuple(p for p in pins if _has_site(folder, p.partition("=")[0]))
+        config = EngineConfig(model=str(folder), lora=tuple(settings.get("lora", ())))
+        values["pin"] = tuple(p for p in pins if _has_site(config, p.partition("=")[0]))
+        values["disable_fusion"] = ("mla_prologue",)  # its parts are pinned
     return assemble(EngineConfig(model=str(folder), **values), extra_plugins=[ds_runtime_cpu])
 
 
-def _has_site(folder: Path, op: str) -> bool:
+def _has_site(config: EngineConfig, op: str) -> bool:
     from ds_runtime.model.hf import load_config
+    from ds_runtime.model.peft import LoraPlan
     from ds_runtime.model.sites import model_sites
 
     always = ("rope", "cache_write")  # parts of the composed prologue
-    sites = model_sites(load_config(folder), lambda module: "dense")
+    model = load_config(Path(config.model))
+    lora = LoraPlan.of(config, model)
+    adapted = () if lora is None else lora.modules
+    sites = model_sites(model, lambda module: "dense", adapted=adapted)
     return op in always or any(site.op == op for site in sites)
 
 
 @dataclass
 class Sequence_:
-    """A sequence on its way: its tokens, its pages, and how many tokens are in the cache."""
+    """A sequence on its way: its tokens, its pages, how many tokens are in the cache, and the slot
+    of its adapter.
+    """
 
     tokens: list[int]
     pages: list[int]
     done: int = 0
     logits: list[Tensor] = field(default_factory=list)
+    adapter: int = -1
 
 
 class Harness:
@@ -65,6 +78,10 @@ class Harness:
         self.bound = BoundOps(assembly.binding)
         comm = comm or SoloCommunicator()
         self.model: DeepSeekModel = load_model(assembly, self.bound, comm, CPU)
+        if assembly.lora is not None:
+            for slot, spec in enumerate(assembly.lora.adapters):
+                slots = self.model.lora
+                slots.put(slot, slots.stage(Adapter(spec.folder, slots.modules)))
         heads = assembly.model.heads // assembly.config.tp
         self.pages = pages
         limits = Limits(4096, 64, pages, self.page_size, heads, CPU)
@@ -72,11 +89,12 @@ class Harness:
         self.caches = self._caches()
 
     def _caches(self) -> list[Tensor]:
-        allocate = load_attr(self.bound.layout.allocate)
-        layers = range(self.assembly.model.layers)
-        caches = [allocate(self.pages, self.bound.base, CPU) for _ in layers]
+        layouts = [self.bound.layout] * self.assembly.model.layers
+        if self.bound.index_layout is not None:
+            layouts += [self.bound.index_layout] * self.assembly.model.indexers
+        caches = [load_attr(x.allocate)(self.pages, self.bound.base, CPU) for x in layouts]
         for cache in caches:
-            cache.fill_(float("nan"))
+            cache.fill_(poison(cache))
         return caches
 
     def step(self, works: Sequence[tuple[Sequence_, int]], prefix_chunk: int = 4096) -> None:
@@ -87,7 +105,7 @@ class Harness:
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
-        logits = self.model.logits(self.model.forward(batch, self.caches))
+        logits = self.model.logits(self.model.forward(batch, self.caches), None, batch.adapters)
         row = 0
         for sequence, count in (*decodes, *prefills):
             sequence.logits.append(logits[row : row + count])
@@ -116,7 +134,12 @@ class Harness:
             sequences = [s for s, _ in prefills]
             segs = segments([count for _, count in prefills])
             chunks = prefix_chunks([s.done for s in sequences], prefix_chunk)
+            if self.assembly.lora is not None:
+                chunks = [replace(c, adapters=_slots(sequences, c.segs.lens)) for c in chunks]
             batch.prefill = PrefillPart(segs, self._table(sequences), tuple(chunks))
+        if self.assembly.lora is not None:
+            works = (*decodes, *prefills)
+            batch.adapters = _slots([s for s, _ in works], [count for _, count in works])
         return batch
 
     def _table(self, sequences: list[Sequence_]) -> Tensor:
@@ -134,6 +157,17 @@ class Harness:
             needed = -(-len(tokens) // self.page_size)
             found.append(Sequence_(list(tokens), [free.pop() for _ in range(needed)]))
         return found
+
+
+def _slots(sequences: Sequence[Sequence_], counts: Sequence[int]) -> Tensor:
+    """Each row's adapter: [rows] int32."""
+    slots = torch.tensor([s.adapter for s in sequences], dtype=torch.int32)
+    return slots.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+
+
+def poison(cache: Tensor) -> float:
+    """NaN, or for bytes what is NaN in FP8 and in float32."""
+    return float("nan") if cache.is_floating_point() else 255
 
 
 def segments(lens: Sequence[int]) -> Segments:
@@ -154,11 +188,20 @@ def prefix_chunks(done: list[int], size: int) -> list[PrefixChunk]:
 
 
 def run_schedule(
-    harness: Harness, prompts: Sequence[Sequence[int]], seed: int, largest: int
+    harness: Harness,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    largest: int,
+    adapters: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Logits of every position, computed in random mixed steps of at most `largest` tokens each."""
+    """Logits of every position, computed in random mixed steps of at most `largest` tokens each.
+
+    adapters: the slot of each prompt's.
+    """
     draw = random.Random(seed)
     sequences = harness.sequences(prompts, seed)
+    for sequence, adapter in zip(sequences, adapters, strict=False):
+        sequence.adapter = adapter
     with torch.inference_mode():
         while any(s.done < len(s.tokens) for s in sequences):
             waiting = [s for s in sequences if s.done < len(s.tokens)]
@@ -166,8 +209,9 @@ def run_schedule(
             works = [(s, _length(s, largest, draw)) for s in chosen]
             harness.step(works, prefix_chunk=draw.choice((5, 17, 4096)))
     for cache in harness.caches:  # what nobody wrote must still be poison
-        assert cache[harness.pages - 1].isnan().all()
-        cache.fill_(float("nan"))
+        last = cache[harness.pages - 1]
+        assert last.isnan().all() if cache.is_floating_point() else (last == 255).all()
+        cache.fill_(poison(cache))
     return [torch.cat(s.logits) for s in sequences]
 
 

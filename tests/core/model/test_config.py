@@ -16,6 +16,7 @@ from model_harness import decide
 
 from ds_runtime.assemble import find_loader
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.model.config import Indexing
 from ds_runtime.model.hf import from_hf, load_config
 from ds_runtime.model.rope import amplitude, inverse_frequencies
 from ds_runtime.plugins import load_plugins
@@ -89,10 +90,45 @@ def test_hub_and_transformers_form_mean_the_same():
     assert from_hf(new) == from_hf(hub)
 
 
+def test_sparse_models():
+    """V3.2's own numbers; GLM's list of layers equals its frequency and offset."""
+    config = from_hf(published("deepseek-v3.2"))
+    assert config.indexing == Indexing(64, 128, 2048, False, (True,) * 61)
+    glm = published("glm-5.2")
+    config = from_hf(glm)
+    assert config.indexing.interleaved and config.indexing.computes[:11] == (
+        *(True,) * 3, *(False,) * 3, True, *(False,) * 3, True,
+    )  # fmt: skip
+    kinds = glm.pop("indexer_types")
+    assert from_hf(glm) == config and config.indexers == kinds.count("full") == 21
+    pattern = {"index_topk_pattern": "FSS", "index_topk_freq": 4}
+    assert from_hf({**glm, **pattern}).indexing.computes == (True, False, False, *(True,) * 75)
+    assert from_hf({**glm, **pattern, "indexer_types": kinds}) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"index_topk": None}, ConfigError, "index_topk is missing"),
+        ({"q_lora_rank": None}, ConfigError, "q_lora_rank is missing"),
+        ({"index_head_dim": 96}, UnsupportedError, "index_head_dim 96 is not supported"),
+        ({"index_head_dim": 32}, UnsupportedError, "at least qk_rope_head_dim 64"),
+        ({"rope_interleave": False}, UnsupportedError, "rope_interleave false"),
+        ({"index_topk_pattern": "FX"}, ConfigError, "index_topk_pattern is 'FX', expected F or S"),
+        ({"index_topk_pattern": "SF"}, ConfigError, "layer 0 shares"),
+        ({"index_topk_freq": 0}, ConfigError, "index_topk_freq is 0"),
+        ({"indexer_types": ["full"]}, ConfigError, "indexer_types names 1 layers"),
+        ({"indexer_types": ["full", "none"] * 30 + ["full"]}, ConfigError, "indexer_types has 'no"),
+    ],
+)
+def test_indexers_that_cannot_be_computed(change, error, said):
+    with pytest.raises(error, match=said):
+        from_hf({**published("deepseek-v3.2"), **change})
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("deepseek-v3.2", "V3.2"),
         ("deepseek-v4-flash", "DeepSeek-V4 "),
         ("deepseek-v4.1-flash", "DeepSeek-V4.1"),
     ],

@@ -173,7 +173,9 @@ def test_not_enough_memory(original, monkeypatch):
     monkeypatch.setattr(type(assembly.platform), "memory", lambda self, rank: free)
     Harness(assembly)
     free = MemoryInfo(9, needed + tables - 1)
-    with pytest.raises(ConfigError, match=r"--max-running 64: page tables .*--context-length"):
+    with pytest.raises(
+        ConfigError, match=r"--max-running-requests 64: page tables .*--context-length"
+    ):
         Harness(assembly)
     free = MemoryInfo(9, needed - 1)
     with pytest.raises(ConfigError, match=r"weights need .* are free on cpu: --dtype bfloat16"):
@@ -195,7 +197,15 @@ def test_an_enormous_context_is_blamed_on_the_rotation_table(tmp_path, monkeypat
 @pytest.mark.parametrize("fp8", [False, True])
 def test_estimate_and_progress(tmp_path, fp8, kernels, capsys):
     """The estimate is what is packed, and the bar's total what is read, within 2 %."""
-    whole = {"qk_nope_head_dim": 32, "v_head_dim": 48}  # which native packing need not fill up
+    whole = {  # widths that native packing need not fill up
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "kv_lora_rank": 64,
+        "q_lora_rank": 112,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "vocab_size": 192,
+    }
     (write_tiny_fp8 if fp8 else write_tiny)(tmp_path, "v3", **whole)
     assembly = decide(tmp_path, kernels)
     checkpoint = Checkpoint(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
+from ds_runtime.model.loaders.encodings import FP8_BLOCK
 from ds_runtime.model.quant import PartRequest, Place, read_part
 
 SCALES = ("F32", "BF16", "U8", "F8_E8M0")
@@ -39,9 +41,10 @@ def make(rows: int, cols: int, block: tuple[int, int], scale: str = "F32", seed:
 
 
 def request(folder: Path, shape, block, rows, cols, index=None, first_row=0) -> PartRequest:
-    quantization = {"weight_block_size": list(block)}
-    place = Place(("m.weight", "m.weight_scale_inv"), shape, index, first_row)
-    return PartRequest(Checkpoint(folder), quantization, "m", "fp8_block", place, rows, cols)
+    names = {"weight": "m.weight", "scale": "m.weight_scale_inv"}
+    place = Place(names, shape, index, first_row)
+    encoding = replace(FP8_BLOCK, block=block)
+    return PartRequest(Checkpoint(folder), {}, "m", encoding, place, rows, cols)
 
 
 def save(folder: Path, weight, scale) -> None:

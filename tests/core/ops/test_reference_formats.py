@@ -15,7 +15,7 @@ from ds_runtime.assemble import find_loader
 from ds_runtime.bench.shapes import config_of
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.hf import from_hf
-from ds_runtime.ops.reference import ds_quant_loaders
+from ds_runtime.model.loaders import ds_quant_loaders
 from ds_runtime.ops.reference.formats import torch_dtype
 from ds_runtime.ops.reference.linear import Fp8W8A8Linear, quantize_group
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, QuantLoader
@@ -160,7 +160,7 @@ def test_fp8_arithmetic_equals_a_loop_over_blocks(
 
 
 def loaders() -> dict[str, QuantLoader]:
-    return {x.name: x for x in ds_quant_loaders(FACTS) if isinstance(x, QuantLoader)}
+    return {x.name: x for x in ds_quant_loaders(FACTS)}
 
 
 V3 = {
@@ -194,7 +194,7 @@ def test_loaders_accept_what_they_read_and_nothing_else() -> None:
         ({"weight_block_size": [64, 64]}, "weight_block_size [64, 64] is not supported; expected"),
         ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; expected 'e4m3'"),
         ({"activation_scheme": "static"}, "activation_scheme 'static' is not supported"),
-        ({"quant_method": "awq"}, "quant_method 'awq'"),
+        ({"quant_method": "exl2"}, "quant_method 'exl2'"),
     ],
 )
 def test_the_value_at_fault_is_named_with_its_file(change: dict[str, object], said: str) -> None:
@@ -223,8 +223,8 @@ def test_the_value_at_fault_is_named_with_its_file(change: dict[str, object], sa
     ],
 )
 def test_native_fp8_checkpoints_keep_some_modules_dense(module: str, want: str) -> None:
-    assert loaders()["fp8"].format_of(V3, module) == want
-    assert loaders()["dense"].format_of({}, module) == "dense"
+    assert loaders()["fp8"].encodings(V3)(module).format == want
+    assert loaders()["dense"].encodings({})(module).format == "dense"
 
 
 def test_modules_not_to_convert_are_whole_path_parts() -> None:
@@ -232,5 +232,5 @@ def test_modules_not_to_convert_are_whole_path_parts() -> None:
     quantization = {**V3, "modules_to_not_convert": ["o_proj", "model.layers.1", "self_attn.kv_b"]}
     dense = ["layers.7.self_attn.o_proj", "model.layers.1.mlp.up_proj"]
     kept = ["layers.7.self_attn.q_b_proj", "model.layers.11.mlp.up_proj", "a.self_attn.kv_b_proj"]
-    assert {fp8.format_of(quantization, m) for m in dense} == {"dense"}
-    assert {fp8.format_of(quantization, m) for m in kept} == {"fp8_block"}
+    assert {fp8.encodings(quantization)(m).format for m in dense} == {"dense"}
+    assert {fp8.encodings(quantization)(m).format for m in kept} == {"fp8_block"}

@@ -25,7 +25,7 @@ def slow_sample(
     kept = order[:top_k] if top_k else list(order)
     total, running, nucleus, margin = math.fsum(weight[i] for i in kept), 0.0, [], 1.0
     for i in kept:
-        if nucleus and running >= top_p * total:
+        if nucleus and top_p < 1 and running >= top_p * total:
             break
         nucleus.append(i)
         running += weight[i]

@@ -17,10 +17,14 @@ import zmq
 
 from ds_runtime.engine.messages import (
     Abort,
+    Adapt,
+    Adapted,
     Dead,
     Failed,
     Flush,
     Flushed,
+    Profile,
+    Profiled,
     Ready,
     Stats,
     Stop,
@@ -41,6 +45,8 @@ READY = Ready(
     kv_tokens=1,
     page_size=16,
     queue_limit=1024,
+    settings={"tp": 1},
+    plan={"rows": []},
 )
 
 
@@ -62,6 +68,9 @@ class FakeEngine:
     submits: list[Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     flushes: int = 0
+    profiling: str | None = None
+    adapters: list[str] = field(default_factory=list)
+    adapts: list[Adapt] = field(default_factory=list)
     generated: int = 0
     bytes_in: int = 0
 
@@ -102,12 +111,34 @@ class FakeEngine:
             case Flush():
                 self.flushes += 1
                 self.send(Flushed(message.token, 7))
+            case Profile():
+                refused = "one runs or none does" if message.folder == self.profiling else ""
+                path = "" if message.folder else f"{self.profiling}/1.trace.json.gz"
+                self.profiling = message.folder
+                self.send(Profiled(message.token, path, refused))
+            case Adapt():
+                self.adapt(message)
             case Stop():
                 self.alive = False
 
+    def adapt(self, message: Adapt) -> None:
+        """A folder whose path says bad is refused."""
+        self.adapts.append(message)
+        refused = ""
+        if message.folder is None:
+            if any(j.submit.adapter == message.name for j in self.jobs.values()):
+                refused = "in use"
+            else:
+                self.adapters.remove(message.name)
+        elif "bad" in message.folder:
+            refused = f"{message.folder}: rank 3 found, 4 expected"
+        else:
+            self.adapters.append(message.name)
+        self.send(Adapted(message.token, list(self.adapters), refused))
+
     def admit(self, submit: Submit) -> None:
         text = self.tokenizer.decode(submit.prompt, skip_special=False)
-        order, rest = re.findall(r"\[(\w+) ?([^\]]*)\]", text)[-1]
+        order, rest = (re.findall(r"\[(\w+) ?([^\]]*)\]", text) or [("say", "so")])[-1]
         if order == "full":
             return self.send(Failed(submit.rid, "queue_full", "the queue holds 1024 requests"))
         if order == "invalid":

@@ -1,7 +1,11 @@
-"""Runs `serve` with the fake engine in a process of its own. Arguments: folder, port, mode."""
+"""Runs `serve` with the fake engine in a process of its own.
+
+Arguments: folder, port, mode, and settings of the server as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -24,6 +28,8 @@ def engine_main(model, to_engine, from_engine, mode):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "fails":
         sys.exit(3)
+    if mode == "dies later" and Path(model, "died").exists():
+        sys.exit(4)
     engine = FakeEngine(Tokenizer.load(model), to_engine, from_engine, ready=mode != "loads")
     engine.run()
     if mode == "stubborn":
@@ -57,7 +63,7 @@ if __name__ == "__main__":
     try:
         code = serve(
             EngineConfig(model=sys.argv[1]),
-            ServerConfig(port=int(sys.argv[2])),
+            ServerConfig(port=int(sys.argv[2]), **json.loads(sys.argv[4])),
             launch=lambda config, folder, explicit: Processes(config, Path(folder), explicit),
         )
     except DsRuntimeError as e:

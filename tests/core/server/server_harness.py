@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import uvicorn
 from fake_engine import FakeEngine
+from fastapi import FastAPI
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.engine.transport import ipc, private_folder
@@ -20,7 +21,9 @@ from ds_runtime.server.client import EngineClient
 from ds_runtime.server.prepare import ModelInfo
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.server.serve import listen
-from ds_runtime.text.template import load_template
+from ds_runtime.server.web import web as make_web
+from ds_runtime.text.parsers import Parsers
+from ds_runtime.text.template import Template, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
 
@@ -30,6 +33,7 @@ class Served:
     engine: FakeEngine
     http: httpx.Client
     tokenizer: Tokenizer
+    app: FastAPI
 
     def post(self, path, **body):
         return self.http.post(path, json=body)
@@ -52,24 +56,38 @@ def until(condition, seconds=5.0):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, template=True, ready=True, routes_of=None, queue_limit=1024, **config):
+def serving(
+    folder: Path,
+    *,
+    template: Template | bool | None = True,  # the folder's, another, or none
+    ready=True,
+    routes_of=None,
+    queue_limit=1024,
+    parsers=None,
+    send_buffer=None,
+    tell=(),
+    **config,
+):
     tokenizer = Tokenizer.load(folder)
     server_config = ServerConfig(port=0, served_model_name="fake", **config)
     model = ModelInfo(
         "fake",
-        load_template(folder, tokenizer) if template else None,
+        str(folder),
+        load_template(folder, tokenizer) if template is True else template or None,
         GenerationDefaults.load(folder),
+        parsers or Parsers(),
     )
     with private_folder() as sockets, contextlib.closing(listen("127.0.0.1", 0)) as sock:
+        if send_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         addresses = ipc(sockets, "to_engine"), ipc(sockets, "from_engine")
         engine = FakeEngine(tokenizer, *addresses, ready=ready, queue_limit=queue_limit)
-        client = EngineClient(*addresses)
-        app = create_app(client, tokenizer, server_config, model)
+        think_id = tokenizer.token_id("<think>") if server_config.strip_thinking_cache else None
+        client = EngineClient(*addresses, think_id)
+        app = create_app(client, tokenizer, server_config, model, tell)
         if routes_of is not None:
             routes_of(app)
-        web = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, lifespan="off", ws="none", access_log=False)
-        )
+        web = make_web(app, server_config, sock, grace=1)
 
         async def main():
             await client.start()
@@ -81,11 +99,12 @@ def serving(folder: Path, *, template=True, ready=True, routes_of=None, queue_li
 
         thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
         thread.start()
-        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=20) as http:
+        scheme = "http" if server_config.ssl_certfile is None else "https"
+        url = f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=20, verify=False) as http:
             if ready:
                 until(lambda: http.get("/health").status_code == 200)
-            yield Served(url, engine, http, tokenizer)
+            yield Served(url, engine, http, tokenizer, app)
         engine.alive = False
         web.should_exit = True
         thread.join(10)

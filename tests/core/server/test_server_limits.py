@@ -151,25 +151,33 @@ def large():
         ),
         "tools": (
             "/v1/chat/completions",
-            CHAT.replace("%s", '"tools": [{"function": {"x": "' + "word " * 200_000 + '"}}]'),
+            CHAT.replace(
+                "%s", '"tools": [{"function": {"name": "f", "x": "' + "word " * 200_000 + '"}}]'
+            ),
             "tokens",
         ),
     }
 
 
 def longest_wait(served, path, raw, said):
-    """Most seconds between two answers of /health to another client while `raw` was refused."""
-    times, done = [time.perf_counter()], threading.Event()
+    """Most seconds between two answers of /health to another client while `raw` was refused.
+
+    Client, engine and server share this process: its own processor time counts, not that of others
+    on a busy machine.
+    """
+    times, asks, done = [], threading.Event(), threading.Event()
 
     def others():
         with httpx.Client(base_url=served.url, timeout=20) as http:
-            while not done.is_set():
+            while not done.is_set() or len(times) < 2:
                 assert http.get("/health").status_code == 200
-                times.append(time.perf_counter())
+                times.append(time.process_time())
+                asks.set()
 
     thread = threading.Thread(target=others)
     thread.start()
     try:
+        assert asks.wait(20)
         found = error(served.http.post(path, content=raw), 400)
     finally:
         done.set()
@@ -181,9 +189,10 @@ def longest_wait(served, path, raw, said):
 @pytest.mark.parametrize("name", ["ids", "input_ids", "tokens", "text", "messages", "tools"])
 def test_large_bodies_do_not_hold_up_the_others(served, large, name):
     path, body, said = large[name]
-    # Client, engine and server share this process, and the machine may be busy: three tries.
+    # One that is held up waits as long each time. Where other programs take the processors from the
+    # thread that asks, it may see this process work meanwhile: once, not each time.
     waits = []
-    while len(waits) < 3 and min(waits, default=1.0) > 0.3:
+    while len(waits) < 5 and min(waits, default=1.0) > 0.3:
         waits.append(longest_wait(served, path, body.encode(), said))
     assert min(waits) < 0.3, waits
 
@@ -211,7 +220,7 @@ def test_a_prompt_is_sent_once_whatever_n(served):
 def test_choices_that_end_early_count_as_aborted(bpe_folder):
     def aborted(served):
         lines = served.http.get("/metrics").text.splitlines()
-        found = [line for line in lines if 'choices_finished_total{reason="abort"}' in line]
+        found = [line for line in lines if 'request_success_total{finished_reason="abort"' in line]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0
 
     with serving(bpe_folder) as served:
@@ -304,7 +313,7 @@ def test_more_choices_than_may_ever_wait(bpe_folder):
     with serving(bpe_folder, queue_limit=2) as served:
         found = error(served.chat("[say ok]", n=5), 400)
         assert found["param"] == "n" and "n make 5 choices" in found["message"]
-        assert "larger --queue-limit" in found["message"]
+        assert "larger --max-queued-requests" in found["message"]
         found = error(served.post("/v1/completions", prompt=["[say ok]"] * 3), 400)
         assert found["param"] == "prompt" and "prompts make 3 choices" in found["message"]
         assert served.chat("[say ok]", n=2).status_code == 200

@@ -259,3 +259,17 @@ def test_messages_reach_the_template(client, served):
         '\n[tool] {"name": "f", "parameters": {}}<｜User｜>a<｜Assistant｜>[call] f {}'
         "<｜end▁of▁sentence｜>[result] 42<｜User｜>b\n[say c]<｜Assistant｜><think>"
     )
+
+
+def test_the_last_message_is_continued(client, served):
+    messages = [{"role": "user", "content": "[say x]"}, {"role": "assistant", "content": "It is"}]
+    body = {"continue_final_message": True}
+    client.chat.completions.create(model="fake", messages=messages, extra_body=body)
+    text = served.tokenizer.decode(served.engine.submits[-1].prompt, skip_special=False)
+    assert text.endswith("<｜Assistant｜>It is")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=messages[:1], extra_body=body)
+    assert caught.value.param == "messages[0]" and "the assistant's" in str(caught.value)
+    both = body | {"add_generation_prompt": True}
+    with pytest.raises(openai.BadRequestError, match="send one of them"):
+        client.chat.completions.create(model="fake", messages=messages, extra_body=both)

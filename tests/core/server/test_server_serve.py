@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
@@ -29,9 +30,9 @@ MAIN = Path(__file__).with_name("serve_main.py")
 
 
 @contextlib.contextmanager
-def started(folder, mode="works", port=0):
+def started(folder, mode="works", port=0, **config):
     process = subprocess.Popen(
-        [sys.executable, str(MAIN), str(folder), str(port), mode],
+        [sys.executable, str(MAIN), str(folder), str(port), mode, json.dumps(config)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,6 +54,14 @@ def read_until(process, pattern):
     raise AssertionError(f"no {pattern!r}: {process.stderr.read()}")
 
 
+def read_errors(process, pattern):
+    """The same in standard error."""
+    for line in process.stderr:
+        if found := re.search(pattern, line):
+            return found
+    raise AssertionError(f"no {pattern!r}")
+
+
 def test_serves_and_ends_with_every_process_and_file(bpe_folder):
     with started(bpe_folder) as process:
         folder = Path(read_until(process, r"folder (.*)")[1])
@@ -69,10 +78,12 @@ def test_serves_and_ends_with_every_process_and_file(bpe_folder):
                 next(lines)
                 begin = time.monotonic()
                 process.send_signal(signal.SIGINT)
+                read_errors(process, "shutting down: 1 requests may take 20 s more")
+                process.send_signal(signal.SIGINT)
                 rest = list(lines)
         assert process.wait(5) == 0
         assert time.monotonic() - begin < 5
-        assert "the server is shutting down" in "".join(rest)
+        assert '"code":"shutting_down"' in "".join(rest)
         until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert not folder.exists()
         assert process.stderr.read() == ""
@@ -97,16 +108,26 @@ def test_an_engine_that_does_not_start_gives_its_reason(bpe_folder):
     with started(bpe_folder, "fails") as process:
         assert process.wait(10) == 1
         said = process.stderr.read()
-        assert said == "the engine did not start: engine rank 0 left with exit code 3\n"
+        assert re.fullmatch(
+            r"\S+ \S+ ERROR server\.serve the engine did not start: "
+            r"engine rank 0 left with exit code 3\n",
+            said,
+        )
 
 
 def test_an_engine_that_dies_later(bpe_folder):
-    with started(bpe_folder) as process:
+    with started(bpe_folder, on_engine_death="exit") as process:
         engine = psutil.Process(int(read_until(process, r"engine (\d+)")[1]))
         url = read_until(process, r"serving \S+ at (http://\S+)")[1]
-        engine.kill()
+        body = {"messages": [{"role": "user", "content": "[go on ]"}], "stream": True}
         with httpx.Client(base_url=url, timeout=5) as http:
+            with http.stream("POST", "/v1/chat/completions", json=body) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                engine.kill()
+                assert "; the server exits" in "".join(lines)
             until(lambda: http.get("/health").status_code == 503)
+            assert http.get("/health").json()["status"] == "dead"
             assert "exit code -9" in http.get("/health").json()["reason"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) in (0, 1)

@@ -168,7 +168,8 @@ def test_metrics(served):
     key = 'ds_runtime_http_requests_total{route="/v1/chat/completions",status="200"}'
     assert float(values[key]) >= 1
     assert float(values['ds_runtime_http_requests_total{route="other",status="404"}']) >= 1
-    assert float(values["ds_runtime_time_to_first_token_seconds_count"]) >= 1
-    assert float(values['ds_runtime_choices_finished_total{reason="stop"}']) >= 1
-    assert float(values["ds_runtime_generated_tokens_total"]) >= 1
-    assert "ds_runtime_pages_free" in values
+    assert float(values['ds_runtime_time_to_first_token_seconds_count{model_name="fake"}']) >= 1
+    key = 'ds_runtime_request_success_total{finished_reason="stop",model_name="fake"}'
+    assert float(values[key]) >= 1
+    assert float(values['ds_runtime_generation_tokens_total{model_name="fake"}']) >= 1
+    assert 'ds_runtime_kv_pages_free{model_name="fake"}' in values

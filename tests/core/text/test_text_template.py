@@ -101,6 +101,8 @@ def test_a_broken_template_names_its_line():
         ("{{ 'a' + none }}", "refuses these messages"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
+        ("{{ 'x' * 10 ** 17 }}", "refuses these messages"),
     ],
 )
 def test_refusals_are_request_errors(source, message):

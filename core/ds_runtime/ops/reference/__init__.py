@@ -1,4 +1,4 @@
-"""The built-in plugin "reference": one torch kernel per op, the plain cache layout, two loaders.
+"""The built-in plugin "reference": one torch kernel per op, the plain cache layout.
 
 It enters through the same hooks as every plugin, at rank 0: what nobody else offers runs here.
 Torch-free at import; the kernels are in the sibling files, one per area.
@@ -6,22 +6,23 @@ Torch-free at import; the kernels are in the sibling files, one per area.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from ds_runtime.errors import shown
 from ds_runtime.hookspecs import hookimpl
-from ds_runtime.ops.spec import RANK_REFERENCE, Facts, Kernel, Layout, QuantLoader
+from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.spec import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel, Layout
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "reference"
-FORMATS = frozenset({"dense", "fp8_block"})
 _OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb"})
-_HOST_LOOPS = frozenset({"mla_decode", "experts", "mha_prefill", "cache_gather", "sample"})
-_KEPT_DENSE = frozenset(
-    {"lm_head", "head", "embed", "embed_tokens", "gate", "eh_proj", "norm", "enorm", "hnorm"}
+_HOST_LOOPS = frozenset(  # references that read the device to decide what to do
+    {"mla_decode", "experts", "mha_prefill", "cache_gather", "sample", "logprobs"}
+    | {"cache_write", "mla_prologue", "index_prologue", "index_scores"}
 )
-_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# A row's bits are its own. Where rows are summed, torch's order depends on how many there are.
+_NO_SUMS = frozenset({"embed", "rope", "quantize_group"})
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def _bytes_per_token(facts: Facts) -> int:
@@ -36,14 +37,60 @@ LATENT_PAGES = Layout(
 )
 
 
+def _index_bytes_per_token(facts: Facts) -> int:
+    """An FP8 key has a float32 scale."""
+    d = facts.dims["index_dim"]
+    fp8 = facts.index_dtype == "float8_e4m3fn"
+    return d + 4 if fp8 else d * _ITEM_BYTES[facts.index_dtype]
+
+
+INDEX_PAGES = Layout(
+    name="index_pages",
+    version=1,
+    allocate="ds_runtime.ops.reference.index:allocate_index_pages",
+    bytes_per_token=_index_bytes_per_token,
+)
+
+
+def _scaled_bytes_per_token(facts: Facts) -> int:
+    """FP8 latents, a float32 scale per 128 of them, keys in bfloat16."""
+    kv_lora = facts.dims["kv_lora"]
+    return kv_lora + 4 * -(-kv_lora // 128) + 2 * facts.dims["qk_rope"]
+
+
+LATENT_FP8_GROUPS = Layout(
+    name="latent_fp8_groups",
+    version=1,
+    allocate="ds_runtime.ops.reference.scaled:allocate_latent_fp8_groups",
+    bytes_per_token=_scaled_bytes_per_token,
+)
+_SCALED = {  # kernels of this layout: op → function
+    "cache_write": "scaled_cache_write",
+    "cache_gather": "scaled_cache_gather",
+    "sparse_prefill": "scaled_sparse_mla",
+    "sparse_decode": "scaled_sparse_mla",
+}
+_LAYOUTS = {"": frozenset[str](), "kv": frozenset({LATENT_PAGES.tag})}
+_LAYOUTS["index"] = frozenset({INDEX_PAGES.tag})
+
+
 def _refuse_kv_dtype(facts: Facts) -> str | None:
     if facts.kv_dtype in _ITEM_BYTES:
         return None
     return f"latent_pages holds {', '.join(_ITEM_BYTES)} rows, not {facts.kv_dtype}"
 
 
+def _refuse_index_dtype(facts: Facts) -> str | None:
+    if facts.index_dtype in _ITEM_BYTES:
+        return None
+    return f"index_pages holds {', '.join(_ITEM_BYTES)} keys, not {facts.index_dtype}"
+
+
 def _accept(facts: Facts) -> str | None:
     return None
+
+
+_GATES = {"": _accept, "kv": _refuse_kv_dtype, "index": _refuse_index_dtype}
 
 
 def _offer(name: str) -> Kernel:
@@ -53,12 +100,29 @@ def _offer(name: str) -> Kernel:
         fn=op.reference,
         provider=PROVIDER,
         rank=RANK_REFERENCE,
-        refuse=_refuse_kv_dtype if op.layout == "kv" else _accept,
-        formats=FORMATS if op.name in _OWNS_WEIGHTS else frozenset(),
-        layouts=frozenset({LATENT_PAGES.tag}) if op.layout == "kv" else frozenset(),
+        refuse=_GATES[op.layout],
+        formats=frozenset(FORMATS) if op.name in _OWNS_WEIGHTS else frozenset(),
+        layouts=_LAYOUTS[op.layout],
         phases=frozenset({"prefill", "decode", "verify"}),
+        contract=op.version,
         graph_safe=op.name not in _HOST_LOOPS,
+        batch_invariant=op.name in _NO_SUMS,
         source="ds_runtime.ops.reference",
+    )
+
+
+def _refuse_unscaled(facts: Facts) -> str | None:
+    if facts.kv_dtype == FP8_GROUPS:
+        return None
+    return f"latent_fp8_groups holds {FP8_GROUPS} rows, not {facts.kv_dtype}"
+
+
+def _offer_scaled(name: str, function: str) -> Kernel:
+    return replace(
+        _offer(name),
+        fn=f"ds_runtime.ops.reference.scaled:{function}",
+        refuse=_refuse_unscaled,
+        layouts=frozenset({LATENT_FP8_GROUPS.tag}),
     )
 
 
@@ -86,8 +150,15 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
         "mla_prologue",
         "cache_write",
         "cache_gather",
+        "index_prologue",
+        "index_scores",
+        "index_topk",
+        "sparse_prefill",
+        "sparse_decode",
     )
-    return [LATENT_PAGES, *(_offer(name) for name in names)]
+    scaled = [_offer_scaled(name, function) for name, function in _SCALED.items()]
+    layouts = [LATENT_PAGES, INDEX_PAGES, LATENT_FP8_GROUPS]
+    return [*layouts, *(_offer(name) for name in names), *scaled]
 
 
 @hookimpl
@@ -105,94 +176,18 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
     names = (
         "embed",
         "quantize_group",
+        "lora_delta",
         "rms_norm",
         "add_rms_norm",
         "rope",
         "silu_mul",
+        "mask_logits",
         "sample",
         "logprobs",
     )
     return [_offer(name) for name in names]
 
 
-def _accepts_dense(quantization: Mapping[str, Any]) -> bool:
-    return not quantization
-
-
-def _format_dense(quantization: Mapping[str, Any], module: str) -> str:
-    return "dense"
-
-
-def _accepts_fp8(quantization: Mapping[str, Any]) -> bool:
-    return quantization.get("quant_method") == "fp8" and _refuse_fp8(quantization) is None
-
-
-def _refuse_fp8(quantization: Mapping[str, Any]) -> str | None:
-    """Which value of an fp8 quantization_config is not read."""
-    get = quantization.get
-    if get("quant_method") != "fp8":
-        return None
-    reads = (
-        ("weight_block_size", get("weight_block_size") in ([128, 128], (128, 128)), "[128, 128]"),
-        (
-            "modules_to_not_convert",
-            _are_names(get("modules_to_not_convert")),
-            "a list of module names",
-        ),
-        ("fmt", get("fmt", "e4m3") == "e4m3", "'e4m3'"),
-        ("activation_scheme", get("activation_scheme", "dynamic") == "dynamic", "'dynamic'"),
-    )
-    for key, fine, wanted in reads:
-        if not fine:
-            return f"{key} {shown(get(key))} is not supported; expected {wanted}"
-    return None
-
-
-def _are_names(value: object) -> bool:
-    return value is None or (
-        isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
-    )
-
-
-def _segments(path: str) -> list[str]:
-    return path.removeprefix("model.").removesuffix(".weight").split(".")
-
-
-def _names(entry: str, module: str) -> bool:
-    """Whether `entry` names `module`, a parent of it, or a part of its path."""
-    part, whole = _segments(entry), _segments(module)
-    return any(whole[i : i + len(part)] == part for i in range(len(whole) - len(part) + 1))
-
-
-def _format_fp8(quantization: Mapping[str, Any], module: str) -> str:
-    last = _segments(module)[-1]
-    if last in _KEPT_DENSE or last.endswith("norm"):
-        return "dense"
-    kept = quantization.get("modules_to_not_convert") or ()
-    return "dense" if any(_names(entry, module) for entry in kept) else "fp8_block"
-
-
-_DENSE_COMPONENTS = {"dense": ("weight",)}
-
-
 @hookimpl
-def ds_quant_loaders(facts: Facts) -> Sequence[QuantLoader | Kernel]:
-    read = "ds_runtime.model.quant:read_part"
-    dense = QuantLoader(
-        name="dense",
-        accepts=_accepts_dense,
-        format_of=_format_dense,
-        components=_DENSE_COMPONENTS,
-        read=read,
-        provider=PROVIDER,
-    )
-    fp8 = QuantLoader(
-        name="fp8",
-        accepts=_accepts_fp8,
-        format_of=_format_fp8,
-        components={**_DENSE_COMPONENTS, "fp8_block": ("weight", "weight_scale_inv")},
-        read=read,
-        provider=PROVIDER,
-        refuse=_refuse_fp8,
-    )
-    return [dense, fp8, _offer("linear"), FP8_W8A8]
+def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
+    return [_offer("linear"), FP8_W8A8]

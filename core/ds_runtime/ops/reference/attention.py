@@ -10,7 +10,16 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
 from ds_runtime.ops.reference.cache import cache_write, gather_rows
-from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved, case, segments, site
+from ds_runtime.ops.reference.cases import (
+    OTHERS,
+    Call,
+    Case,
+    Maker,
+    Saved,
+    case,
+    segments,
+    site,
+)
 from ds_runtime.ops.reference.formats import torch_dtype, wide
 from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.reference.rope import rope
@@ -78,10 +87,10 @@ def merge_state(
 
 @dataclass
 class DecodeState:
-    """Step state of ReferenceMlaDecode: a page table, and lengths on the host."""
+    """Step state of ReferenceMlaDecode: a page table, and on the host what each row sees."""
 
     page_table: Tensor
-    lens: tuple[int, ...] = ()
+    rows: tuple[tuple[int, int], ...] = ()  # (sequence, tokens) per row
 
 
 class ReferenceMlaDecode:
@@ -95,19 +104,29 @@ class ReferenceMlaDecode:
         return DecodeState(torch.zeros(shape, dtype=torch.int32, device=limits.device))
 
     def prepare(self, state: DecodeState, batch: Batch) -> None:
-        state.lens = ()
+        state.rows = ()
         if batch.decode is not None:
             table = batch.decode.page_table
             state.page_table[: table.shape[0], : table.shape[1]].copy_(table)
-            state.lens = batch.decode.host_kv_lens
+            state.rows = rows_of(batch.decode)
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], self.kv_lora)
-        for i, length in enumerate(state.lens):
-            keys = gather_rows(cache, state.page_table[i], 0, length).to(wide(q.dtype))
+        for i, (sequence, length) in enumerate(state.rows):
+            keys = gather_rows(cache, state.page_table[sequence], 0, length).to(wide(q.dtype))
             scores = q[i].to(keys.dtype) @ keys.T * scale  # [heads, length]
             out[i] = (scores.softmax(-1) @ keys[:, : self.kv_lora]).to(q.dtype)
         return out
+
+
+def rows_of(part: DecodePart) -> tuple[tuple[int, int], ...]:
+    """(sequence, tokens that it sees) of every row."""
+    counts = part.q_lens or (1,) * part.size
+    return tuple(
+        (i, length - (count - 1 - j))
+        for i, (length, count) in enumerate(zip(part.host_kv_lens, counts, strict=True))
+        for j in range(count)
+    )
 
 
 class ReferenceMlaAbsorb:
@@ -218,37 +237,44 @@ def mla_decode_samples(facts: Facts) -> Iterator[Case]:
     """One state over several steps: shuffled pages, NaN wherever nobody may look."""
     page, heads = facts.page_size, facts.dims["heads"]
     width = facts.dims["kv_lora"] + facts.dims["qk_rope"]
-    steps: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
-        ("one token", ((1,),)),
-        ("page edges", ((page, page + 1, 2 * page, 1), (page - 1, 3 * page + 2))),
-        ("many, then few, then none", (tuple(range(1, 20)), (7,), ())),
-        ("long", ((1000, 3),)),
+    steps: tuple[tuple[str, tuple[tuple[int, ...], ...], tuple[int, ...]], ...] = (
+        ("one token", ((1,),), ()),
+        ("page edges", ((page, page + 1, 2 * page, 1), (max(1, page - 1), 3 * page + 2)), ()),
+        ("many, then few, then none", (tuple(range(1, 20)), (7,), ()), ()),
+        ("long", ((1000, 3),), ()),
+        ("two rows each", ((2, page + 1, 70),), (2, 2, 2)),
+        ("uneven rows", ((9, page, 2 * page + 1, 130),), (4, 1, 3, 5)),
     )
-    for label, batches in steps:
+    for label, batches, q_lens in steps:
         make = Maker(facts, label)
         pages = max(-(-n // page) for lens in batches for n in lens) + 1
-        limits = Limits(64, 24, pages, page, heads, torch.device("cpu"))
+        most = max(q_lens, default=1)
+        limits = Limits(64, 24, pages, page, heads, torch.device("cpu"), most)
         calls = [Call((limits,), method="state", save="state")]
         for lens in batches:
             cache, table = make.paged(lens)
-            calls.append(Call((Saved("state"), decode_batch(lens, table)), "prepare", save="none"))
-            q = make.normal(len(lens), heads, width, scale=2)
+            step = decode_batch(lens, table, q_lens)
+            calls.append(Call((Saved("state"), step), "prepare", save="none"))
+            q = make.normal(step.num_decode, heads, width, scale=2)
             calls.append(Call((Saved("state"), q, cache, width**-0.5), method="run"))
         yield Case(label, facts, tuple(calls))
 
 
-def decode_batch(lens: tuple[int, ...], table: Tensor) -> Batch:
-    """A step of one new token for each of the sequences of these cached lengths."""
-    size = len(lens)
-    none = torch.zeros(size, dtype=torch.int64)
-    device_lens = torch.tensor(lens, dtype=torch.int32)
-    decode = DecodePart(table, device_lens, lens) if size else None
-    return Batch(none, device_lens.to(torch.int64) - 1, none - 1, torch.arange(size), decode)
+def decode_batch(lens: tuple[int, ...], table: Tensor, q_lens: tuple[int, ...] = ()) -> Batch:
+    """A step of new tokens, one or `q_lens`, for the sequences of these cached lengths."""
+    if not lens:
+        none = torch.zeros(0, dtype=torch.int64)
+        return Batch(none, none, none, none)
+    decode = DecodePart(table, torch.tensor(lens, dtype=torch.int32), lens, q_lens)
+    positions = torch.tensor([length - 1 for _, length in rows_of(decode)])
+    none = torch.zeros_like(positions)
+    return Batch(none, positions, none - 1, torch.arange(decode.rows), decode)
 
 
 def mla_absorb_samples(facts: Facts) -> Iterator[Case]:
     """The three uses of one packing, on slices of wider tensors, dense and FP8."""
-    shapes = (("dense", 0), ("fp8_block", 0), ("fp8_block", 64))
+    formats = ("dense", "fp8_block", "int8_channel", "int4_group", *OTHERS)
+    shapes = (*((fmt, 0) for fmt in formats), ("fp8_block", 64))
     for fmt, cut in shapes:
         make = Maker(facts, f"{fmt} {cut}")
         heads, nope, v = (facts.dims[name] for name in ("heads", "qk_nope", "v"))

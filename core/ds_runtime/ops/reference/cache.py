@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.reference.cases import Case, Maker, case, segments
-from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.ops.reference.formats import is_fp8, torch_dtype
 from ds_runtime.ops.spec import Facts
 
 
@@ -30,7 +30,13 @@ def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) ->
     real = slots >= 0
     slots = slots[real]
     page, row = slots // cache.shape[1], slots % cache.shape[1]
-    cache[page, row] = torch.cat((latent[real], k_rope[real]), dim=-1).to(cache.dtype)
+    rows = torch.cat((latent[real], k_rope[real]), dim=-1)
+    if is_fp8(cache.dtype):  # saturate: torch's cast makes NaN of what is too large
+        largest = torch.finfo(cache.dtype).max
+        bytes_ = cache.view(torch.uint8)
+        bytes_[page, row] = rows.clamp(-largest, largest).to(cache.dtype).view(torch.uint8)
+    else:
+        cache[page, row] = rows.to(cache.dtype)
 
 
 def gather_rows(cache: Tensor, pages: Tensor, start: int, length: int) -> Tensor:
@@ -38,6 +44,8 @@ def gather_rows(cache: Tensor, pages: Tensor, start: int, length: int) -> Tensor
     page_size = cache.shape[1]
     tokens = torch.arange(start, start + length, device=cache.device)
     owners = pages[tokens // page_size].to(torch.int64)
+    if is_fp8(cache.dtype):  # torch has no gather of FP8
+        return cache.view(torch.uint8)[owners, tokens % page_size].view(cache.dtype)
     return cache[owners, tokens % page_size]
 
 
@@ -50,10 +58,10 @@ def cache_gather(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Reference of CacheGather for latent_pages."""
-    rows = [cache.new_empty(0, cache.shape[2])]
+    rows = [torch.empty(0, cache.shape[2], dtype=dtype, device=cache.device)]
     for pages, start, length in zip(page_table, starts.tolist(), segs.lens, strict=True):
-        rows.append(gather_rows(cache, pages, start, length))
-    dense = torch.cat(rows).to(dtype)  # [sum, kv_lora + rope]
+        rows.append(gather_rows(cache, pages, start, length).to(dtype))
+    dense = torch.cat(rows)  # [sum, kv_lora + rope]
     return dense[:, :kv_lora], dense[:, kv_lora:]
 
 

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
-from ds_runtime.ops.reference.formats import torch_dtype
-from ds_runtime.ops.spec import Facts
+from ds_runtime.ops.reference.formats import fp8_vectors, is_fp8, torch_dtype
+from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.spec import FP8_GROUPS, Facts
 from ds_runtime.ops.weight import Weight, WeightPart
 
 BLOCK = (128, 128)
+OTHERS = (  # formats that few kernels read: sampled more briefly
+    *("fp8_tensor", "fp8_channel", "mxfp8", "int8_block"),
+    *("int4_actorder", "w4afp8", "nvfp4", "mxfp4"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,13 @@ class PagedCache:
     """Stands for one layer's cache with these logical rows: slot → latent and rope key.
 
     rows: [pages · page_size, kv_lora + rope] in facts.kv_dtype; NaN where no kernel may look.
-    The harness writes them in the layout that the kernel under test reads.
+    The harness writes them in the layout that the kernel under test reads. role "index": index
+    keys [pages · page_size, d] in facts.index_dtype, or for FP8 in float32 what it stands for.
     """
 
     rows: Tensor
     page_size: int
+    role: str = "kv"
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,8 @@ class Maker:
 
     def __init__(self, facts: Facts, label: str) -> None:
         self.dtype = torch_dtype(facts.dtype)
-        self.kv_dtype = torch_dtype(facts.kv_dtype)
+        scaled = facts.kv_dtype == FP8_GROUPS  # its layout rounds what is written
+        self.kv_dtype = self.dtype if scaled else torch_dtype(facts.kv_dtype)
         self.facts = facts
         self.generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
 
@@ -152,6 +160,10 @@ class Maker:
         if fmt == "dense":
             values = self.normal(*shape, scale=shape[1] ** -0.5, dtype=dtype)
             return WeightPart(name, fmt, shape, {"weight": values})
+        if fmt.startswith(("int8_channel", "int4")):
+            return self._integers(name, shape, fmt, offset)
+        if fmt != "fp8_block":
+            return self._rounded(name, shape, fmt, offset)
         values = self.normal(*shape, scale=64.0, dtype=torch.float32).clamp(-448, 448)
         rows, cols = (-(-(n + o) // b) for n, o, b in zip(shape, offset, BLOCK, strict=True))
         if scale == "ue8m0":
@@ -163,25 +175,98 @@ class Maker:
         tensors = {"weight": values.to(torch.float8_e4m3fn), "scale": grid}
         return WeightPart(name, fmt, shape, tensors, block=BLOCK, offset=offset)
 
+    def _integers(
+        self, name: str, shape: tuple[int, int], fmt: str, offset: tuple[int, int]
+    ) -> WeightPart:
+        """ "int8_channel", "int4_group" in groups of 32, "int4_group zeros", "int4_actorder"."""
+        rows, cols = shape
+        fmt, _, zeros = fmt.partition(" ")
+        block = (1, max(1, cols) if fmt == "int8_channel" else 32)
+        low, high = (-127, 128) if fmt == "int8_channel" else (0, 16) if zeros else (-8, 8)
+        groups = -(-(cols + offset[1]) // block[1])
+        spread = (high - low) * 0.29  # of uniform codes
+        scale = (self.uniform(rows, groups) + 0.5) / (spread * cols**0.5)
+        tensors = {
+            "weight": self.integers(low, high, rows, cols).to(torch.int8),
+            "scale": scale.to(torch.float32),
+        }
+        if zeros:
+            tensors["zero"] = self.integers(5, 11, rows, groups).to(torch.int8)
+        if fmt == "int4_actorder":
+            tensors["group"] = (self.order(cols) // 32).to(torch.int32)
+        return WeightPart(name, fmt, shape, tensors, block, offset)
+
+    def _rounded(
+        self, name: str, shape: tuple[int, int], fmt: str, offset: tuple[int, int]
+    ) -> WeightPart:
+        """Gaussian numbers in any other format: a corner of a matrix that has `offset` more."""
+        (rows, cols), (up, left) = shape, offset
+        values = self.normal(rows + up, cols + left, scale=cols**-0.5, dtype=torch.float32)
+        whole = WeightPart(name, "dense", (rows + up, cols + left), {"weight": values})
+        made = quantise_part(whole, fmt, 32)
+        codes = made.tensors["weight"].view(torch.uint8)[up:, left:].contiguous()
+        tensors = {**made.tensors, "weight": codes.view(made.tensors["weight"].dtype)}
+        if fmt in ("w4afp8", "fp8_tensor", "nvfp4"):
+            tensors["input_scale"] = torch.tensor([0.0625])
+        return replace(made, shape=shape, tensors=tensors, offset=offset)
+
+    def table(self, lens: tuple[int, ...], spare: int = 2) -> Tensor:
+        """A page table of sequences of these lengths: [sequences, pages] int32.
+
+        Pages are shuffled, with `spare` that are nobody's; unused entries name one of these.
+        """
+        counts = [-(-n // self.facts.page_size) for n in lens]
+        order = self.order(sum(counts) + spare).to(torch.int32)
+        table = order[-1].repeat(len(lens), max(counts, default=0) + 1)
+        used = 0
+        for i, count in enumerate(counts):
+            table[i, :count] = order[used : used + count]
+            used += count
+        return table
+
     def paged(self, lens: tuple[int, ...], spare: int = 2) -> tuple[PagedCache, Tensor]:
         """A cache that holds sequences of these lengths, and their page table.
 
-        Pages are shuffled; rows behind a sequence's end and pages of nobody are NaN; unused table
-        entries name a page of nobody.
+        Rows behind a sequence's end and pages of nobody are NaN.
         """
-        size = self.facts.page_size
-        counts = [-(-n // size) for n in lens]
-        order = self.order(sum(counts) + spare).to(torch.int32)
-        table = order[-1].repeat(len(lens), max(counts, default=0) + 1)
         width = self.facts.dims["kv_lora"] + self.facts.dims["qk_rope"]
-        rows = torch.full((len(order) * size, width), float("nan"), dtype=self.kv_dtype)
-        used = 0
-        for i, (n, count) in enumerate(zip(lens, counts, strict=True)):
-            table[i, :count] = order[used : used + count]
-            used += count
+        return self._paged(lens, spare, width, self.kv_dtype)
+
+    def paged_index(self, lens: tuple[int, ...]) -> tuple[PagedCache, Tensor]:
+        """The same of index keys, which FP8 can hold exactly if facts.index_dtype is FP8."""
+        dtype = torch_dtype(self.facts.index_dtype)
+        cache, table = self._paged(lens, 2, self.facts.dims["index_dim"], torch.float32)
+        if is_fp8(dtype):
+            held = ~cache.rows.isnan().any(-1)
+            keys, scale = fp8_vectors(cache.rows[held])
+            cache.rows[held] = keys.to(torch.float32) * scale.unsqueeze(-1)
+            return replace(cache, role="index"), table
+        return replace(cache, rows=cache.rows.to(dtype), role="index"), table
+
+    def index_queries(self, rows: int, heads: int) -> tuple[Tensor, Tensor]:
+        """(queries [rows, heads, d] in facts.index_dtype, their scale [rows, heads] float32)."""
+        dtype, shape = torch_dtype(self.facts.index_dtype), (rows, heads)
+        q = self.normal(*shape, self.facts.dims["index_dim"], dtype=torch.float32)
+        return fp8_vectors(q) if is_fp8(dtype) else (q.to(dtype), torch.ones(shape))
+
+    def rows(self, lens: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """(owners, lens) int32 of the last `counts` rows of sequences of these lengths."""
+        pairs = list(zip(lens, counts, strict=True))
+        owners = [i for i, (_, count) in enumerate(pairs) for _ in range(count)]
+        seen = [n - count + 1 + j for n, count in pairs for j in range(count)]
+        return torch.tensor(owners, dtype=torch.int32), torch.tensor(seen, dtype=torch.int32)
+
+    def _paged(
+        self, lens: tuple[int, ...], spare: int, width: int, dtype: torch.dtype
+    ) -> tuple[PagedCache, Tensor]:
+        size = self.facts.page_size
+        table = self.table(lens, spare)
+        pages = sum(-(-n // size) for n in lens) + spare
+        rows = torch.full((pages * size, width), float("nan"), dtype=dtype)
+        for i, n in enumerate(lens):
             tokens = torch.arange(n)
             slots = table[i][tokens // size].to(torch.int64) * size + tokens % size
-            rows[slots] = self.normal(n, width, dtype=self.kv_dtype)
+            rows[slots] = self.normal(n, width, dtype=dtype)
         return PagedCache(rows, size), table
 
 

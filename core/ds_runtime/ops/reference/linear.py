@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved, case, site
-from ds_runtime.ops.reference.formats import decode_scale, torch_dtype, wide
+from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, Saved, case, site
+from ds_runtime.ops.reference.formats import decode_scale, fp8_vectors, torch_dtype, wide
 from ds_runtime.ops.spec import Facts
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
-
-FP8_MAX = 448.0
 
 
 class ReferenceLinear:
@@ -30,7 +29,7 @@ class ReferenceLinear:
         self.dtype = torch_dtype(facts.dtype)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        values = weight.dequantise(self.dtype)
+        values = _whole_tiles(weight.dequantise(self.dtype))
         return Packed(
             tag=self.tag,
             shape=weight.shape,
@@ -41,11 +40,22 @@ class ReferenceLinear:
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return F.linear(x, packed.tensors["weight"])
+        return F.linear(_whole_tiles(x), packed.tensors["weight"])
+
+
+def _whole_tiles(rows: Tensor) -> Tensor:
+    """Rows filled up with zeros to a multiple of 32 columns, where they are 16-bit on a CPU.
+
+    On processors with matrix tiles, torch's matmul reads shorter rows beyond their end: the NaN
+    of a neighbour would spoil them.
+    """
+    if rows.device.type != "cpu" or rows.dtype.itemsize != 2 or rows.shape[1] % 32 == 0:
+        return rows
+    return F.pad(rows, (0, -rows.shape[1] % 32))
 
 
 def _restore_weight(packed: Packed) -> Tensor:
-    values: Tensor = packed.tensors["weight"]
+    values: Tensor = packed.tensors["weight"][:, : packed.shape[1]]
     return values.to(wide(values.dtype))
 
 
@@ -62,6 +72,7 @@ class Fp8W8A8Linear:
         self.dtype = torch_dtype(facts.dtype)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
+        weight.expect(("fp8_block",), self.tag)
         ue8m0 = all(_powers_of_two(p.tensors["scale"]) for p in weight.parts)
         tensors: dict[str, object] = {"weight": weight, "ue8m0": ue8m0}
         nbytes = sum(t.nbytes for p in weight.parts for t in p.tensors.values())
@@ -117,14 +128,8 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """Reference of QuantizeGroup; scales are float64 for a float64 input."""
     compute = wide(x.dtype)
     tokens, n = x.shape
-    values = x.to(compute).reshape(tokens, n // group, group)
-    scale = values.abs().amax(-1).clamp(min=1e-4) / FP8_MAX  # [tokens, n / group]
-    if ue8m0:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa · 2^exponent, mantissa in [½, 1)
-        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        scale = torch.ldexp(torch.ones_like(scale), exponent)
-    q = (values / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
-    return q.to(torch.float8_e4m3fn).reshape(tokens, n), scale
+    q, scale = fp8_vectors(x.to(compute).reshape(tokens, n // group, group), ue8m0)
+    return q.reshape(tokens, n), scale
 
 
 def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
@@ -141,11 +146,27 @@ def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> C
     )
 
 
+# label, shape, rows of parts, offset, format
+_Sample = tuple[str, tuple[int, int], tuple[int, ...], tuple[int, int], str]
+
+
+def _others() -> Iterator[_Sample]:
+    """Of the formats that few kernels read."""
+    for fmt in OTHERS:
+        yield f"{fmt} even", (128, 256), (), (0, 0), fmt
+        yield f"{fmt} odd", (77, 131), (31, 46), (0, 0), fmt
+        height, width = FORMATS[fmt].block
+        cut = (5 if height > 1 else 0, 7 if width and fmt != "int4_actorder" else 0)
+        if any(cut):
+            yield f"{fmt} cut", (70, 81), (), cut, fmt
+
+
 def linear_samples(facts: Facts) -> Iterator[Case]:
     """Dense and FP8 weights, joined parts, partial blocks, shards that cut a block."""
     for out, n in ((1, 1), (3, 5), (64, 128), (130, 70), (257, 384)):
         make = Maker(facts, label := f"dense {out}x{n}")
         inputs = [make.normal(tokens, n) for tokens in (0, 1, 2, 5, 17, 33)]
+        inputs[-1][7] = float("nan")  # is no other row's business
         yield _linear_case(label, facts, make.weight(out, n), *inputs)
     make = Maker(facts, "dense parts")
     weight = make.weight(160, 96, parts=(96, 33, 31))
@@ -167,6 +188,26 @@ def linear_samples(facts: Facts) -> Iterator[Case]:
         weight = make.weight(out, n, "fp8_block", parts, offset, scale)
         inputs = [make.normal(tokens, n) for tokens in (0, 1, 6)]
         yield _linear_case(label, facts, weight, *inputs, make.inside(make.normal(19, n)))
+    integers: tuple[_Sample, ...] = (
+        ("int8", (128, 256), (), (0, 0), "int8_channel"),
+        ("int8 odd", (77, 131), (), (0, 0), "int8_channel"),
+        ("int8 parts", (96, 64), (31, 65), (0, 0), "int8_channel"),
+        ("int4", (128, 256), (), (0, 0), "int4_group"),
+        ("int4 odd", (77, 70), (), (0, 0), "int4_group"),
+        ("int4 parts", (96, 64), (31, 65), (0, 0), "int4_group"),
+        ("int4 cut columns", (64, 80), (), (0, 16), "int4_group"),
+        ("int4 cut anywhere", (64, 81), (), (0, 7), "int4_group"),
+        ("int4 zero points", (70, 96), (), (0, 0), "int4_group zeros"),
+        *_others(),
+    )
+    for label, (out, n), rows, cut, fmt in integers:
+        make = Maker(facts, label)
+        weight = make.weight(out, n, fmt, rows, cut)
+        inputs = [make.normal(tokens, n) for tokens in (0, 1, 6)]
+        awkward = make.normal(19, n)
+        awkward[0], awkward[1], awkward[2] = 0, awkward[1] * 1e-6, awkward[2] * 1e4
+        awkward[3, 1] = float("nan")
+        yield _linear_case(label, facts, weight, *inputs, make.inside(awkward))
 
 
 def embed_samples(facts: Facts) -> Iterator[Case]:

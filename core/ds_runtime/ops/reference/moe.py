@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.ops.reference.cases import Call, Case, Maker, SampleExperts, Saved, case
+from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, SampleExperts, Saved, case
 from ds_runtime.ops.reference.formats import torch_dtype, wide
 from ds_runtime.ops.spec import Facts, Routing
 from ds_runtime.ops.weight import ExpertSource, Packed
@@ -166,7 +166,8 @@ def _experts_case(
         )
         for _ in range(experts)
     ]
-    facts = replace(make.facts, weight_format=fmt, shape=(experts, inter, hidden))
+    packed_from = fmt.partition(" ")[0]
+    facts = replace(make.facts, weight_format=packed_from, shape=(experts, inter, hidden))
     calls = [Call((SampleExperts(triples), facts), method="pack", save="packed")]
     top_k = min(3, experts)
     for tokens in (0, 1, 2, 19):
@@ -195,3 +196,10 @@ def experts_samples(facts: Facts) -> Iterator[Case]:
     )
     for label, sizes, cut in quantised:
         yield _experts_case(Maker(facts, label), label, sizes, "fp8_block", cut)
+    for fmt in ("int8_channel", "int4_group", "int4_group zeros"):
+        for sizes in ((4, 128, 96), (3, 77, 43)):
+            label = f"{fmt} {sizes[1]}x{sizes[2]}"
+            yield _experts_case(Maker(facts, label), label, sizes, fmt)
+    for fmt in OTHERS:
+        sizes = (3, 160, 72)
+        yield _experts_case(Maker(facts, label := f"{fmt} 160x72"), label, sizes, fmt)

@@ -108,6 +108,21 @@ def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, T
     return chosen, values.gather(1, top_ids), top_ids
 
 
+def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
+    """Reference of MaskLogits."""
+    if not masks.shape[0]:
+        return logits.clone(memory_format=torch.contiguous_format)
+    # On bits, and a byte of mask at a time: shifts and `where` take milliseconds per row on a CPU.
+    ints = torch.int32 if logits.dtype == torch.float32 else torch.int64
+    byte = torch.arange(256, dtype=ints, device=masks.device).unsqueeze(1)
+    spread = -(byte >> torch.arange(8, device=masks.device) & 1).to(ints)  # [256, 8] of 0 and −1
+    octets = masks.contiguous().view(torch.uint8).flatten().to(torch.int32)
+    keep = spread.index_select(0, octets).view(masks.shape[0], -1)[:, : logits.shape[1]]
+    keep = keep.index_select(0, which.clamp(min=0)) | -(which < 0).to(ints).unsqueeze(1)
+    forbidden = torch.full((1,), float("-inf"), dtype=logits.dtype, device=masks.device).view(ints)
+    return (logits.view(ints) & keep).bitwise_or_(~keep & forbidden).view(logits.dtype)
+
+
 def _settled(args: tuple[Tensor, ...]) -> Tensor:
     """Rows whose token does not hang on the last bits of a threshold or a sum: bool [rows]."""
     logits, temperature, top_k, top_p, min_p, uniform = args
@@ -151,6 +166,21 @@ def sample_samples(facts: Facts) -> Iterator[Case]:
     ):
         k = torch.full((8,), top_k, dtype=torch.int32)
         yield case(label, facts, tied, rows_of * temperature, k, rows_of, rows_of * 0, draws)
+
+
+def mask_logits_samples(facts: Facts) -> Iterator[Case]:
+    """No rows, no masks, shared masks, a part of a word; everything forbidden; NaN kept."""
+    f32 = torch.float32
+    shapes = ((0, 40, 1), (3, 40, 0), (1, 1, 1), (4, 31, 2), (5, 32, 3), (6, 33, 1), (7, 6001, 4))
+    for rows, vocab, count in shapes:
+        make = Maker(facts, label := f"{rows}x{vocab}, {count} masks")
+        logits = make.inside(make.normal(rows, vocab, scale=3, dtype=f32))
+        masks = make.integers(-(1 << 31), 1 << 31, count, -(-vocab // 32)).to(torch.int32)
+        which = make.integers(-1, count, rows).to(torch.int32)
+        yield case(label, facts, logits, masks, which)
+    logits = torch.tensor([[1.0, float("nan"), float("-inf"), float("inf"), -0.0]]).repeat(3, 1)
+    masks = torch.tensor([[0], [-1], [0b01010]], dtype=torch.int32)
+    yield case("special", facts, logits, masks, torch.tensor([2, 0, 1], dtype=torch.int32))
 
 
 def logprobs_samples(facts: Facts) -> Iterator[Case]:

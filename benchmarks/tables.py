@@ -1,0 +1,99 @@
+"""benchmarks/results/compare.md from compare.jsonl: the last record of each model, format and peer.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+HEAD = """\
+# Beside other engines
+
+Made by `python benchmarks/tables.py` from [compare.jsonl](compare.jsonl), which holds every round,
+command, version and commit. Each row is one run of `ds-runtime bench compare`: both engines on the
+same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
+after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
+read bandwidth measured at the beginning of that run; where memory is shared with other machines, a
+round may find more than that. Medians leave out rounds in which other processes took a tenth or
+more of the processors' time, and "rounds" says how many are left; rows with none are left out.
+"""
+DISTURBED = 0.1
+
+
+def rows_of(lines: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The last record of each (model, settings, peer, its file), in order of first appearance."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for line in lines:
+        row = json.loads(line)
+        found[_key(row)] = row
+    return list(found.values())
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    peer = row["engines"][row["engine"]].get("model", "")
+    return json.dumps([row["model"], row["settings"], row["engine"], peer], sort_keys=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One machine's rows as Markdown."""
+    lines = [
+        "| model | beside | case | tokens/s | peer | ratio | of the limit | rounds |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        peer = row["engine"]
+        quantised = row["settings"].get("quantize")
+        model = row["model"] + (f" as {quantised}" if quantised else "")
+        beside = row["engines"][peer].get("model", peer)
+        quiet = [i for i, share in enumerate(row["neighbours"]) if (share or 0.0) < DISTURBED]
+        for r in row["results"] if quiet else ():
+            mine, theirs = (median(r["rounds"][e][i] for i in quiet) for e in ("ds-runtime", peer))
+            limit = "" if r["limit"] is None else f"{mine / r['limit']:.0%} of {r['limit']:.1f}"
+            rounds = f"{len(quiet)} of {len(row['neighbours'])}"
+            lines.append(
+                f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
+                f"| {mine / theirs:.2f} | {limit} | {rounds} |"
+            )
+            model = beside = ""
+    return "\n".join(lines)
+
+
+def machine(row: Mapping[str, Any]) -> str:
+    """The heading of a machine's table."""
+    m, versions = row["machine"], row["versions"]
+    arch = row["engines"]["ds-runtime"]["arch"]
+    return f"## {m['processor']}, {m['cores']} cores, {arch}, torch {versions['torch']}"
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The whole file, a table per machine."""
+    machines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        machines.setdefault(machine(row), []).append(row)
+    parts = [HEAD]
+    for head, own in machines.items():
+        read = [row["ceilings"]["bandwidth"] / 1e9 for row in own]
+        said = f"Memory read {min(read):.1f} to {max(read):.1f} GB/s, measured once a run."
+        notes = dict.fromkeys(
+            e["note"] for row in own for e in row["engines"].values() if "note" in e
+        )
+        parts += [head, "", " ".join([said, *notes]), "", table(own), ""]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write the page."""
+    lines = (RESULTS / "compare.jsonl").read_text().splitlines()
+    (RESULTS / "compare.md").write_text(page(rows_of(lines)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""This runtime against another engine on the same machine: in one run, turn by turn.
+
+Both get the same shapes: decode steps of some batches after short prompts, and the prefill of one
+long prompt. Engines that Python can load stay loaded in processes of their own and wait while the
+other is timed; llama.cpp's own benchmark programs run anew at each of their turns. A round is one
+turn of each, in alternating order; figures are medians over rounds, and every round is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ds_runtime.bench.record import Neighbours, environment
+from ds_runtime.errors import ConfigError
+
+_PROGRAMS = ("llama-bench", "llama-batched-bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`output_len` decode steps of `batch` sequences, or with none the prefill of one prompt."""
+
+    batch: int
+    input_len: int
+    output_len: int
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}" if self.output_len else f"prefill {self.input_len}"
+
+
+class Turns(Protocol):
+    """An engine that takes turns. cpu: processor seconds that it used so far, if it still runs."""
+
+    name: str
+    cpu: float
+
+    def about(self) -> dict[str, Any]:
+        """Load what stays loaded, and say what it is. ConfigError if it cannot be timed."""
+
+    def rates(self, cases: Sequence[Case]) -> list[float]:
+        """Tokens per second of each case, once."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+class Child:
+    """An engine of `turns`, loaded in a process of its own."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], cases: Sequence[Case]) -> None:
+        self.name = name
+        self.cpu = 0.0
+        self._wanted = {
+            "settings": settings,
+            "rows": max(case.batch for case in cases),
+            "context": max(case.input_len + case.output_len + 1 for case in cases),
+        }
+        self._process: subprocess.Popen[str] | None = None
+
+    def about(self) -> dict[str, Any]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ds_runtime.bench.turns", self.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        found: dict[str, Any] = self.ask(self._wanted)["about"]
+        return found
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a line and read one."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            print(json.dumps(request), file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except (BrokenPipeError, ValueError):  # it ended, or was closed
+            line = ""
+        if not line:
+            raise ConfigError(f"{self.name}: its process ended with {process.wait()}; see above")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise ConfigError(f"{self.name}: {found['error']}")
+        self.cpu = found.get("cpu", self.cpu)
+        return found
+
+    def rates(self, cases: Sequence[Case]) -> list[float]:
+        found = []
+        for case in cases:
+            spent = self.ask({"do": "seconds", **asdict(case)})
+            if case.output_len:
+                rest = max(spent["whole"] - spent["first"], 1e-9)
+                found.append(case.batch * case.output_len / rest)
+            else:
+                found.append(case.batch * case.input_len / spent["first"])
+        return found
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # it ended with a request unread
+                if pipe is not None:
+                    pipe.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class LlamaCpp:
+    """llama.cpp's programs on a GGUF file; `programs` is their folder, or None for PATH."""
+
+    name = "llama.cpp"
+    cpu = 0.0  # its processes are waited for
+
+    def __init__(self, gguf: Path, programs: Path | None, threads: int) -> None:
+        self._gguf, self._threads = gguf, threads
+        self._found: dict[str, str] = {}
+        for program in _PROGRAMS:
+            path = shutil.which(program, path=None if programs is None else str(programs))
+            if path is None:
+                where = "PATH" if programs is None else programs
+                raise ConfigError(f"{program}: not found in {where}; --bin DIR names its folder")
+            self._found[program] = path
+        if not gguf.is_file():
+            raise ConfigError(
+                f"--peer-model {gguf}: is no file; `ds-runtime bench make-gguf` writes one"
+            )
+        self._build: dict[str, Any] = {}
+
+    def about(self) -> dict[str, Any]:
+        flags = ("-p", "1", "-n", "0", "-r", "1", "--no-warmup")
+        (row,) = self._run("llama-bench", *flags, "-o", "jsonl")
+        names = ("build_commit", "build_number", "model_type", "model_size", "cpu_info", "backends")
+        return {n: row[n] for n in names if n in row} | {"model": self._gguf.name}
+
+    def rates(self, cases: Sequence[Case]) -> list[float]:
+        found: dict[Case, float] = {}
+        same: dict[tuple[int, int], list[Case]] = {}
+        for case in cases:
+            if case.output_len:
+                same.setdefault((case.input_len, case.output_len), []).append(case)
+                continue
+            prefill = ("-p", str(case.input_len), "-n", "0", "-r", "1")
+            (row,) = self._run("llama-bench", *prefill, "-o", "jsonl")
+            found[case] = float(row["avg_ts"])
+        for (input_len, output_len), group in same.items():
+            batches = sorted({case.batch for case in group})
+            listed = ",".join(map(str, [*batches, 1]))  # its last line gets lost at times
+            given = {"-npp": input_len, "-ntg": output_len, "-tb": self._threads}
+            given["-c"] = max(512, 2 * batches[-1] * (input_len + output_len))
+            flags = [str(x) for pair in given.items() for x in pair]
+            flags += ["-npl", listed, "--output-format", "jsonl"]
+            rows = self._run("llama-batched-bench", *flags)
+            by_batch = {row["pl"]: float(row["speed_tg"]) for row in reversed(rows)}
+            if not by_batch.keys() >= set(batches):
+                raise ConfigError(f"llama-batched-bench: timed {sorted(by_batch)}, not {batches}")
+            found |= {case: by_batch[case.batch] for case in group}
+        return [found[case] for case in cases]
+
+    def _run(self, program: str, *flags: str) -> list[dict[str, Any]]:
+        """The JSON lines of one program's output."""
+        command = [self._found[program], "-m", str(self._gguf), "-t", str(self._threads), *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = "\n".join(done.stderr.strip().splitlines()[-5:])
+            raise ConfigError(f"{program}: ended with {done.returncode}: {said}")
+        lines = done.stdout.splitlines()
+        return [json.loads(x) for x in lines if x.startswith("{") and x.endswith("}")]
+
+    def close(self) -> None:
+        pass
+
+
+def cases_of(
+    batches: Sequence[int], input_len: int, output_len: int, prefill: int
+) -> tuple[Case, ...]:
+    """Decode of every batch size, and a prefill unless its length is 0."""
+    checked = {"--batch-size": min(batches), "--input-len": input_len, "--output-len": output_len}
+    for name, value in checked.items():
+        if value < 1:
+            raise ConfigError(f"{name} {value}: must be at least 1")
+    if prefill < 0:
+        raise ConfigError(f"--prefill {prefill}: must be a length, or 0 for none")
+    decode = tuple(Case(b, input_len, output_len) for b in batches)
+    return (*decode, Case(1, prefill, 0)) if prefill else decode
+
+
+def run(
+    ours: Child, peer: Turns, cases: Sequence[Case], rounds: int, ready: Callable[[int], None]
+) -> dict[str, Any]:
+    """Load both, and let them take turns; `ready(number)` is called before each round is timed."""
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: must be at least 1")
+    found: dict[str, list[list[float]]] = {ours.name: [], peer.name: []}
+    disturbed: list[float | None] = []
+    measured: dict[str, Any] = {}
+    try:
+        about = {engine.name: engine.about() for engine in (ours, peer)}
+        for number in range(rounds):
+            ready(number)
+            if not number:
+                steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
+                measured = ours.ask({"do": "limits", "steps": steps})
+            neighbours, before = Neighbours(), ours.cpu + peer.cpu
+            for engine in (ours, peer) if number % 2 == 0 else (peer, ours):
+                found[engine.name].append(engine.rates(cases))
+            disturbed.append(neighbours.share(ours.cpu + peer.cpu - before))
+    finally:
+        peer.close()
+        ours.close()
+    limits = _limits(cases, measured["ceilings"]["bandwidth"], measured["step_bytes"])
+    results = []
+    for i, case in enumerate(cases):
+        own, other = ([turn[i] for turn in found[e.name]] for e in (ours, peer))
+        mine, theirs = statistics.median(own), statistics.median(other)
+        results.append(
+            {
+                "case": case.name,
+                **asdict(case),
+                "tokens_per_s": {ours.name: mine, peer.name: theirs},
+                "ratio": mine / theirs,
+                "limit": limits[i],
+                "rounds": {ours.name: own, peer.name: other},
+            }
+        )
+    return {
+        "bench": "compare",
+        "engine": peer.name,
+        "engines": about,
+        "results": results,
+        "ceilings": measured["ceilings"],
+        "neighbours": disturbed,
+        **environment(),
+    }
+
+
+def _limits(
+    cases: Sequence[Case], bandwidth: float, step_bytes: Sequence[float]
+) -> list[float | None]:
+    """Tokens per second of decode at the measured read bandwidth; None for a prefill."""
+    left = iter(step_bytes)
+    return [c.batch * bandwidth / next(left) if c.output_len and bandwidth else None for c in cases]
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    peer = report["engine"]
+    rounds = len(report["neighbours"])
+    read = report["ceilings"]["bandwidth"] / 1e9
+    lines = [f"{report['model']} against {peer}: medians of {rounds}; memory reads {read:.1f} GB/s"]
+    for r in report["results"]:
+        rates, limit = r["tokens_per_s"], r["limit"]
+        share = "" if limit is None else f", {rates['ds-runtime'] / limit:.0%} of {limit:,.1f}"
+        lines.append(
+            f"{r['case']:<12} {rates['ds-runtime']:>9,.1f} tokens/s{share:<16} "
+            f"{peer} {rates[peer]:>9,.1f}  ratio {r['ratio']:.2f}"
+        )
+    worst = max((x for x in report["neighbours"] if x is not None), default=0.0)
+    lines.append(f"other processes used at most {worst:.0%} of the processors in a round")
+    return "\n".join(lines)

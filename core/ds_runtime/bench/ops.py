@@ -1,0 +1,383 @@
+"""Every kernel of a model's ops, one by one: time, rates, and how close to the device's limits.
+
+Sites with the same op, local shape and weight format count once. Weights, and the caches of decode
+attention, are kept out of the last-level cache by taking turns over copies, where the model as a
+whole would not fit into it; activations are not, as they stay in caches between ops. Torch-free
+until something is timed, so that a platform's environment is set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.bench.record import Neighbours, environment
+from ds_runtime.bench.shapes import config_of
+from ds_runtime.bench.work import Work, decode_step
+from ds_runtime.config import EngineConfig, with_changes
+from ds_runtime.errors import ConfigError
+from ds_runtime.model.estimate import needed_bytes
+from ds_runtime.model.sites import vocab_rows
+from ds_runtime.ops.bind import INDEX, refusal, site_facts
+from ds_runtime.ops.spec import Facts, Kernel, Site
+from ds_runtime.ops.table import OPS
+from ds_runtime.platform.spec import Ceilings
+
+if TYPE_CHECKING:
+    from ds_runtime.bench.subjects import Memory, Place, Subject
+
+_ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
+_FLOAT32 = frozenset(
+    {"router_logits", "route", "mask_logits", "sample", "logprobs"}
+)  # whatever the dtype
+_UNKNOWN_CACHE = 64 << 20  # bytes to keep clear of where nobody knows the cache's size
+DISTURBED = 0.05  # share of processor time from which others are worth a word
+_PASSES = 3  # over all calls at least, within reason
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sites that look the same to a kernel, and the kernel that was bound at them."""
+
+    sites: tuple[Site, ...]
+    facts: Facts
+    bound: Kernel
+    width: int
+
+    @property
+    def op(self) -> str:
+        return self.sites[0].op
+
+    @property
+    def what(self) -> str:
+        """`6144×2048 fp8_block` or the row width of a small op."""
+        shape = self.sites[0].shape or ((self.width,) if self.width else ())
+        return " ".join(filter(None, ("×".join(map(str, shape)), self.sites[0].weight_format)))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One kernel at one number of tokens. us: median microseconds of a call; the rest follows.
+
+    of_bandwidth and of_compute: shares of the ceilings, None where none was measured. cold: the
+    weights did not stay in the last-level cache. error: the kernel raised this instead.
+    """
+
+    op: str
+    method: str
+    what: str
+    sites: int
+    tokens: int
+    kernel: str
+    bound: bool
+    us: float = 0.0
+    gb_per_s: float = 0.0
+    gflop_per_s: float = 0.0
+    of_bandwidth: float | None = None
+    of_compute: float | None = None
+    copies: int = 1
+    cold: bool = True
+    note: str = ""
+    error: str = ""
+
+
+def assembled(
+    config: EngineConfig, explicit: Iterable[str], shape: str | None, weights: str
+) -> Assembly:
+    """The assembly of `config`, or of a named shape, for which no checkpoint is needed."""
+    if shape is None:
+        return assemble(config, explicit)
+    if "model" in explicit:
+        raise ConfigError(f"--shape {shape}: beside --model; give one of both")
+    with tempfile.TemporaryDirectory() as folder:
+        named = Path(folder) / shape
+        named.mkdir()
+        (named / "config.json").write_text(json.dumps(config_of(shape, weights)))
+        return assemble(with_changes(config, {"model": str(named)}), explicit)
+
+
+def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
+    """The distinct things to measure, in the order of the table; `only` these ops."""
+    for name in only:
+        if name not in OPS:
+            raise ConfigError(f"--op {name!r}: known are {', '.join(OPS)}")
+    found: dict[tuple[Any, ...], list[tuple[Site, Kernel, int]]] = {}
+    choices = [(site, kernel) for site, kernel in assembly.binding.choices if kernel is not None]
+    widths = _widths(assembly)
+    for site, kernel in choices:
+        if only and site.op not in only:
+            continue
+        width = widths(site)
+        key = (site.op, site.shape, site.weight_format, site.phase, width, kernel.name)
+        found.setdefault(key, []).append((site, kernel, width))
+    order = {name: i for i, name in enumerate(OPS)}
+    made = [
+        Group(
+            tuple(site for site, _, _ in same),
+            site_facts(assembly.binding.base, same[0][0]),
+            same[0][1],
+            same[0][2],
+        )
+        for same in found.values()
+    ]
+    return sorted(made, key=lambda g: order[g.op])
+
+
+def _widths(assembly: Assembly) -> Callable[[Site], int]:
+    """Row widths of norms and activations, which their sites do not say."""
+    config = assembly.model
+    downs = {
+        (site.layer, site.module.removesuffix(".down_proj")): site.shape[1]
+        for site, _ in assembly.binding.choices
+        if site.module.endswith(".down_proj")
+    }
+
+    def width(site: Site) -> int:
+        if site.op == "silu_mul":
+            return downs[(site.layer, site.module)]
+        if site.op in ("rms_norm", "add_rms_norm"):
+            if site.module == "self_attn":
+                return config.q_lora or config.kv_lora
+            return config.hidden
+        return 0
+
+    return width
+
+
+def kernels_at(assembly: Assembly, group: Group, wanted: Sequence[str]) -> list[Kernel]:
+    """The bound kernel, followed by others that accept the site: "all", or those of these names."""
+    tag = assembly.binding.tag(group.op)
+    others = [
+        k
+        for k in assembly.offers.kernels
+        if k.op.name == group.op
+        and k.name != group.bound.name
+        and ("all" in wanted or k.name in wanted)
+        and refusal(k, group.facts, tag) is None
+    ]
+    return [group.bound, *sorted(others, key=lambda k: (-k.rank, k.name))]
+
+
+class Measurement:
+    """Ceilings, and then figures, on one device."""
+
+    def __init__(self, assembly: Assembly, context: int, most: int | None, seconds: float) -> None:
+        self.assembly = assembly
+        self.context = context
+        self.seconds = seconds
+        self.platform = assembly.platform
+        for name, value in self.platform.process_env().items():
+            os.environ.setdefault(name, value)  # before torch is loaded
+        self.platform.init_worker(0, 1, assembly.config.threads)
+        self.device = self.platform.device(0)
+        self.neighbours = Neighbours()
+        self.ceilings: Ceilings = self.platform.ceilings(0)
+        self._most = most
+
+    def figures(
+        self, only: Sequence[str], tokens: Sequence[int], kernels: Sequence[str]
+    ) -> Iterator[Figure]:
+        """One figure after the other; a kernel that raises gives one with its error."""
+        for group in groups(self.assembly, only):
+            for kernel in kernels_at(self.assembly, group, kernels):
+                yield from self._kernel(group, kernel, tokens)
+
+    def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
+        from ds_runtime.bench.subjects import MAKERS
+
+        bound = kernel.name == group.bound.name
+        about = (group.op, "", group.what, len(group.sites))
+        n = tokens[0]
+        try:
+            maker = MAKERS[group.op](self._place(group, kernel))
+            for n in tokens:
+                for subject in maker.at(n):
+                    yield self._figure(group, kernel, n, subject)
+        except Exception as e:  # one kernel's failure is its own figure
+            said = f"{type(e).__name__}: {e}"
+            yield Figure(*about, n, kernel.name, bound, error=said)
+
+    def _place(self, group: Group, kernel: Kernel) -> Place:
+        from ds_runtime.bench.subjects import Place
+
+        model, config = self.assembly.model, self.assembly.config
+        binding, indexed = self.assembly.binding, OPS[group.op].layout == INDEX
+        return Place(
+            kernel=kernel,
+            facts=group.facts,
+            width=group.width,
+            routing=model.routing,
+            layout=binding.index_layout if indexed and binding.index_layout else binding.layout,
+            context=self.context,
+            vocab=vocab_rows(model, config.tp),
+            device=self.device,
+            memory=self._memory(),
+        )
+
+    def _memory(self) -> Memory:
+        from ds_runtime.bench.subjects import Memory
+
+        most = self._most or self.platform.memory(0).free // 4
+        return Memory(self.ceilings.cache or _UNKNOWN_CACHE, needed_bytes(self.assembly), most)
+
+    def _figure(self, group: Group, kernel: Kernel, tokens: int, subject: Subject) -> Figure:
+        spent = self._time(subject.calls)
+        work: Work = subject.work
+        arithmetic = _ARITHMETIC.get(kernel.numerics, group.facts.dtype)
+        if group.op in _FLOAT32:
+            arithmetic = "float32"
+        rate, flops = work.nbytes / spent, work.flops / spent
+        limit = self.ceilings.compute.get(arithmetic)
+        return Figure(
+            group.op,
+            subject.method,
+            group.what,
+            len(group.sites),
+            tokens,
+            kernel.name,
+            kernel.name == group.bound.name,
+            spent * 1e6,
+            rate / 1e9,
+            flops / 1e9,
+            rate / self.ceilings.bandwidth if self.ceilings.bandwidth else None,
+            flops / limit if limit else None,
+            subject.copies,
+            subject.cold,
+            subject.note,
+        )
+
+    def _time(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Median seconds of a call: one by one, or by whole rounds where work is queued."""
+        for call in calls[:2]:
+            call()
+        self.platform.synchronize()
+        if self.platform.asynchronous:
+            return self._rounds(calls)
+        times: list[float] = []
+        begin = now = time.perf_counter()
+        limit = begin + self.seconds
+        while now < limit or (len(times) < _PASSES * len(calls) and now < begin + 4 * self.seconds):
+            for call in calls:
+                call()
+                last, now = now, time.perf_counter()
+                times.append(now - last)
+                if now >= limit and len(times) >= _PASSES:
+                    break
+        return statistics.median(times)
+
+    def _rounds(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Rounds over all calls, replayed from a recording where the device can: no host time."""
+        many = list(calls) * -(-16 // len(calls))
+
+        def run() -> None:
+            for call in many:
+                call()
+
+        run()
+        self.platform.synchronize()
+        if self.platform.captures:
+            try:
+                run = self.platform.graph_backend(0).capture(run)
+            except Exception:  # not every kernel can be recorded: then host time counts
+                self.platform.synchronize()
+        times: list[float] = []
+        limit = time.perf_counter() + self.seconds
+        while time.perf_counter() < limit or len(times) < _PASSES:
+            start = time.perf_counter()
+            run()
+            self.platform.synchronize()
+            times.append((time.perf_counter() - start) / len(many))
+        return statistics.median(times)
+
+
+def render_ceilings(c: Ceilings) -> str:
+    """The head of the report."""
+    rates = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in c.compute.items())
+    cache = f"{c.cache / 2**20:,.0f} MiB" if c.cache else "unknown"
+    return (
+        f"ceilings measured: read {c.bandwidth / 1e9:.1f} GB/s, matmul in Top/s: {rates}; "
+        f"last-level cache {cache} ({c.note})"
+    )
+
+
+def render(f: Figure) -> str:
+    """One figure for people."""
+    name = f"{f.op}.{f.method}" if f.method else f.op
+    head = (
+        f"{name:<18} {f.what:<26} {f.tokens:>5} tokens  {f.kernel + ('*' if f.bound else ''):<30}"
+    )
+    if f.error:
+        return f"{head} {f.error}"
+    share = f"{_percent(f.of_bandwidth)} of read, {_percent(f.of_compute)} of compute"
+    warm = "" if f.cold else f"  [{f.copies} copies: partly in the cache]"
+    note = f"  [{f.note}]" if f.note else ""
+    return (
+        f"{head} {f.us:>11,.1f} µs {f.gb_per_s:>8.1f} GB/s {f.gflop_per_s:>9.1f} GFLOP/s  "
+        f"{share}{warm}{note}"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "   -" if share is None else f"{share:>4.0%}"
+
+
+def render_neighbours(share: float | None) -> str:
+    """A warning if others were busy meanwhile, else nothing."""
+    if share is None or share < DISTURBED:
+        return ""
+    return (
+        f"other processes used {share:.0%} of the processors meanwhile: these figures are too low"
+    )
+
+
+def report(measurement: Measurement, figures: Sequence[Figure]) -> dict[str, Any]:
+    """The JSON form."""
+    assembly, ceilings = measurement.assembly, measurement.ceilings
+    return {
+        "bench": "ops",
+        "model": assembly.plan.model,
+        "platform": assembly.plan.platform,
+        "arch": assembly.plan.arch,
+        "dtype": assembly.plan.dtype,
+        "threads": assembly.config.threads,
+        "ceilings": asdict(ceilings),
+        "figures": [asdict(f) for f in figures],
+        "neighbours": measurement.neighbours.share(),
+        **environment(),
+    }
+
+
+def step_bytes(
+    assembly: Assembly, tokens: Sequence[int], context: int
+) -> dict[int, dict[str, Work]]:
+    """What decode steps of so many sequences must read, by op."""
+    sites = [site for site, _ in assembly.binding.choices]
+    return {n: decode_step(sites, assembly.binding.base, n, context) for n in tokens}
+
+
+def bytes_report(assembly: Assembly, steps: Mapping[int, Mapping[str, Work]]) -> dict[str, Any]:
+    """The JSON form: bytes by batch and op."""
+    found = {n: {name: work.nbytes for name, work in step.items()} for n, step in steps.items()}
+    sums = {n: sum(step.values()) for n, step in found.items()}
+    return {"bench": "ops", "model": assembly.plan.model, "step_bytes": found, "all": sums}
+
+
+def render_bytes(steps: Mapping[int, Mapping[str, Work]]) -> str:
+    """Megabytes per step by op, and the sum."""
+    names = list(dict.fromkeys(name for step in steps.values() for name in step))
+    head = f"{'MB a step':<16}" + "".join(f"{f'batch {n}':>14}" for n in steps)
+    lines = [head]
+    for name in names:
+        cells = (step.get(name, Work()).nbytes / 1e6 for step in steps.values())
+        lines.append(f"{name:<16}" + "".join(f"{c:>14,.1f}" for c in cells))
+    sums = (sum(w.nbytes for w in step.values()) / 1e6 for step in steps.values())
+    lines.append(f"{'all':<16}" + "".join(f"{c:>14,.1f}" for c in sums))
+    return "\n".join(lines)

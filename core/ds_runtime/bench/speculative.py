@@ -1,0 +1,161 @@
+"""Which speculation pays: chains of several lengths beside plain decode, in one run.
+
+Prompts are the checkpoint's held-out tool calls, where it has some, and random ones else, for which
+an acceptance can be simulated. A figure is decode alone: the time of all tokens less that of the
+first, medians over runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.bench.one_batch import random_prompts
+from ds_runtime.bench.record import environment
+from ds_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_runtime.llm import LLM
+
+PROMPTS = 8  # held-out prompts per batch slot
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One setting at one batch size. steps 0: plain decode. length: tokens per verification."""
+
+    batch_size: int
+    steps: int
+    tokens_per_s: float
+    length: float
+    acceptance: float
+    tokens: int
+
+
+def run(
+    settings: Mapping[str, Any],
+    batch_sizes: Sequence[int],
+    steps: Sequence[int],
+    lens: tuple[int, int],
+    runs: int,
+    simulated: float | None = None,
+) -> dict[str, Any]:
+    """Load the engine plainly and with every number of steps. lens: input (of random prompts) and
+    output.
+    """
+    for name, value in (
+        ("--batch-size", min(batch_sizes, default=0)),
+        ("--steps", min(steps, default=0)),
+        ("--runs", runs),
+        ("--input-len", lens[0]),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: must be at least 1")
+    if lens[1] < 2:
+        raise ConfigError(f"--output-len {lens[1]}: must be at least 2")
+    if simulated is not None and not 0.0 <= simulated <= 1.0:
+        raise ConfigError(f"--simulate-acceptance {simulated:g}: must be a probability, 0 to 1")
+    from ds_runtime import LLM
+    from ds_runtime.model.hub import resolve_model
+
+    folder = resolve_model(str(settings.get("model", "demo")))
+    given = {"disable_radix_cache": True, "speculative_algorithm": "NEXTN", **settings}
+    found, answers = [], dict[int, list[list[int]]]()
+    for count in (0, *sorted(set(steps))):
+        chosen = {**given, "speculative_num_steps": count}
+        if not count:
+            chosen = {k: v for k, v in given.items() if not k.startswith("speculative_")}
+        with LLM(**chosen) as llm:
+            if count and simulated is not None:
+                llm.simulate_acceptance(simulated)
+            for size in batch_sizes:
+                prompts = _prompts(llm, folder, size, lens[0], simulated)
+                figure, ids = _measure(llm, prompts, size, count, lens[1], runs)
+                found.append(figure)
+                same = answers.setdefault(size, ids) == ids
+                found_same = same or simulated is not None
+                if not found_same and given.get("dtype") == "float32":
+                    raise ConfigError(f"batch {size}, {count} steps: greedy answers differ")
+    return {
+        "bench": "speculative",
+        "model": str(settings.get("model", "demo")),
+        "settings": {k: v for k, v in settings.items() if k != "model"},
+        "simulated": simulated,
+        "results": [asdict(f) for f in found],
+        **environment(),
+    }
+
+
+def _prompts(
+    llm: LLM, folder: Path, size: int, input_len: int, simulated: float | None
+) -> list[list[int]]:
+    """At least `size` prompts, in batches of as many."""
+    path = folder / "heldout.json"
+    if simulated is not None or not path.is_file():
+        return random_prompts(size, input_len, llm.vocab_size)
+    from ds_runtime.bench.accuracy import load_heldout
+    from ds_runtime.text.template import load_template
+
+    template = load_template(folder, llm.tokenizer)
+    assert template is not None, "a checkpoint with held-out chats has a template"
+    entries = load_heldout(path)[0]["tools"][: PROMPTS * size]
+    texts = [template.render(e["messages"], e.get("tools")) for e in entries]
+    return [llm.tokenizer.encode(text) for text in texts]
+
+
+def _measure(
+    llm: LLM, prompts: Sequence[Sequence[int]], size: int, steps: int, output_len: int, runs: int
+) -> tuple[Figure, list[list[int]]]:
+    from ds_runtime.sampling_params import SamplingParams
+
+    natural = len(prompts) > size  # held-out answers end where they end
+
+    def timed(tokens: int) -> tuple[float, list[list[int]]]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=not natural)
+        ids: list[list[int]] = []
+        start = time.perf_counter()
+        for first in range(0, len(prompts), size):
+            batch = [list(p) for p in prompts[first : first + size]]
+            ids += [list(o.token_ids) for o in llm.generate(batch, params)]
+        return time.perf_counter() - start, ids
+
+    _, ids = timed(output_len)
+    before = llm.stats()
+    whole, first = ([timed(n)[0] for _ in range(runs)] for n in (output_len, 1))
+    after = llm.stats()
+    tokens = sum(len(one) - 1 for one in ids)
+    seconds = statistics.median(whole) - statistics.median(first)
+    verified = after.verified - before.verified
+    drafted = after.draft_tokens - before.draft_tokens
+    accepted = after.accepted_tokens - before.accepted_tokens
+    return Figure(
+        size,
+        steps,
+        tokens / max(seconds, 1e-9),
+        1 + accepted / verified if verified else 1.0,
+        accepted / drafted if drafted else 0.0,
+        tokens,
+    ), ids
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report for people: every figure, and per batch size the best."""
+    lines = [f"{report['model']}: decode with and without speculation"]
+    for size in sorted({r["batch_size"] for r in report["results"]}):
+        rows = [r for r in report["results"] if r["batch_size"] == size]
+        plain = next(r for r in rows if not r["steps"])["tokens_per_s"]
+        for r in rows:
+            how = f"{r['steps']} steps" if r["steps"] else "plain"
+            lines.append(
+                f"batch {size:>3}, {how:<8} {r['tokens_per_s']:>10,.1f} tokens/s  "
+                f"{r['tokens_per_s'] / plain:.2f} ×  acceptance length {r['length']:.2f} "
+                f"({r['acceptance']:.0%} of drafts)"
+            )
+        best = max(rows, key=lambda r: r["tokens_per_s"])
+        said = f"--speculative-num-steps {best['steps']}" if best["steps"] else "no speculation"
+        lines.append(f"batch {size:>3}: best with {said}")
+    return "\n".join(lines)

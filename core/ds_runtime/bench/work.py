@@ -1,0 +1,421 @@
+"""What one call of an op must at least move and compute, from its shapes alone. Torch-free.
+
+Every input is read once and every output written once; nothing between them touches memory.
+Weights and caches count in the encoding that their format has in memory, scales included. A
+multiply-add is two FLOPs, and so is its integer counterpart; elementwise ops count about one per
+arithmetic operation. `WORK` has a function for every op of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.sites import INDEXER
+from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.spec import FP8_GROUPS, Facts, Site
+
+ITEM_BYTES: Mapping[str, float] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    FP8_GROUPS: 656 / 576,  # scales included, at DeepSeek's widths
+}
+_SCALE, _ID = 4, 8  # bytes of a float32 scale, of an int64 id
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes and FLOPs of one call. weights: bytes of weights read; reads: of everything else."""
+
+    weights: float = 0.0
+    reads: float = 0.0
+    writes: float = 0.0
+    flops: float = 0.0
+
+    @property
+    def nbytes(self) -> float:
+        """All bytes moved."""
+        return self.weights + self.reads + self.writes
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.weights + other.weights,
+            self.reads + other.reads,
+            self.writes + other.writes,
+            self.flops + other.flops,
+        )
+
+    def times(self, n: float) -> Work:
+        """The work of n such calls."""
+        return Work(self.weights * n, self.reads * n, self.writes * n, self.flops * n)
+
+
+def matrix_bytes(rows: int, cols: int, fmt: str, dtype: str) -> float:
+    """Bytes of a [rows, cols] weight in format `fmt`; "dense" holds the compute dtype."""
+    return FORMATS.get(fmt, FORMATS["dense"]).nbytes(rows, cols, int(ITEM_BYTES[dtype]))
+
+
+def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
+    """How many experts `tokens` tokens reach on average, if routing is even and independent."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+def linear(out: int, cols: int, fmt: str, dtype: str, tokens: int) -> Work:
+    """Linear.apply: x [tokens, cols] → [tokens, out]."""
+    item = ITEM_BYTES[dtype]
+    return Work(
+        matrix_bytes(out, cols, fmt, dtype) if tokens else 0.0,
+        tokens * cols * item,
+        tokens * out * item,
+        2.0 * tokens * out * cols,
+    )
+
+
+def experts(
+    inter: int, hidden: int, fmt: str, dtype: str, tokens: int, top_k: int, distinct: float
+) -> Work:
+    """Experts.apply: x [tokens, hidden], of which `distinct` experts have some."""
+    item = ITEM_BYTES[dtype]
+    one = 2 * matrix_bytes(inter, hidden, fmt, dtype) + matrix_bytes(hidden, inter, fmt, dtype)
+    return Work(
+        distinct * one,
+        tokens * hidden * item + tokens * top_k * 8,
+        tokens * hidden * item,
+        6.0 * tokens * top_k * inter * hidden,
+    )
+
+
+def mla_absorb(
+    method: str, heads: int, nope: int, v: int, lora: int, dtype: str, tokens: int
+) -> Work:
+    """MlaAbsorb.apply_q, apply_v or expand, with a weight in the compute dtype."""
+    item = ITEM_BYTES[dtype]
+    if method == "expand":
+        return linear(heads * (nope + v), lora, "dense", dtype, tokens)
+    width = {"apply_q": nope, "apply_v": v}[method]
+    weight = heads * width * lora * item if tokens else 0
+    short, long = tokens * heads * width * item, tokens * heads * lora * item
+    reads, writes = (short, long) if method == "apply_q" else (long, short)
+    return Work(weight, reads, writes, 2.0 * tokens * heads * width * lora)
+
+
+def mla_decode(
+    heads: int, lora: int, rope: int, dtype: str, kv_dtype: str, lens: Iterable[int]
+) -> Work:
+    """MlaDecode.run, one row per sequence of these lengths."""
+    tokens, rows = _sums(lens)
+    item, width = ITEM_BYTES[dtype], lora + rope
+    return Work(
+        reads=tokens * width * ITEM_BYTES[kv_dtype] + rows * heads * width * item,
+        writes=rows * heads * lora * item,
+        flops=2.0 * tokens * heads * (width + lora),
+    )
+
+
+def sparse_decode(
+    heads: int, lora: int, rope: int, dtype: str, kv_dtype: str, lens: Iterable[int]
+) -> Work:
+    """SparseMla over so many slots per row."""
+    chosen = list(lens)
+    attended = mla_decode(heads, lora, rope, dtype, kv_dtype, chosen)
+    return attended + Work(reads=4 * sum(chosen))
+
+
+sparse_prefill = sparse_decode
+
+
+def _index_bytes(d: int, index_dtype: str) -> float:
+    """Of one key: FP8 has a scale."""
+    return d * ITEM_BYTES[index_dtype] + (_SCALE if ITEM_BYTES[index_dtype] == 1 else 0)
+
+
+def index_prologue(
+    heads: int, d: int, rope: int, dtype: str, index_dtype: str, tokens: int
+) -> Work:
+    """IndexPrologue: a query of `heads` and a key per token, to the cache and back."""
+    key, each = _index_bytes(d, index_dtype), (heads + 1) * d
+    return Work(
+        reads=tokens * (each * ITEM_BYTES[dtype] + 4 * rope + _ID),
+        writes=tokens * (heads * (d * ITEM_BYTES[index_dtype] + _SCALE) + key),
+        flops=tokens * each * (3.0 + math.log2(d)),
+    )
+
+
+def index_scores(heads: int, d: int, index_dtype: str, lens: Iterable[int]) -> Work:
+    """IndexScores, one row per sequence of these lengths."""
+    tokens, rows = _sums(lens)
+    query = heads * (d * ITEM_BYTES[index_dtype] + _SCALE)
+    return Work(
+        reads=tokens * _index_bytes(d, index_dtype) + rows * query,
+        writes=4 * tokens,
+        flops=2.0 * tokens * heads * (d + 1),
+    )
+
+
+def index_topk(k: int, lens: Iterable[int]) -> Work:
+    """IndexTopk, one row per sequence of these lengths."""
+    tokens, rows = _sums(lens)
+    return Work(reads=4 * tokens, writes=4 * k * rows)
+
+
+def mha_prefill(heads: int, d_qk: int, d_v: int, dtype: str, tokens: int) -> Work:
+    """MhaPrefill over the new tokens of one sequence, causal."""
+    item = ITEM_BYTES[dtype]
+    pairs = tokens * (tokens + 1) / 2
+    return Work(
+        reads=tokens * heads * (2 * d_qk + d_v) * item,
+        writes=tokens * heads * (d_v * item + 4),
+        flops=2.0 * pairs * heads * (d_qk + d_v),
+    )
+
+
+def merge_state(heads: int, d: int, dtype: str, tokens: int) -> Work:
+    """MergeState of two partial results."""
+    each = tokens * heads * (d * ITEM_BYTES[dtype] + 4)
+    return Work(reads=2 * each, writes=each, flops=4.0 * tokens * heads * d)
+
+
+def rms_norm(width: int, dtype: str, tokens: int) -> Work:
+    """RmsNorm of [tokens, width]."""
+    rows = tokens * width * ITEM_BYTES[dtype]
+    return Work(width * ITEM_BYTES[dtype] if tokens else 0, rows, rows, 4.0 * tokens * width)
+
+
+def add_rms_norm(width: int, dtype: str, tokens: int) -> Work:
+    """AddRmsNorm of [tokens, width]: two inputs, two outputs."""
+    return rms_norm(width, dtype, tokens) + Work(
+        reads=tokens * width * ITEM_BYTES[dtype],
+        writes=tokens * width * ITEM_BYTES[dtype],
+        flops=1.0 * tokens * width,
+    )
+
+
+def rope(heads: int, d: int, dtype: str, tokens: int) -> Work:
+    """Rope of q [tokens, heads, d] and k [tokens, d]."""
+    values = tokens * (heads + 1) * d
+    item = ITEM_BYTES[dtype]
+    return Work(
+        reads=values * item + tokens * (4 * d + _ID), writes=values * item, flops=3.0 * values
+    )
+
+
+def silu_mul(width: int, dtype: str, tokens: int) -> Work:
+    """SiluMul of [tokens, 2 · width]."""
+    values = tokens * width * ITEM_BYTES[dtype]
+    return Work(reads=2 * values, writes=values, flops=5.0 * tokens * width)
+
+
+def cache_write(width: int, dtype: str, kv_dtype: str, tokens: int) -> Work:
+    """CacheWrite of rows of `width` values."""
+    rows = tokens * width
+    return Work(reads=rows * ITEM_BYTES[dtype] + tokens * _ID, writes=rows * ITEM_BYTES[kv_dtype])
+
+
+def cache_gather(width: int, dtype: str, kv_dtype: str, tokens: int) -> Work:
+    """CacheGather of `tokens` cached rows."""
+    rows = tokens * width
+    return Work(reads=rows * ITEM_BYTES[kv_dtype], writes=rows * ITEM_BYTES[dtype])
+
+
+def mla_prologue(
+    heads: int, lora: int, rope_dim: int, dtype: str, kv_dtype: str, tokens: int
+) -> Work:
+    """MlaPrologue: of q only the rope columns are read."""
+    item, width = ITEM_BYTES[dtype], lora + rope_dim
+    q, kv = tokens * heads * rope_dim, tokens * width
+    return Work(
+        lora * item if tokens else 0,
+        (q + kv) * item + tokens * (4 * rope_dim + 2 * _ID),
+        (q + kv) * item + kv * ITEM_BYTES[kv_dtype],
+        4.0 * tokens * lora + 3.0 * tokens * (heads + 1) * rope_dim,
+    )
+
+
+def router_logits(experts: int, hidden: int, dtype: str, tokens: int) -> Work:
+    """RouterLogits: a float32 weight, float32 results."""
+    return Work(
+        experts * hidden * 4 if tokens else 0,
+        tokens * hidden * ITEM_BYTES[dtype],
+        tokens * experts * 4,
+        2.0 * tokens * experts * hidden,
+    )
+
+
+def route(experts: int, top_k: int, tokens: int) -> Work:
+    """Route of float32 logits."""
+    return Work(reads=tokens * experts * 4, writes=tokens * top_k * 8, flops=4.0 * tokens * experts)
+
+
+def embed(hidden: int, dtype: str, tokens: int) -> Work:
+    """Embed: only the rows that are asked for."""
+    row = hidden * ITEM_BYTES[dtype]
+    return Work(tokens * row, tokens * _ID, tokens * row)
+
+
+def quantize_group(width: int, group: int, dtype: str, tokens: int) -> Work:
+    """QuantizeGroup of [tokens, width]."""
+    values = tokens * width
+    return Work(
+        reads=values * ITEM_BYTES[dtype],
+        writes=values + tokens * (width // group) * _SCALE,
+        flops=3.0 * values,
+    )
+
+
+def sample(vocab: int, tokens: int) -> Work:
+    """Sample from float32 logits."""
+    return Work(
+        reads=tokens * (vocab * 4 + 4 * 4 + 8), writes=tokens * _ID, flops=3.0 * tokens * vocab
+    )
+
+
+def lora_delta(out: int, cols: int, rank: int, slots: int, dtype: str, tokens: int) -> Work:
+    """LoraDelta of one group, `slots` adapters among the rows."""
+    item = ITEM_BYTES[dtype]
+    return Work(
+        slots * rank * (cols + out) * item if tokens else 0,
+        tokens * ((cols + out) * item + 4),
+        tokens * out * item,
+        2.0 * tokens * rank * (cols + out),
+    )
+
+
+def mask_logits(vocab: int, tokens: int) -> Work:
+    """MaskLogits with a mask of its own for every row."""
+    words = -(-vocab // 32)
+    return Work(reads=tokens * (vocab * 4 + words * 4 + 4), writes=tokens * vocab * 4)
+
+
+def logprobs(vocab: int, top_n: int, tokens: int) -> Work:
+    """Logprobs of one id and `top_n` others per row."""
+    return Work(
+        reads=tokens * (vocab * 4 + _ID),
+        writes=tokens * (4 + 12 * top_n),
+        flops=3.0 * tokens * vocab,
+    )
+
+
+WORK: Mapping[str, Callable[..., Work]] = {
+    f.__name__: f
+    for f in (
+        embed,
+        rms_norm,
+        add_rms_norm,
+        rope,
+        linear,
+        quantize_group,
+        lora_delta,
+        cache_write,
+        cache_gather,
+        mla_prologue,
+        mla_absorb,
+        mha_prefill,
+        merge_state,
+        mla_decode,
+        index_prologue,
+        index_scores,
+        index_topk,
+        silu_mul,
+        router_logits,
+        route,
+        experts,
+        mask_logits,
+        sample,
+        logprobs,
+    )
+} | {"sparse_prefill": sparse_prefill, "sparse_decode": sparse_decode}
+
+
+def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
+    """Weights and cache that a decode step of `tokens` sequences must read at one site.
+
+    Activations are left out: they stay in caches between the ops of a step.
+    """
+    dims, dtype = facts.dims, facts.dtype
+    if site.op == "linear":
+        whole = linear(*_matrix(site), site.weight_format, dtype, tokens)
+        return Work(whole.weights, flops=whole.flops)
+    if site.op == "experts":
+        count, inter, hidden = site.shape
+        top_k = dims["top_k"]
+        reached = distinct_experts(count, top_k, tokens)
+        whole = experts(inter, hidden, site.weight_format, dtype, tokens, top_k, reached)
+        return Work(whole.weights, flops=whole.flops)
+    if site.op == "mla_absorb":
+        sizes = (dims["heads"], dims["qk_nope"], dims["v"], dims["kv_lora"], dtype, tokens)
+        both = mla_absorb("apply_q", *sizes) + mla_absorb("apply_v", *sizes)
+        return Work(both.weights, flops=both.flops)
+    if site.op == "mla_decode":
+        lens = (context,) * tokens
+        whole = mla_decode(
+            dims["heads"], dims["kv_lora"], dims["qk_rope"], dtype, facts.kv_dtype, lens
+        )
+        cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
+        return Work(reads=cached, flops=whole.flops)
+    if site.op == "index_scores":
+        lens = (context,) * tokens
+        whole = index_scores(dims["index_heads"], dims["index_dim"], facts.index_dtype, lens)
+        cached = sum(lens) * _index_bytes(dims["index_dim"], facts.index_dtype)
+        return Work(reads=cached, flops=whole.flops)
+    if site.op == "sparse_decode":
+        lens = (min(context, dims["index_topk"]),) * tokens
+        whole = sparse_decode(
+            dims["heads"], dims["kv_lora"], dims["qk_rope"], dtype, facts.kv_dtype, lens
+        )
+        cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
+        return Work(reads=cached, flops=whole.flops)
+    if site.op == "router_logits" and site.module == INDEXER:
+        whole = router_logits(dims["index_heads"], dims["hidden"], dtype, tokens)
+        return Work(whole.weights, flops=whole.flops)
+    if site.op == "router_logits":
+        whole = router_logits(dims["experts"], dims["hidden"], dtype, tokens)
+        return Work(whole.weights, flops=whole.flops)
+    return Work()
+
+
+def decode_step(
+    sites: Iterable[Site], facts: Facts, tokens: int, context: int = 0
+) -> dict[str, Work]:
+    """A decode step of `tokens` sequences with `context` cached tokens each, by op."""
+    found: dict[str, Work] = {}
+    for site in sites:
+        work = site_work(site, facts, tokens, context)
+        if work.nbytes:
+            name = "lm_head" if site.module == "lm_head" else site.op
+            found[name] = found.get(name, Work()) + work
+    return found
+
+
+def prefill_flops(config: ModelConfig, tokens: int, tp: int = 1) -> float:
+    """FLOPs of a prompt of `tokens` tokens on one of `tp` ranks, the head for its last only."""
+    c, heads = config, config.heads // tp
+    query = c.q_lora or 0
+    per_token = heads * c.qk_head * (query or c.hidden) + query * c.hidden
+    per_token += c.latent * c.hidden + heads * (c.qk_nope + c.v_head) * c.kv_lora
+    per_token += c.hidden * heads * c.v_head
+    total = 0.0
+    for layer in range(c.layers):
+        width: float = c.intermediate
+        if c.is_moe(layer):
+            top_k = c.routing.top_k if c.routing else 0
+            width = (top_k + c.shared_experts) * c.moe_intermediate
+            total += 2.0 * tokens * c.experts * c.hidden
+        total += 2.0 * tokens * (per_token + 3 * width / tp * c.hidden)
+        total += mha_prefill(heads, c.qk_head, c.v_head, "bfloat16", tokens).flops
+    return total + 2.0 * math.ceil(c.vocab_size / tp) * c.hidden
+
+
+def _matrix(site: Site) -> tuple[int, int]:
+    out, cols = site.shape
+    return out, cols
+
+
+def _sums(lens: Iterable[int]) -> tuple[int, int]:
+    counted = Counter(lens)
+    return sum(n * times for n, times in counted.items()), sum(counted.values())

@@ -1,0 +1,43 @@
+"""`ds-runtime bisect`: the first kernel that departs from the reference, and its inputs."""
+
+from __future__ import annotations
+
+from argparse import Namespace, _SubParsersAction
+from pathlib import Path
+from typing import Any
+
+from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subcommands.add_parser(
+        "bisect",
+        help="find the first kernel that departs from the reference",
+        description="Run prompts (or built-in ones) with the plan's kernels, hold every op call "
+        "against the reference in float64 on the same inputs, and name the first that departs by "
+        "more than its tolerance. Its inputs are written to a file that "
+        "ds-runtime conform --case replays. Exit code 1 if one departs.",
+    )
+    parser.add_argument("prompt", nargs="*", help="(default: built-in ones)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="of decode (default: 3)")
+    parser.add_argument(
+        "--out", default="bisect.case", metavar="FILE", help="(default: %(default)s)"
+    )
+    add_flags(parser, EngineConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: Namespace) -> int:
+    """Watch, and say what was seen."""
+    if args.steps < 0:
+        raise ConfigError(f"bisect --steps {args.steps}: must be at least 0")
+    config, explicit = build(EngineConfig, args)
+    from ds_runtime.testing import bisect
+
+    out = Path(args.out)
+    finding = bisect.bisect(config, explicit, args.prompt or bisect.PROMPTS, args.steps, out)
+    print(bisect.render(finding, out))
+    return int(finding.culprit is not None)

@@ -1,0 +1,176 @@
+"""`--config FILE.yaml`: settings from a file, under the names of the flags without their dashes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ds_runtime.cli.parser import near, unknown
+from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FromFile:
+    """What a file sets: values by field, and where each stands."""
+
+    path: str
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]
+
+    def place(self, error: ConfigError, given: Collection[str]) -> ConfigError:
+        """The error with the line that it is about, if it is about one of the file's."""
+        flag = str(error).partition(" ")[0].rstrip(":")
+        name = flag.removeprefix("--").replace("-", "_")
+        if name not in self.values or name in given:
+            return error
+        return ConfigError(f"--config {self.path}, line {self.lines[name]}: {error}")
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """`--config FILE`; every flag of `parser` may stand in it."""
+    parser.add_argument(
+        "--config",
+        action=_Read,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="YAML file with flags as keys, like 'context-length: 4096'; flags that are given win",
+    )
+
+
+class _Read(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, read(str(values), parser))
+
+
+def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
+    """The file's settings, each read as its flag would be.
+
+    ConfigError names file, line, key, value and remedy.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        root = yaml.compose(text, yaml.SafeLoader)
+    except OSError as e:
+        raise ConfigError(f"--config {path}: cannot be read: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"--config {path}: is not UTF-8 at byte {e.start}") from e
+    except (yaml.YAMLError, RecursionError) as e:
+        raise ConfigError(f"--config {path}: is not YAML: {' '.join(str(e).split())}") from e
+    if root is None:
+        return FromFile(path, {}, {})
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"--config {path}: write one 'flag: value' per line")
+    settings: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    for key_node, value_node in root.value:
+        line = key_node.start_mark.line + 1
+        where = f"--config {path}, line {line}"
+        loader = yaml.SafeLoader("")
+        try:
+            key = loader.construct_object(key_node, deep=True)
+            value = loader.construct_object(value_node, deep=True)
+        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as e:
+            raise ConfigError(f"{where}: {' '.join(str(e).split())}") from e
+        action = _action(parser, key, where)
+        if action is None:
+            continue
+        if action.dest in settings:
+            raise ConfigError(
+                f"{where}: {key} is set in line {lines[action.dest]} already: remove one"
+            )
+        try:
+            settings[action.dest] = _value(action, value)
+        except (argparse.ArgumentTypeError, ValueError) as e:
+            raise ConfigError(f"{where}: {key}: {_shown(value)}: {e}") from None
+        lines[action.dest] = line
+    return FromFile(path, settings, lines)
+
+
+def ahead(path: str) -> dict[str, list[str]]:
+    """What a file says of which plugins load, by flag; what is wrong with it, `read` says later."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    rows = found.items() if isinstance(found, dict) else ()
+    by_flag = {f"--{str(key).replace('_', '-')}": value for key, value in rows}
+    return {
+        flag: [str(v) for v in (value if isinstance(value, list) else [value])]
+        for flag in ("--plugins", "--plugin-allowlist")
+        if (value := by_flag.get(flag)) is not None
+    }
+
+
+def _action(parser: argparse.ArgumentParser, key: Any, where: str) -> argparse.Action | None:
+    """The flag of a key; None for a setting of the server in a file that another command reads."""
+    name = str(key).replace("_", "-")
+    known = {
+        flag.removeprefix("--"): action
+        for flag, action in parser._option_string_actions.items()
+        if action.dest not in ("help", "config") and not flag.startswith("--no-")
+    }
+    if name in known:
+        return known[name]
+    if any(
+        name == f.name.replace("_", "-") for c in (EngineConfig, ServerConfig) for f in fields(c)
+    ):
+        return None
+    raise ConfigError(f"{where}: unknown key {_shown(key)}{unknown(name, known) or ': remove it'}")
+
+
+def _value(action: argparse.Action, value: Any) -> Any:
+    """A YAML value as the flag's own reader makes it. ValueError says what is needed instead."""
+    if isinstance(action, argparse.BooleanOptionalAction | argparse._StoreTrueAction):
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if isinstance(action, argparse._AppendAction):  # and those that extend
+        items = value if isinstance(value, list) else [value]
+        words = [_scalar(action, item, many=True) for item in items]
+        if isinstance(action, argparse._ExtendAction):
+            return [x for some in words for x in some]
+        return words
+    if isinstance(value, list) and action.nargs not in ("*", "+"):
+        raise ValueError("must be one value, not a list")
+    found = _scalar(action, value)
+    if action.choices is not None and found not in action.choices:
+        known = [str(c) for c in action.choices]
+        raise ValueError(f"is not one of {', '.join(known)}{near(str(found), known)}")
+    return found
+
+
+def _scalar(action: argparse.Action, value: Any, many: bool = False) -> Any:
+    read: Any = action.type or str
+    if isinstance(value, bool | list | dict | None):
+        raise ValueError(f"must be {_wanted(read)}")
+    if read is str and not isinstance(value, str):
+        raise ValueError("must be text: put it in quotes")
+    if read is int and not isinstance(value, int):
+        raise ValueError(f"must be {_wanted(read)}")
+    try:
+        return read(str(value))
+    except ValueError as e:
+        raise ValueError(f"must be {_wanted(read)}") from e
+
+
+def _wanted(read: Any) -> str:
+    return {int: "a whole number", float: "a number", str: "text"}.get(read, "one value or a list")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

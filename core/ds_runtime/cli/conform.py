@@ -1,0 +1,185 @@
+"""`ds-runtime conform`: a plugin's kernels held against their contracts, timed, or tabulated."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace, _SubParsersAction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_runtime.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ds_runtime.platform.spec import GraphBackend, Platform
+    from ds_runtime.plugins import Plugins
+    from ds_runtime.testing.conform import Verdict
+
+MODES = ("test", "perf", "support")
+CHECKS_HELP = "samples, weights, rows, memory, capture, honesty"
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subcommands.add_parser(
+        "conform",
+        help="hold a plugin's kernels against their contracts",
+        description="Run every kernel that the named plugins (or all) offer for the device that is "
+        "here over its op's samples, shapes and formats, against the reference in float64, and "
+        "write a receipt that ds-runtime plan shows. Mode perf times them, mode support says "
+        "which op, kernel and format is served on which described device.",
+    )
+    parser.add_argument("plugin", nargs="*", help="names, as ds-runtime plugins lists them")
+    parser.add_argument("--mode", choices=MODES, default="test", help="(default: test)")
+    parser.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these ops")
+    parser.add_argument("--kernel", nargs="+", default=[], metavar="K", help="only these kernels")
+    parser.add_argument("--check", nargs="+", default=[], metavar="C", help=f"of {CHECKS_HELP}")
+    parser.add_argument("--case", metavar="FILE", help="replay a case that bisect recorded")
+    parser.add_argument("--platform", default="auto", metavar="X", help="(default: auto)")
+    parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
+    parser.add_argument(
+        "--recorder",
+        action="store_true",
+        help="where the platform captures nothing, record torch's ops: for kernels in torch alone",
+    )
+    parser.add_argument("--receipts", metavar="DIR", help="folder for receipts (default: your own)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: Namespace) -> int:
+    """Test, time or tabulate; 1 if a kernel does not conform."""
+    from ds_runtime.platform.select import select_platform
+    from ds_runtime.plugins import load_plugins
+
+    names = None if args.plugins is None else [n.strip() for n in args.plugins.split(",")]
+    plugins = load_plugins(names)
+    if args.mode == "support":
+        return _support(plugins, args)
+    if args.mode == "perf":
+        return _perf(plugins, args)
+    platform, _ = select_platform(plugins, args.platform)
+    return _case(plugins, platform, args) if args.case else _test(plugins, platform, args)
+
+
+def _backend(platform: Platform, args: Namespace) -> GraphBackend | None:
+    """What captures calls; None where nothing does. ConfigError if it was asked for by name."""
+    if platform.captures:
+        return platform.graph_backend(0)
+    if args.recorder:
+        from ds_runtime.testing.replay import ReplayBackend
+
+        return ReplayBackend()
+    if "capture" in args.check:
+        raise ConfigError(f"--check capture: {_cannot_capture(platform)}")
+    return None
+
+
+def _cannot_capture(platform: Platform) -> str:
+    return f"platform {platform.name} captures nothing; --recorder records torch's ops instead"
+
+
+def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
+    from ds_runtime import receipts
+    from ds_runtime.testing import conform
+    from ds_runtime.testing.kit import CHECKS
+    from ds_runtime.testing.wanted import plugins_of
+
+    backend = _backend(platform, args)
+    able = [c for c in CHECKS if c != "capture" or backend is not None]
+    wanted = conform.Wanted(args.op, args.kernel, args.check or able)
+    device = platform.info(0)
+    whole = not (args.op or args.kernel or args.check)
+    where = Path(args.receipts) if args.receipts else receipts.folder()
+    made = []
+    for name in plugins_of(plugins, args.plugin):
+        found = []
+        for verdict in conform.verdicts(plugins, device, name, wanted, backend):
+            found.append(verdict)
+            if not args.json:
+                print(_line(verdict), flush=True)
+        if not found:
+            continue
+        made.append(conform.receipt(plugins.reports[name], platform, device, found, able))
+        if whole and name != "reference":  # part of the truth is no receipt
+            path = where / f"{name}-{device.arch}.json"
+            receipts.write(made[-1], path)
+            if not args.json:
+                print(f"receipt written to {path}")
+    if not made:
+        asked = " ".join(["conform", *args.plugin, *args.op, *args.kernel])
+        raise ConfigError(f"{asked}: no such kernel is offered here")
+    if args.json:
+        print(json.dumps(made, indent=1))
+    elif whole and backend is None:
+        print(f"capture was not asked: {_cannot_capture(platform)}")
+    return int(any(kernel["failures"] for receipt in made for kernel in receipt["kernels"]))
+
+
+def _line(verdict: Verdict) -> str:
+    kernel = verdict.kernel
+    head = f"{kernel.op.name:<14} {kernel.name:<28}"
+    if verdict.skipped:
+        return f"{head} not here: {verdict.skipped}"
+    if not verdict.results:
+        return f"{head} has nothing that this would ask"
+    asked: dict[str, int] = {}
+    for r in verdict.results:
+        asked[r.check] = asked.get(r.check, 0) + 1
+    counts = ", ".join(f"{name} {n}" for name, n in asked.items())
+    lines = [f"{head} {'FAILED' if verdict.failures else 'conforms'} ({counts})"]
+    seen = set()
+    for r in verdict.failures:
+        if (r.check, r.failure) not in seen:
+            seen.add((r.check, r.failure))
+            indented = r.failure.rstrip().replace("\n", "\n    ")
+            lines.append(f"  {r.check}, case {r.case!r} in {r.dtype}: {indented}")
+    return "\n".join(lines)
+
+
+def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:
+    from ds_runtime.testing import conform
+
+    name = args.kernel[0] if args.kernel else ""
+    result = conform.replay(plugins, platform.info(0), args.case, name)
+    said = result.failure or f"conforms: error {result.error:.3g} within {result.tolerance:.3g}"
+    print(f"{result.op} {result.kernel}, case {result.case!r} in {result.dtype}: {said}")
+    return int(not result.ok)
+
+
+def _perf(plugins: Plugins, args: Namespace) -> int:
+    """`bench ops` over all kernels of the ops that the named plugins offer."""
+    from ds_runtime.bench import ops
+    from ds_runtime.config import EngineConfig
+    from ds_runtime.testing.wanted import check_names, plugins_of
+
+    check_names("--op", args.op)
+    wanted = plugins_of(plugins, args.plugin)
+    names = None if args.plugins is None else tuple(n.strip() for n in args.plugins.split(","))
+    config = EngineConfig(platform=args.platform, plugins=names)
+    assembly = ops.assembled(config, ("platform",), None, "")
+    owners = assembly.plugins.owners
+    offered = {k.op.name for k in assembly.offers.kernels if owners[k.provider] in wanted}
+    only = args.op or sorted(offered)
+    measurement = ops.Measurement(assembly, 512, None, 0.1)
+    figures = list(measurement.figures(only, (1, 16), ["all"]))
+    if args.json:
+        print(json.dumps(ops.report(measurement, figures)))
+    else:
+        print(ops.render_ceilings(measurement.ceilings))
+        print("\n".join(map(ops.render, figures)))
+    return int(any(f.error for f in figures))
+
+
+def _support(plugins: Plugins, args: Namespace) -> int:
+    from ds_runtime.testing import support
+    from ds_runtime.testing.wanted import check_names, plugins_of
+
+    check_names("--op", args.op)
+    wanted = plugins_of(plugins, args.plugin)
+    rows = [r for r in support.matrix(plugins, wanted) if not args.op or r.op in args.op]
+    if not rows:
+        asked = " ".join(["conform --mode support", *args.plugin, *args.op])
+        raise UnsupportedError(f"{asked}: no such kernel serves a described device")
+    sys.stdout.write(support.as_json(rows) if args.json else support.as_markdown(rows, plugins))
+    return 0

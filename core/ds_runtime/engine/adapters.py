@@ -1,0 +1,76 @@
+"""The low-rank adapters that an engine holds: their names, and the slots that they are in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ds_runtime.errors import RequestError, shown
+from ds_runtime.model.peft import LoraPlan, check_name
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One adapter. `key` is never given twice: cached KV of another under the same name differs."""
+
+    name: str
+    folder: Path
+    slot: int
+    key: int
+
+
+class Adapters:
+    """By name. `plan` None: the engine has no slots."""
+
+    def __init__(self, plan: LoraPlan | None) -> None:
+        self._keys = count(1)
+        self._free = list(range(plan.slots)) if plan is not None else []
+        self._num_slots = len(self._free)
+        self._held: dict[str, Held] = {}
+        for spec in plan.adapters if plan is not None else ():
+            self.add(self.place(spec.name, spec.folder))
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which they came."""
+        return list(self._held)
+
+    def find(self, name: str) -> Held:
+        """RequestError if there is none of this name."""
+        held = self._held.get(name)
+        if held is None:
+            known = ", ".join(self._held) or "none"
+            raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "model")
+        return held
+
+    def place(self, name: str, folder: Path) -> Held:
+        """Where a new adapter would go. RequestError if there is no room, or the name is taken."""
+        check_name(name)
+        if name in self._held:
+            raise RequestError(
+                f"adapter {shown(name)} is loaded already, from {self._held[name].folder}: unload "
+                "it first, or choose another name",
+                "lora_name",
+            )
+        if not self._num_slots:
+            raise RequestError(
+                "this engine has no room for adapters: start it with --max-loras N", "lora_name"
+            )
+        if not self._free:
+            raise RequestError(
+                f"all {self._num_slots} places are taken (--max-loras), by "
+                f"{', '.join(self._held)}: unload one first",
+                "lora_name",
+            )
+        return Held(name, folder, self._free[0], next(self._keys))
+
+    def add(self, held: Held) -> None:
+        """It is in its slot."""
+        self._free.remove(held.slot)
+        self._held[held.name] = held
+
+    def remove(self, held: Held) -> None:
+        """Its slot is free again."""
+        del self._held[held.name]
+        self._free.append(held.slot)

@@ -1,0 +1,223 @@
+"""Decode steps captured at start, one per number of rows, and replayed with new inputs.
+
+A step of n requests takes the next larger graph. Its spare rows write nothing, read one token of a
+page that belongs to nobody, and start from a row of `last_tokens` that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.batch import page_table
+from ds_runtime.engine.step import StepPlan, Work
+from ds_runtime.engine.transfer import Upload
+from ds_runtime.errors import ConfigError, DsRuntimeError, PluginError
+from ds_runtime.ops.batch import Batch, DecodePart, Limits
+from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.progress import Progress
+
+
+def graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Rows of the steps to capture, rising: --graph-sizes, or ever wider apart."""
+    most, given = config.max_running_requests, config.graph_sizes
+    if given is None:
+        sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
+        return (*(size for size in sizes if size < most), most)
+    if max(given) > most:
+        raise ConfigError(
+            f"--graph-sizes {','.join(map(str, given))}: at most --max-running-requests {most} "
+            "requests run at once"
+        )
+    return tuple(sorted(set(given)))
+
+
+class Model(Protocol):
+    """What a decode step asks of the model."""
+
+    def forward(self, batch: Batch, caches: list[Tensor]) -> Tensor: ...
+
+    def logits(
+        self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What all graphs of a runner work on. spare_page: of the caches, zeroed; the last row of
+    last_tokens [rows + 1] is spare as well. limits: of the largest step. adapts: rows may have
+    adapters.
+    """
+
+    model: Model
+    stateful: Mapping[str, Any]
+    caches: list[Tensor]
+    spare_page: int
+    last_tokens: Tensor
+    limits: Limits
+    vocab: int
+    device: torch.device
+    adapts: bool = False
+
+
+class _Numbers(NamedTuple):
+    """A step's arrays, by their numbers in an upload. All but the table lie at fixed places."""
+
+    rows: int
+    positions: int
+    slots: int
+    kv_lens: int
+    adapters: int | None
+    table: int
+
+
+class DecodeGraph:
+    """One captured step of `size` rows; `logits` [size, vocab] float32 receives its result."""
+
+    def __init__(self, place: Place, size: int, logits: Tensor) -> None:
+        self.size = size
+        self._place = place
+        self._logits = logits
+        limits = place.limits
+        bounds = Limits(
+            max_tokens=size,
+            max_sequences=size,
+            max_pages_per_sequence=limits.max_pages_per_sequence,
+            page_size=limits.page_size,
+            heads=limits.heads,
+            device=limits.device,
+        )
+        self._states = {key: kernel.state(bounds) for key, kernel in place.stateful.items()}
+        self._table = torch.full(
+            (size, limits.max_pages_per_sequence),
+            place.spare_page,
+            dtype=torch.int32,
+            device=place.device,
+        )
+        # Inputs, the table as narrow as a step needs it, and what its draws need: at most 40
+        # bytes a row each.
+        room = size * (80 + 4 * limits.max_pages_per_sequence) + (1 << 12)
+        self.buffer = torch.zeros(room, dtype=torch.uint8, device=place.device)
+        self._every = torch.arange(size, device=place.device)
+        self._replay: Callable[[], None] | None = None
+
+    def add(self, works: Sequence[Work], upload: Upload) -> _Numbers:
+        """A step's inputs, filled up to `size` rows: the first arrays of its upload."""
+        place, count, size = self._place, len(works), self.size
+        page_size = place.limits.page_size
+        rows = np.full(size, place.last_tokens.shape[0] - 1, np.int64)
+        positions = np.zeros(size, np.int64)
+        slots = np.full(size, -1, np.int64)
+        rows[:count] = [w.row for w in works]
+        positions[:count] = [w.start for w in works]
+        table = page_table(works, page_size, place.limits.max_pages_per_sequence)
+        at = positions[:count]
+        pages = table[np.arange(count), at // page_size].astype(np.int64)
+        slots[:count] = pages * page_size + at % page_size
+        adapters = None
+        if place.adapts:
+            own = np.full(size, -1, np.int32)
+            own[:count] = [w.adapter for w in works]
+            adapters = own
+        filled = np.full((size, table.shape[1]), place.spare_page, np.int32)
+        filled[:count] = table
+        return _Numbers(
+            rows=upload.add(rows),
+            positions=upload.add(positions),
+            slots=upload.add(slots),
+            kv_lens=upload.add((positions + 1).astype(np.int32)),
+            adapters=None if adapters is None else upload.add(adapters),
+            table=upload.add(filled),
+        )
+
+    def _prepare(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Batch:
+        """The step's batch, over tensors that never move, with the states of its kernels."""
+        compact = sent[numbers.table]
+        self._table[:, : compact.shape[1]].copy_(compact)
+        spare = self.size - len(works)
+        part = DecodePart(
+            page_table=self._table,
+            kv_lens=sent[numbers.kv_lens],
+            host_kv_lens=(*(w.start + 1 for w in works), *((1,) * spare)),
+        )
+        batch = Batch(
+            input_ids=sent[numbers.rows],
+            positions=sent[numbers.positions],
+            slots=sent[numbers.slots],
+            logit_rows=self._every,
+            decode=part,
+            states=self._states,
+            adapters=None if numbers.adapters is None else sent[numbers.adapters],
+        )
+        for key, kernel in self._place.stateful.items():
+            kernel.prepare(self._states[key], batch)
+        return batch
+
+    def capture(self, backend: GraphBackend) -> None:
+        """Run a step of spare rows alone, then record it."""
+        place, sent = self._place, Upload(self._place.device)
+        numbers = self.add((), sent)
+        sent.send(self.buffer)
+        batch = self._prepare((), sent, numbers)
+        rows = batch.input_ids
+
+        def run() -> None:
+            batch.input_ids = place.last_tokens[rows]
+            hidden = place.model.forward(batch, place.caches)
+            place.model.logits(hidden, self._logits, batch.adapters)
+
+        run()
+        self._replay = backend.capture(run)
+
+    def replay(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:
+        """Logits [works, vocab] of a step whose upload has been sent to `buffer`.
+
+        They are overwritten by the next replay of any graph.
+        """
+        assert self._replay is not None, "replayed before it was captured"
+        self._prepare(works, sent, numbers)
+        self._replay()
+        return self._logits[: len(works)]
+
+
+class DecodeGraphs:
+    """The captured steps of a runner. Raises PluginError where a kernel cannot be captured."""
+
+    def __init__(self, place: Place, sizes: Sequence[int], backend: GraphBackend) -> None:
+        self.sizes = tuple(sizes)
+        self._backend = backend
+        shape = (max(sizes, default=0), place.vocab)
+        logits = torch.empty(shape, dtype=torch.float32, device=place.device)
+        self._graphs = [DecodeGraph(place, size, logits[:size]) for size in self.sizes]
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False) -> None:
+        """Capture every size, the largest first: the others find their memory in its pool."""
+        total = len(self._graphs)
+        with Progress("capturing decode steps", total, "steps", enabled=progress) as bar:
+            for graph in reversed(self._graphs):
+                try:
+                    graph.capture(self._backend)
+                except DsRuntimeError:
+                    raise
+                except Exception as e:
+                    raise PluginError(
+                        f"a decode step of {graph.size} requests cannot be captured: "
+                        f"{type(e).__name__}: {e}; --disable-graph runs without"
+                    ) from e
+                bar.advance(1)
+
+    def fitting(self, plan: StepPlan) -> DecodeGraph | None:
+        """The graph for a step: none if it holds prefill works or more rows than any."""
+        works = plan.works
+        index = bisect_left(self.sizes, len(works))
+        if index == len(self.sizes) or any(w.tokens is not None for w in works) or plan.drafts:
+            return None
+        return self._graphs[index]

@@ -1,0 +1,1 @@
+"""Output that keeps to a rule: compiled with llguidance, followed token by token."""

@@ -1,0 +1,149 @@
+"""Rules → matchers, over one checkpoint's vocabulary, within bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from ds_runtime.errors import RequestError
+from ds_runtime.grammar.source import Source, json_schema
+from ds_runtime.output_rules import OutputRules, ToolRules
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits
+
+_DIGEST = 300  # characters of the library's message
+_PROBES = 256  # subschemas that are tried, one by one, to find the one at fault
+_CHILDREN = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains")
+
+
+def why_not(folder: Path) -> str | None:
+    """Why no output rule can be followed for this checkpoint, or None."""
+    if find_spec("llguidance") is None:
+        return "structured output needs the package llguidance: pip install llguidance"
+    if not (folder / "tokenizer.json").is_file():
+        return f"structured output needs a tokenizer, and {folder} has no tokenizer.json"
+    return None
+
+
+class Compiler:
+    """Compiles for one vocabulary of `vocab_size` ids, of which `eos` end a text.
+
+    Time per mask is bounded by the limits below; time and memory of compiling are not quite, so
+    rules of strangers go through `grammar/check.py` first.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos: Sequence[int]) -> None:
+        from llguidance import LLTokenizer
+
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        whole = json.loads(text)
+        added = whole.get("added_tokens") or []
+        for token in added:  # never text, see grammar/source.py
+            token["special"] = True
+        self.vocab_size = vocab_size
+        self.eos = tuple(eos)
+        self._source = Source({t["content"]: t["id"] for t in added})
+        self._tokenizer = LLTokenizer(
+            json.dumps(whole, ensure_ascii=False), n_vocab=vocab_size, eos_token=list(eos)
+        )
+
+    def compile(self, rules: OutputRules) -> LLMatcher:
+        """A matcher at its beginning. Raises RequestError that names the field and the fault."""
+        matcher = self._make(rules)
+        if matcher.is_error():
+            raise self._fault(rules, matcher.get_error())
+        # Reasoning that may come first says nothing about what is to come behind it.
+        alone = rules.reasoning == "none"
+        answer = matcher if alone else self._make(replace(rules, reasoning="none"))
+        if not any(answer.compute_bitmask()) or answer.is_error():
+            said = answer.get_error()
+            empty = not said or "NoExtensionBias" in said
+            raise self._fault(rules, "nothing can satisfy it" if empty else said)
+        return matcher
+
+    def _make(self, rules: OutputRules) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        grammar = self._source.grammar(rules)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+
+    def _fault(self, rules: OutputRules, said: str) -> RequestError:
+        where = rules.param
+        if rules.kind == "json_schema":
+            path, said = self._locate(replace(rules, tool_calls=None), said)
+            where += path
+        elif rules.tool_calls is not None:
+            where, said = self._locate_tool(rules, rules.tool_calls, said)
+        said = " ".join(said.replace("<non-verbose/>", "").split())
+        said = said if len(said) <= _DIGEST else said[: _DIGEST - 3] + "..."
+        return RequestError(f"{where} cannot be compiled: {said}", where)
+
+    def _locate(self, rules: OutputRules, said: str) -> tuple[str, str]:
+        """(path, message) of the innermost subschema that fails on its own as well."""
+        plain = replace(rules, reasoning="none")
+        root = schema = json_schema(rules.json_schema)
+        path, left, failing = "", _PROBES, True
+        shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
+        while failing:
+            failing = False
+            for step, child in _subschemas(schema):
+                if not left:
+                    break
+                left -= 1
+                alone = {**shared, **child} if isinstance(child, dict) else child
+                try:
+                    matcher = self._make(replace(plain, json_schema=alone))
+                except RequestError as e:
+                    return path + step, str(e)
+                if matcher.is_error():
+                    schema, path, said, failing = child, path + step, matcher.get_error(), True
+                    break
+        return path, said
+
+    def _locate_tool(self, rules: OutputRules, calls: ToolRules, said: str) -> tuple[str, str]:
+        """(field, message) of the first tool whose schema fails on its own as well."""
+        for i, tool in enumerate(calls.tools):
+            if isinstance(tool.parameters, dict):
+                alone = OutputRules(json_schema=tool.parameters)
+                matcher = self._make(alone)
+                if matcher.is_error():
+                    path, said = self._locate(alone, matcher.get_error())
+                    return f"{rules.param}[{i}].function.parameters{path}", said
+        return rules.param, said
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """(path, subschema) of a schema's direct children."""
+    if not isinstance(schema, dict):
+        return
+    for key in _CHILDREN:
+        if isinstance(named := schema.get(key), dict):
+            yield from ((f".{key}.{name}", child) for name, child in named.items())
+    for key in _LISTS:
+        if isinstance(listed := schema.get(key), list):
+            yield from ((f".{key}[{i}]", child) for i, child in enumerate(listed))
+    for key in _SINGLE:
+        if isinstance(schema.get(key), dict):
+            yield f".{key}", schema[key]
+
+
+def _limits() -> LLParserLimits:
+    """Bounds of one mask: some milliseconds, and some tens of megabytes per grammar."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=1000,
+        step_max_items=20_000,
+        step_lexer_fuel=100_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )

@@ -1,0 +1,59 @@
+"""The draft layer (MTP, NextN): from a token and the hidden state before it to the next one's.
+
+x = eh_proj([enorm(embedding) ; hnorm(hidden)]), one ordinary block, then a norm of its own. Its
+result is what the model's head takes, and what it takes itself in place of the model's hidden
+state when it drafts the token after. Source: DeepSeek-V3 technical report, arXiv 2412.19437, 2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_runtime.model.deepseek import Block, DeepSeekModel
+from ds_runtime.model.layers import RmsNorm
+from ds_runtime.ops.batch import Batch
+
+if TYPE_CHECKING:
+    from ds_runtime.model.loader import Loader
+
+
+class DraftModel:
+    """One rank's part of the draft layer; embedding, head and rotation are those of `model`."""
+
+    def __init__(self, model: DeepSeekModel, load: Loader) -> None:
+        config, layer = model.config, model.config.layers
+        ops = load.ops(layer, "nextn")
+        self.model = model
+        self.embedding_norm = RmsNorm(ops, load.vector(layer, "enorm"), config.eps)
+        self.hidden_norm = RmsNorm(ops, load.vector(layer, "hnorm"), config.eps)
+        self.join = load.linear(layer, "eh_proj")
+        self.block = Block(config, load, layer)
+        self.norm = RmsNorm(ops, load.vector(layer, "shared_head.norm"), config.eps)
+        self.state_key = self.block.attention.decode[1]  # of its steps of one token per sequence
+        self.packed_bytes = load.held_bytes
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, hidden: Tensor, ids: Tensor, cache: Tensor, rows: Tensor | None
+    ) -> Tensor:
+        """[rows, hidden] for `model.logits`, the same on every rank; rows None: of every token.
+
+        hidden: [T, hidden] at the batch's positions; ids: [T], the tokens that follow them. Every
+        row's key is written to `cache`, the draft layer's.
+        """
+        model = self.model
+        if batch.adapters is not None:  # they change the model, and drafts need not be right
+            batch = replace(batch, adapters=None)
+        embedded = model.comm.all_reduce(model.embed(ids))
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        x, residual = self.block(self.join(both), None, batch, cache, model.cos_sin, rows)
+        normed, _ = self.norm.add(x, residual)
+        return normed
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """As of the model."""
+        return self.model.logits(hidden, out)

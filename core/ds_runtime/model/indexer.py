@@ -1,0 +1,172 @@
+"""The lightning indexer: which cached tokens the rows of a step attend.
+
+Decode rows always attend chosen slots. Prefill rows attend densely while no sequence of the step
+sees more than top_k tokens, which is the same and faster. Index keys are cached in either case.
+Every rank has the whole indexer: equal inputs give equal choices, and no exchange is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.sites import INDEXER
+from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart
+
+if TYPE_CHECKING:
+    from ds_runtime.model.loader import Loader
+
+NORM_EPS = 1e-6  # of the key's LayerNorm
+_SCORES = 1 << 25  # rows are scored in groups so that their scores stay below this many: 128 MiB
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows [first, first + count) of a step, which attend chosen slots.
+
+    owners, lens: [count] int32, each row's sequence in page_table and how many tokens it sees.
+    scored: whether any sees more than top_k. slots: [count, n] int32, chosen by the last layer
+    that has an indexer.
+    """
+
+    first: int
+    page_table: Tensor
+    owners: Tensor
+    lens: Tensor
+    scored: bool
+    slots: Tensor | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The part's rows of the step."""
+        return slice(self.first, self.first + self.owners.shape[0])
+
+    @property
+    def chosen(self) -> Tensor:
+        """`slots`, which a layer before has set."""
+        assert self.slots is not None, "a layer shares a choice that nobody made"
+        return self.slots
+
+
+@dataclass(slots=True)
+class Selection:
+    """The parts of one step that attend chosen slots, handed from layer to layer."""
+
+    decode: Part | None = None
+    prefill: Part | None = None
+
+    @staticmethod
+    def of(batch: Batch, top_k: int, always: bool) -> Selection:
+        """always: score decode rows of any length, as captured steps must."""
+        made, n = Selection(), batch.num_decode
+        seen = (batch.positions + 1).to(torch.int32)
+        if (part := batch.decode) is not None:
+            scored = always or max(part.host_kv_lens, default=0) > top_k
+            made.decode = Part(0, part.page_table, _decode_owners(part), seen[:n], scored)
+        if (prefill := batch.prefill) is not None and _longest(prefill) > top_k:
+            owners = _prefill_owners(prefill)
+            made.prefill = Part(n, prefill.page_table, owners, seen[n:], True)
+        return made
+
+
+def _decode_owners(part: DecodePart) -> Tensor:
+    device, counts = part.page_table.device, part.q_lens
+    if len(set(counts)) <= 1:  # computed on the device, so that it can be captured
+        every = counts[0] if counts else 1
+        return torch.arange(part.rows, dtype=torch.int32, device=device) // every
+    owners = [i for i, count in enumerate(counts) for _ in range(count)]
+    return torch.tensor(owners, dtype=torch.int32, device=device)
+
+
+def _prefill_owners(part: PrefillPart) -> Tensor:
+    ends = part.q_segs.cu[1:]
+    rows = torch.arange(part.q_segs.total, dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, rows, right=True, out_int32=True)
+
+
+def _longest(part: PrefillPart) -> int:
+    """Most tokens that a row of these sequences sees."""
+    lens = list(part.q_segs.lens)
+    for chunk in part.prefix:
+        lens = [n + more for n, more in zip(lens, chunk.segs.lens, strict=True)]
+    return max(lens, default=0)
+
+
+class Indexer:
+    """One layer's indexer."""
+
+    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+        assert config.indexing is not None
+        self.ops = load.ops(layer, INDEXER)
+        self.wq_b = load.linear(layer, f"{INDEXER}.wq_b")
+        self.wk = load.linear(layer, f"{INDEXER}.wk")
+        self.norm = load.wide(layer, f"{INDEXER}.k_norm")
+        self.norm_bias = load.wide(layer, f"{INDEXER}.k_norm.bias")
+        self.weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
+        self.heads, self.dim = config.indexing.heads, config.indexing.dim
+        self.top_k, self.interleaved = config.indexing.top_k, config.indexing.interleaved
+        self.scale = (self.heads * self.dim) ** -0.5
+        self.page_size = load.bound.base.page_size
+
+    def __call__(
+        self,
+        x: Tensor,
+        query: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        cos_sin: Tensor,
+        selection: Selection,
+    ) -> None:
+        """Cache the keys of x [T, hidden] and choose slots for the parts of `selection`.
+
+        query: the normed query latent, [T, q_lora].
+        """
+        parts = [p for p in (selection.decode, selection.prefill) if p is not None]
+        wanted = any(p.scored for p in parts)
+        heads = self.heads if wanted else 0
+        q = self.wq_b(query, batch.adapters) if wanted else x.new_empty(x.shape[0], 0)
+        q, scale = self.ops.index_prologue(
+            q.view(x.shape[0], heads, self.dim),
+            self.wk(x, batch.adapters),
+            self.norm,
+            self.norm_bias,
+            NORM_EPS,
+            batch.positions,
+            cos_sin,
+            self.interleaved,
+            cache,
+            batch.slots,
+        )
+        weights = scale
+        if wanted:
+            weights = self.ops.router_logits(x, self.weights) * scale * self.scale
+        for part in parts:
+            if part.scored:
+                part.slots = self._best(q[part.rows], weights[part.rows], cache, part)
+            else:
+                part.slots = self._all(part)
+
+    def _best(self, q: Tensor, weights: Tensor, cache: Tensor, part: Part) -> Tensor:
+        """Score and choose: [count, top_k] int32."""
+        table, chosen = part.page_table, []
+        step = max(1, _SCORES // (table.shape[1] * self.page_size))
+        for first in range(0, q.shape[0], step):
+            some = slice(first, first + step)
+            owners, lens = part.owners[some], part.lens[some]
+            scores = self.ops.index_scores(q[some], weights[some], cache, table, owners, lens)
+            chosen.append(
+                self.ops.index_topk(scores, lens, owners, table, self.page_size, self.top_k)
+            )
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def _all(self, part: Part) -> Tensor:
+        """Every token that a row sees: [count, n] int32, n ≤ top_k."""
+        table, size = part.page_table, self.page_size
+        count = min(self.top_k, table.shape[1] * size)
+        tokens = torch.arange(count, dtype=torch.int32, device=table.device)
+        slots = table[part.owners][:, tokens // size] * size + tokens % size
+        return slots.masked_fill(tokens >= part.lens.unsqueeze(1), -1)

@@ -1,0 +1,56 @@
+"""Encodings that several kinds of checkpoint share, and checks of the values that choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ds_runtime.errors import UnsupportedError, shown
+from ds_runtime.ops.spec import Encoding
+
+BLOCK = [128, 128]
+
+
+def expect(key: str, value: object, *allowed: object) -> None:
+    """UnsupportedError unless the value is one of those."""
+    if not any(value == a and type(value) is type(a) for a in allowed):
+        wanted = " or ".join(repr(a) for a in allowed)
+        raise UnsupportedError(f"{key} {shown(value)} is not supported; expected {wanted}")
+
+
+def mapping(key: str, value: object) -> Mapping[str, Any]:
+    """The value, or {} for None; UnsupportedError if it is no JSON object."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UnsupportedError(f"{key} {shown(value)} is not supported; expected an object")
+    return value
+
+
+def rows(format: str, scale: str = "weight_scale") -> Encoding:
+    """Codes one by one in [out, in], with scales beside them."""
+    return Encoding(format, "rows", {"weight": "weight", "scale": scale})
+
+
+def with_input_scale(encoding: Encoding, name: str = "input_scale") -> Encoding:
+    """The same, where a static scale of activations may lie beside it."""
+    return Encoding(
+        encoding.format,
+        encoding.layout,
+        {**encoding.tensors, "input_scale": name},
+        encoding.optional | {"input_scale"},
+        encoding.unread,
+        encoding.block,
+        encoding.divides,
+    )
+
+
+FP8_BLOCK = rows("fp8_block", "weight_scale_inv")
+NVFP4 = Encoding(
+    "nvfp4",
+    "nibbles",
+    {"weight": "weight", "scale": "weight_scale", "global": "weight_scale_2"}
+    | {"input_scale": "input_scale"},
+    frozenset({"input_scale"}),
+)
+MXFP4 = Encoding("mxfp4", "nibbles", {"weight": "weight", "scale": "weight_scale"})

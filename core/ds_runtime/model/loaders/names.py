@@ -1,0 +1,75 @@
+"""Which modules a quantisation config speaks of: names, parts of paths, globs and regexes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import translate
+
+from ds_runtime.errors import UnsupportedError, shown
+
+# What no DeepSeek checkpoint quantises unless its config says so by name.
+_KEPT_DENSE = frozenset(
+    {"lm_head", "head", "embed", "embed_tokens", "gate", "eh_proj", "norm", "enorm", "hnorm"}
+    | {"weights_proj"}
+)
+_ROUTED = re.compile(r"\.experts\.\d+\.|\.experts$")
+
+
+def bare(module: str) -> str:
+    """The path without what some configs leave out."""
+    return module.removeprefix("model.").removesuffix(".weight")
+
+
+def kept_dense(module: str) -> bool:
+    """Whether native checkpoints hold this module in 16 bits."""
+    last = module.rpartition(".")[2]
+    return last in _KEPT_DENSE or last.endswith("norm")
+
+
+def is_routed(module: str) -> bool:
+    """Whether the module belongs to a routed expert."""
+    return _ROUTED.search(module) is not None
+
+
+class Names:
+    """Entries of an `ignore`, `exclude` or `targets` list; `in` asks for one module.
+
+    "re:…" is a regex that must match the beginning of the module's path; an entry with *, ? or [
+    is a glob for the path or a parent of it; anything else names whole parts of the path
+    ("self_attn.o_proj", "model.layers.61", "lm_head"). The leading "model." may be left out.
+    """
+
+    def __init__(self, entries: object, key: str) -> None:
+        if entries is None:
+            entries = ()
+        if not isinstance(entries, list | tuple) or not all(isinstance(e, str) for e in entries):
+            raise UnsupportedError(f"{key} {shown(entries)} is not supported; expected a list of "
+                                   "module names")  # fmt: skip
+        globs = [e for e in entries if not e.startswith("re:") and set(e) & set("*?[")]
+        regexes = [e[3:] for e in entries if e.startswith("re:")]
+        try:
+            self._regexes = [re.compile(r) for r in regexes]
+        except re.error as e:
+            raise UnsupportedError(f"{key}: {e.pattern!r} is no regular expression: {e}") from e
+        self._globs = re.compile("|".join(map(translate, globs))) if globs else None
+        self._parts = {bare(e) for e in entries} - {bare(g) for g in globs}
+
+    def __contains__(self, module: str) -> bool:
+        segments = bare(module).split(".")
+        ends = range(1, len(segments) + 1)
+        if any(".".join(segments[i:j]) in self._parts for j in ends for i in range(j)):
+            return True
+        if any(r.match(module) for r in self._regexes):
+            return True
+        return self._globs is not None and any(map(self._globs.match, _parents(module)))
+
+
+def _parents(module: str) -> Iterable[str]:
+    """The path and those above it, with and without the leading "model."."""
+    segments = module.split(".")
+    for end in range(len(segments), 0, -1):
+        path = ".".join(segments[:end])
+        yield path
+        if path != bare(path):
+            yield bare(path)

@@ -1,0 +1,58 @@
+"""Checkpoints whose quant_method names one format for all: none, fp8, int8 and mxfp8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ds_runtime.model.loaders.encodings import BLOCK, FP8_BLOCK, expect, rows
+from ds_runtime.model.loaders.names import Names, kept_dense
+from ds_runtime.ops.spec import DENSE, Encoding
+
+_INT8 = {
+    "blockwise_int8": rows("int8_block", "weight_scale_inv"),
+    "w8a8_int8": rows("int8_channel"),
+}
+_KEPT = ("modules_to_not_convert", "ignored_layers", "ignore")
+
+
+def plain(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
+    """Everything in 16 or 32 bits."""
+    return lambda module: DENSE
+
+
+def fp8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
+    """DeepSeek's own: e4m3 in blocks of 128×128, scales as floats or as exponent bytes."""
+    get = quantization.get
+    expect("weight_block_size", _listed(get("weight_block_size")), BLOCK)
+    expect("fmt", get("fmt", "e4m3"), "e4m3")
+    expect("activation_scheme", get("activation_scheme", "dynamic"), "dynamic")
+    return all_but(FP8_BLOCK, quantization)
+
+
+def int8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
+    """int8 with a scale per row, or per 128×128 block; activations are rounded as they come."""
+    method = quantization["quant_method"]
+    if method == "blockwise_int8":
+        expect("weight_block_size", _listed(quantization.get("weight_block_size")), BLOCK)
+    scheme = quantization.get("activation_scheme", "dynamic")
+    expect("activation_scheme", scheme, "dynamic")
+    expect("is_dynamic", quantization.get("is_dynamic", True), True)
+    return all_but(_INT8[method], quantization)
+
+
+def mxfp8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
+    """e4m3 with an exponent byte per 32 columns."""
+    size = _listed(quantization.get("weight_block_size", [1, 32]))
+    expect("weight_block_size", size, [1, 32])
+    return all_but(rows("mxfp8", "weight_scale_inv"), quantization)
+
+
+def all_but(encoding: Encoding, quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
+    """This encoding for every Linear that native checkpoints quantise, less those listed."""
+    kept = [Names(quantization.get(key), key) for key in _KEPT]
+    return lambda m: DENSE if kept_dense(m) or any(m in names for names in kept) else encoding
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

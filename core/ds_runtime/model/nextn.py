@@ -1,0 +1,111 @@
+"""Where the draft layer (MTP, NextN) lies, what it stores, and its sites. Torch-free.
+
+In the model it is layer `num_hidden_layers`, behind the last; its checkpoint may be the model's own
+or another folder, with a format of its own. Embedding and head are the model's: copies of them in
+the checkpoint are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.hf import load_config
+from ds_runtime.model.hub import resolve_model
+from ds_runtime.model.manifest import Stored, block_modules
+from ds_runtime.model.sites import QKV_A, FormatOf, Verify, block_sites
+from ds_runtime.ops.spec import Site
+
+DRAFT = "draft"  # the role of its sites
+SHARED = ("embed_tokens", "shared_head.head")  # what its checkpoint may hold again
+_FLAG = "--speculative-algorithm"
+
+
+@dataclass(frozen=True, slots=True)
+class NextN:
+    """The draft layer's checkpoint. layer: its number there; config: of that folder."""
+
+    folder: Path
+    layer: int
+    config: ModelConfig
+
+    def stored_name(self, module: str, layers: int) -> str:
+        """A module below `model.layers.{layers}.` as this checkpoint calls it."""
+        ours = f"model.layers.{layers}."
+        assert module.startswith(ours), module
+        return f"model.layers.{self.layer}.{module[len(ours) :]}"
+
+
+def find_nextn(algorithm: str, path: str | None, folder: Path, config: ModelConfig) -> NextN:
+    """In the folder that the user names, else in the model's. Errors name what is missing."""
+    if path is None:
+        if config.mtp_layers < 1:
+            raise UnsupportedError(
+                f"{_FLAG} {algorithm}: {folder / 'config.json'} has no num_nextn_predict_layers, "
+                "so the checkpoint has no layer that drafts; name a folder that has one with "
+                "--speculative-draft-model-path, or leave the flag out"
+            )
+        return NextN(folder, config.layers, config)
+    flag = "--speculative-draft-model-path"
+    try:
+        there = resolve_model(path)
+    except CheckpointError as e:
+        raise CheckpointError(str(e).replace("--model", flag, 1)) from e
+    found = load_config(there)
+    own, other = dict(config.dims()), dict(found.dims())
+    for name in own.keys() - {"layers", "intermediate"}:
+        if own[name] != other[name]:
+            raise ConfigError(
+                f"{flag} {there}: {name} is {other[name]}, the model's is "
+                f"{own[name]}: its draft layer belongs to another model"
+            )
+    # Exported alone, the layer is the first and only one.
+    return NextN(there, 0 if found.layers == 1 else found.layers, found)
+
+
+def nextn_modules(config: ModelConfig, nextn: NextN, format_of: FormatOf) -> dict[str, Stored]:
+    """What is read of the draft layer: by its path in the model, as its checkpoint stores it."""
+    ours, theirs = (f"model.layers.{n}." for n in (config.layers, nextn.layer))
+    return {
+        ours + s.module[len(theirs) :]: s
+        for s in _stored(config, nextn.layer, theirs[:-1], format_of)
+    }
+
+
+def _stored(c: ModelConfig, layer: int, at: str, format_of: FormatOf) -> Iterator[Stored]:
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield Stored(f"{at}.{name}", (c.hidden,))
+    yield Stored(f"{at}.eh_proj", (c.hidden, 2 * c.hidden), format_of(f"{at}.eh_proj"))
+    yield from block_modules(c, layer, c.is_moe(c.layers), format_of)
+
+
+def nextn_sites(
+    config: ModelConfig,
+    nextn: NextN,
+    format_of: FormatOf,
+    tp: int = 1,
+    apart: Collection[str] = (),
+    verify: Verify = "verify",
+) -> list[Site]:
+    """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths."""
+    layer = config.layers
+
+    def stored(module: str) -> str:
+        return format_of(nextn.stored_name(module, layer))
+
+    sites = [
+        Site("rms_norm", layer, "nextn"),
+        Site("add_rms_norm", layer, "nextn"),
+        Site(
+            "linear",
+            layer,
+            "eh_proj",
+            weight_format=stored(f"model.layers.{layer}.eh_proj"),
+            shape=(config.hidden, 2 * config.hidden),
+        ),
+        *block_sites(config, layer, stored, tp, QKV_A not in apart, verify),
+    ]
+    return [replace(site, role=DRAFT) for site in sites]

@@ -1,0 +1,58 @@
+"""`--attention-backend` and its like: one provider's name instead of a pin per op."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.bind import Pin
+from ds_runtime.ops.spec import Kernel
+
+BACKENDS = {
+    "nsa_prefill_backend": ("sparse_prefill",),
+    "nsa_decode_backend": ("sparse_decode",),
+    "nsa_topk_backend": ("index_topk",),
+    "attention_backend": ("mha_prefill", "mla_decode"),
+    "moe_runner_backend": ("experts",),
+}
+
+
+def backend_pins(
+    config: EngineConfig, kernels: Iterable[Kernel], used: Collection[str]
+) -> list[Pin]:
+    """A pin for every op in `used` of which the wished provider has a kernel.
+
+    ConfigError when it has none for any of them: the name is wrong, or its plugin is not here.
+    """
+    offered = list(kernels)
+    pins: list[Pin] = []
+    for field, ops in BACKENDS.items():
+        wished = getattr(config, field)
+        if wished in (None, "auto"):
+            continue
+        wanted = [op for op in ops if op in used]
+        providers = {op: {k.provider for k in offered if k.op.name == op} for op in wanted}
+        found = [
+            Pin(op, "*", provider)
+            for op, names in providers.items()
+            for provider in names
+            if _plain(provider) == _plain(wished)
+        ]
+        if wanted and not found:
+            known = sorted({name for names in providers.values() for name in names})
+            near = difflib.get_close_matches(wished, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            flag = "--" + field.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {wished!r}: no such provider of {' or '.join(wanted)}; {hint}"
+                f"offered here: {', '.join(known)}"
+            )
+        pins += found
+    return pins
+
+
+def _plain(name: str) -> str:
+    """Libraries are written with and without a hyphen or an underscore."""
+    return name.lower().replace("_", "").replace("-", "")

@@ -1,0 +1,215 @@
+"""Torch references of the lightning indexer, and the layout `index_pages`.
+
+One layer is one tensor. In a float dtype it is [pages, page_size, d]. In float8_e4m3fn it is uint8
+[pages, page_size, d + 4], where each page holds page_size · d bytes of keys and then page_size
+float32 scales, which is how fused paged kernels read it elsewhere, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.ops.reference.cache import gather_rows
+from ds_runtime.ops.reference.cases import Case, Maker, case
+from ds_runtime.ops.reference.formats import fp8_vectors, is_fp8, torch_dtype, wide
+from ds_runtime.ops.spec import Facts
+
+FP8 = torch.float8_e4m3fn
+_ELEMENTS = 1 << 24  # rows are taken in groups so that products stay below this many
+
+
+def allocate_index_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
+    """One layer's index cache, zeroed."""
+    dtype, d = torch_dtype(facts.index_dtype), facts.dims["index_dim"]
+    if is_fp8(dtype):
+        return torch.zeros(num_pages, facts.page_size, d + 4, dtype=torch.uint8, device=device)
+    return torch.zeros(num_pages, facts.page_size, d, dtype=dtype, device=device)
+
+
+def fp8_parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of an FP8 index cache: keys [pages, page_size, d] as bytes, scales [pages, page_size]
+    float32."""
+    pages, size, width = cache.shape
+    flat = cache.view(pages, size * width)
+    keys = flat.as_strided((pages, size, width - 4), (size * width, width - 4, 1))
+    return keys, flat[:, size * (width - 4) :].view(torch.float32)
+
+
+def read_keys(cache: Tensor, pages: Tensor, length: int) -> Tensor:
+    """The first `length` keys of the sequence with these pages: [length, d], wide, new."""
+    if cache.dtype != torch.uint8:
+        keys = gather_rows(cache, pages, 0, length)
+        return keys.to(wide(keys.dtype))
+    values, scales = fp8_parts(cache)
+    size = cache.shape[1]
+    tokens = torch.arange(length, device=cache.device)
+    owners, rows = pages[tokens // size].to(torch.int64), tokens % size
+    return values[owners, rows].view(FP8).to(torch.float32) * scales[owners, rows].unsqueeze(-1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Sylvester's Hadamard matrix of the last dim's size, times its ^-½."""
+    d = x.shape[-1]
+    width = 1
+    while width < d:
+        pairs = x.reshape(*x.shape[:-1], d // (2 * width), 2, width)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((a + b, a - b), dim=-2).reshape(x.shape)
+        width *= 2
+    return torch.mul(x, d**-0.5)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The first dims rotated, as pairs or as halves; cos and sin [..., r / 2]."""
+    r = 2 * cos.shape[-1]
+    if interleaved:
+        a, b = x[..., 0:r:2], x[..., 1:r:2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = x[..., : r // 2], x[..., r // 2 : r]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, x[..., r:]), dim=-1)
+
+
+def index_prologue(
+    q: Tensor,
+    k: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Reference of IndexPrologue for index_pages."""
+    compute = wide(cache.dtype)
+    cos, sin = cos_sin[positions].to(compute).chunk(2, dim=-1)
+    norm = (k.shape[-1],), norm_weight.to(compute), norm_bias.to(compute), eps
+    keys = torch.nn.functional.layer_norm(k.to(compute), *norm)
+    keys = hadamard(_rotated(keys, cos, sin, interleaved))
+    queries = _rotated(q.to(compute), cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
+    queries = hadamard(queries)
+    real = slots >= 0
+    page, row = slots[real] // cache.shape[1], slots[real] % cache.shape[1]
+    if cache.dtype != torch.uint8:
+        cache[page, row] = keys[real].to(cache.dtype)
+        return queries.to(cache.dtype), queries.new_ones(q.shape[:2], dtype=torch.float32)
+    values, scales = fp8_parts(cache)
+    rounded, scale = fp8_vectors(keys[real])
+    values[page, row], scales[page, row] = rounded.view(torch.uint8), scale
+    return fp8_vectors(queries)
+
+
+def index_scores(
+    q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
+) -> Tensor:
+    """Reference of IndexScores for index_pages: one sequence after the other."""
+    rows, heads, _ = q.shape
+    compute = wide(cache.dtype)
+    width = page_table.shape[1] * cache.shape[1]
+    scores = torch.full((rows, width), float("-inf"), dtype=compute, device=q.device)
+    counts = torch.bincount(owners.to(torch.int64), minlength=page_table.shape[0]).tolist()
+    first = 0
+    for pages, count in zip(page_table, counts, strict=True):
+        if not count:
+            continue
+        seen = int(lens[first : first + count].max())
+        keys = read_keys(cache, pages, seen).to(compute)
+        step = max(1, _ELEMENTS // (heads * seen))
+        for start in range(first, first + count, step):
+            some = slice(start, min(start + step, first + count))
+            dots = torch.relu(q[some].to(compute) @ keys.T)  # [rows, heads, seen]
+            scores[some, :seen] = torch.einsum("rht,rh->rt", dots, weights[some].to(compute))
+        first += count
+    beyond = torch.arange(width, device=q.device) >= lens.unsqueeze(1)
+    return scores.masked_fill(beyond, float("-inf"))
+
+
+def slots_of(tokens: Tensor, page_table: Tensor, owners: Tensor, page_size: int) -> Tensor:
+    """Cache slots [rows, n] int32 of tokens [rows, n] of each row's sequence."""
+    pages = page_table[owners.to(torch.int64)]
+    at = (tokens // page_size).clamp(max=page_table.shape[1] - 1)
+    return (pages.gather(1, at) * page_size + tokens % page_size).to(torch.int32)
+
+
+def index_topk(
+    scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
+) -> Tensor:
+    """Reference of IndexTopk."""
+    rows, width = scores.shape
+    columns = torch.arange(width, device=scores.device)
+    seen = scores.masked_fill(columns >= lens.unsqueeze(1), float("-inf"))
+    order = seen.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    slots = slots_of(order, page_table, owners, page_size)
+    slots = slots.masked_fill(columns[: order.shape[1]] >= lens.unsqueeze(1), -1)
+    return torch.cat((slots, slots.new_full((rows, k - order.shape[1]), -1)), dim=1)
+
+
+def index_prologue_samples(facts: Facts) -> Iterator[Case]:
+    """Slices as the model makes them, padding, no heads, both rotations, far positions."""
+    d, rope = facts.dims["index_dim"], facts.dims["qk_rope"]
+    for tokens, heads, padding, interleaved in (
+        (0, 3, 0, False),
+        (1, 1, 0, True),
+        (11, 5, 3, False),
+        (9, 4, 1, True),
+        (6, 0, 2, False),
+    ):
+        make = Maker(facts, label := f"{tokens} tokens, {heads} heads, interleaved {interleaved}")
+        cache, _ = make.paged_index((tokens + 4, 3))
+        slots = make.order(cache.rows.shape[0])[:tokens]
+        slots[:padding] = -1
+        q, k = make.normal(tokens, heads, d, scale=3), make.inside(make.normal(tokens, d), 8, 0)
+        norm = make.normal(d, dtype=torch.float32), make.normal(d, dtype=torch.float32)
+        positions, table = make.integers(0, 900, tokens), make.cos_sin(900, rope)
+        args = (q, k, *norm, 1e-6, positions, table, interleaved, cache, slots)
+        yield case(label, facts, *args, written=(8,))
+
+
+def index_scores_samples(facts: Facts) -> Iterator[Case]:
+    """Decode rows, prefill rows of several sequences, page edges, weights of both signs."""
+    page, d = facts.page_size, facts.dims["index_dim"]
+    steps: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
+        ("no rows", 4, (3,), (0,)),
+        ("one token", 16, (1,), (1,)),
+        ("decode", 16, (page, page + 1, 3 * page + 2, 7), (1, 1, 1, 1)),
+        ("prefill", 5, (2 * page + 3, 40, 9), (2 * page + 3, 6, 1)),
+        ("long", 64, (700, 5), (1, 2)),
+    )
+    for label, heads, lens, rows in steps:
+        make = Maker(facts, label)
+        cache, table = make.paged_index(lens)
+        owners, seen = make.rows(lens, rows)
+        q, scale = make.index_queries(len(owners), heads)
+        weights = make.normal(len(owners), heads, dtype=torch.float32) * scale * d**-0.5
+        yield case(label, facts, q, weights, cache, table, owners, seen)
+
+
+def index_topk_samples(facts: Facts) -> Iterator[Case]:
+    """Ties in plenty, rows that see fewer than k, NaN behind what a row sees."""
+    page = facts.page_size
+    steps: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], int], ...] = (
+        ("no rows", 4, (3,), (0,), 0),
+        ("one token", 3, (1,), (1,), 0),
+        ("decode", 8, (page, page + 1, 90, 7, 8, 9), (1, 1, 1, 1, 1, 1), 0),
+        ("prefill", 8, (2 * page + 30, 40, 9), (2 * page + 30, 6, 1), 0),
+        ("ties", 16, (200, 65, 17), (3, 2, 1), 3),
+        ("all equal", 5, (50, 3), (2, 1), 1),
+        ("many", 2048, (5000, 2048, 2049, 2047), (1, 1, 1, 1), 0),
+    )
+    for label, k, lens, rows, levels in steps:
+        make = Maker(facts, label)
+        table = make.table(lens)
+        owners, seen = make.rows(lens, rows)
+        shape = (len(owners), table.shape[1] * page)
+        scores = make.normal(*shape, dtype=torch.float32)
+        if levels:
+            scores = make.integers(-1, levels - 1, *shape).to(torch.float32)
+        scores[torch.arange(shape[1]) >= seen.unsqueeze(1)] = float("nan")
+        yield case(label, facts, scores, seen, owners, table, page, k)

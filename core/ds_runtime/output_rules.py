@@ -1,0 +1,142 @@
+"""What a request's output must look like: a schema, an expression, a choice, tool calls.
+
+Plain data, checked for form when it is made; `ds_runtime/grammar` compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from ds_runtime.errors import RequestError, shown
+
+MAX_RULE = 1 << 18  # characters of one rule, as JSON
+MAX_CHOICES = 1024
+TOOL_FORMATS = ("deepseekv3", "deepseekv31", "deepseekv32")
+REASONING = ("none", "optional", "open")
+
+
+class ToolSchema(msgspec.Struct, frozen=True):
+    """A function that may be called. `parameters`: JSON schema of its arguments; None: none."""
+
+    name: str
+    parameters: Any = None
+
+
+class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Output that is tool calls, as `format` writes them; `several`: one or more, else one."""
+
+    format: str
+    tools: tuple[ToolSchema, ...]
+    several: bool = True
+
+
+class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rule that the generated text keeps to; set exactly one of the first five fields, or
+    json_schema and tool_calls for either.
+
+    json_schema: a schema, as an object, boolean or JSON text ({"type": "object"} is "any JSON
+    object"). regex: in Rust's syntax, matched as a whole, with
+    ASCII's digits and words for `\\d` and `\\w`. ebnf: a GBNF (`root ::= …`) or
+    Lark (`start: …`) grammar. choice: one of these strings. tool_calls: calls, and nothing else.
+
+    reasoning: "none"; "optional": a `<think> … </think>` span may come first; "open": the prompt
+    has opened the span. The rule begins behind it. `field`: what errors name.
+
+    Raises RequestError for no rule, two rules, or one of a wrong form.
+    """
+
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    choice: tuple[str, ...] = ()
+    tool_calls: ToolRules | None = None
+    reasoning: str = "none"
+    field: str = ""
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, ())]
+        if len(given) != 1 and given != ["json_schema", "tool_calls"]:
+            said = " and ".join(given) or "nothing"
+            raise RequestError(
+                f"the output's rules hold {said}: give exactly one of {', '.join(_KINDS)}",
+                self.field or (given[-1] if given else "rules"),
+            )
+        if self.reasoning not in REASONING:
+            raise RequestError(
+                f"reasoning is {shown(self.reasoning)}: must be {', '.join(REASONING)}", "reasoning"
+            )
+        for name in given:
+            _FORMS[name](getattr(self, name), self.param)
+        if len(self.key) > MAX_RULE:
+            raise RequestError(
+                f"{self.param} has {len(self.key)} characters: at most {MAX_RULE} are compiled",
+                self.param,
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, ()))
+
+    @property
+    def param(self) -> str:
+        """The field that errors name."""
+        return self.field or self.kind
+
+    @property
+    def key(self) -> str:
+        """Equal for rules that compile to the same grammar."""
+        value = (getattr(self, self.kind), self.tool_calls)
+        return f"{self.kind} {self.reasoning} {msgspec.json.encode(value).decode()}"
+
+
+def _check_schema(schema: Any, param: str) -> None:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as e:
+            raise RequestError(f"{param} is no JSON: {e}", param) from e
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{param} is {shown(schema)}: a schema is an object or a boolean", param)
+    if schema is False:
+        raise RequestError(f"{param} is false: nothing satisfies it", param)
+    try:
+        msgspec.json.encode(schema)
+    except (TypeError, RecursionError, UnicodeEncodeError) as e:
+        raise RequestError(f"{param} cannot be written as JSON: {e}", param) from e
+
+
+def _check_text(text: Any, param: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{param} is {shown(text)}: must be a text that is not empty", param)
+
+
+def _check_choice(choice: Any, param: str) -> None:
+    if not isinstance(choice, tuple | list) or not all(isinstance(c, str) and c for c in choice):
+        raise RequestError(
+            f"{param} is {shown(choice)}: must be strings, none of them empty", param
+        )
+    if len(choice) > MAX_CHOICES:
+        raise RequestError(f"{param} holds {len(choice)} strings: at most {MAX_CHOICES} fit", param)
+
+
+def _check_tools(rules: Any, param: str) -> None:
+    if not isinstance(rules, ToolRules) or not rules.tools:
+        raise RequestError(f"{param}: give ToolRules with at least one tool", param)
+    if rules.format not in TOOL_FORMATS:
+        raise RequestError(
+            f"{param}: format {shown(rules.format)} must be one of {', '.join(TOOL_FORMATS)}", param
+        )
+
+
+_KINDS = ("json_schema", "regex", "ebnf", "choice", "tool_calls")
+_FORMS = {
+    "json_schema": _check_schema,
+    "regex": _check_text,
+    "ebnf": _check_text,
+    "choice": _check_choice,
+    "tool_calls": _check_tools,
+}

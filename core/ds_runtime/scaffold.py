@@ -1,0 +1,67 @@
+"""`ds-runtime new-plugin`: a complete plugin package from the template in `templates/plugin`.
+
+The template is the package of a vendor called Acme; a new one is the same with another name.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Collection, Iterator
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+
+from ds_runtime.errors import ConfigError
+
+_SUFFIX = ".tmpl"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def write_plugin(name: str, into: Path, taken: Collection[str] = ()) -> Path:
+    """Write the package of plugin `name` to `into`/ds-runtime-NAME; that folder.
+
+    Raises ConfigError for a name that cannot be one or is taken, and for a folder with files.
+    """
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name) or name.endswith("_"):
+        near = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        hint = f"; {near!r} would do" if _NAME.fullmatch(near) and near != name else ""
+        raise ConfigError(
+            f"new-plugin {name!r}: a name has small letters, digits and inner underscores, and "
+            f"begins with a letter{hint}"
+        )
+    if name in taken:
+        raise ConfigError(f"new-plugin {name}: a plugin of that name is installed; choose another")
+    folder = into / f"ds-runtime-{name.replace('_', '-')}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"new-plugin {name}: {folder} exists and is not an empty folder")
+    try:
+        for path, text in files(name):
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"new-plugin {name}: {folder} cannot be written: {e}") from e
+    return folder
+
+
+def files(name: str) -> Iterator[tuple[str, str]]:
+    """(path, text) of every file of the package."""
+    root = resources.files("ds_runtime") / "templates" / "plugin"
+    for path, file in _walk(root, PurePosixPath()):
+        yield _renamed(str(path), name), _renamed(file.read_text(encoding="utf-8"), name)
+
+
+def _walk(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:
+    for entry in sorted(folder.iterdir(), key=lambda e: e.name):
+        if entry.is_dir():
+            yield from _walk(entry, at / entry.name)
+        elif entry.name.endswith(_SUFFIX):
+            yield at / entry.name.removesuffix(_SUFFIX), entry
+
+
+def _renamed(text: str, name: str) -> str:
+    words = name.split("_")
+    text = text.replace("ds-runtime-acme", f"ds-runtime-{'-'.join(words)}")
+    text = text.replace("Acme", "".join(w.capitalize() for w in words))
+    return text.replace("acme", name)

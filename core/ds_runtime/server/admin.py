@@ -1,0 +1,160 @@
+"""Routes for whoever operates the server: health, what runs, aborts, cache, profiles."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ds_runtime import __version__
+from ds_runtime.errors import EngineDeadError, RequestError
+from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.server.answer import as_json, finish, start
+from ds_runtime.server.body import parse
+from ds_runtime.server.chat import Prompt
+from ds_runtime.server.formats import GenerateFormat
+from ds_runtime.server.openapi import request_body
+from ds_runtime.server.prepare import Job, Service
+from ds_runtime.server.protocol import AbortRequest
+from ds_runtime.server.sampling import fit
+from ds_runtime.server.stream import until_disconnect
+
+_PROBE_SECONDS = 30.0
+_SECRET = ("api_key", "ssl_keyfile_password")
+
+
+def open_routes(service: Service) -> APIRouter:
+    """What answers without the API key."""
+    router = APIRouter()
+    client = service.client
+
+    @router.get("/health")
+    @router.head("/health", include_in_schema=False)
+    async def health() -> Response:
+        """200 when the engine is ready, else 503 and why not; 503 too when the server leaves."""
+        if client.draining:
+            return as_json({"status": "draining"}, 503)
+        if client.restarting is not None:
+            return as_json({"status": "restarting", "reason": client.restarting}, 503)
+        if client.dead is not None:
+            return as_json({"status": "dead", "reason": client.dead}, 503)
+        if client.ready is None:
+            return as_json({"status": "starting"}, 503)
+        return as_json({"status": "ok"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def admin_routes(service: Service) -> APIRouter:
+    """What needs the API key, if there is one."""
+    router, client = APIRouter(), service.client
+
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 once the engine has made a token, 503 if it has not within 30 s."""
+        await until_disconnect(request.receive, _one_token(service))
+        return as_json({"status": "ok"})
+
+    @router.get("/get_model_info")
+    async def get_model_info() -> Response:
+        """The model that is served."""
+        model, ready = service.model, client.require()
+        return as_json(
+            {
+                "model_path": model.path,
+                "tokenizer_path": model.path,
+                "served_model_name": model.name,
+                "is_generation": True,
+                "context_length": ready.context_length,
+                "vocab_size": ready.vocab_size,
+                "has_chat_template": model.template is not None,
+                "default_sampling_params": asdict(model.defaults),
+            }
+        )
+
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        """Version, settings as they were settled, capacity and counters."""
+        ready, settings = client.require(), asdict(service.config)
+        for name in _SECRET:
+            settings[name] = None if settings[name] is None else "(set)"
+        return as_json(
+            {
+                "version": __version__,
+                "served_model_name": service.model.name,
+                "model_path": service.model.path,
+                "engine": ready.settings,
+                "server": settings,
+                "context_length": ready.context_length,
+                "kv_tokens": ready.kv_tokens,
+                "page_size": ready.page_size,
+                "stats": msgspec.to_builtins(client.stats),
+            }
+        )
+
+    @router.get("/v1/plan")
+    async def plan() -> Response:
+        """Which kernel serves which op where, and why: what `ds-runtime plan --json` prints."""
+        return as_json(client.require().plan)
+
+    @router.post("/abort_request", openapi_extra=request_body(AbortRequest))
+    async def abort_request(request: Request) -> Response:
+        """End one request by its id, or all; they answer with finish_reason "abort"."""
+
+        def found(body: AbortRequest) -> list[str]:
+            if body.abort_all:
+                return list(service.running)
+            if body.rid is None:
+                raise RequestError("send the rid of a request, or abort_all: true", "rid")
+            return [body.rid] if body.rid in service.running else []
+
+        rids = await parse(request, AbortRequest, service.config.max_body, found)
+        for rid in rids:
+            if (run := service.running.get(rid)) is not None:
+                run.abort()
+        return as_json({"aborted": rids})
+
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
+    async def flush_cache() -> Response:
+        """Empty the prefix cache; pages in use stay."""
+        return as_json({"pages_freed": await client.flush()})
+
+    @router.post("/start_profile")
+    async def start_profile() -> Response:
+        """Begin a trace of rank 0, for `--profile-dir`."""
+        folder = service.config.profile_dir
+        if folder is None:
+            raise RequestError("this server writes no traces: start it with --profile-dir DIR")
+        await client.profile(folder)
+        return as_json({"status": "profiling"})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        """End the trace and write it; the answer names the file."""
+        return as_json({"path": await client.profile(None)})
+
+    return router
+
+
+async def _one_token(service: Service) -> None:
+    """A token through the whole engine; EngineDeadError when none comes in time."""
+    ready = service.client.require()
+    params = fit(SamplingParams(max_tokens=1), 1, ready, "prompt")
+    form: Any = GenerateFormat(service.tokenizer)
+    run = start(service, "health", Job([(Prompt([0]), params)], form, False, None))
+    try:
+        await asyncio.wait_for(finish(run), _PROBE_SECONDS)
+    except TimeoutError as e:
+        raise EngineDeadError(f"no token within {_PROBE_SECONDS:g} s") from e
+    finally:
+        run.close()

@@ -1,0 +1,335 @@
+"""POST /v1/messages: Anthropic's protocol over a chat request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ds_runtime.server.blocks import Block, Blocks, blocks_of
+from ds_runtime.server.body import validate
+from ds_runtime.server.choice import Choice, Piece
+from ds_runtime.server.errors import ApiError
+from ds_runtime.server.formats import NamedEvents
+from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
+from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
+from ds_runtime.server.run import Run
+from ds_runtime.server.translate import Json, Names, bad, parts_text, present
+
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
+_STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+_FIELDS = {
+    "tool_choice": "tool_choice",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+
+
+class CountRequest(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[Objects, Field(min_length=1)]
+    system: str | Objects | None = None
+    tools: Objects | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        (
+            "cache_control",
+            "diagnostics",
+            "metadata",
+            "service_tier",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        )
+    )
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "container": (),
+        "context_management": (),
+        "mcp_servers": ([],),
+        "thread": (),
+        "billing_policy": (),
+        "compaction": (),
+        "fallbacks": (),
+        "fallback_credit_token": (),
+        "inference_geo": (),
+    }
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    priority: Priority | None = None
+    rid: Rid | None = None
+
+
+def messages_job(service: Service, body: MessagesRequest) -> Job:
+    """A conversation, translated, rendered and checked."""
+    chat, names = _chat(body)
+    chat |= present(
+        {
+            "max_tokens": body.max_tokens,
+            "stream": body.stream,
+            "stop": body.stop_sequences or None,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "priority": body.priority,
+            "rid": body.rid,
+        }
+    )
+    with names.kept():
+        form = MessagesFormat(body.model or service.model.name)
+        return chat_job(service, validate(ChatRequest, chat), form)
+
+
+def count_tokens(service: Service, body: CountRequest) -> int:
+    """Tokens of the rendered conversation."""
+    chat, names = _chat(body)
+    with names.kept():
+        return len(chat_tokens(service, validate(ChatRequest, chat)))
+
+
+def _chat(body: CountRequest) -> tuple[Json, Names]:
+    messages: list[Json] = []
+    paths: list[str] = []
+    if body.system:
+        messages.append({"role": "system", "content": parts_text(body.system, "system", ("text",))})
+        paths.append("system")
+    for i, message in enumerate(body.messages):
+        for one in _messages(message, f"messages[{i}]"):
+            messages.append(one)
+            paths.append(f"messages[{i}]")
+    chat: Json = {"messages": messages, "model": body.model}
+    if messages and messages[-1]["role"] == "assistant":
+        chat["continue_final_message"] = True  # the protocol's way to begin the answer
+    chat |= _tools(body) | _thinking(body.thinking) | _output(body.output_config)
+    chat["chat_template_kwargs"] = body.chat_template_kwargs
+    return present(chat), Names(paths, _FIELDS)
+
+
+def _messages(message: Json, path: str) -> list[Json]:
+    """One message as chat's: tool results of a user turn are messages of their own, before it."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise bad(f"{path}.role", role, "user or assistant is needed")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not content:
+        raise bad(f"{path}.content", content, "text or a list of blocks is needed")
+    texts: list[str] = []
+    results: list[Json] = []
+    calls: list[Json] = []
+    thoughts: list[str] = []
+    for i, block in enumerate(content):
+        where = f"{path}.content[{i}]"
+        kind = block.get("type") if isinstance(block, dict) else block
+        if kind == "text":
+            texts.append(_text(block, "text", where))
+        elif kind == "tool_result" and role == "user":
+            results.append(_result(block, where))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(_call(block, where))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(_text(block, "thinking", where))
+        elif kind != "redacted_thinking":
+            allowed = "text, tool_result" if role == "user" else "text, tool_use, thinking"
+            raise bad(f"{where}.type", kind, f"a {role} message may hold {allowed}")
+    own: Json = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        own["tool_calls"] = calls
+    if thoughts:
+        own["reasoning_content"] = "\n".join(thoughts)
+    return results + ([own] if texts or calls or thoughts or not results else [])
+
+
+def _text(block: Json, name: str, path: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise bad(f"{path}.{name}", value, "text is needed")
+    return value
+
+
+def _result(block: Json, path: str) -> Json:
+    content = block.get("content")
+    said = "" if content is None else parts_text(content, f"{path}.content", ("text",))
+    asked = _text(block, "tool_use_id", path)
+    return {"role": "tool", "tool_call_id": asked, "content": said}
+
+
+def _call(block: Json, path: str) -> Json:
+    given = block.get("input", {})
+    if not isinstance(given, dict):
+        raise bad(f"{path}.input", given, "an object is needed")
+    function = {"name": _text(block, "name", path), "arguments": json.dumps(given)}
+    return {"id": _text(block, "id", path), "type": "function", "function": function}
+
+
+def _tools(body: CountRequest) -> Json:
+    out: Json = {}
+    tools = []
+    for i, tool in enumerate(body.tools or ()):
+        if tool.get("type") not in (None, "custom"):
+            raise bad(f"tools[{i}].type", tool["type"], "only custom tools run here")
+        name, schema = tool.get("name"), tool.get("input_schema")
+        if not isinstance(name, str) or not name:
+            raise bad(f"tools[{i}].name", name, "a name is needed")
+        if not isinstance(schema, dict):
+            raise bad(f"tools[{i}].input_schema", schema, "a JSON schema is needed")
+        function = {"name": name, "description": tool.get("description"), "parameters": schema}
+        tools.append({"type": "function", "function": present(function)})
+    if tools:
+        out["tools"] = tools
+    if body.tool_choice is not None:
+        kind = body.tool_choice.get("type")
+        if kind == "tool":
+            name = _text(body.tool_choice, "name", "tool_choice")
+            out["tool_choice"] = {"type": "function", "function": {"name": name}}
+        elif kind in ("auto", "any", "none"):
+            out["tool_choice"] = "required" if kind == "any" else kind
+        else:
+            raise bad("tool_choice.type", kind, "auto, any, tool or none is needed")
+        if body.tool_choice.get("disable_parallel_tool_use") is True:
+            out["parallel_tool_calls"] = False
+    return out
+
+
+def _thinking(thinking: Json | None) -> Json:
+    if thinking is None:
+        return {}
+    kind = thinking.get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise bad("thinking.type", kind, "enabled, disabled or adaptive is needed")
+    return {"thinking": {"type": "disabled" if kind == "disabled" else "enabled"}}
+
+
+def _output(config: Json | None) -> Json:
+    if not config:
+        return {}
+    for name in config:
+        if name not in ("format", "effort"):
+            raise bad(f"output_config.{name}", config[name], "only format and effort are known")
+    out: Json = {}
+    if config.get("effort") is not None:
+        out["reasoning_effort"] = _text(config, "effort", "output_config")
+    if (wished := config.get("format")) is not None:
+        if not isinstance(wished, dict) or wished.get("type") != "json_schema":
+            raise bad("output_config.format", wished, 'an object of type "json_schema" is needed')
+        schema = {"name": "output", "schema": wished.get("schema"), "strict": True}
+        out["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return out
+
+
+class MessagesFormat(NamedEvents):
+    """A message, whole or as the events that build it."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._blocks = Blocks()
+
+    def _message(self, run: Run, content: list[Json]) -> Json:
+        return {
+            "id": run.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(run),
+        }
+
+    def reply(self, run: Run) -> Json:
+        """The message."""
+        choice = run.choices[0]
+        content = [_content(block) for block in blocks_of(choice.answer)]
+        return self._message(run, content) | _stop(choice)
+
+    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
+        """message_start first, then blocks."""
+        if piece.first:
+            yield {"type": "message_start", "message": self._message(run, [])}
+        yield from self._steps(self._blocks.feed(piece.events))
+
+    def _steps(self, steps: Iterator[Any]) -> Iterator[Json]:
+        for step, block, text in steps:
+            out: Json = {"type": f"content_block_{_STEPS[step]}", "index": block.index}
+            if step == "open":
+                out["content_block"] = _empty(block)
+            elif step == "grow":
+                name, field = _DELTAS[block.kind]
+                out["delta"] = {"type": name, field: text}
+            yield out
+
+    def last(self, run: Run) -> Iterator[Json]:
+        """The open block's end, why the message ended, and what it took."""
+        yield from self._steps(self._blocks.end())
+        yield {"type": "message_delta", "delta": _stop(run.choices[0]), "usage": _usage(run)}
+        yield {"type": "message_stop"}
+
+    def failure(self, run: Run, error: ApiError) -> bytes:
+        """The error as an event."""
+        return self.event(error.body("/v1/messages"))
+
+
+_STEPS = {"open": "start", "grow": "delta", "close": "stop"}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _empty(block: Block) -> Json:
+    match block.kind:
+        case "text":
+            return {"type": "text", "text": "", "citations": None}
+        case "reasoning":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+def _content(block: Block) -> Json:
+    out = _empty(block)
+    match block.kind:
+        case "text":
+            out["text"] = block.text
+        case "reasoning":
+            out["thinking"] = block.text
+        case "call":
+            out["input"] = json.loads(block.text or "{}")
+    return out
+
+
+def _stop(choice: Choice) -> Json:
+    reason = _STOPS.get(choice.finish_reason or "", "end_turn")
+    matched = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+    if matched is not None and choice.finish_reason == "stop":
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": matched}
+
+
+def _usage(run: Run) -> Json:
+    usage = run.usage()
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"] - cached,  # Anthropic counts cached ones apart
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage["completion_tokens"],
+    }

@@ -1,0 +1,88 @@
+// The tiles: /metrics once a second, the last two minutes as a line.
+import { grown, parse, quantile, read, seconds } from "./metrics.js";
+
+const EVERY = 1000, KEPT = 120, WINDOW = 30; // ms, readings drawn, readings a quantile looks back
+
+const whole = (value) => value.toLocaleString("en", { maximumFractionDigits: 0 });
+const share = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
+const both = (one, other) => `${seconds(one)} / ${seconds(other)}`;
+
+// name, the figure, how it reads. `c`: {now, last, past, dt}.
+const TILES = [
+  ["Tokens out per second", (c) => grown(c.now, c.last, "generation_tokens_total") / c.dt, whole],
+  ["Tokens in per second", (c) => grown(c.now, c.last, "prompt_tokens_total") / c.dt, whole],
+  ["Running", (c) => read(c.now, "num_requests_running"), whole],
+  ["Queued", (c) => read(c.now, "num_requests_waiting"), whole],
+  ["First token, half / 95 % within", ...latency("time_to_first_token_seconds")],
+  ["Between tokens, half / 95 % within", ...latency("inter_token_latency_seconds")],
+  ["KV cache in use", (c) => read(c.now, "kv_cache_usage_perc"), share],
+  ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
+];
+
+function latency(name) {
+  const at = (c, q) => quantile(c.now, c.past, name, q);
+  return [(c) => at(c, 0.5), (value, c) => both(value, at(c, 0.95))];
+}
+
+function cached(c) {
+  const asked = grown(c.now, c.past, "prefix_cache_queries_total");
+  return asked ? grown(c.now, c.past, "prefix_cache_hits_total") / asked : null;
+}
+
+function tile(name) {
+  const item = document.createElement("li"), said = document.createElement("span");
+  const value = document.createElement("span");
+  said.className = "name";
+  value.className = "value";
+  said.textContent = name;
+  value.textContent = "–";
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", `0 0 ${KEPT - 1} 20`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  const path = svg.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "path"));
+  item.append(said, value, svg);
+  return { item, value, path, history: [] };
+}
+
+function draw(one) {
+  const top = Math.max(...one.history, 1e-9), from = KEPT - one.history.length;
+  const points = one.history.map((v, i) => `${from + i} ${(19 - (18 * (v ?? 0)) / top).toFixed(1)}`);
+  one.path.setAttribute("d", points.length ? `M${points.join("L")}` : "");
+}
+
+// Reads on until the page goes; `told(up, reason)` hears of the server's state.
+export function watch(list, told) {
+  const tiles = TILES.map(([name]) => tile(name));
+  list.replaceChildren(...tiles.map((one) => one.item));
+  const readings = [];
+
+  async function step() {
+    try {
+      const [metrics, health] = await Promise.all([fetch("metrics"), fetch("health")]);
+      readings.push({ at: performance.now(), now: parse(await metrics.text()) });
+      const { status, reason } = await health.json();
+      told(health.ok, reason ? `${status}: ${reason}` : status);
+      if (readings.length > WINDOW + 1) readings.shift();
+      show();
+    } catch {
+      told(false, "no answer");
+    }
+    setTimeout(step, EVERY);
+  }
+
+  function show() {
+    const { at, now } = readings.at(-1), last = readings.at(-2);
+    if (!last) return;
+    const c = { now, last: last.now, past: readings[0].now, dt: (at - last.at) / 1000 };
+    TILES.forEach(([, figure, word], i) => {
+      const value = figure(c), one = tiles[i];
+      one.value.textContent = word(value, c);
+      one.history.push(value);
+      if (one.history.length > KEPT) one.history.shift();
+      draw(one);
+    });
+  }
+
+  step();
+}

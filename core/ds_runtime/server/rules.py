@@ -1,0 +1,149 @@
+"""The fields that say what an answer must look like, under all the names in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ds_runtime.errors import RequestError, shown
+from ds_runtime.output_rules import OutputRules, ToolRules, ToolSchema
+from ds_runtime.server.protocol import ChatRequest, OpenAIRequest, Sampling
+from ds_runtime.text.parsers import Parsers
+from ds_runtime.text.reasoning import opening
+
+_ANY_OBJECT = {"type": "object"}
+_STRUCTURED = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+    "json_object": "json_schema",
+}
+
+
+def plain_rules(fields: Sampling) -> OutputRules | None:
+    """The rules that any generating route takes; RequestError for two at once."""
+    found = list(_given(fields))
+    if len(found) > 1:
+        raise RequestError(
+            f"{found[0].param} and {found[1].param} both rule the output: send one of them",
+            found[1].param,
+        )
+    return found[0] if found else None
+
+
+def chat_rules(body: ChatRequest, parsers: Parsers, prompt: str) -> OutputRules | None:
+    """A chat's rules: `plain_rules`, and the tool calls that tool_choice demands.
+
+    With tool_choice "auto" the answer may be a call instead of what response_format says.
+    Reasoning comes first where `prompt` or the model opens it.
+    """
+    plain, calls = plain_rules(body), _calls(body, parsers)
+    demanded = calls is not None and body.tool_choice not in (None, "auto")
+    if plain is not None and demanded:
+        raise RequestError(
+            f"tool_choice demands a call and {plain.param} an answer: send one of them",
+            "tool_choice",
+        )
+    if plain is None and not demanded:
+        return None
+    first = "none" if parsers.reasoning is None else opening(parsers.reasoning, prompt)
+    if first == "optional" and body.separate_reasoning is False:
+        first = "none"  # it would stand in the answer
+    if plain is None:
+        return OutputRules(tool_calls=calls, reasoning=first, field="tools")
+    also = calls if plain.json_schema is not None else None
+    kept = {name: getattr(plain, name) for name in plain.__struct_fields__}
+    return OutputRules(**kept | {"reasoning": first, "tool_calls": also})
+
+
+def asked_schema(body: ChatRequest) -> Any:
+    """The schema of response_format, for encodings that tell the model of it; None without one."""
+    named = (body.response_format or {}).get("json_schema")
+    return named.get("schema") if isinstance(named, Mapping) else None
+
+
+def _given(fields: Sampling) -> Iterator[OutputRules]:
+    if isinstance(fields, OpenAIRequest) and fields.response_format is not None:
+        yield from _response_format(fields.response_format)
+    for name in ("json_schema", "regex", "ebnf"):
+        if (value := getattr(fields, name)) is not None:
+            yield _rules({name: value}, name)
+    for key, value in (fields.structured_outputs or {}).items():
+        field = f"structured_outputs.{key}"
+        if key not in _STRUCTURED:
+            raise RequestError(f"{field} is unknown: use {', '.join(_STRUCTURED)}", field)
+        if key == "json_object" and value is not None and not isinstance(value, bool):
+            raise RequestError(f"{field} is {shown(value)}: must be true or false", field)
+        if key == "choice" and value == []:
+            raise RequestError(f"{field} is an empty list: give at least one string", field)
+        if key == "json_object" and value:
+            yield OutputRules(json_schema=_ANY_OBJECT, field=field)
+        elif key != "json_object" and value is not None:
+            rule = {_STRUCTURED[key]: tuple(value) if isinstance(value, list) else value}
+            yield _rules(rule, field)
+
+
+def _rules(rule: dict[str, Any], field: str) -> OutputRules:
+    return OutputRules(**rule, field=field)
+
+
+def _response_format(value: Mapping[str, Any]) -> Iterator[OutputRules]:
+    match value.get("type"):
+        case "text":
+            return
+        case "json_object":
+            yield OutputRules(json_schema=_ANY_OBJECT, field="response_format")
+        case "json_schema":
+            named = value.get("json_schema")
+            field = "response_format.json_schema"
+            if not isinstance(named, Mapping):
+                raise RequestError(f"{field} is {shown(named)}: an object is needed", field)
+            if named.get("schema") is None:
+                raise RequestError(f"{field}.schema is missing", f"{field}.schema")
+            yield OutputRules(json_schema=named["schema"], field=f"{field}.schema")
+        case other:
+            raise RequestError(
+                f"response_format.type is {shown(other)}: must be text, json_object or json_schema",
+                "response_format.type",
+            )
+
+
+def _calls(body: ChatRequest, parsers: Parsers) -> ToolRules | None:
+    """The calls that may or must come; RequestError for a choice that cannot be."""
+    choice, tools = body.tool_choice, list(_tools(body.tools or []))
+    name: object = None
+    match choice:
+        case None | "none" | "auto":
+            if choice == "none" or not tools or parsers.tool_calls is None:
+                return None
+        case "required":
+            pass
+        case {"type": "function", "function": {"name": name}}:
+            tools = [tool for tool in tools if tool.name == name]
+        case _:
+            raise RequestError(
+                f"tool_choice is {shown(choice)}: must be none, auto, required, or an object "
+                'such as {"type": "function", "function": {"name": "…"}}',
+                "tool_choice",
+            )
+    if not tools:
+        said = "holds no tool" if name is None else f"holds no function {shown(name)}"
+        raise RequestError(f"tool_choice demands a call, but tools {said}", "tool_choice")
+    if parsers.tool_calls is None:
+        raise RequestError(
+            "tool_choice demands a call, but the server parses none: start it with "
+            "--tool-call-parser",
+            "tool_choice",
+        )
+    several = name is None and body.parallel_tool_calls is not False
+    return ToolRules(format=parsers.tool_calls, tools=tuple(tools), several=several)
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[ToolSchema]:
+    for i, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"tools[{i}]: a function with a name is needed", f"tools[{i}]")
+        yield ToolSchema(name, function.get("parameters"))

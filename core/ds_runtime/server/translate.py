@@ -1,0 +1,77 @@
+"""Other protocols' requests become chat requests; what is wrong is named as the client wrote it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ds_runtime.errors import RequestError, shown
+from ds_runtime.server.errors import ApiError
+
+Json = dict[str, Any]
+_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
+
+
+class Names:
+    """Where each part of a chat request stood in the client's own body.
+
+    paths: one per chat message. fields: chat's name → the client's.
+    """
+
+    def __init__(self, paths: Sequence[str], fields: Mapping[str, str]) -> None:
+        self._paths, self._fields = paths, fields
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Errors that leave the block name the client's fields."""
+        try:
+            yield
+        except RequestError as e:
+            raise RequestError(self.own(str(e)), self._param(e.param)) from e
+        except ApiError as e:
+            e.message, e.param = self.own(e.message), self._param(e.param)
+            e.args = (e.message,)
+            raise
+
+    def own(self, text: str) -> str:
+        """`text` with the client's names."""
+        text = _MESSAGE.sub(self._path, text)
+        for chat, client in self._fields.items():
+            text = re.sub(rf"(?<![\w.])(?<!these ){re.escape(chat)}\b", client, text)
+        return text
+
+    def _param(self, param: str | None) -> str | None:
+        return None if param is None else self.own(param)
+
+    def _path(self, match: re.Match[str]) -> str:
+        number = int(match[1])
+        return self._paths[number] if number < len(self._paths) else match[0]
+
+
+def bad(path: str, value: object, needed: str) -> RequestError:
+    """The error for a value at `path`."""
+    return RequestError(f"{path} is {shown(value)}: {needed}", path)
+
+
+def parts_text(content: Any, path: str, kinds: Sequence[str]) -> str:
+    """Text, or the texts of a list of parts of these types, joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad(path, content, "text or a list of parts is needed")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise bad(f"{path}[{i}].type", kind, f"only {', '.join(kinds)} is supported")
+        if not isinstance(part.get("text"), str):
+            raise bad(f"{path}[{i}].text", part.get("text"), "text is needed")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def present(values: Mapping[str, Any]) -> Json:
+    """Without the fields that are None."""
+    return {name: value for name, value in values.items() if value is not None}

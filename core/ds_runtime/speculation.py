@@ -1,0 +1,95 @@
+"""What the user asked of speculation, settled. Torch-free.
+
+Names and meanings are those that users know: `steps` is how often the draft layer runs after a
+step of the model, `topk` how many continuations of a token it follows, and `tokens` how many
+tokens of a sequence the model verifies in one forward, the last one it drew included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_runtime.config import EngineConfig
+
+DEFAULT_STEPS = 3
+MOST_TOKENS = 64  # that one forward verifies of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """topk 1 is a chain, and then tokens = steps + 1; more is a tree."""
+
+    steps: int
+    topk: int
+    tokens: int
+
+    @property
+    def drafts(self) -> int:
+        """Drafted tokens that one forward verifies, per sequence."""
+        return self.tokens - 1
+
+    @staticmethod
+    def of(config: EngineConfig) -> Speculation | None:
+        """Of a config whose settings go together; None: no speculation."""
+        if config.speculative_algorithm is None:
+            return None
+        topk = config.speculative_eagle_topk or 1
+        tokens = config.speculative_num_draft_tokens
+        steps = config.speculative_num_steps
+        if steps is None:
+            steps = DEFAULT_STEPS if tokens is None or topk > 1 else tokens - 1
+        if tokens is None:
+            tokens = steps + 1 if topk == 1 else min(MOST_TOKENS, _nodes(steps, topk))
+        return Speculation(steps, topk, tokens)
+
+
+def _nodes(steps: int, topk: int) -> int:
+    """Tokens of the whole tree: the root, its topk children, then topk of each of the topk best."""
+    return 1 + topk + (steps - 1) * topk * topk
+
+
+def check(config: EngineConfig) -> None:
+    """ConfigError for speculative settings that do not go together."""
+    given = {
+        "--speculative-num-steps": config.speculative_num_steps,
+        "--speculative-eagle-topk": config.speculative_eagle_topk,
+        "--speculative-num-draft-tokens": config.speculative_num_draft_tokens,
+        "--speculative-draft-model-path": config.speculative_draft_model_path,
+    }
+    found = Speculation.of(config)
+    if found is None:
+        for flag, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} {value}: needs --speculative-algorithm NEXTN or EAGLE beside it"
+                )
+        return
+    for flag, value in list(given.items())[:3]:
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{flag} {value}: must be at least 1")
+    steps, topk, tokens = found.steps, found.topk, found.tokens
+    flag = "--speculative-num-draft-tokens"
+    if not 2 <= tokens <= MOST_TOKENS:
+        raise ConfigError(
+            f"{flag} {tokens}: must be 2 to {MOST_TOKENS}: the last token and the drafts behind it "
+            "(a chain verifies one more than --speculative-num-steps)"
+        )
+    if topk == 1 and tokens != steps + 1:
+        raise ConfigError(
+            f"{flag} {tokens}: with --speculative-eagle-topk 1 and --speculative-num-steps {steps} "
+            f"it is {steps + 1}: a chain has one draft per step behind the last token"
+        )
+    if tokens > _nodes(steps, topk):
+        raise ConfigError(
+            f"{flag} {tokens}: a tree of --speculative-num-steps {steps} and "
+            f"--speculative-eagle-topk {topk} has {_nodes(steps, topk)} tokens: give at most that"
+        )
+    if config.max_step_tokens < tokens:
+        raise ConfigError(
+            f"--max-step-tokens {config.max_step_tokens}: one request verifies {tokens} tokens "
+            f"({flag}): give at least that"
+        )

@@ -1,0 +1,165 @@
+"""`ds-runtime conform`: the kit over a plugin's kernels on the device here, and its receipt."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform as host
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_runtime import __version__
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.spec import DeviceInfo, Kernel
+from ds_runtime.platform.spec import GraphBackend, Platform
+from ds_runtime.plugins import PluginReport, Plugins
+from ds_runtime.receipts import FORMAT, code_digest
+from ds_runtime.testing import capsule
+from ds_runtime.testing.conformance import CaseResult, cases_for, check_case, facts_for
+from ds_runtime.testing.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime.testing.wanted import check_names
+
+_SHOWN = 3  # failures per kernel in a receipt
+
+
+@dataclass
+class Verdict:
+    """What the kit found of one kernel; skipped says why nothing was asked."""
+
+    kernel: Kernel
+    results: list[CaseResult] = field(default_factory=list)
+    formats: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    skipped: str = ""
+
+    @property
+    def failures(self) -> list[CaseResult]:
+        """Those that are wrong."""
+        return [r for r in self.results if not r.ok]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The kernel's entry in a receipt."""
+        asked: dict[str, dict[str, float]] = {}
+        for r in self.results:
+            row = asked.setdefault(r.check, {"cases": 0, "failed": 0, "worst": 0.0})
+            row["cases"] += 1
+            row["failed"] += not r.ok
+            if r.ok and r.tolerance:
+                row["worst"] = max(row["worst"], round(r.error / r.tolerance, 4))
+        return {
+            "op": self.kernel.op.name,
+            "kernel": self.kernel.name,
+            "contract": self.kernel.contract,
+            "numerics": self.kernel.numerics,
+            "dtypes": list(self.dtypes),
+            "formats": list(self.formats),
+            "batch_invariant": self.kernel.batch_invariant,
+            "cases": len(self.results),
+            "checks": asked,
+            "skipped": self.skipped,
+            "failures": [f"{r.check}: {r.case}: {r.failure}" for r in self.failures[:_SHOWN]],
+        }
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to ask: of which ops and kernels, which questions; empty means all."""
+
+    ops: Collection[str] = ()
+    kernels: Collection[str] = ()
+    checks: Collection[str] = CHECKS
+
+    def __post_init__(self) -> None:
+        check_names("--op", self.ops)
+        check_names("--check", self.checks, CHECKS)
+
+
+def verdicts(
+    plugins: Plugins,
+    device: DeviceInfo,
+    plugin: str,
+    wanted: Wanted,
+    backend: GraphBackend | None = None,
+) -> Iterator[Verdict]:
+    """One verdict after the other, in the order of the offers. Samples run on one thread."""
+    plugins.offers(facts_for(device, "float32"))
+    providers = {provider for provider, owner in plugins.owners.items() if owner == plugin}
+    every = by_kernel(subjects(plugins, device, providers))
+    for (op, name), mine in every.items():
+        if (not wanted.ops or op in wanted.ops) and (not wanted.kernels or name in wanted.kernels):
+            yield _verdict(mine, wanted.checks, backend)
+
+
+def _verdict(mine: list[Subject], checks: Collection[str], backend: GraphBackend | None) -> Verdict:
+    kernel = mine[0].kernel
+    accepted = [(s, case) for s in mine for _, case in cases_for((kernel,), s.facts)]
+    if not accepted:
+        said = refusal(kernel, mine[0].facts) or "accepts none of its op's samples"
+        return Verdict(kernel, skipped=said)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        results = list(check_all(mine, backend, checks))
+    finally:
+        torch.set_num_threads(threads)
+    formats = sorted({c.facts.weight_format for _, c in accepted} - {""})
+    dtypes = dict.fromkeys(s.facts.dtype for s, _ in accepted)
+    return Verdict(kernel, results, tuple(formats), tuple(dtypes))
+
+
+def receipt(
+    report: PluginReport,
+    platform: Platform,
+    device: DeviceInfo,
+    found: Collection[Verdict],
+    checks: Collection[str] = CHECKS,
+) -> dict[str, Any]:
+    """A plugin's receipt: kernels, contracts, questions, device, versions, digest of the code."""
+    return {
+        "format": FORMAT,
+        "made": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "plugin": report.name,
+        "distribution": report.distribution,
+        "version": report.version,
+        "digest": code_digest(report.module),
+        "platform": platform.name,
+        "device": device.name,
+        "arch": device.arch,
+        "versions": dict(versions(report)),
+        "not_asked": [c for c in CHECKS if c not in checks],
+        "kernels": [v.to_dict() for v in found],
+    }
+
+
+def versions(report: PluginReport | None = None) -> Mapping[str, str]:
+    """What a result depends on beside the kernel's own code."""
+    found = {
+        "python": host.python_version(),
+        "ds-runtime": __version__,
+        "torch": str(torch.__version__),
+    }
+    found["kernel"] = host.release()
+    if report is not None and report.distribution:
+        with contextlib.suppress(PackageNotFoundError):
+            found[report.distribution] = version(report.distribution)
+    return found
+
+
+def replay(plugins: Plugins, device: DeviceInfo, path: str, name: str = "") -> CaseResult:
+    """Run a recorded case on the kernel that it names, or on another of the same op."""
+    held = capsule.load(Path(path))
+    facts = replace(held.case.facts, device=device)
+    offers = plugins.offers(facts)
+    wanted = name or held.kernel
+    mine = [k for k in offers.kernels if k.op.name == held.op]
+    for kernel in mine:
+        if kernel.name == wanted:
+            return check_case(kernel, replace(held.case, facts=facts), offers)
+    known = ", ".join(k.name for k in mine) or "none"
+    raise ConfigError(f"--case {path}: {held.op} has no kernel {wanted!r} here; it has {known}")

@@ -1,0 +1,84 @@
+"""The vendor kit under pytest. In a package's tests:
+
+    # conftest.py
+    pytest_plugins = ["ds_runtime.testing.pytest_plugin"]
+
+    # a test module
+    def test_conforms(conformance):
+        conformance()
+
+A test that takes `conformance` runs once per kernel and question of the plugins that the option
+`ds_runtime_plugins` in pyproject.toml or --ds-plugins names, on the best platform that is here;
+kernels that accept nothing here are skipped with their refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ds_runtime.ops.bind import refusal
+from ds_runtime.platform.select import select_platform
+from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.plugins import load_plugins
+from ds_runtime.testing.conformance import cases_for, facts_for
+from ds_runtime.testing.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime.testing.replay import ReplayBackend
+from ds_runtime.testing.wanted import plugins_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The plugins to test, the platform to test them on, and how calls are captured."""
+    group = parser.getgroup("ds-runtime")
+    group.addoption("--ds-plugins", metavar="A,B", help="plugins whose kernels are tested")
+    group.addoption("--ds-platform", default="auto", metavar="X", help="(default: auto)")
+    parser.addini("ds_runtime_plugins", "plugins whose kernels are tested", type="args")
+    parser.addini(
+        "ds_runtime_recorder",
+        "where the platform captures nothing, record torch's ops instead",
+        type="bool",
+        default=False,
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per kernel and question."""
+    if "conformance" not in metafunc.fixturenames:
+        return
+    given = metafunc.config.getoption("--ds-plugins")
+    names = given.split(",") if given else metafunc.config.getini("ds_runtime_plugins")
+    plugins = load_plugins()
+    platform, _ = select_platform(plugins, metafunc.config.getoption("--ds-platform"))
+    device = platform.info(0)
+    wanted = set(plugins_of(plugins, names))
+    plugins.offers(facts_for(device, "float32"))
+    providers = {provider for provider, owner in plugins.owners.items() if owner in wanted}
+    found = by_kernel(subjects(plugins, device, providers))
+    assert found, f"ds_runtime_plugins {names}: no kernel is offered on {device.name}"
+    backend: GraphBackend | None = None
+    if platform.captures:
+        backend = platform.graph_backend(0)
+    elif metafunc.config.getini("ds_runtime_recorder"):
+        backend = ReplayBackend()
+    questions = [c for c in CHECKS if c != "capture" or backend is not None]
+    cases = [(mine, question, backend) for mine in found.values() for question in questions]
+    ids = ["-".join((*key, question)) for key in found for question in questions]
+    metafunc.parametrize("conformance", cases, ids=ids, indirect=True)
+
+
+@pytest.fixture
+def conformance(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Asks one question of one kernel; fails with every sentence that is wrong."""
+    mine, question, backend = request.param
+    kernel = mine[0].kernel
+    if not any(cases_for((kernel,), s.facts) for s in mine):
+        pytest.skip(refusal(kernel, mine[0].facts) or "it accepts no sample")
+    return lambda: _ask(mine, question, backend)
+
+
+def _ask(mine: list[Subject], question: str, backend: GraphBackend | None) -> None:
+    failures = [r for r in check_all(mine, backend, (question,)) if not r.ok]
+    if failures:
+        said = dict.fromkeys(f"case {r.case!r} in {r.dtype}: {r.failure}" for r in failures)
+        pytest.fail("\n".join(said), pytrace=False)

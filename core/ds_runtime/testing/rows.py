@@ -1,0 +1,150 @@
+"""Batch invariance: a row gives the same bits alone, at another place, and among others.
+
+Cases are taken apart into calls of some of their rows (of some sequences, for attention), which
+run beside the whole one; nothing is compared with an oracle here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_runtime.ops.batch import Batch, DecodePart, Segments
+from ds_runtime.ops.reference.cases import Call, Case, segments
+from ds_runtime.ops.spec import Kernel, Offers
+from ds_runtime.testing.conformance import run_case, same_bits
+
+# Arguments with one row per token, by op or method. Attention is taken apart by sequence.
+_ROWS: Mapping[str, tuple[int, ...]] = {
+    "embed": (0,),
+    "rms_norm": (0,),
+    "add_rms_norm": (0, 1),
+    "rope": (0, 1, 2),
+    "linear.apply": (0,),
+    "quantize_group": (0,),
+    "lora_delta": (0, 1, 4),
+    "mla_prologue": (0, 1, 4, 7),
+    "mla_absorb.expand": (0,),
+    "mla_absorb.apply_q": (0,),
+    "mla_absorb.apply_v": (0,),
+    "merge_state": (0, 1, 2, 3),
+    "silu_mul": (0,),
+    "router_logits": (0,),
+    "route": (0,),
+    "experts.apply": (0, 1, 2),
+    "sample": (0, 1, 2, 3, 4, 5),
+    "mask_logits": (0, 2),
+    "logprobs": (0, 1),
+}
+_BY_SEQUENCE = frozenset({"mha_prefill", "mla_decode"})
+OPS = _BY_SEQUENCE | {name.partition(".")[0] for name in _ROWS}  # whose samples can be taken apart
+BY_CONTRACT = frozenset({"sample"})  # equal rows give equal results whatever else is in the batch
+
+
+class _Part(NamedTuple):
+    """A call of some rows: which rows of the results of which whole call it must give."""
+
+    call: Call
+    whole: int
+    rows: Tensor
+
+
+def is_invariant(kernel: Kernel, case: Case, offers: Offers | None = None) -> str | None:
+    """ "" if every row gives its bits alone too, else a sentence; None if the case has one row."""
+    apart: list[_Part | Call] = list(_apart(kernel.op.name, case))
+    parts = [p for p in apart if isinstance(p, _Part)]
+    if not parts:
+        return None
+    calls = tuple(p.call if isinstance(p, _Part) else p for p in apart)
+    whole = run_case(kernel, case, offers)
+    ran = run_case(kernel, replace(case, calls=calls), offers)
+    for part, alone in zip(apart, ran, strict=True):
+        if not isinstance(part, _Part):
+            continue
+        for i, (got, all_rows) in enumerate(
+            zip(alone.results, whole[part.whole].results, strict=True)
+        ):
+            if not same_bits(got, all_rows[part.rows.to(all_rows.device)]):
+                rows = part.rows.tolist()
+                return f"result {i}: rows {rows} alone differ from the same rows among others"
+    return ""
+
+
+def _apart(op: str, case: Case) -> Iterator[_Part | Call]:
+    batch: Batch | None = None
+    state: Any = None
+    for index, call in enumerate(case.calls):
+        if call.method == "prepare":
+            state, batch = call.args
+        elif call.save:
+            yield call
+        elif call.raises is not None:
+            continue
+        elif op == "mha_prefill":
+            yield from _segments_alone(call, index)
+        elif call.method == "run" and batch is not None and batch.decode is not None:
+            yield from _sequences_alone(call, index, state, batch, batch.decode)
+        else:
+            yield from _rows_alone(f"{op}.{call.method}" if call.method else op, call, index)
+
+
+def _rows_alone(name: str, call: Call, index: int) -> Iterator[_Part]:
+    places = _ROWS.get(name, ())
+    if not places:
+        return
+    count = call.args[places[0]].shape[0]
+    for rows in _selections(count):
+        args = tuple(a[rows] if i in places else a for i, a in enumerate(call.args))
+        yield _Part(replace(call, args=args), index, rows)
+
+
+def _selections(count: int) -> Iterator[Tensor]:
+    if count > 1:
+        every = torch.arange(count)
+        yield every[:1]
+        yield every[-1:]
+        yield every.flip(0)[: count - 1]
+
+
+def _segments_alone(call: Call, index: int) -> Iterator[_Part]:
+    q, k, v, q_segs, k_segs, causal, scale = call.args
+    if len(q_segs.lens) < 2:
+        return
+    for i, (queries, keys) in enumerate(zip(_spans(q_segs), _spans(k_segs), strict=True)):
+        own = (segments(q_segs.lens[i]), segments(k_segs.lens[i]))
+        args = (q[queries], k[keys], v[keys], *own, causal, scale)
+        yield _Part(replace(call, args=args), index, queries)
+
+
+def _spans(segs: Segments) -> list[Tensor]:
+    ends = list(accumulate(segs.lens))
+    return [torch.arange(end - n, end) for n, end in zip(segs.lens, ends, strict=True)]
+
+
+def _sequences_alone(
+    call: Call, index: int, state: Any, batch: Batch, part: DecodePart
+) -> Iterator[_Part | Call]:
+    if part.size < 2:
+        return
+    counts = part.q_lens or (1,) * part.size
+    for i, rows in enumerate(_spans(Segments(counts, part.kv_lens))):
+        one = slice(i, i + 1)
+        decode = DecodePart(
+            part.page_table[one], part.kv_lens[one], part.host_kv_lens[one], part.q_lens[one]
+        )
+        step = replace(
+            batch,
+            input_ids=batch.input_ids[rows],
+            positions=batch.positions[rows],
+            slots=batch.slots[rows],
+            logit_rows=torch.arange(len(rows)),
+            decode=decode,
+        )
+        yield Call((state, step), "prepare", save="none")
+        q = call.args[1]
+        yield _Part(replace(call, args=(call.args[0], q[rows], *call.args[2:])), index, rows)

@@ -1,0 +1,114 @@
+"""Which kernel serves which op in which format on which described device. Torch-free; runs nothing.
+
+`matrix` asks every kernel at one site per op, weight format, compute dtype and cache dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+
+from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.spec import Dims, Facts, Kernel
+from ds_runtime.ops.table import OPS
+from ds_runtime.platform.described import described
+from ds_runtime.plugins import Plugins
+
+DTYPES = ("bfloat16", "float16", "float32")
+_FP8 = "float8_e4m3fn"
+# DeepSeek-V3 on eight ranks.
+DIMS = Dims(
+    {"hidden": 7168, "heads": 16, "q_lora": 1536, "kv_lora": 512, "qk_nope": 128, "qk_rope": 64}
+    | {"v": 128, "intermediate": 2304, "moe_intermediate": 256, "experts": 256, "top_k": 8}
+    | {"vocab": 129280, "layers": 61, "index_heads": 64, "index_dim": 128, "index_topk": 2048}
+)
+# Of the weight, where a gate looks at it; formats are those that any kernel of the op declares.
+SHAPES = {"linear": (7168, 2048), "mla_absorb": (4096, 512), "experts": (256, 256, 7168)}
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a kernel serves an op in one format ("" if the op owns no weight): dtype → devices.
+
+    A dtype is the compute dtype, with "/fp8" for an FP8 cache.
+    """
+
+    op: str
+    kernel: str
+    rank: int
+    format: str
+    devices: dict[str, list[str]]
+
+
+def matrix(plugins: Plugins, wanted: Collection[str] = ()) -> Iterator[Row]:
+    """A row per op, kernel and format that is served anywhere, best ranks first; of all plugins,
+    or of those `wanted`."""
+    found: dict[tuple[str, str, str], Row] = {}
+    for name, platform in described(plugins):
+        device = platform.info(0)
+        for dtype in DTYPES:
+            for kv_dtype in (dtype, _FP8):
+                facts = Facts(device, DIMS, dtype, kv_dtype, PAGE_SIZE, index_dtype=kv_dtype)
+                for kernel in plugins.offers(facts).kernels:
+                    mine = not wanted or plugins.owners[kernel.provider] in wanted
+                    if mine and (kv_dtype == dtype or OPS[kernel.op.name].layout):
+                        _ask(kernel, facts, name, found)
+    order = {op: i for i, op in enumerate(OPS)}
+    return iter(sorted(found.values(), key=lambda r: (order[r.op], -r.rank, r.kernel, r.format)))
+
+
+def _ask(kernel: Kernel, base: Facts, device: str, found: dict[tuple[str, str, str], Row]) -> None:
+    op = kernel.op.name
+    dtype = base.dtype + ("/fp8" if base.kv_dtype == _FP8 else "")
+    for fmt in sorted(kernel.formats) or ("",):
+        facts = replace(base, weight_format=fmt, shape=SHAPES.get(op, ()))
+        if refusal(kernel, facts) is None:
+            row = Row(op, kernel.name, kernel.rank, fmt, {})
+            row = found.setdefault((op, kernel.name, fmt), row)
+            row.devices.setdefault(dtype, []).append(device)
+
+
+def as_json(rows: Iterable[Row]) -> str:
+    """A list of rows."""
+    return json.dumps([asdict(r) for r in rows], indent=1) + "\n"
+
+
+HEAD = """\
+# What is served where
+
+Which kernel accepts which op and weight format on which described device, best ranks first.
+Formats of a kernel that have the same devices share a row. `/fp8`: with an FP8 cache.
+
+Asked of the kernels' own gates for DeepSeek-V3 on eight ranks and pages of {page} tokens, with the
+software that the devices' files name: nothing ran for it. `ds-runtime plan --device X` says what is
+chosen for a model.
+"""
+
+
+def as_markdown(rows: Iterable[Row], plugins: Plugins) -> str:
+    """A page: what devices there are, then a table per op, kernels and formats down, dtypes
+    across."""
+    devices = {name: platform.info(0) for name, platform in described(plugins)}
+    lines = [HEAD.format(page=PAGE_SIZE), "| device | is |", "|---|---|"]
+    lines += [f"| {name} | {info.name}, {info.arch} |" for name, info in devices.items()]
+    columns = [d + cache for d in DTYPES for cache in ("", "/fp8")]
+    for op, mine in groupby(rows, key=lambda r: r.op):
+        used = [c for c in columns if OPS[op].layout or "/" not in c]
+        lines += ["", f"## {op}", "", f"| kernel | format | {' | '.join(used)} |"]
+        lines.append("|---|---|" + "---|" * len(used))
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for row in mine:
+            cells = tuple(_cell(row.devices.get(c, []), devices) for c in used)
+            alike.setdefault((row.kernel, *cells), []).append(row.format or "–")
+        for (kernel, *said), formats in alike.items():
+            lines.append(f"| {kernel} | {', '.join(formats)} | {' | '.join(said)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(served: Collection[str], every: Collection[str]) -> str:
+    if served and len(served) == len(every):
+        return "all"
+    return ", ".join(served) or "–"

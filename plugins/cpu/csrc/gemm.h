@@ -1,0 +1,235 @@
+// The driver of all matmuls with packed weights: y = x W^T for few tokens and for many.
+//
+// Panels. A weight [n, k] is packed once as panels of NB = 64 columns (of y), padded with zeros; in
+// a panel k goes in steps of `step` elements, so that a panel is one sequential stream:
+//   [ceil(n / 64)][ceil(k / step)][64][step],   step 1 for float32, 2 for 16 bits, 4 for int8.
+// Everything below works on one panel and some tokens; matrices, heads, experts and parts of a
+// weight (gate | up) are just more panels.
+//
+// Work is cut into units (panel, block of tokens). Within a unit k goes in blocks that stay in the
+// first-level cache while all tiles of tokens pass over them, and the next block is fetched
+// meanwhile. Every sum runs along k in one order, whatever the tile, the block or the thread.
+//
+// A weight format is a struct with static members (DenseF32 and DenseBf16 in dense.h are the
+// examples):
+//
+//   using Sum = float;                 // or int32_t: 4 bytes, accumulates over blocks of k
+//   static constexpr int TILE;         // most tokens of a tile
+//   static constexpr int ONE_PASS;     // up to so many tokens a tile may take the whole of k at
+//                                      // once, for it reads every byte of the panel once
+//   static constexpr int64_t TOKENS;   // tokens of a unit: sums of TOKENS x 64 stay in a cache
+//   struct Panel;                      // one panel: pointers to its bytes, scales, column sums
+//   struct Tokens;                     // prepared activations of all tokens of this call: Rows<T>
+//                                      // as they lie, or quantised, or in another order
+//   static int64_t block(const Panel&);   // elements of a block of k: a multiple of the step and of
+//                                      // the scale group, 16 to 32 KB of (unpacked) weights
+//   static const char* at(const Panel&, int64_t k0);  // where block k0 of the panel begins
+//   template <int M> static void tile(const Panel&, int64_t k0, int64_t k1, const Tokens&,
+//                                     int64_t t, Sum (*sums)[NB], bool more, Ahead);
+//       // sums[0, M) (+)= dots of tokens [t, t + M) with the 64 columns over [k0, k1); added to
+//       // what is there if `more`, else replacing it. k1 may be no multiple of anything when it
+//       // is the end of k: then activations beyond it must not be read (weights are padded).
+//   static void finish(const Panel&, const Tokens&, int64_t t, Sum* sums, float* out);
+//       // the 64 values of token t, from its sums; out may be sums
+//   // Formats that convert a block before the tiles of more than ONE_PASS tokens read it:
+//   struct Block;                      // a buffer for one converted block; `struct Block {}` if not
+//   static constexpr bool UNPACKS;
+//   static void unpack(const Panel&, int64_t k0, int64_t k1, Block&);
+//   template <int M> static void tile_of(const Panel&, const Block&, ... as tile);
+//   // and, for matrix units, what amx.h asks.
+//
+// To run it: `matmul` below, or `panel_sums` for a caller that combines panels itself (gate and up).
+#pragma once
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace ds {
+
+// Loops over registers must be unrolled, or the registers are kept in memory; loops around a full
+// set of them must not be.
+#if defined(__clang__)
+#define DS_UNROLL _Pragma("clang loop unroll(full)")
+#define DS_ROLLED _Pragma("clang loop unroll(disable)")
+#elif defined(__GNUC__)
+#define DS_UNROLL _Pragma("GCC unroll 16")
+#define DS_ROLLED _Pragma("GCC unroll 1")
+#else
+#define DS_UNROLL
+#define DS_ROLLED
+#endif
+
+constexpr int NB = 64;  // columns of a panel
+
+inline int64_t panels_of(int64_t n) { return (n + NB - 1) / NB; }
+
+// Activations as they lie: row t at data + (index ? index[t] : t) * ld.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t ld;
+  const int32_t* index;  // or null
+  const T* row(int64_t t) const { return data + (index ? index[t] : t) * ld; }
+};
+
+inline void prefetch(const void* p) {
+#if defined(__GNUC__)
+  __builtin_prefetch(p, 0, 2);  // to the second level: the first is full of what is in use
+#else
+  (void)p;
+#endif
+}
+
+// What a tile fetches while it computes: `lines` cache lines at every step() of its loop along k.
+struct Ahead {
+  const char* at;
+  int lines;
+  // `bytes` from `from`, spread over `steps` calls of step().
+  static Ahead over(const char* from, int64_t bytes, int64_t steps) {
+    return {from, steps > 0 ? int((bytes / 64 + steps - 1) / steps) : 0};
+  }
+  void step() {
+    for (int i = 0; i < lines; ++i, at += 64) prefetch(at);
+  }
+};
+constexpr int64_t AHEAD_STEP = 16;      // a tile calls step() once per so many elements of k
+constexpr int64_t STREAM_AHEAD = 4096;  // bytes that a tile which streams a whole panel fetches ahead
+constexpr int64_t UNPACK_AHEAD = 16384;  // and unpacking, between whose turns nothing is fetched
+
+namespace detail {
+
+template <class Fmt, int M>
+inline void tile(const typename Fmt::Panel& p, const typename Fmt::Block* block, int64_t k0,
+                 int64_t k1, const typename Fmt::Tokens& x, int64_t t, int m,
+                 typename Fmt::Sum (*sums)[NB], bool more, Ahead ahead) {
+  if (m == M) {
+    if constexpr (Fmt::UNPACKS) {
+      if (block) {
+        Fmt::template tile_of<M>(p, *block, k0, k1, x, t, sums, more, ahead);
+        return;
+      }
+    }
+    Fmt::template tile<M>(p, k0, k1, x, t, sums, more, ahead);
+  } else if constexpr (M > 1) {
+    tile<Fmt, M - 1>(p, block, k0, k1, x, t, m, sums, more, ahead);
+  }
+}
+
+}  // namespace detail
+
+// Formats with a kernel on matrix units: amx.h.
+template <class Fmt, class = void>
+struct HasTiles {
+  static constexpr bool value = false;
+};
+template <class Fmt>
+struct HasTiles<Fmt, typename Fmt::Tiles::Here> {
+  static constexpr bool value = true;
+};
+template <class Fmt>
+inline void tiles_sums(const typename Fmt::Panel& p, const typename Fmt::Tokens& x, int64_t t0,
+                       int64_t m, int64_t k, typename Fmt::Sum (*sums)[NB]);
+
+// Gives the matrix units back when a thread is done with them.
+#if defined(__AMX_TILE__)
+inline thread_local int tile_rows = 0;  // that the units are configured for, 0: they are not
+#endif
+struct TileSession {
+#if defined(__AMX_TILE__)
+  ~TileSession() {
+    if (tile_rows) _tile_release();
+    tile_rows = 0;
+  }
+#endif
+};
+
+// sums[0, m) = dots of tokens [t0, t0 + m), m <= Fmt::TOKENS, with the 64 columns of one panel.
+template <class Fmt>
+inline void panel_sums(const typename Fmt::Panel& p, const typename Fmt::Tokens& x, int64_t t0,
+                       int64_t m, int64_t k, typename Fmt::Sum (*sums)[NB]) {
+  if constexpr (HasTiles<Fmt>::value) {
+    if (m >= Fmt::TILES_FROM && Fmt::tiles_fit(p)) {
+      tiles_sums<Fmt>(p, x, t0, m, k, sums);
+      return;
+    }
+  }
+  if (m <= Fmt::ONE_PASS) {
+    const int64_t bytes = Fmt::at(p, k) - Fmt::at(p, 0);
+    Ahead ahead = Ahead::over(Fmt::at(p, 0) + STREAM_AHEAD, bytes, (k + AHEAD_STEP - 1) / AHEAD_STEP);
+    detail::tile<Fmt, Fmt::TILE>(p, nullptr, 0, k, x, t0, int(m), sums, false, ahead);
+    return;
+  }
+  typename Fmt::Block block;
+  const int64_t step = Fmt::block(p), tiles = (m + Fmt::TILE - 1) / Fmt::TILE;
+  for (int64_t k0 = 0; k0 < k; k0 += step) {
+    const int64_t k1 = k - k0 < step ? k : k0 + step;
+    const char* next = Fmt::at(p, k1);  // of this panel, or the beginning of the one after it
+    const int64_t bytes = next - Fmt::at(p, k0), steps = (k1 - k0 + AHEAD_STEP - 1) / AHEAD_STEP;
+    if constexpr (Fmt::UNPACKS) Fmt::unpack(p, k0, k1, block);
+    for (int64_t i = 0; i < tiles; ++i) {  // equal tiles, so that none is a lone token
+      const int64_t t = m * i / tiles, n = m * (i + 1) / tiles - t;
+      Ahead ahead = Ahead::over(next + bytes * i / tiles, bytes / tiles, steps);
+      detail::tile<Fmt, Fmt::TILE>(p, &block, k0, k1, x, t0 + t, int(n), sums + t, k0 > 0, ahead);
+    }
+  }
+}
+
+// For every panel index in [0, panels) and tokens [0, m): of(index) gives its Panel and Tokens as a
+// pair-like struct {panel, tokens}; emit(index, token, values) gets 64 floats. `cost` as in
+// parallel(): bytes streamed, or their equal in arithmetic.
+template <class Fmt, class Of, class Emit>
+inline void matmul(int64_t panels, int64_t m, int64_t k, int64_t cost, Of of, Emit emit) {
+  if (m <= 0) return;
+  const int64_t cuts = (m + Fmt::TOKENS - 1) / Fmt::TOKENS;
+  parallel(panels * cuts, 1, cost, [&](int64_t begin, int64_t end) {
+    alignas(64) typename Fmt::Sum sums[Fmt::TOKENS][NB];
+    TileSession session;
+    (void)session;
+    for (int64_t u = begin; u < end; ++u) {
+      const int64_t cut = u / panels, index = u % panels;  // tokens stay in the second-level cache
+      const int64_t t0 = m * cut / cuts, count = m * (cut + 1) / cuts - t0;
+      const auto job = of(index);
+      panel_sums<Fmt>(job.panel, job.tokens, t0, count, k, sums);
+      for (int64_t t = 0; t < count; ++t) {
+        float* values = (float*)sums[t];
+        Fmt::finish(job.panel, job.tokens, t0 + t, sums[t], values);
+        emit(index, t0 + t, (const float*)values);
+      }
+    }
+  });
+}
+
+// The accumulators of a tile and its sums, for columns c0 and on.
+template <int M, int C>
+inline void load_sums(const float (*sums)[NB], int c0, bool more, F (&acc)[M][C]) {
+  DS_UNROLL
+  for (int m = 0; m < M; ++m)
+    DS_UNROLL
+    for (int c = 0; c < C; ++c) acc[m][c] = more ? F::load(sums[m] + c0 + c * F::W) : F::zero();
+}
+template <int M, int C>
+inline void store_sums(const F (&acc)[M][C], float (*sums)[NB], int c0) {
+  DS_UNROLL
+  for (int m = 0; m < M; ++m)
+    DS_UNROLL
+    for (int c = 0; c < C; ++c) acc[m][c].store(sums[m] + c0 + c * F::W);
+}
+
+// Writes `count` <= 64 values of a token: what most emits do.
+template <class T>
+inline void put_row(T* to, const float* v, int64_t count) {
+  int64_t i = 0;
+  for (; i + F::W <= count; i += F::W) F::load(v + i).store(to + i);
+  if (i < count) store_tail(F::load(v + i), to + i, int(count - i));
+}
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+inline void put_row(bf16* to, const float* v, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 some = __mmask16(count - i < 16 ? (1u << (count - i)) - 1 : 0xffff);
+    const __m512 x = _mm512_maskz_loadu_ps(some, v + i);
+    _mm256_mask_storeu_epi16(to + i, some, (__m256i)_mm512_cvtneps_pbh(x));
+  }
+}
+#endif
+
+}  // namespace ds

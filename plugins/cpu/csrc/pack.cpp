@@ -1,0 +1,227 @@
+// Weights into panels (gemm.h) at load, and back.
+#include "ds_cpu.h"
+#include "formats.h"
+
+namespace ds {
+namespace {
+
+// Where things are in a panel. `Element` lies in runs of RUN elements along k, of which one takes
+// STRIDE elements of the panel; groups of k have a head of their own, where there are scales.
+struct PackF32 {
+  using Element = float;
+  static constexpr int64_t RUN = 1, STRIDE = NB, HEAD = 0;
+  static int64_t bytes(int64_t k, int64_t) { return DenseF32::bytes(k); }
+  static int64_t padded(int64_t k) { return k; }
+  static int64_t group(int64_t k, int64_t) { return k; }
+  static int64_t column(int64_t c) { return c; }
+  static float value(float x) { return x; }
+};
+struct PackBf16 {
+  using Element = bf16;
+  static constexpr int64_t RUN = 2, STRIDE = 2 * NB, HEAD = 0;
+  static int64_t bytes(int64_t k, int64_t) { return DenseBf16<bf16>::bytes(k); }
+  static int64_t padded(int64_t k) { return padded_k(k); }
+  static int64_t group(int64_t k, int64_t) { return padded_k(k); }
+  static int64_t column(int64_t c) { return 2 * c; }
+  static float value(bf16 x) { return to_float(x); }
+};
+struct PackFp8 {
+  using Element = uint8_t;
+  static constexpr int64_t RUN = 2, STRIDE = 2 * NB, HEAD = Fp8<bf16>::HEAD;
+  static int64_t bytes(int64_t k, int64_t group) { return Fp8<bf16>::bytes(k, group); }
+  static int64_t padded(int64_t k) { return padded_k(k); }
+  static int64_t group(int64_t, int64_t own) { return own; }
+  static int64_t column(int64_t c) { return c / 32 * 64 + fp8_place(int(c % 32), 0); }
+  static float value(uint8_t code) { return to_float(bf16{fp8_bits(code)}); }
+};
+struct PackInt8 {
+  using Element = uint8_t;
+  static constexpr int64_t RUN = 4, STRIDE = 4 * NB, HEAD = Int8::HEAD;
+  static int64_t bytes(int64_t k, int64_t) { return Int8::bytes(k); }
+  static int64_t padded(int64_t k) { return padded8(k); }
+  static int64_t group(int64_t k, int64_t) { return padded8(k); }
+  static int64_t column(int64_t c) { return 4 * c; }
+  static float value(uint8_t code) { return float(int8_t(code)); }
+};
+
+// What the calls have in common.
+struct Source {
+  const void* data;
+  int64_t sn, sk;
+  const float *scales, *zeros;
+  int64_t ld_scales, n0, rows, n, k, group;
+  int32_t half;
+};
+
+// Calls body(panel, first column, end, end with the padding, row of the source) for all panels that
+// get rows, on the threads that will read them.
+template <class Body>
+void each_panel(const Source& s, int64_t bytes, Body body) {
+  const int64_t width = s.half < 0 ? NB : NB / 2, left = s.half == 1 ? NB / 2 : 0;
+  const int64_t panels = (s.n + width - 1) / width;
+  parallel(panels, 1, bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t n0 = p * width, n1 = n0 + width, last = s.n0 + s.rows;
+      const int64_t from = n0 > s.n0 ? n0 : s.n0, to = n1 < last ? n1 : last;
+      if (from >= to) continue;
+      const int64_t padded = last == s.n && p == panels - 1 ? n1 : to;
+      body(p, from - n0 + left, to - n0 + left, padded - n0 + left, from - s.n0);
+    }
+  });
+}
+
+// Elements [k0, k0 + n) of a row, runs of them STRIDE apart; zeros from `have` on.
+template <class P>
+void put_row(const typename P::Element* from, int64_t sk, int64_t have, int64_t n,
+             typename P::Element* to) {
+  using E = typename P::Element;
+  int64_t i = 0;
+  if (sk == 1)
+    for (; i + P::RUN <= have; i += P::RUN, to += P::STRIDE)
+      std::memcpy((void*)to, from + i, size_t(P::RUN) * sizeof(E));
+  for (; i < n; i += P::RUN, to += P::STRIDE)
+    for (int64_t j = 0; j < P::RUN && i + j < n; ++j) to[j] = i + j < have ? from[(i + j) * sk] : E{};
+}
+
+template <class P>
+void pack(const Source& s, void* panels) {
+  using E = typename P::Element;
+  const int64_t size = P::bytes(s.k, s.group), padded = P::padded(s.k);
+  const int64_t group = P::group(s.k, s.group);
+  each_panel(s, s.rows * s.k * int64_t(sizeof(E)), [&](int64_t p, int64_t c0, int64_t c1, int64_t c2,
+                                                       int64_t row0) {
+    char* panel = (char*)panels + p * size;
+    const E* from = (const E*)s.data + row0 * s.sn;
+    for (int64_t k0 = 0, g = 0; k0 < padded; k0 += group, ++g) {
+      char* head = panel + g * (P::HEAD + group * NB);
+      E* to = (E*)(head + P::HEAD);
+      const int64_t end = padded - k0 < group ? padded : k0 + group;
+      constexpr int64_t CHUNK = 256 / int64_t(sizeof(E));  // so that the panel's lines stay near
+      for (int64_t k = k0; k < end; k += CHUNK, to += CHUNK / P::RUN * P::STRIDE) {
+        const int64_t n = end - k < CHUNK ? end - k : CHUNK, have = s.k - k;
+        for (int64_t c = c0; c < c2; ++c)
+          put_row<P>(from + (c - c0) * s.sn + k * s.sk, s.sk, c >= c1 ? 0 : have < n ? have : n, n,
+                     to + P::column(c));
+      }
+      if constexpr (P::HEAD > 0)
+        for (int64_t c = c0; c < c2; ++c)
+          ((float*)head)[c] = c < c1 ? s.scales[(row0 + c - c0) * s.ld_scales + g] : 0;
+    }
+    if constexpr (std::is_same<P, PackInt8>::value)
+      for (int64_t c = c0; c < c2; ++c) {
+        int32_t sum = 0;
+        const int8_t* row = (const int8_t*)from + (c - c0) * s.sn;
+        if (c < c1 && s.sk == 1)
+          for (int64_t i = 0; i < s.k; ++i) sum += row[i];
+        else if (c < c1)
+          for (int64_t i = 0; i < s.k; ++i) sum += row[i * s.sk];
+        ((int32_t*)panel)[NB + c] = sum;
+      }
+  });
+}
+
+// Two codes to a byte: -8 .. 7, or 0 .. 15 with zero points.
+void pack_int4(const Source& s, void* panels, bool zeros) {
+  const Int4::Panel shape{nullptr, s.group, zeros};
+  const int64_t size = Int4::bytes(shape, s.k);
+  const uint8_t flip = s.zeros ? 0 : 8;
+  each_panel(s, s.rows * s.k, [&](int64_t p, int64_t c0, int64_t c1, int64_t c2, int64_t row0) {
+    const Int4::Panel panel{(const uint8_t*)panels + p * size, s.group, zeros};
+    for (int64_t k0 = 0, g = 0; k0 < s.k; k0 += s.group, ++g) {
+      const int64_t n = s.k - k0 < s.group ? s.k - k0 : s.group;
+      const int64_t end = n < s.group ? padded8(s.k) - k0 : n;
+      float* head = (float*)Int4::at(panel, k0);
+      uint8_t* to = (uint8_t*)Int4::weights(panel, k0);
+      for (int64_t c = c0; c < c2; ++c) {
+        const int64_t row = row0 + c - c0, at = row * s.ld_scales + g;
+        head[c] = c < c1 ? s.scales[at] : 0;
+        if (zeros) head[NB + c] = c >= c1 ? 0 : s.zeros ? s.zeros[at] : 8.0f;
+        const uint8_t* codes = (const uint8_t*)s.data + row * s.sn + k0 * s.sk;
+        int64_t i = 0;
+        if (c < c1 && s.sk == 1)  // eight at a time
+          for (; i + 8 <= n; i += 8) {
+            uint64_t v;
+            std::memcpy(&v, codes + i, 8);
+            v = (v ^ flip * 0x0101010101010101u) & 0x0f0f0f0f0f0f0f0fu;
+            v |= v >> 28;  // the halves of 4 bytes, together
+            std::memcpy(to + i / 8 * 4 * NB + 4 * c, &v, 4);
+          }
+        for (; i < end; i += 8) {
+          uint8_t eight[8] = {};
+          if (c < c1)
+            for (int64_t j = 0; j < 8 && i + j < n; ++j)
+              eight[j] = (codes[(i + j) * s.sk] ^ flip) & 15;
+          for (int64_t j = 0; j < 4; ++j)
+            to[i / 8 * 4 * NB + 4 * c + j] = uint8_t(eight[j] | eight[j + 4] << 4);
+        }
+      }
+    }
+  });
+}
+
+template <class P>
+void unpack(const void* panels, float* out, int64_t n, int64_t k, int64_t own_group) {
+  const int64_t size = P::bytes(k, own_group), group = P::group(k, own_group);
+  const Source all{nullptr, 0, 0, nullptr, nullptr, 0, 0, n, n, k, own_group, -1};
+  each_panel(all, n * k * 4, [&](int64_t p, int64_t, int64_t count, int64_t, int64_t row) {
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t i = 0; i < k; ++i) {
+        const char* head = (const char*)panels + p * size + i / group * (P::HEAD + group * NB);
+        const auto* from = (const typename P::Element*)(head + P::HEAD) + P::column(c);
+        float v = P::value(from[i % group / P::RUN * P::STRIDE + i % P::RUN]);
+        if constexpr (P::HEAD > 0) v *= ((const float*)head)[c];
+        out[(row + c) * k + i] = v;
+      }
+  });
+}
+
+void unpack_int4(const void* panels, float* out, int64_t n, int64_t k, int64_t group, bool zeros) {
+  const int64_t size = Int4::bytes({nullptr, group, zeros}, k);
+  const Source all{nullptr, 0, 0, nullptr, nullptr, 0, 0, n, n, k, group, -1};
+  each_panel(all, n * k * 4, [&](int64_t p, int64_t, int64_t count, int64_t, int64_t row) {
+    const Int4::Panel panel{(const uint8_t*)panels + p * size, group, zeros};
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t i = 0; i < k; ++i) {
+        const int64_t k0 = i / group * group, j = i - k0;
+        const float* head = (const float*)Int4::at(panel, k0);
+        const uint8_t two = Int4::weights(panel, k0)[j / 8 * 4 * NB + 4 * c + j % 4];
+        const float code = float(j % 8 < 4 ? two & 15 : two >> 4);
+        out[(row + c) * k + i] = (code - (zeros ? head[NB + c] : 8.0f)) * head[c];
+      }
+  });
+}
+
+}  // namespace
+}  // namespace ds
+
+using namespace ds;
+
+void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, int64_t sn, int64_t sk,
+                 const float* scales, const float* zeros, int64_t ld_scales, void* panels,
+                 int64_t n0, int64_t rows, int64_t n, int64_t k, int64_t group, int32_t half) {
+  const Source s{source, sn, sk, scales, zeros, ld_scales, n0, rows, n, k, group, half};
+  if (format == DS_INT4 || format == DS_INT4_ZEROS)
+    pack_int4(s, panels, format == DS_INT4_ZEROS);
+  else if (format == DS_INT8)
+    pack<PackInt8>(s, panels);
+  else if (format == DS_FP8)
+    pack<PackFp8>(s, panels);
+  else if (dtype == DS_F32)
+    pack<PackF32>(s, panels);
+  else
+    pack<PackBf16>(s, panels);
+}
+
+void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out, int64_t n,
+                   int64_t k, int64_t group) {
+  if (format == DS_INT4 || format == DS_INT4_ZEROS)
+    unpack_int4(panels, out, n, k, group, format == DS_INT4_ZEROS);
+  else if (format == DS_INT8)
+    unpack<PackInt8>(panels, out, n, k, group);
+  else if (format == DS_FP8)
+    unpack<PackFp8>(panels, out, n, k, group);
+  else if (dtype == DS_F32)
+    unpack<PackF32>(panels, out, n, k, group);
+  else
+    unpack<PackBf16>(panels, out, n, k, group);
+}

@@ -1,0 +1,203 @@
+// Dots of tokens with 64 columns of 16-bit weights in pairs along k: [k / 2][64][2].
+#pragma once
+
+#include <cstring>
+
+#include "gemm.h"
+
+namespace ds {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+constexpr int MAX_TILE = 6, MAX_ONE_PASS = 6;  // 24 accumulators of 32 registers
+template <int M>
+constexpr int CHUNK_VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int MAX_TILE = 6, MAX_ONE_PASS = 1;  // at most 12 accumulators of 16 registers
+template <int M>
+constexpr int CHUNK_VECTORS = M == 1 ? 8 : M <= 3 ? 4 : 2;
+#else
+constexpr int MAX_TILE = 2, MAX_ONE_PASS = 1;
+template <int M>
+constexpr int CHUNK_VECTORS = M == 1 ? 4 : 2;
+#endif
+
+// Two vectors of floats from one of pairs: the even elements, the odd ones.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  __m512i v = _mm512_loadu_si512(p);
+  even = {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16))};
+  odd = {_mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000u))))};
+}
+#elif defined(__AVX2__)
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  __m256i v = _mm256_loadu_si256((const __m256i*)p);
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(v, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(int(0xffff0000u))))};
+}
+#else
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  for (int i = 0; i < F::W; ++i) {
+    even.v[i] = to_float(p[2 * i]);
+    odd.v[i] = to_float(p[2 * i + 1]);
+  }
+}
+#endif
+
+// acc += dots over k elements of M rows with C vectors of columns. Rows are read up to k only.
+template <int M, int C, class X>
+inline void pairs_dots(const bf16* w, int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead) {
+  int64_t i = 0;
+  auto two = [&]() {
+    F even[C], odd[C];
+    DS_UNROLL
+    for (int c = 0; c < C; ++c) load_pairs(w + 2 * F::W * c, even[c], odd[c]);
+    DS_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const F x0 = F::all(to_float(x[m][i])), x1 = F::all(to_float(x[m][i + 1]));
+      DS_UNROLL
+      for (int c = 0; c < C; ++c) acc[m][c] = fma(odd[c], x1, fma(even[c], x0, acc[m][c]));
+    }
+  };
+  DS_ROLLED
+  while (i + AHEAD_STEP <= k) {
+    ahead.step();
+    DS_ROLLED
+    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2, w += 2 * NB) two();
+  }
+  DS_ROLLED
+  for (; i + 2 <= k; i += 2, w += 2 * NB) two();
+  if (i < k) {
+    DS_UNROLL
+    for (int c = 0; c < C; ++c) {
+      F even, odd;
+      load_pairs(w + 2 * F::W * c, even, odd);
+      DS_UNROLL
+      for (int m = 0; m < M; ++m) acc[m][c] = fma(even, F::all(to_float(x[m][i])), acc[m][c]);
+    }
+  }
+}
+
+#if defined(__AMX_TILE__)
+// What the matrix units do to subnormal numbers: they read and write zeros.
+struct NoSubnormals {
+  const unsigned before = _mm_getcsr();
+  NoSubnormals() {
+    _mm_setcsr(before | 0x8040);
+    fence();
+  }
+  ~NoSubnormals() {
+    fence();
+    _mm_setcsr(before);
+  }
+  static void fence() { asm volatile("" ::: "memory"); }  // loads and stores stay within
+};
+
+// acc += dots over k elements, with the bits of the matrix units' TDPBF16PS (Intel's Software
+// Developer's Manual): of every 32 elements the even ones and the odd ones are summed apart, from
+// zero, and both sums together are added to acc. load(v) gives the next pair of k for 64 columns.
+template <int M, class Load>
+inline void dots_as_tiles(int64_t k, const bf16* const* x, F (&acc)[M][4], Ahead& ahead,
+                          Load load) {
+  constexpr int64_t STEP = 32;
+  float sums[M][4][F::W];
+  const NoSubnormals guard;
+  auto step = [&](const bf16* const* rows) {
+    F even[M][4], odd[M][4];
+    DS_UNROLL
+    for (int m = 0; m < M; ++m)
+      DS_UNROLL
+      for (int c = 0; c < 4; ++c) even[m][c] = odd[m][c] = F::zero();
+    DS_ROLLED
+    for (int64_t i = 0; i < STEP; i += 2) {
+      __m512i v[4];
+      load(v);
+      DS_UNROLL
+      for (int c = 0; c < 4; ++c) {
+        const F low = {_mm512_castsi512_ps(_mm512_slli_epi32(v[c], 16))};
+        const F high = {
+            _mm512_castsi512_ps(_mm512_and_si512(v[c], _mm512_set1_epi32(int(0xffff0000u))))};
+        DS_UNROLL
+        for (int m = 0; m < M; ++m) {
+          even[m][c] = fma(low, F::all(to_float(rows[m][i])), even[m][c]);
+          odd[m][c] = fma(high, F::all(to_float(rows[m][i + 1])), odd[m][c]);
+        }
+      }
+    }
+    DS_UNROLL
+    for (int m = 0; m < M; ++m)
+      DS_UNROLL
+      for (int c = 0; c < 4; ++c) acc[m][c] = acc[m][c] + (even[m][c] + odd[m][c]);
+  };
+  const bf16* rows[M];
+  int64_t at = 0;
+  DS_ROLLED
+  for (; at + STEP <= k; at += STEP) {
+    for (int64_t i = 0; i < STEP; i += AHEAD_STEP) ahead.step();
+    DS_UNROLL
+    for (int m = 0; m < M; ++m) rows[m] = x[m] + at;
+    step(rows);
+  }
+  if (at < k) {
+    bf16 last[M][STEP] = {};
+    DS_UNROLL
+    for (int m = 0; m < M; ++m) {
+      std::memcpy(last[m], x[m] + at, size_t(k - at) * sizeof(bf16));
+      rows[m] = last[m];
+    }
+    step(rows);
+  }
+  DS_UNROLL
+  for (int m = 0; m < M; ++m)
+    DS_UNROLL
+    for (int c = 0; c < 4; ++c) acc[m][c].store(sums[m][c]);
+  NoSubnormals::fence();
+  DS_UNROLL
+  for (int m = 0; m < M; ++m)
+    DS_UNROLL
+    for (int c = 0; c < 4; ++c) acc[m][c] = F::load(sums[m][c]);
+}
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// A loop over pairs of k: load(v) gives the 4 vectors of the next pair of weights.
+template <int M, class Load>
+inline void bf16_dots(int64_t k, const bf16* const* x, F (&acc)[M][4], Ahead& ahead, Load load) {
+  int64_t i = 0;
+  auto one = [&](auto pair_of) {
+    __m512bh v[4];
+    load(v);
+    DS_UNROLL
+    for (int m = 0; m < M; ++m) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(pair_of(m));
+      DS_UNROLL
+      for (int c = 0; c < 4; ++c) acc[m][c].v = _mm512_dpbf16_ps(acc[m][c].v, v[c], pair);
+    }
+  };
+  auto pair = [&](int m) {
+    int32_t two;
+    std::memcpy(&two, x[m] + i, 4);
+    return two;
+  };
+  DS_ROLLED
+  while (i + AHEAD_STEP <= k) {
+    ahead.step();
+    DS_ROLLED
+    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2) one(pair);
+  }
+  DS_ROLLED
+  for (; i + 2 <= k; i += 2) one(pair);
+  if (i < k) one([&](int m) { return int32_t(x[m][i].bits); });
+}
+
+template <int M>
+inline void pairs_dots(const bf16* w, int64_t k, const bf16* const* x, F (&acc)[M][4],
+                       Ahead& ahead) {
+  bf16_dots<M>(k, x, acc, ahead, [&](__m512bh(&v)[4]) {
+    DS_UNROLL
+    for (int c = 0; c < 4; ++c) v[c] = (__m512bh)_mm512_loadu_si512(w + 32 * c);
+    w += 2 * NB;
+  });
+}
+#endif
+
+}  // namespace ds

@@ -1,0 +1,41 @@
+"""What this machine reaches: its memory read by the native library, matmuls by oneDNN."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ds_runtime.api import Ceilings, ceilings
+from ds_runtime_cpu import machine, native
+
+if TYPE_CHECKING:
+    from ds_runtime_cpu.platform import CpuPlatform
+
+_SECONDS = 2.0  # of reading: memory is what other processes disturb most
+
+
+def measure(platform: CpuPlatform) -> Ceilings:
+    """With the threads that this process has. bfloat16 only where hardware multiplies it."""
+    cache = machine.last_level_cache()
+    size = ceilings.buffer_bytes(cache, machine.memory()[1])
+    device = torch.device("cpu")
+    fast = platform.info().fast_dtypes
+    if native.isa_in_use() is None:
+        read, by = ceilings.bandwidth(device, platform.synchronize, size), "torch's sums"
+    else:
+        read, by = bandwidth(size), "the native library"
+    compute = ceilings.compute(device, platform.synchronize, fast)
+    return Ceilings(read, compute, cache, f"memory by {by}, matmuls by torch")
+
+
+def bandwidth(nbytes: int) -> float:
+    """Bytes per second of reading a buffer of that size, on large pages where there are any."""
+    words = torch.empty(nbytes // 8, dtype=torch.int64)
+    call, total = native.calls(), torch.empty(1, dtype=torch.int64)
+    call.large_pages(words.data_ptr(), words.nbytes)
+    call.read(words.fill_(1).data_ptr(), words.nbytes, total.data_ptr())
+    seconds = ceilings.best(
+        lambda: call.read(words.data_ptr(), words.nbytes, total.data_ptr()), lambda: None, _SECONDS
+    )
+    return words.nbytes / seconds

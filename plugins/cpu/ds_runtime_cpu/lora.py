@@ -1,0 +1,62 @@
+"""LoraDelta in torch, by the slots that the rows name: they are read on the host, where they are.
+
+One adapter is two matmuls. Several are the same two over all slots, with a mask between, while the
+rows are few: calls cost more than arithmetic then. Many rows go adapter by adapter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TILE = 32  # columns of a 16-bit row: torch's matmul may read a shorter one beyond its end
+_FEW = 64  # rows
+
+
+def lora_delta(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """LoraDelta."""
+    named = set(adapters.tolist())
+    if named <= {-1}:
+        return
+    if len(named) == 1:
+        (slot,) = named
+        _add(y, x, a[:, slot], b[:, slot])
+    elif len(adapters) <= _FEW:
+        slots, rank = a.shape[1:3]
+        own = adapters[:, None] == torch.arange(slots, dtype=adapters.dtype)
+        others = ~own[:, :, None].expand(-1, -1, rank).flatten(1)  # [rows, slots · rank]
+        _add(y, x, a.flatten(1, 2), b.flatten(1, 2), others)
+    else:
+        for slot in named - {-1}:
+            rows = (adapters == slot).nonzero().squeeze(1)
+            some = y.index_select(0, rows)
+            _add(some, x.index_select(0, rows), a[:, slot], b[:, slot])
+            y.index_copy_(0, rows, some)
+
+
+def _add(y: Tensor, x: Tensor, down: Tensor, up: Tensor, others: Tensor | None = None) -> None:
+    """down [groups or 1, ranks, in], up [groups or 1, ranks, out]; `others` [rows, ranks] bool: the
+    ranks that are not a row's own.
+    """
+    if y.shape[1] == x.shape[1] == down.shape[0] == up.shape[0] == 1:
+        inner = F.linear(*_whole(x[:, 0], down[0]))
+        if others is not None:
+            inner.masked_fill_(others, 0)
+        short = -inner.shape[1] % _TILE if inner.dtype.itemsize == 2 else 0
+        if short:
+            y[:, 0].addmm_(F.pad(inner, (0, short)), F.pad(up[0], (0, 0, 0, short)))
+        else:
+            y[:, 0].addmm_(inner, up[0])
+        return
+    wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
+    inner = torch.matmul(x.to(wide).transpose(0, 1), down.to(wide).transpose(1, 2))
+    if others is not None:
+        inner.masked_fill_(others, 0)
+    y.add_(torch.matmul(inner, up.to(wide)).transpose(0, 1))  # [rows, groups or 1, out]
+
+
+def _whole(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both filled up with zeros to whole tiles."""
+    short = -x.shape[1] % _TILE if x.dtype.itemsize == 2 else 0
+    return (F.pad(x, (0, short)), F.pad(weight, (0, short))) if short else (x, weight)

@@ -1,0 +1,82 @@
+"""Native rotation and cache write, and both with the latent norm in one call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ds_runtime_cpu.native import active
+from ds_runtime_cpu.small import CODE
+
+
+def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rope for float32 and bfloat16."""
+    rows, heads, d = q.shape
+    q_out, k_out = q.new_empty(rows, heads, d), k.new_empty(rows, d)
+    code, call = CODE[q.dtype], active.rope
+    where, table = positions.data_ptr(), cos_sin.data_ptr()
+    by_row, by_head, _ = q.stride()
+    call(code, q.data_ptr(), by_row, by_head, where, table, q_out.data_ptr(), rows, heads, d)
+    call(code, k.data_ptr(), k.stride()[0], 0, where, table, k_out.data_ptr(), rows, 1, d)
+    return q_out, k_out
+
+
+def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
+    """CacheWrite for latent_pages in the compute dtype or in float8_e4m3fn."""
+    rows, lora = latent.shape
+    active.cache_write(
+        CODE[latent.dtype],
+        CODE[cache.dtype],
+        cache.data_ptr(),
+        cache.shape[2],
+        latent.data_ptr(),
+        latent.stride()[0],
+        lora,
+        k_rope.data_ptr(),
+        k_rope.stride()[0],
+        slots.data_ptr(),
+        rows,
+    )
+
+
+def mla_prologue(
+    q: Tensor,
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MlaPrologue for latent_pages in the compute dtype or in float8_e4m3fn."""
+    rows, heads, head = q.shape
+    width, lora = kv.shape[1], norm_weight.shape[0]
+    rope_dim, dtype = width - lora, q.dtype
+    q_rope = q.new_empty(rows, heads, rope_dim)
+    latent = q.new_empty(rows, lora)
+    k_rope = q.new_empty(rows, rope_dim)
+    by_row, by_head, _ = q.stride()
+    active.mla_prologue(
+        CODE[dtype],
+        CODE[norm_weight.dtype],
+        CODE[cache.dtype],
+        q.data_ptr() + (head - rope_dim) * dtype.itemsize,
+        by_row,
+        by_head,
+        heads,
+        kv.data_ptr(),
+        kv.stride()[0],
+        lora,
+        rope_dim,
+        norm_weight.data_ptr(),
+        eps,
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        cache.data_ptr(),
+        slots.data_ptr(),
+        q_rope.data_ptr(),
+        latent.data_ptr(),
+        k_rope.data_ptr(),
+        rows,
+    )
+    return q_rope, latent, k_rope

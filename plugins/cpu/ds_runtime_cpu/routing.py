@@ -1,0 +1,55 @@
+"""Native router scores and expert choice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_runtime.api import Routing
+from ds_runtime_cpu.native import active
+from ds_runtime_cpu.small import CODE
+
+_METHODS = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """RouterLogits for float32 and bfloat16 activations."""
+    tokens, hidden = x.shape
+    experts = weight.shape[0]
+    out = torch.empty(tokens, experts)
+    active.router_logits(
+        CODE[x.dtype],
+        x.data_ptr(),
+        x.stride()[0],
+        weight.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        experts,
+        hidden,
+    )
+    return out
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Route over at most 1024 experts."""
+    tokens, experts = logits.shape
+    top_k = routing.top_k
+    weights = torch.empty(tokens, top_k)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    active.route(
+        logits.data_ptr(),
+        logits.stride()[0],
+        0 if bias is None else bias.data_ptr(),
+        weights.data_ptr(),
+        ids.data_ptr(),
+        tokens,
+        experts,
+        top_k,
+        routing.n_group,
+        routing.topk_group,
+        routing.scoring == "sigmoid",
+        _METHODS[routing.method],
+        routing.renormalize,
+        routing.scale,
+    )
+    return weights, ids

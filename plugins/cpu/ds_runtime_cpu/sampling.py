@@ -1,0 +1,71 @@
+"""Native masks, draws and log-probabilities, row by row, without sorting a vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_runtime_cpu.native import active
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+) -> Tensor:
+    """Sample."""
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64)
+    settings = [t.contiguous() for t in (temperature, top_k, top_p, min_p, uniform)]
+    active.sample(
+        logits.data_ptr(),
+        logits.stride()[0],
+        *[t.data_ptr() for t in settings],
+        tokens.data_ptr(),
+        rows,
+        vocab,
+    )
+    return tokens
+
+
+def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
+    """MaskLogits."""
+    rows, vocab = logits.shape
+    masks, which = masks.contiguous(), which.contiguous()
+    out = torch.empty(rows, vocab)
+    if not masks.shape[0]:
+        return out.copy_(logits)
+    active.mask_logits(
+        logits.data_ptr(),
+        logits.stride()[0],
+        masks.data_ptr(),
+        which.data_ptr(),
+        out.data_ptr(),
+        rows,
+        vocab,
+    )
+    return out
+
+
+def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs."""
+    rows, vocab = logits.shape
+    ids = ids.contiguous()
+    chosen = torch.empty(rows)
+    values = torch.empty(rows, top_n)
+    top_ids = torch.empty(rows, top_n, dtype=torch.int64)
+    active.logprobs(
+        logits.data_ptr(),
+        logits.stride()[0],
+        ids.data_ptr(),
+        top_n,
+        chosen.data_ptr(),
+        values.data_ptr(),
+        top_ids.data_ptr(),
+        rows,
+        vocab,
+    )
+    return chosen, values, top_ids

@@ -1,0 +1,82 @@
+"""FlashMLA: absorbed MLA decode over 64-token pages, on compute capability 9.0.
+
+Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side keeps these kernels.
+Which tile computes what is planned on the device, from the lengths of the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from ds_runtime.api import Batch, Facts, Limits
+from ds_runtime_cuda.decode import LATENT, Queries
+
+PAGE = 64
+
+
+@cache
+def _library() -> Any:
+    return import_module("flash_mla")
+
+
+@dataclass
+class State:
+    """Queries, and the library's schedule: its two tensors keep their place over all steps."""
+
+    queries: Queries
+    schedule: Any
+    tiles: Tensor | None = None
+    splits: Tensor | None = None
+
+
+class MlaDecode:
+    """See the library's flash_mla_with_kvcache; one query per sequence."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._lib = _library()
+        self._heads = facts.dims["heads"]
+
+    def state(self, limits: Limits) -> State:
+        queries = Queries.make(limits)
+        schedule, _ = self._lib.get_mla_metadata()
+        return State(queries, schedule)
+
+    def prepare(self, state: State, batch: Batch) -> None:
+        queries = state.queries
+        queries.fill(batch)
+        if not queries.count:
+            return
+        tiles, splits = self._lib.get_mla_decoding_metadata(
+            queries.lens[: queries.count], self._heads, 1, self._heads, use_legacy=True
+        )
+        if state.tiles is None or state.splits is None:
+            state.tiles = tiles.clone()
+            state.splits = splits.new_zeros(queries.lens.shape[0] + 1)
+        state.tiles.copy_(tiles)
+        state.splits[: splits.shape[0]].copy_(splits)
+        state.schedule.tile_scheduler_metadata = state.tiles
+        state.schedule.num_splits = state.splits[: splits.shape[0]]
+
+    def run(self, state: State, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        count, heads, width = q.shape
+        if not count:
+            return q.new_empty(0, heads, LATENT)
+        queries = state.queries
+        out, _ = self._lib.flash_mla_with_kvcache(
+            q.contiguous().view(count, 1, heads, width),
+            cache.unsqueeze(2),  # [pages, page, 1, width]
+            queries.table[:count],
+            queries.lens[:count],
+            LATENT,
+            state.schedule,
+            None,
+            softmax_scale=scale,
+            causal=False,
+            use_legacy=True,
+        )
+        return out.view(count, heads, LATENT)  # type: ignore[no-any-return]

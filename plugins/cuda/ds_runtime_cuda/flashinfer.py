@@ -1,0 +1,295 @@
+"""FlashInfer: MLA decode and ragged prefill on Hopper; TensorRT-LLM's kernels on Blackwell.
+
+Kernels are compiled, or their binaries fetched, when they first run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_runtime.api import Batch, ExpertSource, Facts, Limits, Packed, Segments, Weight
+from ds_runtime_cuda import blocks
+from ds_runtime_cuda.decode import LATENT, ROPE, Queries
+from ds_runtime_cuda.quant import quantise
+
+_WORKSPACE = 128 << 20  # bytes, as the library advises
+_LN2 = 0.6931471805599453
+
+
+@cache
+def _library(module: str = "flashinfer") -> Any:
+    return import_module(module)
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    """One for all calls of a device: they follow each other in one queue. Zeroed, as some want."""
+    return torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+@dataclass
+class Planned:
+    """Step state: queries, the wrapper that owns the library's buffers, and its last copy."""
+
+    queries: Queries
+    wrapper: Any = None
+    rows: int = -1
+    copied: torch.Event | None = None
+
+
+class MlaDecode:
+    """Absorbed MLA decode through BatchMLAPagedAttentionWrapper, planned on the host."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._make = _library("flashinfer.mla").BatchMLAPagedAttentionWrapper
+        self._facts = facts
+        self._dtype = getattr(torch, facts.dtype)
+
+    def state(self, limits: Limits) -> Planned:
+        return Planned(Queries.make(limits))
+
+    def prepare(self, state: Planned, batch: Batch) -> None:
+        queries = state.queries
+        queries.fill(batch)
+        count, page = queries.count, self._facts.page_size
+        if not count:
+            return
+        if state.copied is not None:
+            state.copied.synchronize()  # the plan before lies in one host buffer with this one
+        lens = np.array(queries.host_lens, np.int32)
+        pages = -(-lens // page)
+        starts = np.concatenate(([0], np.cumsum(pages))).astype(np.int32)
+        width = queries.table.shape[1]
+        inside = np.arange(starts[-1]) - np.repeat(starts[:-1], pages)
+        places = np.repeat(np.arange(count) * width, pages) + inside
+        device = queries.table.device
+        indices = queries.table.view(-1)[torch.from_numpy(places).to(device, non_blocking=True)]
+        if state.wrapper is None or state.rows != count:
+            state.wrapper, state.rows = self._wrapper(queries, count), count
+        state.wrapper.plan(
+            torch.arange(count + 1, dtype=torch.int32),
+            torch.from_numpy(starts),
+            indices,
+            torch.from_numpy(lens),
+            self._facts.dims["heads"],
+            LATENT,
+            ROPE,
+            page,
+            False,
+            self._facts_scale(),
+            self._dtype,
+            self._dtype,
+        )
+        if device.type != "cpu":
+            state.copied = torch.Event(device)
+            state.copied.record()
+
+    def _facts_scale(self) -> float:
+        """The library takes the softmax scale when it plans; `run` corrects q by the quotient."""
+        return float((self._facts.dims["qk_nope"] + ROPE) ** -0.5)
+
+    def _wrapper(self, queries: Queries, count: int) -> Any:
+        device = queries.table.device
+        backend = "fa3" if self._facts.device.arch == "sm90" else "fa2"
+        if not self._facts.graph_capture:
+            return self._make(_workspace(device), backend=backend)
+        lens = queries.lens  # of the buffers: int32, on the device
+        return self._make(
+            _workspace(device),
+            use_cuda_graph=True,
+            qo_indptr=lens.new_empty(count + 1),
+            kv_indptr=lens.new_empty(count + 1),
+            kv_indices=lens.new_empty(count * queries.table.shape[1]),
+            kv_len_arr=lens.new_empty(count),
+            backend=backend,
+        )
+
+    def run(self, state: Planned, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        count, heads, _ = q.shape
+        if not count:
+            return q.new_empty(0, heads, LATENT)
+        planned = self._facts_scale()
+        if abs(scale / planned - 1) > 1e-6:
+            q = q * (scale / planned)
+        return state.wrapper.run(  # type: ignore[no-any-return]
+            q[..., :LATENT].contiguous(),
+            q[..., LATENT:].contiguous(),
+            cache[..., :LATENT],
+            cache[..., LATENT : LATENT + ROPE],
+        )
+
+
+class MlaDecodeTrtllm:
+    """Absorbed MLA decode with TensorRT-LLM's generated kernels, on compute capability 10."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._attend = _library("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla
+        self._nope = facts.dims["qk_nope"]
+        self._page = facts.page_size
+
+    def state(self, limits: Limits) -> Queries:
+        return Queries.make(limits)
+
+    def prepare(self, state: Queries, batch: Batch) -> None:
+        state.fill(batch)
+
+    def run(self, state: Queries, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        count, heads, _ = q.shape
+        if not count:
+            return q.new_empty(0, heads, LATENT)
+        out = self._attend(
+            query=q.contiguous().unsqueeze(1),  # [rows, 1, heads, 576]
+            kv_cache=cache,
+            workspace_buffer=_workspace(q.device),
+            qk_nope_head_dim=self._nope,
+            kv_lora_rank=LATENT,
+            qk_rope_head_dim=ROPE,
+            block_tables=state.table[:count],
+            seq_lens=state.lens[:count],
+            max_seq_len=state.table.shape[1] * self._page,
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+        )
+        return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
+
+
+def mha_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_segs: Segments,
+    k_segs: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """MhaPrefill through BatchPrefillWithRaggedKVCacheWrapper, planned on the host per call."""
+    heads, out = q.shape[1], q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    if not q_segs.total or not k_segs.total:
+        return out, lse
+    wrapper = _library().BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device), "NHD")
+    wrapper.plan(
+        _sums(q_segs),
+        _sums(k_segs),
+        heads,
+        heads,
+        q.shape[2],
+        v.shape[2],
+        causal=causal,
+        sm_scale=scale,
+        q_data_type=q.dtype,
+    )
+    found, sums = wrapper.run(q, k, v.contiguous(), return_lse=True)
+    empty = ~torch.isfinite(sums)
+    return found.masked_fill(empty.unsqueeze(-1), 0), (sums * _LN2).masked_fill(
+        empty, float("-inf")
+    )
+
+
+def _sums(segs: Segments) -> Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(segs.lens))).astype(np.int32))
+
+
+class LinearGroupwise:
+    """y = x · Wᵀ in FP8 on compute capability 10, with the checkpoint's float32 scales."""
+
+    tag = "cuda.flashinfer_linear"
+
+    def __init__(self, facts: Facts) -> None:
+        self._gemm = _library("flashinfer.gemm").gemm_fp8_nt_groupwise
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        joined = blocks.join(weight)
+        if joined is None:
+            dense = weight.dequantise(torch.bfloat16)
+            return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, blocks.restore)
+        values, scale = joined
+        tensors = {"weight": values, "scale": scale, "scale_t": scale.T.contiguous()}
+        nbytes = values.nbytes + 2 * scale.nbytes
+        return Packed(self.tag, weight.shape, tensors, nbytes, blocks.restore)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        tokens = x.shape[0]
+        if "dense" in packed.tensors:
+            return torch.nn.functional.linear(x, packed.tensors["dense"])
+        if not tokens:
+            return x.new_empty(0, packed.shape[0])
+        q, scale = quantise(x, rows=-(-tokens // 4) * 4)  # the kernel wants fours of rows
+        out: Tensor = self._gemm(
+            q,
+            packed.tensors["weight"],
+            scale.T,  # [groups, rows]
+            packed.tensors["scale_t"],  # [column blocks, row blocks]
+            scale_major_mode="MN",
+            out_dtype=torch.bfloat16,
+        )
+        return out[:tokens]
+
+
+class ExpertsTrtllm:
+    """Routed experts with TensorRT-LLM's fused FP8 kernels, on compute capability 10."""
+
+    tag = "cuda.flashinfer_trtllm_experts"
+
+    def __init__(self, facts: Facts) -> None:
+        self._moe = _library("flashinfer.fused_moe").trtllm_fp8_block_scale_routed_moe
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        tensors: dict[str, Tensor] = {}
+        for e in range(source.num_experts):
+            gate, up, down = source.expert(e)
+            # The library wants the up half first.
+            upper, lower = blocks.join(Weight((*up.parts, *gate.parts))), blocks.join(down)
+            assert upper is not None and lower is not None, "refuse() lets whole blocks pass alone"
+            for name, part in zip(_EXPERT_PARTS, (*upper, *lower), strict=True):
+                if e == 0:
+                    tensors[name] = part.new_empty(source.num_experts, *part.shape)
+                tensors[name][e].copy_(part)
+        shape = (source.num_experts, source.hidden, source.intermediate)
+        nbytes = sum(t.nbytes for t in tensors.values())
+        return Packed(self.tag, shape, tensors, nbytes, restore=_restore_gate_up)
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        if not x.shape[0]:
+            return torch.empty_like(x)
+        held, (experts, _, inter) = packed.tensors, packed.shape
+        q, scale = quantise(x)
+        out = self._moe(
+            topk_ids=(ids, weights.to(torch.bfloat16)),
+            routing_bias=None,
+            hidden_states=q,
+            hidden_states_scale=scale.T.contiguous(),  # [groups, tokens]
+            gemm1_weights=held["up_gate"],
+            gemm1_weights_scale=held["up_gate_scale"],
+            gemm2_weights=held["down"],
+            gemm2_weights_scale=held["down_scale"],
+            num_experts=experts,
+            top_k=ids.shape[1],
+            n_group=None,
+            topk_group=None,
+            intermediate_size=inter,
+            local_expert_offset=0,
+            local_num_experts=experts,
+            routed_scaling_factor=None,
+        )
+        result: Tensor = out[0] if isinstance(out, list) else out
+        return result
+
+
+_EXPERT_PARTS = ("up_gate", "up_gate_scale", "down", "down_scale")
+
+
+def _restore_gate_up(packed: Packed) -> Tensor:
+    """Gate first again."""
+    both = blocks.spread(packed.tensors["up_gate"], packed.tensors["up_gate_scale"])
+    up, gate = both.chunk(2, dim=1)
+    return torch.cat((gate, up), dim=1)

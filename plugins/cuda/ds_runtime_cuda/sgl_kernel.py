@@ -1,0 +1,84 @@
+"""sgl-kernel: FlashAttention 3.
+
+Published today as sglang-kernel, imported as sgl_kernel; releases differ in what they hold, so
+that every function is looked for by itself (software.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.api import Batch, Facts, Limits, Segments
+from ds_runtime_cuda.decode import LATENT, ROPE, Queries
+
+
+@cache
+def _library() -> Any:
+    return import_module("sgl_kernel.flash_attn")
+
+
+def mha_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_segs: Segments,
+    k_segs: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """MhaPrefill with FlashAttention 3, whose causal masks align at the ends, too."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    if not q_segs.total or not k_segs.total:
+        return out, lse
+    found, sums = _library().flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        q_segs.cu,
+        k_segs.cu,
+        q_segs.longest,
+        k_segs.longest,
+        softmax_scale=scale,
+        causal=causal,
+        return_softmax_lse=True,
+    )[:2]
+    sums = sums.transpose(0, 1)  # [heads, tokens] → [tokens, heads]
+    empty = ~torch.isfinite(sums)  # queries without keys: +inf there
+    return found.masked_fill(empty.unsqueeze(-1), 0), sums.masked_fill(empty, float("-inf"))
+
+
+class MlaDecode:
+    """Absorbed MLA decode with FlashAttention 3: the latent part of q goes along as `qv`."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._attend = _library().flash_attn_with_kvcache
+        self._one_split = facts.deterministic
+
+    def state(self, limits: Limits) -> Queries:
+        return Queries.make(limits)
+
+    def prepare(self, state: Queries, batch: Batch) -> None:
+        state.fill(batch)
+
+    def run(self, state: Queries, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        count, heads, _ = q.shape
+        if not count:
+            return q.new_empty(0, heads, LATENT)
+        out = self._attend(
+            q=q[..., LATENT:].unsqueeze(1),  # [rows, 1, heads, rope]
+            k_cache=cache[..., LATENT : LATENT + ROPE].unsqueeze(2),  # [pages, page, 1, rope]
+            v_cache=cache[..., :LATENT].unsqueeze(2),
+            qv=q[..., :LATENT].unsqueeze(1),
+            cache_seqlens=state.lens[:count],
+            page_table=state.table[:count],
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1 if self._one_split else 0,
+        )
+        return out.view(count, heads, LATENT)  # type: ignore[no-any-return]

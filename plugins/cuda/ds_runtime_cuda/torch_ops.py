@@ -1,0 +1,83 @@
+"""What torch itself brings for the GPU: cuBLAS, block-scaled FP8, grouped matmuls."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_runtime.api import Facts, Packed, ReferenceExperts, ReferenceLinear, Weight, silu_mul
+from ds_runtime_cuda import blocks, grouped
+from ds_runtime_cuda.quant import quantise
+
+_ROWS, _COLUMNS = 16, 512  # cuBLAS multiplies by so many rows, and so many inputs
+
+
+class LinearCublas(ReferenceLinear):
+    """y = x · Wᵀ in the compute dtype."""
+
+    tag = "cuda.cublas_linear"
+
+
+class LinearScaledMm:
+    """y = x · Wᵀ in FP8 through torch._scaled_mm, with 1×128 by 128×128 scales."""
+
+    tag = "cuda.scaled_mm_linear"
+
+    def __init__(self, facts: Facts) -> None:
+        pass
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        joined = blocks.join(weight)
+        if joined is None:
+            dense = weight.dequantise(torch.bfloat16)
+            return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, blocks.restore)
+        values, scale = joined
+        if missing := -values.shape[1] % _COLUMNS:
+            values = F.pad(values.view(torch.uint8), (0, missing)).view(torch.float8_e4m3fn)
+            scale = F.pad(scale, (0, missing // blocks.BLOCK))
+        tensors = {"weight": values, "scale": scale}
+        nbytes = values.nbytes + scale.nbytes
+        return Packed(self.tag, weight.shape, tensors, nbytes, _restore_unpadded)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        tokens = x.shape[0]
+        if "dense" in packed.tensors:
+            return F.linear(x, packed.tensors["dense"])
+        if not tokens:
+            return x.new_empty(0, packed.shape[0])
+        if missing := packed.tensors["weight"].shape[1] - x.shape[1]:
+            x = F.pad(x, (0, missing))
+        q, scale = quantise(x, rows=-(-tokens // _ROWS) * _ROWS)
+        out: Tensor = torch._scaled_mm(
+            q,
+            packed.tensors["weight"].t(),
+            scale,
+            packed.tensors["scale"].t(),
+            out_dtype=torch.bfloat16,
+        )
+        return out[:tokens]
+
+
+def _restore_unpadded(packed: Packed) -> Tensor:
+    return blocks.restore(packed)[:, : packed.shape[1]]
+
+
+class ExpertsGroupedMm(ReferenceExperts):
+    """Routed experts as two grouped matmuls of torch, over rows sorted by expert."""
+
+    tag = "cuda.grouped_mm_experts"
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        if not x.shape[0]:
+            return torch.empty_like(x)
+        gate_up, down = packed.tensors["gate_up"], packed.tensors["down"]
+        rows = grouped.sort_rows(ids, packed.shape[0], align=1)
+        pairs, top_k = ids.numel(), ids.shape[1]
+        tokens = torch.arange(pairs, device=x.device) // top_k
+        source = torch.empty_like(tokens).scatter_(0, rows.of.view(-1), tokens)
+        hidden = torch._grouped_mm(x[source], gate_up.transpose(1, 2), offs=rows.ends)
+        out = torch._grouped_mm(silu_mul(hidden), down.transpose(1, 2), offs=rows.ends)
+        return grouped.combine(out, weights, rows)

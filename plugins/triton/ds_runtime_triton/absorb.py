@@ -1,0 +1,102 @@
+"""MlaAbsorb: kv_b held once, dense or in FP8, for prefill's expansion and decode's two products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_runtime.api import Facts, Packed, Weight, torch_dtype
+from ds_runtime_triton.blocks import Blocks, read_blocks, wide_values
+from ds_runtime_triton.config import folder, tuned
+from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
+from ds_runtime_triton.launch import cdiv
+
+_FP8 = "float8_e4m3fn"
+
+
+class MlaAbsorb:
+    """Decode multiplies FP8 weights as they are by activations in the compute dtype."""
+
+    tag = "triton.mla_absorb"
+
+    def __init__(self, facts: Facts) -> None:
+        dims = facts.dims
+        self.dtype = torch_dtype(facts.dtype)
+        self.heads, self.nope, self.v = dims["heads"], dims["qk_nope"], dims["v"]
+        self.latent = dims["kv_lora"]
+        self.keeps_fp8 = _FP8 in facts.device.fast_dtypes and facts.dtype != "float32"
+        self.sizes = tuned(folder(facts.device.arch, facts.dtype), "absorb", f"H={self.heads}")
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        blocks = read_blocks(weight) if self.keeps_fp8 else None
+        if blocks is None:
+            values = weight.dequantise(self.dtype).contiguous()
+            none = torch.empty(1, dtype=torch.float32, device=values.device)
+            blocks = Blocks(values, none, 1, 0, False)
+        nbytes = blocks.values.nbytes + (blocks.scale.nbytes if blocks.group_k else 0)
+        return Packed(self.tag, weight.shape, {"blocks": blocks}, nbytes, restore=_restore)
+
+    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        packed.expect(self.tag)
+        both = F.linear(latent, self._wide(packed.tensors["blocks"]))
+        both = both.view(latent.shape[0], self.heads, self.nope + self.v)
+        return both[..., : self.nope], both[..., self.nope :]
+
+    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
+        return self._multiply(q_nope, packed, self.latent, self.nope, 0, down=False)
+
+    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
+        return self._multiply(x, packed, self.v, self.latent, self.nope, down=True)
+
+    def _wide(self, blocks: Blocks) -> Tensor:
+        """The weight in the compute dtype; an FP8 one is widened anew, for one product of many
+        tokens."""
+        if not blocks.group_k:
+            return blocks.values
+        rows, cols = blocks.values.shape
+        out = torch.empty(rows, cols, dtype=self.dtype, device=blocks.values.device)
+        widen_kernel[(cdiv(rows, 32), cdiv(cols, 128))](
+            blocks.values, blocks.scale, out, rows, cols, blocks.scale.shape[1],
+            blocks.group_n, blocks.group_k, 32, 128, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    def _multiply(
+        self, x: Tensor, packed: Packed, n: int, k: int, first: int, down: bool
+    ) -> Tensor:
+        packed.expect(self.tag)
+        tokens = x.shape[0]
+        out = torch.empty(tokens, self.heads, n, dtype=x.dtype, device=x.device)
+        if tokens == 0:
+            return out
+        if x.stride(2) != 1:
+            x = x.contiguous()
+        blocks: Blocks = packed.tensors["blocks"]
+        config, per_head = self.sizes.at(tokens), self.nope + self.v
+        tile = (config["BLOCK_N"], config["BLOCK_K"])
+        rows, cols = tile if down else tile[::-1]
+        group = blocks.group_n
+        one_block = (
+            blocks.group_k > 0
+            and per_head % group == 0 == first % group
+            and group % rows == 0 == blocks.group_k % cols
+        )
+        grid = (self.heads, cdiv(n, config["BLOCK_N"]), cdiv(tokens, config["BLOCK_M"]))
+        absorb_kernel[grid](
+            x, blocks.values, blocks.scale, out, tokens, n, k, first, per_head, self.latent,
+            *x.stride()[:2], *out.stride()[:2], cdiv(self.latent, blocks.group_k or 1),
+            GROUP_N=group, GROUP_K=blocks.group_k, UNIFORM=one_block, DOWN=down, **config,
+        )  # fmt: skip
+        return out
+
+
+def _restore(packed: Packed) -> Tensor:
+    b: Blocks = packed.tensors["blocks"]
+    if b.group_k:
+        return wide_values(b.values, b.scale, b.group_n, b.group_k)
+    return b.values.to(torch.float32)
+
+
+# The name that the plan shows.
+mla_absorb = MlaAbsorb

@@ -1,0 +1,57 @@
+"""Tuned configurations: data in `configs/<arch>/<op>.json`, found by shape and size. Torch-free.
+
+configs/README.md documents the files. What an architecture's folder lacks comes from `generic`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+Config = Mapping[str, int]
+GENERIC = "generic"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Configurations of one shape, by rising upper bound of the size; the last has none."""
+
+    bounds: tuple[int, ...]
+    configs: tuple[Config, ...]
+
+    def at(self, size: int) -> Config:
+        """The configuration of the smallest bound that is not below `size`."""
+        for bound, config in zip(self.bounds, self.configs, strict=True):
+            if size <= bound:
+                return config
+        return self.configs[-1]
+
+
+@cache
+def _file(arch: str, op: str) -> dict[str, Any]:
+    path = files("ds_runtime_triton") / "configs" / arch / f"{op}.json"
+    if not path.is_file():
+        return {}
+    shapes: dict[str, Any] = json.loads(path.read_text())["shapes"]
+    return shapes
+
+
+def folder(arch: str, dtype: str) -> str:
+    """Where to look: architectures are tuned for elements of two bytes, and tiles of float32 would
+    not fit on chip."""
+    return GENERIC if dtype == "float32" else arch
+
+
+@cache
+def tuned(arch: str, op: str, shape: str = "*") -> Sizes:
+    """Configurations of `op` for this shape: the architecture's own, its "*", the generic ones."""
+    for folder, key in ((arch, shape), (arch, "*"), (GENERIC, shape), (GENERIC, "*")):
+        found = _file(folder, op).get(key)
+        if found is not None:
+            ordered = sorted((int(bound), config) for bound, config in found.items())
+            return Sizes(tuple(b for b, _ in ordered), tuple(c for _, c in ordered))
+    raise LookupError(f"no configuration of {op} for {shape} or *")

@@ -1,0 +1,294 @@
+"""Routed experts: sort, gate and up with SiLU, down, sum. No step waits for the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_runtime.api import ExpertSource, Facts, Packed, Weight, torch_dtype
+from ds_runtime_triton.blocks import (
+    FP8,
+    column_group,
+    grid_of,
+    powers_of_two,
+    row_group,
+    wide_values,
+)
+from ds_runtime_triton.config import Config, Sizes, folder, tuned
+from ds_runtime_triton.jit.experts import (
+    down_direct_kernel,
+    down_kernel,
+    gate_up_kernel,
+    sort_pairs_kernel,
+    sum_pairs_kernel,
+)
+from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.quant import quantise_by_group
+
+_CHUNK = 1024  # pairs that a program of the sort looks at together
+_COLUMNS = 1024  # of one program of the sum
+
+
+@dataclass
+class Stack:
+    """One matrix of every expert: values [experts, …, rows, cols]; in FP8 with scales
+    [experts, …, ⌈rows / group_n⌉, ⌈cols / group_k⌉], where group_k is not 0."""
+
+    values: Tensor
+    scale: Tensor
+    group_n: int = 1
+    group_k: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (self.scale.nbytes if self.group_k else 0)
+
+    def wide(self) -> Tensor:
+        """Logical values, float32, the leading dimensions flattened: [experts · …, rows, cols]."""
+        values = self.values.flatten(0, -3)
+        if not self.group_k:
+            return values.to(torch.float32)
+        pairs = zip(values, self.scale.flatten(0, -3), strict=True)
+        return torch.stack([wide_values(v, s, self.group_n, self.group_k) for v, s in pairs])
+
+
+def _dense_stack(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Stack:
+    return Stack(
+        torch.empty(shape, dtype=dtype, device=device),
+        torch.empty(1, dtype=torch.float32, device=device),
+    )
+
+
+def _fp8_stack(shape: tuple[int, ...], like: Weight) -> Stack:
+    """Empty, for weights that are cut like this one."""
+    group_n, group_k = row_group(like), column_group(like)
+    device = like.parts[0].tensors["weight"].device
+    grid = (*shape[:-2], cdiv(shape[-2], group_n), cdiv(shape[-1], group_k))
+    return Stack(
+        torch.empty(shape, dtype=FP8, device=device),
+        torch.empty(grid, dtype=torch.float32, device=device),
+        group_n,
+        group_k,
+    )
+
+
+def _fill(stack: Stack, at: tuple[int, ...], weight: Weight) -> None:
+    if not stack.group_k:
+        stack.values[at] = weight.dequantise(stack.values.dtype)
+        return
+    rows = 0
+    for part in weight.parts:
+        below = rows + part.shape[0]
+        stack.values[at][rows:below] = part.tensors["weight"]
+        grid = grid_of(part, stack.group_n, stack.group_k)
+        first = rows // stack.group_n
+        stack.scale[at][first : first + grid.shape[0]] = grid
+        rows = below
+
+
+@dataclass
+class Layer:
+    """The experts of one layer, and how to launch over them."""
+
+    gate_up: Stack  # [experts, 2, intermediate, hidden]
+    down: Stack  # [experts, hidden, intermediate]
+    sizes: Sizes
+    ue8m0: bool = False
+    fp8: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fp8 = bool(self.gate_up.group_k)
+
+
+class _Experts:
+    """What both kernels share: packing in order, and the launches."""
+
+    tag = ""
+    keeps_fp8 = False
+
+    def __init__(self, facts: Facts) -> None:
+        self.dtype = torch_dtype(facts.dtype)
+        self.arch = folder(facts.device.arch, facts.dtype)
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        count, hidden, inter = source.num_experts, source.hidden, source.intermediate
+        layer: Layer | None = None
+        for e in range(count):
+            weights = source.expert(e)
+            if layer is None:
+                layer = self._empty(count, hidden, inter, weights)
+            gate, up, down = weights
+            _fill(layer.gate_up, (e, 0), gate)
+            _fill(layer.gate_up, (e, 1), up)
+            _fill(layer.down, (e,), down)
+        assert layer is not None, "a layer without experts"
+        if layer.fp8:
+            layer.ue8m0 = powers_of_two(layer.gate_up.scale) and powers_of_two(layer.down.scale)
+        nbytes = layer.gate_up.nbytes + layer.down.nbytes
+        return Packed(self.tag, (count, hidden, inter), {"layer": layer}, nbytes, _restore)
+
+    def _empty(
+        self, count: int, hidden: int, inter: int, weights: tuple[Weight, Weight, Weight]
+    ) -> Layer:
+        wide, low = (count, 2, inter, hidden), (count, hidden, inter)
+        key = f"E={count},N={inter},K={hidden}"
+        gate, up, down = weights
+        same = column_group(gate) == column_group(up) and row_group_or_0(gate) == row_group_or_0(up)
+        if self.keeps_fp8 and same and column_group(gate) and column_group(down):
+            sizes = tuned(self.arch, "experts_fp8", key)
+            return Layer(_fp8_stack(wide, gate), _fp8_stack(low, down), sizes)
+        device = gate.parts[0].tensors["weight"].device
+        return Layer(
+            _dense_stack(wide, self.dtype, device),
+            _dense_stack(low, self.dtype, device),
+            tuned(self.arch, "experts_dense", key),
+        )
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        if x.shape[0] == 0 or ids.shape[1] == 0:
+            return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        layer: Layer = packed.tensors["layer"]
+        config = layer.sizes.at(ids.numel())
+        run = _direct if config["DIRECT"] else _sorted
+        return run(x, weights.contiguous(), ids.contiguous(), layer, config)
+
+
+def row_group_or_0(weight: Weight) -> int:
+    """row_group for weights in blocks, else 0."""
+    return row_group(weight) if column_group(weight) else 0
+
+
+def _part(config: Config, prefix: str) -> dict[str, int]:
+    """The entries for one of the two matmuls: named with the prefix, or for both."""
+    own = {k.removeprefix(prefix): v for k, v in config.items() if k.startswith(prefix)}
+    both = {k: v for k, v in config.items() if k[:3] not in ("UP_", "DN_") and k != "DIRECT"}
+    return {**both, **own}
+
+
+def _tile_k(stack: Stack, config: dict[str, int]) -> dict[str, int]:
+    """FP8 multiplies one group of columns at a time."""
+    return {**config, "BLOCK_K": stack.group_k} if stack.group_k else config
+
+
+def _hidden(layer: Layer, pairs: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the activations between the matmuls, and their scales."""
+    inter = layer.gate_up.values.shape[2]
+    dtype = FP8 if layer.fp8 else like.dtype
+    groups = cdiv(inter, layer.down.group_k) if layer.fp8 else 1
+    scale = torch.empty(groups, pairs if layer.fp8 else 1, dtype=torch.float32, device=like.device)
+    return torch.empty(pairs, inter, dtype=dtype, device=like.device), scale
+
+
+def _gate_up(
+    x: Tensor,
+    scale: Tensor,
+    tokens: int,
+    layer: Layer,
+    tiles: tuple[Tensor, Tensor, Tensor],
+    ids: Tensor,
+    config: dict[str, int],
+    most: int,
+    dtype: Tensor,
+    direct: bool,
+) -> tuple[Tensor, Tensor]:
+    stack, pairs, top_k = layer.gate_up, ids.numel(), ids.shape[1]
+    n, k = stack.values.shape[2:]
+    out, out_scale = _hidden(layer, pairs, dtype)
+    config = _tile_k(stack, config)
+    gate_up_kernel[(most * cdiv(n, config["BLOCK_N"]),)](
+        x, scale, stack.values, stack.scale, out, out_scale, *tiles, ids, pairs, tokens, n, k,
+        x.stride(0), cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8,
+        UE8M0=layer.ue8m0, OUT_GROUP=layer.down.group_k or 1, TOP_K=top_k, DIRECT=direct,
+        EVEN=k % config["BLOCK_K"] == 0, **config,
+    )  # fmt: skip
+    return out, out_scale
+
+
+def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
+    """A few tokens: every pair is a tile of its own, sums stay in registers."""
+    tokens, pairs = x.shape[0], ids.numel()
+    x_scale = weights  # not read
+    given = x
+    if layer.fp8:
+        x, x_scale = quantise_by_group(x, layer.gate_up.group_k, layer.ue8m0)
+    h, h_scale = _gate_up(
+        x, x_scale, tokens, layer, (ids, ids, ids), ids, _part(config, "UP_"), pairs, given, True
+    )
+    stack = layer.down
+    n, k = stack.values.shape[1:]
+    out = torch.empty(tokens, n, dtype=given.dtype, device=given.device)
+    low = _tile_k(stack, _part(config, "DN_"))
+    low.pop("GROUP")
+    down_direct_kernel[(cdiv(n, low["BLOCK_N"]), tokens)](
+        h, h_scale, stack.values, stack.scale, weights, ids, out, pairs, n, k,
+        cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8, TOP_K=ids.shape[1],
+        EVEN=k % low["BLOCK_K"] == 0, **low,
+    )  # fmt: skip
+    return out
+
+
+def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
+    """Tiles of one expert each. Their number is known to the device only; the grid is a bound."""
+    tokens, pairs, top_k = x.shape[0], ids.numel(), ids.shape[1]
+    experts, device, block = layer.down.values.shape[0], x.device, config["BLOCK_M"]
+    most = pairs // block + min(experts, pairs)
+    order = torch.empty(most * block, dtype=torch.int32, device=device)
+    owner = torch.empty(most, dtype=torch.int32, device=device)
+    used = torch.empty(1, dtype=torch.int32, device=device)
+    q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
+    rows = 1 if tokens <= 64 else 8
+    if layer.fp8:
+        groups = cdiv(x.shape[1], group)
+        q = torch.empty(x.shape, dtype=FP8, device=device)
+        x_scale = torch.empty(groups, tokens, dtype=torch.float32, device=device)
+        tasks = cdiv(tokens, rows) * groups
+    sort_pairs_kernel[(experts + tasks,)](
+        ids, order, owner, used, pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
+        EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
+        GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=4,
+    )  # fmt: skip
+    tiles = (order, owner, used)
+    h, h_scale = _gate_up(
+        q, x_scale, tokens, layer, tiles, ids, _part(config, "UP_"), most, x, False
+    )
+    stack = layer.down
+    n, k = stack.values.shape[1:]
+    y = torch.empty(pairs, n, dtype=x.dtype, device=device)
+    low = _tile_k(stack, _part(config, "DN_"))
+    down_kernel[(most * cdiv(n, low["BLOCK_N"]),)](
+        h, h_scale, stack.values, stack.scale, weights, y, *tiles, ids, pairs, n, k,
+        cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8, TOP_K=top_k,
+        EVEN=k % low["BLOCK_K"] == 0, **low,
+    )  # fmt: skip
+    out = torch.empty(tokens, n, dtype=x.dtype, device=device)
+    width = min(_COLUMNS, pow2(n, 16))
+    sum_pairs_kernel[(tokens, cdiv(n, width))](y, out, n, top_k, width, num_warps=4)
+    return out
+
+
+def _restore(packed: Packed) -> Tensor:
+    """[experts, 2 · intermediate, hidden]: gate rows, then up rows."""
+    layer: Layer = packed.tensors["layer"]
+    count, hidden, inter = packed.shape
+    return layer.gate_up.wide().view(count, 2 * inter, hidden)
+
+
+class ExpertsDense(_Experts):
+    """Weights in the compute dtype."""
+
+    tag = "triton.experts_dense"
+
+
+class ExpertsFp8(_Experts):
+    """FP8 weights as they are, activations quantised per token and group before each matmul."""
+
+    tag = "triton.experts_fp8"
+    keeps_fp8 = True
+
+
+# The names that the plan shows.
+experts_dense = ExpertsDense
+experts_fp8 = ExpertsFp8

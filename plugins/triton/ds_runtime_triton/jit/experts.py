@@ -1,0 +1,383 @@
+"""Routed experts: pairs (token, choice) sorted into tiles of one expert, then two matmuls.
+
+Pair p is choice p % top_k of token p // top_k. A tile holds up to BLOCK_M pairs of one expert;
+empty places hold the number of pairs. With DIRECT nothing is sorted: tile p is pair p alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds_runtime_triton.jit.gemm import product, row_scales, row_side, scales_of, token_side
+from ds_runtime_triton.jit.quant import group_scale, to_fp8
+from ds_runtime_triton.jit.small import silu
+
+
+@triton.jit
+def sort_pairs_kernel(
+    ids,
+    order,
+    owner,
+    used,
+    pairs,
+    num_experts,
+    x,
+    q,
+    x_scale,
+    tokens,
+    n,
+    stride_x,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP_K: tl.constexpr,
+    UE8M0: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program e < num_experts fills the tiles of expert e: order [tiles · BLOCK_M], owner [tiles],
+    used [1] (number of tiles). The others quantise ROWS tokens by one group each (GROUP_K 0: there
+    are none)."""
+    pid = tl.program_id(0)
+    if pid < num_experts:
+        expert = tl.arange(0, EXPERTS)
+        lane = tl.arange(0, CHUNK)
+        counts = tl.zeros((EXPERTS,), tl.int32)
+        for start in range(0, pairs, CHUNK):
+            at = start + lane
+            id = tl.load(ids + at, mask=at < pairs, other=0)
+            counts += tl.histogram(id, EXPERTS, mask=at < pairs)
+        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        first = tl.sum(tl.where(expert < pid, tiles, 0), 0)
+        own = tl.sum(tl.where(expert == pid, tiles, 0), 0)
+        total = tl.sum(tiles, 0)
+        if pid == 0:
+            tl.store(used, total)
+        for i in range(own):
+            tl.store(owner + first + i, pid)
+        begin = first * BLOCK_M
+        found = 0
+        for start in range(0, pairs, CHUNK):
+            at = start + lane
+            mine = tl.load(ids + at, mask=at < pairs, other=-1) == pid
+            one = mine.to(tl.int32)
+            place = begin + found + tl.cumsum(one, 0) - 1
+            tl.store(order + place, at, mask=mine)
+            found += tl.sum(one, 0)
+        rest = tl.arange(0, BLOCK_M)
+        tl.store(order + begin + found + rest, pairs + 0 * rest, mask=rest < own * BLOCK_M - found)
+    elif GROUP_K > 0:
+        groups = tl.cdiv(n, GROUP_K)
+        task = pid - num_experts
+        token = (task // groups) * ROWS + tl.arange(0, ROWS)
+        group = task % groups
+        cols = group * GROUP_K + tl.arange(0, GROUP_K)
+        mask = (token < tokens)[:, None] & (cols < n)[None, :]
+        at = token.to(tl.int64)[:, None]
+        values = tl.load(x + at * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        scale = group_scale(tl.max(tl.abs(values), 1), UE8M0)
+        made = to_fp8(values / scale[:, None], q.dtype.element_ty)
+        tl.store(q + at * n + cols[None, :], made, mask=mask)
+        tl.store(x_scale + group * tokens + token, scale, mask=token < tokens)
+
+
+@triton.jit
+def tile_rows(
+    order, owner, ids, tile, pairs, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, DIRECT: tl.constexpr
+):
+    """(expert of the tile, its pairs [BLOCK_M], whether each is one)."""
+    row = tl.arange(0, BLOCK_M)
+    if DIRECT:
+        expert = tl.load(ids + tile)
+        pair = tile + 0 * row
+        real = row == 0
+    else:
+        expert = tl.load(owner + tile)
+        pair = tl.load(order + tile * BLOCK_M + row)
+        real = pair < pairs
+    return expert.to(tl.int64), tl.where(real, pair, 0), real
+
+
+@triton.jit
+def place_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """As tile_place, for a number of token tiles that only the device knows."""
+    per_group = GROUP * tiles_n
+    first = (pid // per_group) * GROUP
+    size = tl.maximum(tl.minimum(tiles_m - first, GROUP), 1)
+    inside = pid % per_group
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def multiply(
+    x_rows,
+    x_scales,
+    w_rows,
+    w_scales,
+    groups,
+    K,
+    k,
+    scale_step,
+    FP8: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sum over the groups of BLOCK_K columns: x rows times w rows."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    if FP8:  # scales are read one group ahead: nothing else hides their latency
+        scale, rows = tl.load(x_scales), tl.load(w_scales)
+    for group in range(groups):
+        start = group * BLOCK_K
+        if EVEN:
+            a, b = tl.load(x_rows + start), tl.load(w_rows + start)
+        else:
+            inside = (start + k < K)[None, :]
+            a = tl.load(x_rows + start, mask=inside, other=0.0)
+            b = tl.load(w_rows + start, mask=inside, other=0.0)
+        if FP8:
+            next = tl.minimum(group + 1, groups - 1)
+            next_scale, next_rows = tl.load(x_scales + next * scale_step), tl.load(w_scales + next)
+            acc += product(a, b, SWAP) * scales_of(scale, rows, SWAP, UNIFORM)
+            scale, rows = next_scale, next_rows
+        else:
+            acc += product(a, b, SWAP)
+    return acc
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    out,
+    out_scale,
+    order,
+    owner,
+    used,
+    ids,
+    pairs,
+    tokens,
+    N,
+    K,
+    stride_x,
+    scale_rows,
+    GROUP_N: tl.constexpr,
+    FP8: tl.constexpr,
+    UE8M0: tl.constexpr,
+    OUT_GROUP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    DIRECT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """silu(x · gateᵀ) · (x · upᵀ) of the pairs of a tile: out [pairs, N].
+
+    w: [experts, 2, N, K], gate then up; w_scale: [experts, 2, scale_rows, ⌈K / BLOCK_K⌉], a row per
+    GROUP_N. FP8: x is e4m3 with x_scale [groups, tokens], and out is too, with out_scale
+    [⌈N / OUT_GROUP⌉, pairs]; OUT_GROUP divides BLOCK_N.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = pairs
+    if not DIRECT:
+        tiles_m = tl.load(used)
+    tile, tile_n = place_of(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    if tile < tiles_m:
+        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, DIRECT)
+        token = pair // TOP_K
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        read = tl.minimum(n, N - 1)
+        groups = tl.cdiv(K, BLOCK_K)
+        x_rows = x + token.to(tl.int64)[:, None] * stride_x + k[None, :]
+        gate_rows = w + (expert * 2 * N + read)[:, None] * K + k[None, :]
+        up_rows = w + (expert * 2 * N + N + read)[:, None] * K + k[None, :]
+        scales = w_scale + expert * 2 * scale_rows * groups
+        gate_scales = row_scales(scales, tile_n, read, groups, GROUP_N, BLOCK_N)
+        uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
+        up_scales = gate_scales + scale_rows * groups
+        gate = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+        up = gate
+        if FP8:
+            scale = tl.load(x_scale + token)
+            gate_row, up_row = tl.load(gate_scales), tl.load(up_scales)
+        for group in range(0, groups):
+            start = group * BLOCK_K
+            if EVEN:
+                a = tl.load(x_rows + start)
+                b, c = tl.load(gate_rows + start), tl.load(up_rows + start)
+            else:
+                inside = (start + k < K)[None, :]
+                a = tl.load(x_rows + start, mask=inside, other=0.0)
+                b = tl.load(gate_rows + start, mask=inside, other=0.0)
+                c = tl.load(up_rows + start, mask=inside, other=0.0)
+            if FP8:
+                next = tl.minimum(group + 1, groups - 1)
+                next_scale = tl.load(x_scale + next * tokens + token)
+                next_gate, next_up = tl.load(gate_scales + next), tl.load(up_scales + next)
+                gate += product(a, b, SWAP) * scales_of(scale, gate_row, SWAP, uniform)
+                up += product(a, c, SWAP) * scales_of(scale, up_row, SWAP, uniform)
+                scale, gate_row, up_row = next_scale, next_gate, next_up
+            else:
+                gate += product(a, b, SWAP)
+                up += product(a, c, SWAP)
+        hidden = silu(gate) * up
+        at_m, at_n = token_side(pair, SWAP), row_side(n, SWAP)
+        real_m = token_side(real, SWAP)
+        to = out + at_m.to(tl.int64) * N + at_n
+        mask = real_m & (at_n < N)
+        if FP8:
+            hidden = tl.where(mask, hidden, 0.0)
+            parts: tl.constexpr = BLOCK_N // OUT_GROUP
+            if SWAP:
+                cut = tl.reshape(hidden, (parts, OUT_GROUP, BLOCK_M))
+                scales = group_scale(tl.max(tl.abs(cut), 1), UE8M0)  # [parts, BLOCK_M]
+                made = tl.reshape(cut / scales[:, None, :], (BLOCK_N, BLOCK_M))
+                part = tile_n * parts + tl.arange(0, parts)[:, None]
+                where, kept = pair[None, :], real[None, :]
+            else:
+                cut = tl.reshape(hidden, (BLOCK_M, parts, OUT_GROUP))
+                scales = group_scale(tl.max(tl.abs(cut), 2), UE8M0)  # [BLOCK_M, parts]
+                made = tl.reshape(cut / scales[:, :, None], (BLOCK_M, BLOCK_N))
+                part = tile_n * parts + tl.arange(0, parts)[None, :]
+                where, kept = pair[:, None], real[:, None]
+            kept = kept & (part * OUT_GROUP < N)
+            tl.store(out_scale + part * pairs + where, scales, mask=kept)
+            tl.store(to, to_fp8(made, out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(to, hidden.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def down_kernel(
+    h,
+    h_scale,
+    w,
+    w_scale,
+    weights,
+    out,
+    order,
+    owner,
+    used,
+    ids,
+    pairs,
+    N,
+    K,
+    scale_rows,
+    GROUP_N: tl.constexpr,
+    FP8: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """weights · (h · downᵀ) of the pairs of a tile: out [pairs, N]. w: [experts, N, K]."""
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.load(used)
+    tile, tile_n = place_of(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    if tile < tiles_m:
+        expert, pair, real = tile_rows(order, owner, ids, tile, pairs, TOP_K, BLOCK_M, False)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        read = tl.minimum(n, N - 1)
+        groups = tl.cdiv(K, BLOCK_K)
+        acc = multiply(
+            h + pair.to(tl.int64)[:, None] * K + k[None, :],
+            h_scale + pair,
+            w + (expert * N + read)[:, None] * K + k[None, :],
+            row_scales(
+                w_scale + expert * scale_rows * groups, tile_n, read, groups, GROUP_N, BLOCK_N
+            ),
+            groups, K, k, pairs, FP8, GROUP_N % BLOCK_N == 0, SWAP, EVEN,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        weight = tl.load(weights + pair)
+        at_m, at_n = token_side(pair, SWAP), row_side(n, SWAP)
+        real_m = token_side(real, SWAP)
+        weight_m = token_side(weight, SWAP)
+        to = out + at_m.to(tl.int64) * N + at_n
+        tl.store(to, (acc * weight_m).to(out.dtype.element_ty), mask=real_m & (at_n < N))
+
+
+@triton.jit
+def down_direct_kernel(
+    h,
+    h_scale,
+    w,
+    w_scale,
+    weights,
+    ids,
+    out,
+    pairs,
+    N,
+    K,
+    scale_rows,
+    GROUP_N: tl.constexpr,
+    FP8: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One token: Σ over its experts of weight · (h · downᵀ), summed in registers: out [tokens, N].
+
+    The one token stands BLOCK_M times in the tile: the matrix unit takes no fewer.
+    """
+    token = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, BLOCK_M)
+    read = tl.minimum(n, N - 1)
+    groups = tl.cdiv(K, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
+    w_rows = w + read.to(tl.int64)[:, None] * K + k[None, :]
+    w_scales = row_scales(w_scale, tl.program_id(0), read, groups, GROUP_N, BLOCK_N)
+    # One loop over all experts, so that reading ahead goes on from one to the next.
+    for step in range(TOP_K * groups):
+        pair, group = token * TOP_K + step // groups, step % groups
+        expert = tl.load(ids + pair).to(tl.int64)
+        start = group * BLOCK_K
+        x_at = h + (pair * K + start + 0 * row)[:, None] + k[None, :]
+        w_at = w_rows + (expert * N * K + start)
+        if EVEN:
+            a, b = tl.load(x_at), tl.load(w_at)
+        else:
+            inside = (start + k < K)[None, :]
+            a = tl.load(x_at, mask=inside, other=0.0)
+            b = tl.load(w_at, mask=inside, other=0.0)
+        share = tl.load(weights + pair)
+        if FP8:
+            scale = tl.load(h_scale + group * pairs + pair + 0 * row) * share
+            rows = tl.load(w_scales + expert * scale_rows * groups + group)
+            total += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
+        else:
+            total += product(a, b, SWAP) * share
+    at_m, at_n = token_side(row, SWAP), row_side(n, SWAP)
+    to = out + token * N + at_n + 0 * at_m
+    tl.store(to, total.to(out.dtype.element_ty), mask=(at_m == 0) & (at_n < N))
+
+
+@triton.jit
+def sum_pairs_kernel(y, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = Σ_k y[t · TOP_K + k], one block of columns of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(TOP_K):
+        place = y + (token * TOP_K + i) * n + cols
+        total += tl.load(place, mask=cols < n, other=0.0).to(tl.float32)
+    tl.store(out + token * n + cols, total.to(out.dtype.element_ty), mask=cols < n)

@@ -1,0 +1,282 @@
+"""Matmul with a weight [N, K]: dense, or FP8 with block scales; the inner dimension may be split.
+
+A tile is [BLOCK_M tokens, BLOCK_N rows of the weight], or with SWAP its transpose: few tokens then
+lie on the narrow side of the matrix unit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds_runtime_triton.jit.quant import group_scale, to_fp8
+
+
+@triton.jit
+def tile_place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(token tile, weight tile): GROUP token tiles go over all weight tiles, then the next."""
+    per_group = GROUP * tiles_n
+    first = (pid // per_group) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    inside = pid % per_group
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def token_side(values, SWAP: tl.constexpr):
+    """Values of tokens, shaped to broadcast over a tile."""
+    if SWAP:
+        return values[None, :]
+    else:
+        return values[:, None]
+
+
+@triton.jit
+def row_side(values, SWAP: tl.constexpr):
+    """Values of weight rows, shaped to broadcast over a tile."""
+    if SWAP:
+        return values[:, None]
+    else:
+        return values[None, :]
+
+
+@triton.jit
+def product(x, w, SWAP: tl.constexpr):
+    """x [tokens, k] times w [rows, k] transposed, or its transpose, in fp32."""
+    if SWAP:
+        return tl.dot(w, tl.trans(x), input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(w), input_precision="ieee")
+
+
+@triton.jit
+def row_scales(scale, tile_n, n, groups, GROUP_N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers to the first scale of each weight row n, or to the one that the whole tile has."""
+    if GROUP_N % BLOCK_N == 0:
+        return scale + (tile_n * BLOCK_N // GROUP_N).to(tl.int64) * groups
+    else:
+        return scale + (n // GROUP_N).to(tl.int64) * groups
+
+
+@triton.jit
+def scales_of(token, rows, SWAP: tl.constexpr, UNIFORM: tl.constexpr):
+    """Token scales times row scales over a tile. UNIFORM: all rows have one."""
+    if UNIFORM:
+        return token_side(token, SWAP) * rows
+    else:
+        return token_side(token, SWAP) * row_side(rows, SWAP)
+
+
+@triton.jit
+def store_tile(
+    acc,
+    y,
+    mask,
+    partial,
+    arrived,
+    tile,
+    split,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Store a tile [ROWS, COLS] at the pointers `y`. If split, whoever comes last sums all the
+    pieces, in order, and leaves the counter at 0 for the next launch."""
+    if SPLIT == 1:
+        tl.store(y, acc.to(y.dtype.element_ty), mask=mask)
+    else:
+        inside = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+        pieces = partial + tile.to(tl.int64) * (SPLIT * ROWS * COLS) + inside
+        tl.store(pieces + split * (ROWS * COLS), acc)
+        tl.debug_barrier()  # all threads have stored before one of them reports it
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == SPLIT - 1:
+            total = tl.zeros((ROWS, COLS), tl.float32)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(pieces + i * (ROWS * COLS), cache_modifier=".cg")
+            tl.store(y, total.to(y.dtype.element_ty), mask=mask)
+            tl.store(arrived + tile, 0)
+
+
+@triton.jit
+def dense_gemm_kernel(
+    x,
+    w,
+    y,
+    partial,
+    arrived,
+    M,
+    N,
+    K,
+    stride_x,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """y = x · wᵀ. EVEN: BLOCK_K · SPLIT divides K."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows behind the end are read again from the last one and not stored.
+    x_rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_rows = w + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    each = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+    for start in range(split * each, tl.minimum((split + 1) * each, K), BLOCK_K):
+        if EVEN:
+            a, b = tl.load(x_rows + start), tl.load(w_rows + start)
+        else:
+            inside = (start + k < K)[None, :]
+            a = tl.load(x_rows + start, mask=inside, other=0.0)
+            b = tl.load(w_rows + start, mask=inside, other=0.0)
+        acc += product(a, b, SWAP)
+    at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
+    to = y + at_m.to(tl.int64) * N + at_n
+    mask = (at_m < M) & (at_n < N)
+    store_tile(
+        acc, to, mask, partial, arrived, tile, split, SPLIT,
+        BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def fp8_gemm_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    y,
+    partial,
+    arrived,
+    M,
+    N,
+    K,
+    stride_x,
+    GROUP_N: tl.constexpr,
+    UE8M0: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """y = x · wᵀ where BLOCK_K columns share a scale.
+
+    w_scale: [N / GROUP_N, K / BLOCK_K]. QUANTISED: x is e4m3 with x_scale [K / BLOCK_K, M];
+    otherwise every program quantises the tokens that it reads.
+    """
+    tile, split = tl.program_id(0), tl.program_id(1)
+    tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m_read, n_read = tl.minimum(m, M - 1), tl.minimum(n, N - 1)
+    x_rows = x + m_read.to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_rows = w + n_read.to(tl.int64)[:, None] * K + k[None, :]
+    groups = tl.cdiv(K, BLOCK_K)
+    w_scales = row_scales(w_scale, tile_n, n_read, groups, GROUP_N, BLOCK_N)
+    uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
+    acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    each = tl.cdiv(groups, SPLIT)
+    # Scales are read one group ahead: nothing else hides their latency.
+    next = tl.minimum(split * each, groups - 1)
+    rows = tl.load(w_scales + next)
+    scale = tl.zeros((BLOCK_M,), tl.float32)
+    if QUANTISED:
+        scale = tl.load(x_scale + next * M + m_read)
+    for group in range(split * each, tl.minimum((split + 1) * each, groups)):
+        next = tl.minimum(group + 1, groups - 1)
+        next_rows, next_scale = tl.load(w_scales + next), scale
+        if QUANTISED:
+            next_scale = tl.load(x_scale + next * M + m_read)
+        start = group * BLOCK_K
+        if EVEN:
+            a, b = tl.load(x_rows + start), tl.load(w_rows + start)
+        else:
+            inside = (start + k < K)[None, :]
+            a = tl.load(x_rows + start, mask=inside, other=0.0)
+            b = tl.load(w_rows + start, mask=inside, other=0.0)
+        if not QUANTISED:
+            values = a.to(tl.float32)
+            scale = group_scale(tl.max(tl.abs(values), 1), UE8M0)
+            a = to_fp8(values / scale[:, None], w.dtype.element_ty)
+        acc += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
+        rows, scale = next_rows, next_scale
+    at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
+    to = y + at_m.to(tl.int64) * N + at_n
+    mask = (at_m < M) & (at_n < N)
+    store_tile(
+        acc, to, mask, partial, arrived, tile, split, SPLIT,
+        BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def fp8_wide_kernel(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    y,
+    M,
+    N,
+    K,
+    stride_x,
+    GROUP_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """As fp8_gemm_kernel, for many quantised tokens. The tile is multiplied in two halves, so that
+    a product waits in half the registers, and two programs share a core."""
+    half: tl.constexpr = BLOCK_N // 2
+    tile = tl.program_id(0)
+    tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, half)
+    k = tl.arange(0, BLOCK_K)
+    m_read = tl.minimum(m, M - 1)
+    low, high = tl.minimum(n, N - 1), tl.minimum(n + half, N - 1)
+    x_rows = x + m_read.to(tl.int64)[:, None] * stride_x + k[None, :]
+    low_rows = w + low.to(tl.int64)[:, None] * K + k[None, :]
+    high_rows = w + high.to(tl.int64)[:, None] * K + k[None, :]
+    groups = tl.cdiv(K, BLOCK_K)
+    uniform: tl.constexpr = GROUP_N % half == 0
+    low_scales = row_scales(w_scale, 2 * tile_n, low, groups, GROUP_N, half)
+    high_scales = row_scales(w_scale, 2 * tile_n + 1, high, groups, GROUP_N, half)
+    if uniform:  # of a tile that begins behind the last row
+        high_scales = w_scale + (tl.minimum((2 * tile_n + 1) * half, N - 1) // GROUP_N) * groups
+    low_acc = tl.zeros((BLOCK_M, half), tl.float32)
+    high_acc = tl.zeros((BLOCK_M, half), tl.float32)
+    low_scale, high_scale = tl.load(low_scales), tl.load(high_scales)
+    scale = tl.load(x_scale + m_read)
+    for group in range(groups):
+        next = tl.minimum(group + 1, groups - 1)
+        next_low, next_high = tl.load(low_scales + next), tl.load(high_scales + next)
+        next_scale = tl.load(x_scale + next * M + m_read)
+        start = group * BLOCK_K
+        if EVEN:
+            a, b, c = tl.load(x_rows + start), tl.load(low_rows + start), tl.load(high_rows + start)
+        else:
+            inside = (start + k < K)[None, :]
+            a = tl.load(x_rows + start, mask=inside, other=0.0)
+            b = tl.load(low_rows + start, mask=inside, other=0.0)
+            c = tl.load(high_rows + start, mask=inside, other=0.0)
+        low_acc += product(a, b, False) * scales_of(scale, low_scale, False, uniform)
+        high_acc += product(a, c, False) * scales_of(scale, high_scale, False, uniform)
+        scale, low_scale, high_scale = next_scale, next_low, next_high
+    to = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    mask = (m < M)[:, None]
+    tl.store(to, low_acc.to(y.dtype.element_ty), mask=mask & (n < N)[None, :])
+    tl.store(to + half, high_acc.to(y.dtype.element_ty), mask=mask & (n + half < N)[None, :])

@@ -1,0 +1,155 @@
+"""Multi-head attention over sequences of any length, with log-sum-exp."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scores_of(q_low, q_high, k_low, k_high, HIGH: tl.constexpr):
+    """q · kᵀ, of the two parts of the head that are powers of two wide."""
+    scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+    if HIGH:
+        scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def attend(
+    acc,
+    top,
+    total,
+    q_low,
+    q_high,
+    k_rows,
+    v_rows,
+    stride_k,
+    stride_v,
+    first,
+    last,
+    keys,
+    row,
+    shift,
+    scale,
+    d_qk,
+    d_v,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Keys [first, last) in blocks. MASKED: some may be beyond `keys` or, if CAUSAL, beyond row +
+    shift. Scores are in powers of two; EXACT: LOW + HIGH is d_qk and V is d_v."""
+    low, high, out = tl.arange(0, LOW), LOW + tl.arange(0, HIGH if HIGH else 1), tl.arange(0, V)
+    for start in range(first, last, BLOCK_N):
+        col = start + tl.arange(0, BLOCK_N)
+        k_at = k_rows + col[:, None] * stride_k
+        v_at = v_rows + col[:, None] * stride_v + out[None, :]
+        k_high = q_high
+        if MASKED or not EXACT:
+            real = (col < keys)[:, None]
+            k_low = tl.load(k_at + low[None, :], mask=real & (low < d_qk)[None, :], other=0.0)
+            if HIGH:
+                k_high = tl.load(
+                    k_at + high[None, :], mask=real & (high < d_qk)[None, :], other=0.0
+                )
+            v = tl.load(v_at, mask=real & (out < d_v)[None, :], other=0.0)
+        else:
+            k_low = tl.load(k_at + low[None, :])
+            if HIGH:
+                k_high = tl.load(k_at + high[None, :])
+            v = tl.load(v_at)
+        scores = scores_of(q_low, q_high, k_low, k_high, HIGH > 0) * scale
+        if MASKED:
+            seen = col[None, :] < keys
+            if CAUSAL:
+                seen &= col[None, :] <= row[:, None] + shift
+            scores = tl.where(seen, scores, float("-inf"))
+        above = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(above == float("-inf"), 0.0, above)  # no key seen yet: weights are 0
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = above
+    return acc, top, total
+
+
+@triton.jit
+def mha_prefill_kernel(
+    q,
+    k,
+    v,
+    q_cu,
+    k_cu,
+    out,
+    lse,
+    heads,
+    d_qk,
+    d_v,
+    scale,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_M queries of one head of one sequence; the longest rows start first. `scale` holds
+    log2(e). q_row … v_head are strides."""
+    sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    q_begin = tl.load(q_cu + sequence)
+    queries = tl.load(q_cu + sequence + 1) - q_begin
+    if block * BLOCK_M < queries:
+        k_begin = tl.load(k_cu + sequence)
+        keys = tl.load(k_cu + sequence + 1) - k_begin
+        row = block * BLOCK_M + tl.arange(0, BLOCK_M)
+        low, high, wide = (
+            tl.arange(0, LOW),
+            LOW + tl.arange(0, HIGH if HIGH else 1),
+            tl.arange(0, V),
+        )
+        real = (row < queries)[:, None]
+        q_at = q + (q_begin + row).to(tl.int64)[:, None] * q_row + head * q_head
+        q_low = tl.load(q_at + low[None, :], mask=real & (low < d_qk)[None, :], other=0.0)
+        q_high = q_low
+        if HIGH:
+            q_high = tl.load(q_at + high[None, :], mask=real & (high < d_qk)[None, :], other=0.0)
+        k_rows = k + k_begin.to(tl.int64) * k_row + head * k_head
+        v_rows = v + k_begin.to(tl.int64) * v_row + head * v_head
+        shift = keys - queries  # query j sees keys up to j + shift
+        last, plain = keys, (keys // BLOCK_N) * BLOCK_N
+        if CAUSAL:
+            last = tl.minimum(keys, tl.maximum((block + 1) * BLOCK_M + shift, 0))
+            begin = tl.maximum(block * BLOCK_M + shift + 1, 0)  # all rows see the keys before
+            plain = tl.minimum((begin // BLOCK_N) * BLOCK_N, plain)
+        acc = tl.zeros((BLOCK_M, V), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc, top, total = attend(
+            acc, top, total, q_low, q_high, k_rows, v_rows, k_row, v_row, 0, plain, keys, row,
+            shift, scale, d_qk, d_v, False, CAUSAL, EXACT, LOW, HIGH, V, BLOCK_N,
+        )  # fmt: skip
+        acc, top, total = attend(
+            acc, top, total, q_low, q_high, k_rows, v_rows, k_row, v_row, plain, last, keys, row,
+            shift, scale, d_qk, d_v, True, CAUSAL, EXACT, LOW, HIGH, V, BLOCK_N,
+        )  # fmt: skip
+        some = total > 0.0
+        acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
+        at = (q_begin + row).to(tl.int64) * heads + head
+        to = out + at[:, None] * d_v + wide[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=real & (wide < d_v)[None, :])
+        natural = (top + tl.log2(total)) * 0.6931471805599453
+        tl.store(lse + at, tl.where(some, natural, float("-inf")), mask=row < queries)

@@ -1,0 +1,203 @@
+"""Absorbed attention over the paged latent cache: all heads read one latent and one key per token.
+
+A tile of scores is [BLOCK_H heads, BLOCK_N tokens], or with SWAP its transpose: few heads then lie
+on the narrow side of the matrix unit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ds_runtime_triton.jit.gemm import product, row_side, token_side
+
+
+@triton.jit
+def span(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(first token, token behind the last, number of splits that have any) of a split."""
+    blocks = tl.cdiv(length, BLOCK_N)
+    each = tl.cdiv(blocks, SPLITS)
+    first = split * each * BLOCK_N
+    return first, tl.minimum(first + each * BLOCK_N, length), tl.cdiv(blocks, each)
+
+
+@triton.jit
+def token_rows(
+    cache,
+    pages,
+    start,
+    real,
+    cache_page,
+    cache_row,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Pointers to the cache rows of BLOCK_N tokens from `start` on: [BLOCK_N, 1]."""
+    inside = tl.arange(0, BLOCK_N)
+    if PAGE % BLOCK_N == 0:  # all on one page
+        page = tl.load(pages + start // PAGE).to(tl.int64)
+        return (cache + page * cache_page + (start % PAGE) * cache_row) + (inside * cache_row)[
+            :, None
+        ]
+    else:
+        token = start + inside
+        page = tl.load(pages + token // PAGE, mask=real, other=0).to(tl.int64)
+        return cache + (page * cache_page + (token % PAGE) * cache_row)[:, None]
+
+
+@triton.jit
+def weigh(
+    q_low,
+    q_high,
+    k_low,
+    k_high,
+    real,
+    top,
+    total,
+    scale,
+    SWAP: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """(weights of the tokens in q's dtype, their largest score so far, the sum of weights)."""
+    if APART:
+        scores = product(q_high, k_high, SWAP) * scale + product(q_low, k_low, SWAP) * scale
+    else:
+        scores = (product(q_high, k_high, SWAP) + product(q_low, k_low, SWAP)) * scale
+    scores = tl.where(row_side(real, SWAP), scores, float("-inf"))
+    above = tl.maximum(top, tl.max(scores, 0 if SWAP else 1))
+    weights = tl.exp2(scores - token_side(above, SWAP))
+    total = total * tl.exp2(top - above) + tl.sum(weights, 0 if SWAP else 1)
+    return weights.to(q_low.dtype), above, total
+
+
+@triton.jit
+def mla_decode_kernel(
+    q,
+    cache,
+    table,
+    owner,
+    lens,
+    out,
+    partial,
+    sums,
+    heads,
+    latent,
+    rope,
+    scale,
+    q_row,
+    q_head,
+    cache_page,
+    cache_row,
+    table_row,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """BLOCK_H heads of one row over its share of the tokens. `scale` holds log2(e).
+
+    One split writes out [rows, heads, latent]; several write partial [rows, heads, SPLITS, latent]
+    float32 and sums [rows, heads, SPLITS], the log2 of the sums of weights. EXACT: LATENT and ROPE
+    are the widths.
+    """
+    block, split = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length = tl.load(lens + row)
+    first, last, _ = span(length, split, SPLITS, BLOCK_N)
+    if first < last:
+        head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        low, high = tl.arange(0, LATENT), tl.arange(0, ROPE)
+        q_at = q + row * q_row + tl.minimum(head, heads - 1)[:, None] * q_head
+        if EXACT:
+            q_low = tl.load(q_at + low[None, :])
+            q_high = tl.load(q_at + latent + high[None, :])
+        else:
+            q_low = tl.load(q_at + low[None, :], mask=(low < latent)[None, :], other=0.0)
+            q_high = tl.load(q_at + latent + high[None, :], mask=(high < rope)[None, :], other=0.0)
+        pages = table + tl.load(owner + row).to(tl.int64) * table_row
+        acc = tl.zeros((LATENT, BLOCK_H) if SWAP else (BLOCK_H, LATENT), tl.float32)
+        top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        for start in range(first, last, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            real = token < last
+            at = token_rows(cache, pages, start, real, cache_page, cache_row, PAGE, BLOCK_N)
+            mask = real[:, None]
+            if EXACT:
+                k_low = tl.load(at + low[None, :], mask=mask, other=0.0)
+                k_high = tl.load(at + latent + high[None, :], mask=mask, other=0.0)
+            else:
+                k_low = tl.load(at + low[None, :], mask=mask & (low < latent)[None, :], other=0.0)
+                inside = mask & (high < rope)[None, :]
+                k_high = tl.load(at + latent + high[None, :], mask=inside, other=0.0)
+            k_low, k_high = k_low.to(q.dtype.element_ty), k_high.to(q.dtype.element_ty)
+            if APART:
+                above = top
+                # Always so. Of chained products the compiler lets all warps compute every score;
+                # the branch hides that one follows, and scaling apart that the two are one sum.
+                if last > 0:
+                    weights, above, total = weigh(
+                        q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
+                    )
+                else:  # a constant would be kept on chip
+                    shape: tl.constexpr = (BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N)
+                    weights = tl.full(shape, start, tl.float32).to(q.dtype.element_ty)
+            else:
+                weights, above, total = weigh(
+                    q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
+                )
+            fade = tl.exp2(top - above)
+            acc = acc * token_side(fade, SWAP)
+            if SWAP:
+                acc = tl.dot(tl.trans(k_low), weights, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(weights, k_low, acc, input_precision="ieee")
+            top = above
+        acc = acc * token_side(1.0 / total, SWAP)
+        at_head, at_low = token_side(head, SWAP), row_side(low, SWAP)
+        inside = (at_head < heads) & (at_low < latent)
+        place = row * heads + at_head
+        if SPLITS == 1:
+            to = out + place * latent + at_low
+            tl.store(to, acc.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(partial + (place * SPLITS + split) * latent + at_low, acc, mask=inside)
+            to = sums + (row * heads + head) * SPLITS + split
+            tl.store(to, top + tl.log2(total), mask=head < heads)
+
+
+@triton.jit
+def mla_combine_kernel(
+    partial,
+    sums,
+    lens,
+    out,
+    heads,
+    latent,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LATENT: tl.constexpr,
+):
+    """One head of one row: the weighted mean of the splits that saw a token."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, used = span(tl.load(lens + row), 0, SPLITS, BLOCK_N)
+    place = (row * heads + head) * SPLITS
+    cols = tl.arange(0, LATENT)
+    acc = tl.zeros((LATENT,), tl.float32)
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    for split in range(used):
+        weight = tl.load(sums + place + split)
+        part = tl.load(partial + (place + split) * latent + cols, mask=cols < latent, other=0.0)
+        above = tl.maximum(top, weight)
+        fade, grow = tl.exp2(top - above), tl.exp2(weight - above)
+        acc = acc * fade + part * grow
+        total = total * fade + grow
+        top = above
+    to = out + (row * heads + head) * latent + cols
+    tl.store(to, (acc / total).to(out.dtype.element_ty), mask=cols < latent)

@@ -1,0 +1,156 @@
+"""Router: exact fp32 scores, and the choice of experts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def router_rows_kernel(
+    x,
+    weight,
+    logits,
+    tokens,
+    experts,
+    n,
+    stride_x,
+    stride_w,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A few tokens by a few experts without the matrix unit: every program streams its rows."""
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    k = tl.arange(0, BLOCK)
+    x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_rows = weight + tl.minimum(expert, experts - 1)[:, None] * stride_w + k[None, :]
+    acc = tl.zeros((TOKENS, EXPERTS, BLOCK), tl.float32)
+    for start in range(0, n, BLOCK):
+        inside = (start + k < n)[None, :]
+        a = tl.load(x_rows + start, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(w_rows + start, mask=inside, other=0.0)
+        acc += a[:, None, :] * b[None, :, :]
+    place = logits + token.to(tl.int64)[:, None] * experts + expert[None, :]
+    mask = (token < tokens)[:, None] & (expert < experts)[None, :]
+    tl.store(place, tl.sum(acc, 2), mask=mask)
+
+
+@triton.jit
+def router_tiles_kernel(
+    x,
+    weight,
+    logits,
+    tokens,
+    experts,
+    n,
+    stride_x,
+    stride_w,
+    THIRDS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Many tokens. THIRDS: x is bfloat16, and fp32 weights are three bfloat16 that sum to them,
+    so that the matrix unit's products are exact."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    k = tl.arange(0, BLOCK)
+    x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_rows = weight + tl.minimum(expert, experts - 1)[:, None] * stride_w + k[None, :]
+    acc = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for start in range(0, n, BLOCK):
+        inside = (start + k < n)[None, :]
+        a = tl.load(x_rows + start, mask=inside, other=0.0)
+        b = tl.trans(tl.load(w_rows + start, mask=inside, other=0.0))
+        if THIRDS:
+            high = b.to(tl.bfloat16)
+            rest = b - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            acc += tl.dot(a, low) + tl.dot(a, middle) + tl.dot(a, high)
+        else:
+            acc += tl.dot(a.to(tl.float32), b, input_precision="ieee")
+    place = logits + token.to(tl.int64)[:, None] * experts + expert[None, :]
+    mask = (token < tokens)[:, None] & (expert < experts)[None, :]
+    tl.store(place, acc, mask=mask)
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    bias,
+    weights,
+    ids,
+    num_experts,
+    n_group,
+    per_group,
+    topk_group,
+    scale,
+    SOFTMAX: tl.constexpr,
+    LIMITED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+):
+    """One token. Experts lie as [GROUPS, PER_GROUP]; LIMITED: only the best groups stay open;
+    PAIRS: a group counts by its two best, and closed experts are −inf, not 0. SLOTS ≥ TOP_K."""
+    token = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, PER_GROUP)[None, :]
+    expert = group * per_group + member
+    real = (group < n_group) & (member < per_group)
+    none = float("-inf")
+    raw = tl.load(logits + token * num_experts + expert, mask=real, other=none)
+    raw = tl.where(raw == raw, raw, none)  # a NaN may not lead out of the experts
+    if SOFTMAX:
+        top = tl.max(tl.max(raw, 1), 0)
+        mass = tl.exp(raw - tl.where(top == none, 0.0, top))
+        scores = mass / tl.sum(tl.sum(mass, 1), 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-raw))
+    choice = scores
+    if BIAS:
+        choice += tl.load(bias + expert, mask=real, other=0.0)
+    choice = tl.where(real, choice, none)
+    if LIMITED:
+        best = tl.max(choice, 1)  # [GROUPS]
+        value = best
+        if PAIRS and PER_GROUP > 1:
+            largest = tl.argmax(choice, 1)
+            value += tl.max(tl.where(member == largest[:, None], none, choice), 1)
+        groups = tl.arange(0, GROUPS)
+        value = tl.where(groups < n_group, value, none)
+        open_group = tl.zeros((GROUPS,), tl.int32)
+        for _ in range(topk_group):
+            winner = tl.argmax(value, 0)
+            open_group = tl.where(groups == winner, 1, open_group)
+            value = tl.where(groups == winner, none, value)
+        closed = none if PAIRS else 0.0
+        choice = tl.where(real & (open_group[:, None] == 0), closed, choice)
+    flat = tl.reshape(choice, (GROUPS * PER_GROUP,))
+    flat_scores = tl.reshape(scores, (GROUPS * PER_GROUP,))
+    lane = tl.arange(0, GROUPS * PER_GROUP)
+    # Closed experts, at −inf, come before lanes that are no expert, and these before the taken.
+    floor = tl.where(tl.reshape(real, (GROUPS * PER_GROUP,)), -3.0e38, -3.3e38)
+    slots = tl.arange(0, SLOTS)
+    chosen = tl.zeros((SLOTS,), tl.int32)
+    weight = tl.zeros((SLOTS,), tl.float32)
+    taken = tl.zeros((GROUPS * PER_GROUP,), tl.int32)
+    for i in tl.static_range(TOP_K):
+        rank = tl.where(taken == 1, none, tl.maximum(flat, floor))
+        at = tl.argmax(rank, 0)
+        won = tl.sum(tl.where(lane == at, flat_scores, 0.0), 0)
+        chosen = tl.where(slots == i, at, chosen)
+        weight = tl.where(slots == i, won, weight)
+        taken = tl.where(lane == at, 1, taken)
+    if RENORMALISE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    number = (chosen // PER_GROUP) * per_group + chosen % PER_GROUP
+    mask = slots < TOP_K
+    tl.store(ids + token * TOP_K + slots, tl.minimum(number, num_experts - 1), mask=mask)
+    tl.store(weights + token * TOP_K + slots, weight * scale, mask=mask)

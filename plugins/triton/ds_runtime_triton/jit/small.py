@@ -1,0 +1,73 @@
+"""Embedding, activation and merging of partial attentions: element by element."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def embed_kernel(ids, table, out, start, rows, n, stride, BLOCK: tl.constexpr):
+    """One block of columns of one token's row; zeros for ids that the table does not hold."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + token) - start
+    held = tl.where((row >= 0) & (row < rows), n, 0)  # columns to read
+    values = tl.load(table + row * stride + cols, mask=cols < held, other=0.0)
+    tl.store(out + token * n + cols, values, mask=cols < n)
+
+
+@triton.jit
+def silu(x):
+    """x · sigmoid(x) in fp32."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, n, stride, BLOCK: tl.constexpr):
+    """One block of columns of one row: gate in the first n columns, up in the next."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = gate_up + row * stride + cols
+    gate = tl.load(place, mask=cols < n, other=0.0).to(tl.float32)
+    up = tl.load(place + n, mask=cols < n, other=0.0).to(tl.float32)
+    tl.store(out + row * n + cols, (silu(gate) * up).to(out.dtype.element_ty), mask=cols < n)
+
+
+@triton.jit
+def merge_state_kernel(
+    out_a,
+    lse_a,
+    out_b,
+    lse_b,
+    out,
+    lse,
+    heads,
+    d,
+    token_a,
+    head_a,
+    token_b,
+    head_b,
+    lse_token_a,
+    lse_head_a,
+    lse_token_b,
+    lse_head_b,
+    BLOCK: tl.constexpr,
+):
+    """One head of one token. The names after `d` are strides."""
+    pair = tl.program_id(0).to(tl.int64)
+    token, head = pair // heads, pair % heads
+    cols = tl.arange(0, BLOCK)
+    mask = cols < d
+    a = tl.load(lse_a + token * lse_token_a + head * lse_head_a)
+    b = tl.load(lse_b + token * lse_token_b + head * lse_head_b)
+    top = tl.maximum(a, b)
+    base = tl.where(top == float("-inf"), 0.0, top)  # without keys exp(−inf − 0) is 0
+    weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
+    total = weight_a + weight_b
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    value_a = tl.load(out_a + token * token_a + head * head_a + cols, mask=mask, other=0.0)
+    value_b = tl.load(out_b + token * token_b + head * head_b + cols, mask=mask, other=0.0)
+    merged = (value_a.to(tl.float32) * weight_a + value_b.to(tl.float32) * weight_b) * share
+    tl.store(out + pair * d + cols, merged.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + pair, base + tl.log(total))

@@ -1,0 +1,145 @@
+"""The triton plugin's whole offer on one page: portable kernels, torch-free to decide.
+
+They serve every device whose platform lists the feature "triton" (a Triton compiler makes code for
+it). FP8 arithmetic is offered where the device multiplies float8_e4m3fn; elsewhere FP8 weights are
+converted to the compute dtype when they are packed.
+"""
+
+from __future__ import annotations
+
+from ds_runtime.api import OPS, RANK_PORTABLE, Facts, Fixable, Gates, Kernel, gates
+
+PROVIDER = "triton"
+FEATURE = "triton"
+DTYPES = ("float32", "bfloat16", "float16")
+FP8 = "float8_e4m3fn"
+_LATENT_PAGES = frozenset({"latent_pages.v1"})
+_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
+_BOTH = frozenset({"dense", "fp8_block"})
+_BLOCKS = frozenset({"fp8_block"})
+_MAX_HEAD = 256  # of a query or value head that prefill keeps on chip
+_MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
+_CONVERTED = "fp8 weights are converted to the compute dtype when packed: twice the bytes"
+
+
+def _compiles(facts: Facts) -> str | None:
+    device = facts.device
+    if FEATURE not in device.features:
+        return f"no Triton compiler makes code for {device.name}, a {device.type} device"
+    return None
+
+
+def _dtype(facts: Facts) -> str | None:
+    if facts.dtype not in DTYPES:
+        return f"computes in {', '.join(DTYPES)}, not {facts.dtype}"
+    return None
+
+
+def _kv_dtype(facts: Facts) -> str | None:
+    if facts.kv_dtype not in (facts.dtype, FP8):
+        return f"the cache holds {facts.dtype} or {FP8} rows, not {facts.kv_dtype}"
+    if facts.kv_dtype == FP8 and FP8 not in facts.device.fast_dtypes:
+        return Fixable(f"{facts.device.name} does not convert {FP8}", "pass --kv-cache-dtype auto")
+    return None
+
+
+def _tokens_on_chip(facts: Facts) -> str | None:
+    latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
+    if latent > _MAX_LATENT or rope > _MAX_ROPE:
+        most = f"at most {_MAX_LATENT} latent and {_MAX_ROPE} rotated values per token"
+        return f"keeps {most} on chip, not {latent} and {rope}"
+    return None
+
+
+def _heads_on_chip(facts: Facts) -> str | None:
+    d_qk = facts.dims.get("qk_nope", 0) + facts.dims.get("qk_rope", 0)
+    d_v = facts.dims.get("v", 0)
+    if max(d_qk, d_v) > _MAX_HEAD:
+        return f"keeps head dims up to {_MAX_HEAD} on chip, not {d_qk} and {d_v}"
+    return None
+
+
+def _multiplies_fp8(facts: Facts) -> str | None:
+    if FP8 not in facts.device.fast_dtypes:
+        return f"{facts.device.name} does not multiply {FP8}"
+    return None
+
+
+def _rounds(facts: Facts) -> str | None:
+    if facts.dtype == "float32":
+        return "float32 asks for products without rounding; this kernel rounds activations to fp8"
+    return None
+
+
+_anywhere = gates(_compiles, _dtype)
+_latent_pages = gates(_kv_dtype, _anywhere)
+_mla_decode = gates(_tokens_on_chip, _latent_pages)
+_mha_prefill = gates(_heads_on_chip, _anywhere)
+_fp8 = gates(_multiplies_fp8, _rounds, _anywhere)
+
+
+def _offer(op: str, fn: str, refuse: Gates = _anywhere, note: str = "") -> Kernel:
+    return Kernel(
+        op=OPS[op],
+        fn=f"ds_runtime_triton.{fn}",
+        provider=PROVIDER,
+        rank=RANK_PORTABLE,
+        refuse=refuse,
+        formats=_BOTH if op in ("linear", "experts", "mla_absorb") else frozenset(),
+        layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        contract=_CONTRACTS.get(op, 1),
+        keeps=_BLOCKS if op == "mla_absorb" else frozenset(),
+        phases=frozenset({"prefill", "decode", "verify"}),
+        note=note,
+    )
+
+
+def _offer_fp8(op: str, fn: str) -> Kernel:
+    """One rank above the kernel that converts."""
+    return Kernel(
+        op=OPS[op],
+        fn=f"ds_runtime_triton.{fn}",
+        provider=PROVIDER,
+        rank=RANK_PORTABLE + 1,
+        refuse=_fp8,
+        formats=_BLOCKS,
+        keeps=_BLOCKS,
+        phases=frozenset({"prefill", "decode", "verify"}),
+        numerics="fp8_w8a8",
+    )
+
+
+ATTENTION: tuple[Kernel, ...] = (
+    _offer("mha_prefill", "mha:mha_prefill", _mha_prefill),
+    _offer("merge_state", "small:merge_state"),
+    _offer("mla_decode", "mla:mla_decode", _mla_decode),
+    _offer("mla_absorb", "absorb:mla_absorb"),
+    _offer("mla_prologue", "cache:mla_prologue", _latent_pages),
+    _offer("cache_write", "cache:cache_write", _latent_pages),
+    _offer("cache_gather", "cache:cache_gather", _latent_pages),
+)
+MOE: tuple[Kernel, ...] = (
+    _offer_fp8("experts", "experts:experts_fp8"),
+    _offer("experts", "experts:experts_dense", note=_CONVERTED),
+)
+LINEAR: tuple[Kernel, ...] = (
+    _offer_fp8("linear", "linear:linear_fp8"),
+    _offer("linear", "linear:linear_dense", note=_CONVERTED),
+)
+TOPK: tuple[Kernel, ...] = (
+    _offer("router_logits", "router:router_logits"),
+    _offer("route", "router:route"),
+)
+SMALL: tuple[Kernel, ...] = (
+    _offer("embed", "small:embed"),
+    _offer("rms_norm", "norm:rms_norm"),
+    _offer("add_rms_norm", "norm:add_rms_norm"),
+    _offer("rope", "cache:rope"),
+    _offer("silu_mul", "small:silu_mul"),
+    _offer("quantize_group", "quant:quantize_group"),
+    _offer("lora_delta", "lora:lora_delta"),
+    _offer("mask_logits", "sampling:mask_logits"),
+    _offer("sample", "sampling:sample"),
+    _offer("logprobs", "sampling:logprobs"),
+)
+ALL = ATTENTION + MOE + LINEAR + TOPK + SMALL

@@ -1,0 +1,154 @@
+"""Linear: dense weights, and FP8 weights with activations quantised per token and group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_runtime.api import Facts, Packed, Weight, torch_dtype
+from ds_runtime_triton.blocks import Blocks, read_blocks, wide_values
+from ds_runtime_triton.config import Config, folder, tuned
+from ds_runtime_triton.jit.gemm import dense_gemm_kernel, fp8_gemm_kernel, fp8_wide_kernel
+from ds_runtime_triton.launch import cdiv
+from ds_runtime_triton.quant import quantise_by_group
+
+_NARROW = frozenset({"WIDE", "SPLIT", "SWAP", "QUANTISED"})  # not of the kernel for many tokens
+_COUNTERS = 4096  # tiles of which the pieces can be summed in one launch
+
+
+def counters(like: Tensor) -> Tensor:
+    """Zeroed counters of arrived pieces. A weight owns its own: launches on two streams at once
+    with one weight would count together."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=like.device)
+
+
+def _grid(config: Config, m: int, n: int) -> tuple[tuple[int, int], int]:
+    """(programs, pieces of the inner dimension): one piece where there are too many tiles."""
+    tiles = cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
+    split = config["SPLIT"] if tiles <= _COUNTERS else 1
+    return (tiles, split), split
+
+
+def _pieces(config: Config, tiles: int, split: int, like: Tensor) -> Tensor:
+    size = tiles * split * config["BLOCK_M"] * config["BLOCK_N"] if split > 1 else 1
+    return torch.empty(size, dtype=torch.float32, device=like.device)
+
+
+class LinearDense:
+    """Weights in the compute dtype. Few tokens: split over the inner dimension."""
+
+    tag = "triton.linear_dense"
+
+    def __init__(self, facts: Facts) -> None:
+        self.dtype = torch_dtype(facts.dtype)
+        self.arch = folder(facts.device.arch, facts.dtype)
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        return self.packed(weight.dequantise(self.dtype).contiguous())
+
+    def packed(self, values: Tensor) -> Packed:
+        """[N, K] in the compute dtype, taken over as it is."""
+        n, k = values.shape
+        tensors = {
+            "weight": values,
+            "arrived": counters(values),
+            "tuned": tuned(self.arch, "linear_dense", f"N={n},K={k}"),
+        }
+        return Packed(self.tag, (n, k), tensors, values.nbytes, restore=_restore_dense)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        m, (n, k) = x.shape[0], packed.shape
+        w: Tensor = packed.tensors["weight"]
+        config: Config = packed.tensors["tuned"].at(m)
+        if config.get("TORCH"):
+            return F.linear(x, w)
+        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+        if m == 0:
+            return y
+        grid, split = _grid(config, m, n)
+        even = k % (config["BLOCK_K"] * split) == 0
+        dense_gemm_kernel[grid](
+            x, w, y, _pieces(config, grid[0], split, x), packed.tensors["arrived"],
+            m, n, k, x.stride(0), EVEN=even, **{**config, "SPLIT": split},
+        )  # fmt: skip
+        return y
+
+
+def _restore_dense(packed: Packed) -> Tensor:
+    values: Tensor = packed.tensors["weight"]
+    return values.to(torch.float32)
+
+
+class LinearFp8:
+    """FP8 weights as they are. Few tokens are quantised where they are read, many beforehand.
+
+    A shard that cuts a block of columns too finely is kept in the compute dtype.
+    """
+
+    tag = "triton.linear_fp8"
+
+    def __init__(self, facts: Facts) -> None:
+        self.dense = LinearDense(facts)
+        self.arch = folder(facts.device.arch, facts.dtype)
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        blocks = read_blocks(weight)
+        if blocks is None:
+            inner = self.dense.pack(weight, facts)
+            return Packed(self.tag, weight.shape, {"dense": inner}, inner.nbytes, _restore_fp8)
+        n, k = weight.shape
+        tensors = {
+            "dense": None,
+            "blocks": blocks,
+            "arrived": counters(blocks.values),
+            "tuned": tuned(self.arch, "linear_fp8", f"N={n},K={k}"),
+        }
+        nbytes = blocks.values.nbytes + blocks.scale.nbytes
+        return Packed(self.tag, (n, k), tensors, nbytes, restore=_restore_fp8)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        if packed.tensors["dense"] is not None:
+            return self.dense.apply(x, packed.tensors["dense"])
+        m, n = x.shape[0], packed.shape[0]
+        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
+        if m:
+            _fp8_gemm(x, packed.tensors["blocks"], y, packed, packed.tensors["tuned"].at(m))
+        return y
+
+
+def _fp8_gemm(x: Tensor, blocks: Blocks, y: Tensor, packed: Packed, config: Config) -> None:
+    (m, n), k = y.shape, x.shape[1]
+    grid, split = _grid(config, m, n)
+    beforehand = bool(config["QUANTISED"])
+    scale = blocks.scale
+    if beforehand:
+        x, scale = quantise_by_group(x, blocks.group_k, blocks.ue8m0)
+    if config.get("WIDE"):
+        fp8_wide_kernel[grid](
+            x, scale, blocks.values, blocks.scale, y, m, n, k, x.stride(0),
+            GROUP_N=blocks.group_n, BLOCK_K=blocks.group_k, EVEN=k % blocks.group_k == 0,
+            **{name: v for name, v in config.items() if name not in _NARROW},
+        )  # fmt: skip
+        return
+    fp8_gemm_kernel[grid](
+        x, scale, blocks.values, blocks.scale, y, _pieces(config, grid[0], split, y),
+        packed.tensors["arrived"], m, n, k, x.stride(0), GROUP_N=blocks.group_n,
+        UE8M0=blocks.ue8m0, BLOCK_K=blocks.group_k, EVEN=k % blocks.group_k == 0,
+        **{**{name: v for name, v in config.items() if name != "WIDE"}, "SPLIT": split},
+    )  # fmt: skip
+
+
+def _restore_fp8(packed: Packed) -> Tensor:
+    inner: Packed | None = packed.tensors["dense"]
+    if inner is not None:
+        return inner.dequantise()
+    b: Blocks = packed.tensors["blocks"]
+    return wide_values(b.values, b.scale, b.group_n, b.group_k)
+
+
+# The names that the plan shows.
+linear_dense = LinearDense
+linear_fp8 = LinearFp8

@@ -1,0 +1,23 @@
+"""What functions without facts know of the device they run on: its architecture's name."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+
+
+@cache
+def architecture() -> str:
+    """The `arch` of the current device, from what Triton compiles for and configs/targets.json.
+
+    Empty in the interpreter, and for targets that nobody tuned for.
+    """
+    from triton import knobs
+    from triton.runtime import driver
+
+    if knobs.runtime.interpret:
+        return ""
+    target = driver.active.get_current_target()
+    names = json.loads((files("ds_runtime_triton") / "configs" / "targets.json").read_text())
+    return str(names.get(f"{target.backend} {target.arch}", ""))

@@ -1,0 +1,45 @@
+"""RmsNorm and AddRmsNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_runtime_triton.jit.norm import add_rms_norm_kernel, rms_norm_kernel
+from ds_runtime_triton.launch import row_block
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RmsNorm: one program per row."""
+    rows, n = x.shape
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if rows:
+        block, warps = row_block(n)
+        rms_norm_kernel[(rows,)](
+            x, weight, out, n, x.stride(0), eps, block, n <= block, num_warps=warps
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """AddRmsNorm: the sum is written over a contiguous residual."""
+    rows, n = x.shape
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    summed = residual if residual.is_contiguous() else torch.empty_like(out)
+    if rows:
+        block, warps = row_block(n)
+        add_rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            summed,
+            n,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            block,
+            n <= block,
+            num_warps=warps,
+        )
+    return out, summed

@@ -1,0 +1,39 @@
+"""QuantizeGroup, and the quantisation that FP8 matmuls put before themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_runtime_triton.blocks import FP8
+from ds_runtime_triton.jit.quant import quantise_kernel
+from ds_runtime_triton.launch import cdiv, pow2
+
+
+def _quantise(x: Tensor, scale: Tensor, group: int, ue8m0: bool, by_group: bool) -> Tensor:
+    rows, n = x.shape
+    q = torch.empty(rows, n, dtype=FP8, device=x.device)
+    if rows and n:
+        strides = scale.stride() if not by_group else scale.stride()[::-1]
+        block = 1 if rows <= 64 else 8
+        quantise_kernel[(cdiv(rows, block), cdiv(n, group))](
+            x, q, scale, rows, n, x.stride(0), *strides, group, pow2(group), ue8m0, block,
+            num_warps=1 if block == 1 else 4,
+        )  # fmt: skip
+    return q
+
+
+def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """QuantizeGroup."""
+    scale = torch.empty(x.shape[0], x.shape[1] // group, dtype=torch.float32, device=x.device)
+    return _quantise(x, scale, group, ue8m0, False), scale
+
+
+def quantise_by_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """As quantize_group, with scales [groups, tokens]: neighbours for the threads of a matmul.
+
+    A last group may be short.
+    """
+    shape = (cdiv(x.shape[1], group), x.shape[0])
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    return _quantise(x, scale, group, ue8m0, True), scale

@@ -1,0 +1,80 @@
+"""Every variant of the CPU's native library that this machine executes, over the ops' samples.
+
+`test_ops` runs the best one; here are the others, down to `generic`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.ops.spec import Facts, Kernel, Offers
+from ds_runtime.plugins import load_plugins
+from ds_runtime.testing.conformance import SMALL_DIMS, check_kernel, facts_for
+from ds_runtime_cpu import native
+from ds_runtime_cpu.platform import CpuPlatform
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One native kernel under the facts of one variant."""
+
+    isa: str
+    kernel: Kernel
+    facts: Facts
+    offers: Offers
+
+    def __str__(self) -> str:
+        return f"{self.isa}-{self.kernel.name}-{self.facts.dtype}"
+
+
+def needs_library(kernel: Kernel, facts: Facts) -> bool:
+    """Whether the kernel accepts these facts, and would not if no library had been built."""
+    real = native.why_not
+    native.why_not = lambda: native.NOT_BUILT
+    try:
+        without = kernel.refuse(facts)
+    finally:
+        native.why_not = real
+    return kernel.refuse(facts) is None and without == native.NOT_BUILT
+
+
+def variants() -> list[Variant]:
+    plugins, found = load_plugins(["cpu"]), []
+    for isa in native.runnable()[1:]:
+        platform = CpuPlatform()
+        platform.configure(EngineConfig(cpu_isa=isa))
+        for dtype in DTYPES:
+            facts = facts_for(platform.info(), dtype, SMALL_DIMS, 4)
+            offers = plugins.offers(facts)
+            found += [
+                Variant(isa, kernel, facts, offers)
+                for kernel in offers.kernels
+                if kernel.provider == "cpu" and needs_library(kernel, facts)
+            ]
+    native.choose(None)
+    return found
+
+
+VARIANTS = variants()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_variant_conforms(variant: Variant) -> None:
+    with native.using(variant.isa):
+        results = check_kernel(variant.kernel, variant.facts, variant.offers)
+    failures = [f"{r.case}: {r.failure}" for r in results if not r.ok]
+    assert not failures, "\n".join(failures)
+
+
+def test_every_variant_brings_the_native_kernels() -> None:
+    ops: dict[str, set[str]] = {}
+    for variant in VARIANTS:
+        ops.setdefault(variant.isa, set()).add(variant.kernel.op.name)
+    assert list(ops) == list(native.runnable()[1:])
+    for isa, found in ops.items():
+        assert found >= {"linear", "experts", "mla_decode", "rms_norm", "cache_write"}, isa

@@ -1,0 +1,263 @@
+"""`bench compare`: the same shapes for both, in turns, and what is made of the times."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from ds_runtime.bench import compare, ops, turns
+from ds_runtime.bench.checkpoint import make_checkpoint
+from ds_runtime.bench.compare import Case, Child, LlamaCpp, cases_of
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.platform.spec import Ceilings
+from ds_runtime_cpu.platform import CpuPlatform
+
+PROGRAM = """#!{python}
+import json, sys
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+with open({calls!r}, "a") as f:
+    print(json.dumps([{name!r}, flags]), file=f)
+print("noise")
+if {name!r} == "llama-bench":
+    print(json.dumps({{"build_commit": "c0ffee", "avg_ts": 100.0 + int(flags["-p"])}}))
+else:
+    for batch in flags["-npl"].split(",")[: {rows}]:
+        print(json.dumps({{"pl": int(batch), "speed_tg": 10.0 * int(batch)}}))
+    print('{{"pl": 1, "spe')
+sys.exit({rc})
+"""
+
+
+def programs(folder, rows=99, rc=0):
+    """Stand-ins for llama.cpp's programs that note their flags."""
+    calls = folder / "calls"
+    for name in ("llama-bench", "llama-batched-bench"):
+        path = folder / name
+        path.write_text(
+            PROGRAM.format(python=sys.executable, calls=str(calls), name=name, rows=rows, rc=rc)
+        )
+        path.chmod(0o755)
+    (folder / "m.gguf").write_text("")
+    return lambda: [json.loads(x) for x in calls.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("ck") / "tiny", "tiny-v2-lite", "float32")
+
+
+class Fixed:
+    """An engine that answers from a list."""
+
+    def __init__(self, name, rounds, order):
+        self.name, self.cpu, self._rounds, self._order = name, 0.0, iter(rounds), order
+        self.closed = False
+
+    def about(self):
+        return {"is": self.name}
+
+    def ask(self, request):
+        assert request["do"] == "limits"
+        self._order.append("limits")
+        return {"ceilings": {"bandwidth": 100.0}, "step_bytes": [4.0 for _ in request["steps"]]}
+
+    def rates(self, cases):
+        self._order.append(self.name)
+        return next(self._rounds)
+
+    def close(self):
+        self.closed = True
+
+
+def test_rounds_alternate_and_medians_are_compared():
+    order = []
+    ours = Fixed("ds-runtime", [[10.0, 5.0], [30.0, 1.0], [20.0, 3.0]], order)
+    peer = Fixed("other", [[4.0, 6.0], [5.0, 6.0], [99.0, 6.0]], order)
+    cases = (Case(2, 16, 32), Case(1, 512, 0))
+    found = compare.run(ours, peer, cases, 3, lambda n: order.append(n))
+    assert order == [
+        *(0, "limits", "ds-runtime", "other"),
+        *(1, "other", "ds-runtime"),
+        *(2, "ds-runtime", "other"),
+    ]
+    decode, prefill = found["results"]
+    assert decode["tokens_per_s"] == {"ds-runtime": 20.0, "other": 5.0}
+    assert decode["ratio"] == 4.0 and prefill["ratio"] == 0.5
+    assert decode["rounds"]["other"] == [4.0, 5.0, 99.0]
+    assert decode["limit"] == 2 * 100.0 / 4.0 and prefill["limit"] is None
+    assert found["engines"]["other"] == {"is": "other"} and found["commit"]
+    assert ours.closed and peer.closed
+    text = compare.render(found | {"model": "m"}).splitlines()
+    assert "medians of 3" in text[0]
+    assert "40% of 50.0" in text[1] and "ratio 4.00" in text[1]
+    assert "prefill 512" in text[2]
+
+
+def test_both_end_when_one_fails():
+    ours, peer = (Fixed(name, [], []) for name in ("ds-runtime", "other"))
+    peer.about = lambda: (_ for _ in ()).throw(ConfigError("no"))
+    with pytest.raises(ConfigError, match="no"):
+        compare.run(ours, peer, (Case(1, 1, 1),), 1, lambda n: None)
+    assert ours.closed and peer.closed
+
+
+def test_llama_cpp_is_asked_for_the_same_shapes(tmp_path):
+    calls = programs(tmp_path)
+    peer = LlamaCpp(tmp_path / "m.gguf", tmp_path, threads=2)
+    assert peer.about() == {"build_commit": "c0ffee", "model": "m.gguf"}
+    assert peer.rates(cases_of([1, 16, 4], 16, 32, 512)) == [10.0, 160.0, 40.0, 612.0]
+    (_, prefill), (name, decode) = calls()[1:]
+    assert prefill["-p"] == "512" and prefill["-n"] == "0" and prefill["-t"] == "2"
+    assert name == "llama-batched-bench"
+    assert (decode["-npp"], decode["-ntg"], decode["-npl"]) == ("16", "32", "1,4,16,1")
+    assert int(decode["-c"]) >= 16 * 48 and decode["-tb"] == decode["-t"] == "2"
+
+
+def test_llama_cpp_that_cannot_be_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"llama-bench: not found in .*--bin DIR"):
+        LlamaCpp(tmp_path / "m.gguf", tmp_path, 1)
+    programs(tmp_path, rows=1)
+    with pytest.raises(ConfigError, match=r"none\.gguf: is no file"):
+        LlamaCpp(tmp_path / "none.gguf", tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"timed \[1\], not \[1, 4\]"):
+        LlamaCpp(tmp_path / "m.gguf", tmp_path, 1).rates(cases_of([1, 4], 1, 1, 0))
+    programs(tmp_path, rc=3)
+    with pytest.raises(ConfigError, match="llama-bench: ended with 3"):
+        LlamaCpp(tmp_path / "m.gguf", tmp_path, 1).about()
+
+
+def test_the_rate_of_a_child_leaves_the_prompt_out(monkeypatch):
+    child = Child("ds-runtime", {}, [Case(4, 16, 32)])
+    monkeypatch.setattr(child, "ask", lambda request: {"first": 0.5, "whole": 2.5})
+    assert child.rates([Case(4, 16, 32), Case(1, 100, 0)]) == [4 * 32 / 2.0, 200.0]
+
+
+class Counted:
+    vocab = 9
+
+    def __init__(self, settings, rows, context):
+        self.asked = []
+
+    def about(self):
+        return {}
+
+    def limits(self, steps):
+        return {"steps": steps}
+
+    def seconds(self, prompts, tokens):
+        self.asked.append((len(prompts), len(prompts[0]), tokens))
+        return float(tokens)
+
+
+def test_a_turn_times_one_token_and_all(monkeypatch):
+    made = Counted({}, 1, 1)
+    monkeypatch.setattr(turns, "load_attr", lambda name: lambda *args: made)
+    asked = [
+        {"settings": {}, "rows": 4, "context": 49},
+        {"do": "seconds", "batch": 4, "input_len": 16, "output_len": 32},
+        {"do": "seconds", "batch": 1, "input_len": 64, "output_len": 0},
+        {"do": "limits", "steps": [[1, 32]]},
+    ]
+    out = io.StringIO()
+    assert turns.main("ds-runtime", io.StringIO("\n".join(map(json.dumps, asked))), out) == 0
+    about, decode, prefill, limits = map(json.loads, out.getvalue().splitlines())
+    assert about == {"about": {}}
+    assert (decode["first"], decode["whole"]) == (1.0, 33.0)
+    assert prefill["first"] == 1.0 and limits["steps"] == [[1, 32]]
+    assert made.asked[1:] == [(4, 16, 1), (4, 16, 33), (1, 64, 1)]
+    assert decode["cpu"] >= 0
+
+
+def test_this_runtime_takes_turns_in_its_own_process(checkpoint):
+    cases = cases_of([1, 2], 4, 2, 8)
+    settings = {"model": str(checkpoint), "threads": 1, "kv_memory": 1 << 20}
+    child = Child("ds-runtime", settings, cases)
+    try:
+        about = child.about()
+        assert about["kernels"]["linear"] and about["dtype"] == "float32" and about["load_s"] > 0
+        assert min(child.rates(cases)) > 0
+        assert child.cpu > 0
+    finally:
+        child.close()
+    with pytest.raises(ConfigError, match="its process ended with 0"):
+        child.ask({"do": "limits"})
+
+
+def test_limits_of_this_runtime(monkeypatch, checkpoint):
+    """Bytes of a step are those of `bench ops --bytes`."""
+    monkeypatch.setattr(CpuPlatform, "ceilings", lambda self, rank=0: Ceilings(5e9, {}))
+    settings = {"model": str(checkpoint), "platform": "cpu", "threads": torch.get_num_threads()}
+    found = turns.Ours(settings, 4, 64).limits([(1, 8), (4, 8)])
+    assert found["ceilings"]["bandwidth"] == 5e9
+    assembly = ops.assembled(EngineConfig(**settings), frozenset(settings), None, "")
+    steps = ops.step_bytes(assembly, (1, 4), 8)
+    assert found["step_bytes"] == [sum(w.nbytes for w in steps[n].values()) for n in (1, 4)]
+
+
+def test_the_verb(tmp_path, capsys, monkeypatch, checkpoint):
+    asked = []
+
+    def child(name, settings, cases):
+        asked.append((name, settings, cases))
+        return Fixed(name, [[20.0, 80.0]] * 2, [])
+
+    monkeypatch.setattr(compare, "Child", child)
+    programs(tmp_path)
+    command = ["bench", "compare", "--engine", "llama.cpp", "--bin", str(tmp_path), "--rounds", "2"]
+    command += ["--peer-model", str(tmp_path / "m.gguf"), "--model", str(checkpoint), "--pause"]
+    command += ["--batch-size", "2", "--prefill", "60", "--threads", "1"]
+    monkeypatch.setattr("sys.stdin", lines := io.StringIO("\n\nleft"))
+    assert main([*command, "--json"]) == 0
+    assert lines.read() == "left"
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["round 1 of 2", "round 2 of 2"]
+    found = json.loads(said.out)
+    assert [r["ratio"] for r in found["results"]] == [1.0, 0.5]
+    assert found["model"] == "tiny" and found["settings"] == {"threads": 1} and found["command"]
+    assert asked[0] == (
+        "ds-runtime",
+        {"model": str(checkpoint), "threads": 1},
+        (Case(2, 16, 32), Case(1, 60, 0)),
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(command) == 0
+    assert "tiny against llama.cpp: medians of 2" in capsys.readouterr().out
+    transformers = ["--engine", "transformers", "--rounds", "2", "--model", str(checkpoint)]
+    assert main(["bench", "compare", *transformers, "--batch-size", "1", "--prefill", "9"]) == 0
+    assert [name for name, _, _ in asked[-2:]] == ["ds-runtime", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        (["--prefill", "-1"], "--prefill -1"),
+        ([], "--peer-model must name a GGUF file"),
+        (["--peer-model", "x", "--bin", "/none"], "llama-bench: not found in /none"),
+    ],
+)
+def test_wrong_flags_are_refused(capsys, checkpoint, flags, said):
+    command = ["bench", "compare", "--engine", "llama.cpp", "--model", str(checkpoint)]
+    assert main([*command, *flags]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_an_engine_that_does_not_start_says_why(checkpoint):
+    child = Child("ds-runtime", {"model": str(checkpoint), "platform": "none"}, [Case(1, 1, 1)])
+    with pytest.raises(ConfigError, match=r"ds-runtime: .*none"):
+        child.about()
+    child.close()
+
+
+@pytest.mark.slow
+def test_transformers_takes_turns(checkpoint):
+    child = Child("transformers", {"model": str(checkpoint), "threads": 1}, [Case(2, 4, 2)])
+    assert child.about()["dtype"] == "torch.float32"
+    assert min(child.rates([Case(2, 4, 2), Case(1, 8, 0)])) > 0
+    child.close()

@@ -1,0 +1,317 @@
+"""`bench ops`: what is measured, with what inputs, and how it is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import pytest
+import torch
+
+from ds_runtime.bench import ops, record, subjects
+from ds_runtime.bench.shapes import config_of
+from ds_runtime.bench.subjects import MAKERS, Memory
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.reference.linear import ReferenceLinear
+from ds_runtime.ops.table import OPS
+from ds_runtime.platform import ceilings
+from ds_runtime.platform.spec import Ceilings, Platform
+from ds_runtime_cpu.platform import CpuPlatform
+
+KNOWN = Ceilings(100e9, {"bfloat16": 1e12, "float32": 1e11, "int8": 2e12}, 1 << 20, "given")
+
+
+@pytest.fixture(autouse=True)
+def given_ceilings(monkeypatch):
+    monkeypatch.setattr(CpuPlatform, "ceilings", lambda self, rank=0: KNOWN)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def assembled(shape="tiny-v3", weights="bfloat16", **settings):
+    settings = {"platform": "cpu", "dtype": "bfloat16", "threads": 1} | settings
+    return ops.assembled(EngineConfig(**settings), frozenset(settings), shape, weights)
+
+
+def measured(assembly, only=(), tokens=(1, 3), kernels=()):
+    measurement = ops.Measurement(assembly, 20, 32 << 20, 1e-4)
+    return list(measurement.figures(only, tokens, kernels))
+
+
+def test_every_op_can_be_measured():
+    assert set(MAKERS) == set(OPS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights", "quantize"),
+    [
+        ("tiny-v3", "bfloat16", "none"),
+        ("tiny-v2-lite", "fp8", "none"),
+        ("tiny-v3", "bfloat16", "int8"),
+        ("tiny-v3", "bfloat16", "int4"),
+        ("tiny-v32", "bfloat16", "none"),
+    ],
+)
+def test_every_bound_kernel_of_a_model_is_measured(shape, weights, quantize):
+    assembly = assembled(shape, weights, quantize=quantize)
+    figures = measured(assembly)
+    assert not [f for f in figures if f.error]
+    wanted = {(s.op, k.name) for s, k in assembly.binding.choices if k is not None}
+    assert {(f.op, f.kernel) for f in figures} == wanted
+    places = sum(k is not None for _, k in assembly.binding.choices)
+    one = {(f.op, f.what, f.kernel): f.sites for f in figures}
+    assert sum(one.values()) == places
+    for f in figures:
+        assert f.bound and f.us > 0 and f.tokens in (1, 3)
+        assert f.of_bandwidth == pytest.approx(f.gb_per_s / 100)
+    methods = {f.method for f in figures if f.op == "mla_absorb"}
+    assert methods == {"apply_q", "apply_v", "expand"}
+
+
+def test_rates_follow_from_time_and_work():
+    (figure,) = measured(assembled(), ["route"], [4])
+    todo = subjects.work.route(16, 4, 4)
+    assert figure.gb_per_s == pytest.approx(todo.nbytes / figure.us / 1e3)
+    assert figure.gflop_per_s == pytest.approx(todo.flops / figure.us / 1e3)
+    assert figure.of_compute == pytest.approx(figure.gflop_per_s / 100)  # float32's ceiling
+
+
+def test_all_kernels_that_accept_are_measured():
+    figures = measured(assembled(), ["linear"], [2], ["all"])
+    names = {f.kernel for f in figures}
+    assert {"reference.ReferenceLinear"} < names
+    some = measured(assembled(), ["linear"], [2], ["reference.ReferenceLinear"])
+    assert {f.kernel for f in some if not f.bound} == {"reference.ReferenceLinear"}
+    for what in {f.what for f in figures}:
+        assert [f.bound for f in figures if f.what == what].count(True) == 1
+
+
+def test_the_time_is_the_median_of_calls():
+    measurement = ops.Measurement(assembled(), 20, None, 0.05)
+    slow = measurement._time([lambda: time.sleep(0.002), lambda: time.sleep(0.002)])
+    assert 0.002 <= slow < 0.02
+    waits = iter([0.0, 0.0] + [0.001] * 30 + [0.03] + [0.001] * 1000)
+    assert measurement._time([lambda: time.sleep(next(waits))]) < 0.01
+
+
+def test_queued_work_is_timed_until_it_is_done(monkeypatch):
+    """A platform whose calls return at once: the time is that of synchronize."""
+    queue = []
+
+    def drain(self):
+        time.sleep(0.001 * len(queue))
+        queue.clear()
+
+    measurement = ops.Measurement(assembled(), 20, None, 0.05)
+    monkeypatch.setattr(CpuPlatform, "asynchronous", True)
+    monkeypatch.setattr(CpuPlatform, "synchronize", drain)
+    spent = measurement._time([lambda: queue.append(1)] * 3)
+    assert 0.001 <= spent < 0.003
+
+
+def test_a_recording_is_replayed_where_the_device_can(monkeypatch):
+    replays = []
+
+    class Backend:
+        def capture(self, run):
+            return lambda: replays.append(1)
+
+    measurement = ops.Measurement(assembled(), 20, None, 0.01)
+    monkeypatch.setattr(CpuPlatform, "asynchronous", True)
+    monkeypatch.setattr(CpuPlatform, "captures", True)
+    monkeypatch.setattr(CpuPlatform, "graph_backend", lambda self, rank=0: Backend())
+    calls = []
+    measurement._time([lambda: calls.append(1)])
+    assert len(replays) >= 3
+    assert len(calls) < 40  # warm-up only
+
+
+def test_a_kernel_that_raises_is_a_figure(monkeypatch):
+    def apply(self, x, packed):
+        raise RuntimeError("no luck")
+
+    assembly = assembled(pin=("linear=reference.ReferenceLinear",))
+    monkeypatch.setattr(ReferenceLinear, "apply", apply)
+    figures = measured(assembly, ["linear"], [1])
+    assert figures and all(f.error == "RuntimeError: no luck" for f in figures)
+    assert "no luck" in ops.render(figures[0])
+
+
+def test_copies_are_twice_the_cache_where_the_model_is_larger():
+    memory = Memory(cache=100, model=1000, most=500)
+    assert memory.copies(10) == 20
+    assert memory.copies(300) == 1
+    assert memory.copies(30) == 7
+    assert Memory(100, 1000, 60).copies(10) == 6  # no more than there is room for
+    assert Memory(100, 90, 500).copies(10) == 1  # the model itself stays in the cache
+    assert memory.cold(10, 20) and memory.cold(300, 1)
+    assert not memory.cold(10, 6)
+    assert Memory(100, 90, 500).cold(10, 1)
+
+
+def test_copies_have_memory_of_their_own():
+    """Pointers of different copies differ, and all give the same result."""
+    assembly = assembled(pin=("linear=reference.ReferenceLinear",))
+    measurement = ops.Measurement(assembly, 20, 32 << 20, 1e-4)
+    group = next(g for g in ops.groups(assembly, ["linear"]) if g.sites[0].shape == (640, 128))
+    maker = MAKERS["linear"](measurement._place(group, group.bound))
+    pointers = {p.tensors["weight"].data_ptr() for p in maker.packed}
+    assert len(pointers) == len(maker.packed) == math.ceil(2 * (1 << 20) / (640 * 128 * 2))
+    (subject,) = maker.at(3)
+    first, *rest = (call() for call in subject.calls)
+    assert all(torch.equal(first, other) for other in rest)
+    assert subject.cold
+
+
+def test_experts_that_do_not_fit_are_fewer():
+    assembly = assembled("tiny-v3")
+    group = ops.groups(assembly, ["experts"])[0]
+    one = 3 * 192 * 128 * 2
+    place = ops.Measurement(assembly, 20, 6 * one, 1e-4)._place(group, group.bound)
+    maker = MAKERS["experts"](place)
+    assert maker.count == 6
+    (subject,) = maker.at(2)
+    assert subject.note == "6 of 16 experts fit"
+    assert subject.calls[0]().shape == (2, 128)
+
+
+def test_work_counts_the_experts_that_were_chosen():
+    group = ops.groups(assembly := assembled("tiny-v3"), ["experts"])[0]
+    place = ops.Measurement(assembly, 20, 32 << 20, 1e-4)._place(group, group.bound)
+    (subject,) = MAKERS["experts"](place).at(1)
+    expected = subjects.work.experts(192, 128, subjects.held(place), "bfloat16", 1, 4, 4)
+    assert subject.work == expected
+
+
+def test_widths_of_small_ops_come_from_their_neighbours():
+    found = {(g.op, g.width) for g in ops.groups(assembled("tiny-v3"))}
+    assert {("silu_mul", 320), ("silu_mul", 192), ("add_rms_norm", 128)} < found
+    assert ("rms_norm", 96) in found  # of the query latent
+
+
+def test_bytes_of_a_step(capsys):
+    command = ["bench", "ops", "--shape", "lite-8", "--bytes", "--tokens", "1", "4", "--context"]
+    assert main([*command, "1", "--json", "--platform", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["all"]["1"] == pytest.approx(1.747e9, rel=1e-2)
+    assert found["step_bytes"]["4"]["experts"] > 3 * found["step_bytes"]["1"]["experts"]
+    assert main([*command, "1", "--platform", "cpu"]) == 0
+    assert "batch 4" in capsys.readouterr().out
+
+
+def test_the_verb(capsys):
+    command = ["bench", "ops", "--shape", "tiny-v2-lite", "--op", "linear", "--tokens", "1"]
+    command += ["--seconds", "0.001", "--threads", "1", "--platform", "cpu"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ceilings"]["bandwidth"] == 100e9
+    assert {f["op"] for f in found["figures"]} == {"linear"}
+    assert found["model"] == "tiny-v2-lite" and found["commit"] and found["command"]
+    assert main(command) == 0
+    text = capsys.readouterr().out.splitlines()
+    assert text[0].startswith("ceilings measured: read 100.0 GB/s")
+    assert "640×128 dense" in "\n".join(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--op", "liner"], "--op 'liner': known are embed"),
+        (["--tokens", "0"], "--tokens"),
+        (["--model", "demo"], "give one of both"),
+        (["--seconds", "0"], "--seconds"),
+        (
+            ["--kernels", "reference.ReferenceLiner"],
+            "no plugin offers it; did you mean 'reference.ReferenceLinear'?",
+        ),
+    ],
+)
+def test_wrong_flags_are_refused(capsys, flags, said):
+    assert main(["bench", "ops", "--shape", "tiny-v3", "--platform", "cpu", *flags]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_a_shape_needs_no_checkpoint_and_leaves_nothing():
+    assembly = assembled("v3-slice")
+    assert assembly.plan.model == "v3-slice"
+    assert not assembly.folder.exists()
+    with pytest.raises(ConfigError, match="--shape"):
+        config_of("none", "bfloat16")
+
+
+class Slow(Platform):
+    """What the default of Platform.ceilings gets."""
+
+    name = "slow"
+    info = CpuPlatform.info
+    device = CpuPlatform.device
+    memory = CpuPlatform.memory
+    _isa = "auto"
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_ceilings_with_torch_alone(monkeypatch, one_thread):
+    monkeypatch.setattr(ceilings, "_SECONDS", 0.01)
+    monkeypatch.setattr(ceilings, "_SIZES", (256,))
+    monkeypatch.setattr(ceilings, "_BUFFER", 64 << 20)
+    found = Slow().ceilings()
+    fast = CpuPlatform().info().fast_dtypes
+    assert fast <= set(found.compute) <= fast | {"int8"}
+    begin = time.perf_counter()
+    torch.randn(256, 256) @ torch.randn(256, 256)
+    one = 2 * 256**3 / (time.perf_counter() - begin)
+    assert found.compute["float32"] > one / 10
+    assert found.bandwidth > 1e8
+
+
+def test_the_best_call_counts():
+    waits = iter([0.0, 0.02, 0.002, 0.02] + [0.01] * 1000)
+    assert 0.002 <= ceilings.best(lambda: time.sleep(next(waits)), lambda: None, 0.1) < 0.0095
+
+
+@pytest.mark.parametrize(
+    ("cache", "free", "want"),
+    [(0, 100 << 30, 2 << 30), (1 << 30, 100 << 30, 4 << 30), (0, 4 << 30, 1 << 30)],
+)
+def test_the_buffer_is_larger_than_the_cache(cache, free, want):
+    assert ceilings.buffer_bytes(cache, free) == want
+
+
+def test_neighbours(tmp_path, monkeypatch):
+    import os
+
+    tick = os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+
+    def write(user, idle):
+        stat.write_text(f"cpu {user * tick} 0 0 {idle * tick} 0 0 0 0 0 0\n")
+
+    own = [0.0]
+    times = os.times()
+
+    def fake():
+        return type(times)((own[0], 0.0, 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr(record.os, "times", fake)
+    write(10, 10)
+    seen = record.Neighbours(stat)
+    assert seen.share() is None  # no time has passed
+    write(18, 12)
+    own[0] = 5.0
+    assert seen.share() == pytest.approx(0.3)
+    own[0] = 20.0
+    assert seen.share() == 0.0
+    assert record.Neighbours(tmp_path / "none").share() is None
+    assert "30%" in ops.render_neighbours(0.3)
+    assert ops.render_neighbours(0.01) == ops.render_neighbours(None) == ""

@@ -1,0 +1,198 @@
+"""Bytes and FLOPs of ops: against torch's own counter, tensor sizes, and known limits."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ds_runtime.bench import work
+from ds_runtime.bench.shapes import config_of
+from ds_runtime.model.hf import from_hf
+from ds_runtime.model.requantise import with_target
+from ds_runtime.model.sites import model_sites
+from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
+from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, load_attr
+from ds_runtime.ops.table import OPS
+from ds_runtime.testing.conformance import facts_for
+
+DEVICE = DeviceInfo("cpu", "", "")
+FACTS = facts_for(DEVICE, "float32")
+
+
+def counted(call):
+    with FlopCounterMode(display=False) as counter:
+        result = call()
+    return result, counter.get_total_flops()
+
+
+def test_every_op_has_its_work():
+    assert set(work.WORK) == set(OPS)
+    for name, function in work.WORK.items():
+        assert inspect.signature(function).return_annotation == "Work", name
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_linear(tokens):
+    weight = Maker(FACTS, "w").weight(96, 64)
+    x = torch.randn(tokens, 64)
+    linear = load_attr(OPS["linear"].reference)(FACTS)
+    packed = linear.pack(weight, FACTS)
+    out, flops = counted(lambda: linear.apply(x, packed))
+    got = work.linear(96, 64, "dense", "float32", tokens)
+    assert got.flops == flops
+    assert (got.reads, got.writes) == (x.nbytes, out.nbytes)
+    assert got.weights == (96 * 64 * 4 if tokens else 0)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "int8_channel", "int4_group"])
+def test_the_bytes_of_a_format_are_those_of_its_tensors(fmt):
+    rows, cols = 320, 300
+    make = Maker(FACTS, fmt)
+    if fmt == "fp8_block":
+        part = make.weight(rows, cols, fmt).parts[0]
+    else:
+        part = quantise_part(make.weight(rows, cols).parts[0], fmt)
+    sizes = {name: t.nbytes for name, t in part.tensors.items()}
+    if fmt == "int4_group":
+        sizes["weight"] //= 2  # two codes to a byte in memory, one in the checkpoint's tensor
+    assert work.matrix_bytes(rows, cols, fmt, "bfloat16") == sum(sizes.values())
+
+
+def test_experts():
+    make = Maker(FACTS, "experts")
+    trios = [(make.weight(24, 40), make.weight(24, 40), make.weight(40, 24)) for _ in range(8)]
+    kernel = load_attr(OPS["experts"].reference)(FACTS)
+    packed = kernel.pack(SampleExperts(trios), FACTS)
+    ids = torch.tensor([[0, 3], [3, 5], [0, 7]], dtype=torch.int32)
+    x, weights = torch.randn(3, 40), torch.rand(3, 2)
+    out, flops = counted(lambda: kernel.apply(x, weights, ids, packed))
+    got = work.experts(24, 40, "dense", "float32", 3, 2, len(ids.unique()))
+    assert got.flops == flops
+    assert got.weights == 4 * sum(t.parts[0].tensors["weight"].nbytes for t in trios[0])
+    assert got.reads == x.nbytes + weights.nbytes + ids.nbytes
+    assert got.writes == out.nbytes
+
+
+def test_absorb():
+    dims = {"heads": 3, "qk_nope": 16, "v": 12, "kv_lora": 32, "qk_rope": 8}
+    facts = Facts(DEVICE, Dims(dims))
+    kernel = load_attr(OPS["mla_absorb"].reference)(facts)
+    weight = Maker(FACTS, "kv_b").weight(3 * 28, 32)
+    packed = kernel.pack(weight, facts)
+    inputs = {
+        "apply_q": torch.randn(5, 3, 16),
+        "apply_v": torch.randn(5, 3, 32),
+        "expand": torch.randn(5, 32),
+    }
+    halves = 0.0
+    for method, x in inputs.items():
+        out, flops = counted(lambda m=method, a=x: getattr(kernel, m)(a, packed))
+        got = work.mla_absorb(method, 3, 16, 12, 32, "float32", 5)
+        assert got.flops == flops, method
+        assert got.reads == x.nbytes, method
+        made = out if isinstance(out, tuple) else (out,)
+        assert got.writes == sum(t.nbytes for t in made), method
+        halves += got.weights if method != "expand" else 0
+    assert halves == got.weights == 3 * 28 * 32 * 4
+
+
+def test_prefill_attention_counts_what_is_seen():
+    tokens = 50
+    q, k, v = (torch.randn(tokens, 3, d) for d in (24, 24, 12))
+    segs = segments(tokens)
+    attend = load_attr(OPS["mha_prefill"].reference)
+    (out, lse), flops = counted(lambda: attend(q, k, v, segs, segs, True, 0.2))
+    got = work.mha_prefill(3, 24, 12, "float32", tokens)
+    assert got.flops == pytest.approx(flops * (tokens + 1) / (2 * tokens))  # it masks a square
+    assert got.reads == q.nbytes + k.nbytes + v.nbytes
+    assert got.writes == out.nbytes + lse.nbytes
+
+
+def test_decode_attention():
+    lens = (5, 5, 30)
+    got = work.mla_decode(3, 32, 8, "bfloat16", "float8_e4m3fn", lens)
+    assert got.reads == 40 * 40 + 3 * 3 * 40 * 2
+    assert got.writes == 3 * 3 * 32 * 2
+    assert got.flops == 2 * 40 * 3 * (40 + 32)
+
+
+def test_work_adds_up():
+    a = work.Work(1, 2, 3, 4)
+    assert a + a == a.times(2) == work.Work(2, 4, 6, 8)
+    assert a.nbytes == 6
+
+
+def test_distinct_experts_against_draws():
+    torch.manual_seed(0)
+    draws = [
+        len(torch.stack([torch.randperm(64)[:6] for _ in range(16)]).unique()) for _ in range(300)
+    ]
+    mean = sum(draws) / len(draws)
+    assert work.distinct_experts(64, 6, 16) == pytest.approx(mean, abs=0.5)
+    assert work.distinct_experts(64, 6, 1) == pytest.approx(6)
+
+
+def step(shape, stored, quantize, batch):
+    config = from_hf(config_of(shape, "bfloat16"))
+    facts = Facts(DEVICE, config.dims(), dtype="bfloat16", kv_dtype="bfloat16")
+    form = with_target(quantize, lambda m: "dense" if m == "lm_head" else stored)
+    return work.decode_step(model_sites(config, form), facts, batch)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "quantize", "limits"),
+    [
+        ("lite-8", "dense", "none", {1: 44, 4: 87, 16: 172}),
+        ("lite-8", "fp8_block", "none", {1: 70}),
+        ("lite-8", "dense", "int8", {1: 86}),
+        ("lite-8", "dense", "int4", {1: 130}),
+        ("v3-cpu", "dense", "none", {1: 19.4, 4: 59, 16: 229}),
+    ],
+)
+def test_decode_steps_at_77_gigabytes_per_second(shape, stored, quantize, limits):
+    """Tokens per second, where reading the weights of a step is all that takes time."""
+    for batch, limit in limits.items():
+        total = sum(w.nbytes for w in step(shape, stored, quantize, batch).values())
+        assert batch * 77e9 / total == pytest.approx(limit, rel=0.01)
+
+
+def test_a_step_reads_every_weight_of_the_checkpoint_once():
+    """With so many tokens that every expert has some: all parameters but the embedding."""
+    from ds_runtime.bench.checkpoint import plan_tensors
+
+    raw = config_of("lite-8", "bfloat16")
+    linears = sum(p.nbytes for p in plan_tensors(raw) if len(p.shape) == 2 and p.kind == "weight")
+    found = step("lite-8", "dense", "none", 100_000)
+    routers = found.pop("router_logits").weights / 2  # held in float32
+    assert sum(w.weights for w in found.values()) + routers == pytest.approx(linears, rel=1e-9)
+
+
+def test_the_cache_counts_with_the_context():
+    config = from_hf(config_of("lite-8", "bfloat16"))
+    facts = Facts(DEVICE, config.dims(), dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    sites = model_sites(config, lambda m: "dense")
+    got = work.decode_step(sites, facts, 3, 1000)["mla_decode"]
+    assert got.reads == 3 * 1000 * 576 * 8
+
+
+def test_prefill_flops_of_a_whole_model():
+    """Against torch's count over transformers' model, whose attention computes whole squares."""
+    import transformers
+
+    raw = config_of("tiny-v2-lite", "float32")
+    config = from_hf(raw)
+    made = transformers.DeepseekV2Config(**{**raw, "_attn_implementation": "eager"})
+    made._experts_implementation = "eager"
+    model = transformers.DeepseekV2ForCausalLM(made).eval()
+    tokens = 40
+    ids = torch.randint(512, (1, tokens))
+    with torch.inference_mode():
+        _, flops = counted(lambda: model(ids, logits_to_keep=1))
+    masked = tokens * (tokens - 1) / 2 * 2 * config.heads * (config.qk_head + config.v_head)
+    rotation = 2 * config.qk_rope / 2 * tokens  # transformers makes its angles by a matmul
+    want = flops - config.layers * masked - rotation
+    assert work.prefill_flops(config, tokens) == pytest.approx(want, rel=1e-4)

@@ -1,0 +1,159 @@
+"""Where a draft layer may lie, and what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.runner import Runner
+from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.model.checkpoint import EXPORTED
+from ds_runtime.model.estimate import needed_bytes
+from ds_runtime.model.hub import resolve_model
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.speculation import Speculation
+
+SETTINGS = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "context_length": 64,
+    "kv_memory": 4_000_000,
+    "max_running_requests": 2,
+}
+NEXTN = {**SETTINGS, "speculative_algorithm": "NEXTN"}
+
+
+def load(**settings):
+    assembly = assemble(EngineConfig(**settings), settings)
+    return Runner(assembly, SoloCommunicator())
+
+
+def tensors_of(folder):
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """The demo model without its draft layer, and that layer as it is exported."""
+    demo = resolve_model("demo")
+    model, draft = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("draft")
+    tensors = tensors_of(demo)
+    layer = {k: v for k, v in tensors.items() if k.startswith("model.layers.5.")}
+    save_file({k: v for k, v in tensors.items() if k not in layer}, model / "model.safetensors")
+    config = json.loads((demo / "config.json").read_text())
+    for folder, changes in (
+        (model, {"num_nextn_predict_layers": 0}),
+        (draft, {"num_hidden_layers": 1}),
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    renamed = {k.replace("layers.5.", "layers.0."): v.clone() for k, v in layer.items()}
+    embedding = tensors["model.embed_tokens.weight"]
+    renamed["model.layers.0.embed_tokens.weight"] = embedding.clone()
+    renamed["model.layers.0.shared_head.head.weight"] = embedding.clone()
+    save_file(renamed, draft / EXPORTED)
+    return model, draft
+
+
+def test_the_plan_the_estimate_and_the_caches_have_one_layer_more():
+    plain = assemble(EngineConfig(**SETTINGS), SETTINGS)
+    runner = load(**NEXTN)
+    assembly = runner.assembly
+    drafted = [s for s, _ in assembly.binding.choices if s.role == "draft"]
+    assert {s.layer for s in drafted} == {5} and {"eh_proj", "nextn"} <= {s.module for s in drafted}
+    verify = [s for s, _ in assembly.binding.choices if s.phase == "verify"]
+    assert len(verify) == 6 and len(runner.caches) == 6
+    more = needed_bytes(assembly) - needed_bytes(plain)
+    assert more == pytest.approx(runner.speculator.draft.packed_bytes, rel=0.02)
+
+
+def test_a_folder_of_its_own_holds_the_same_layer(split):
+    model, draft = split
+    ours = load(**NEXTN)
+    theirs = load(**NEXTN, model=str(model), speculative_draft_model_path=str(draft))
+    for name in ("join", "norm", "embedding_norm"):
+        a, b = (getattr(r.speculator.draft, name) for r in (ours, theirs))
+        a, b = ((x.packed.tensors["weight"] if hasattr(x, "packed") else x.weight) for x in (a, b))
+        assert a.equal(b)
+
+
+def test_a_checkpoint_without_the_layer_is_refused(split):
+    model, _draft = split
+    with pytest.raises(
+        UnsupportedError, match=r"NEXTN.*num_nextn_predict_layers.*draft-model-path"
+    ):
+        assemble(EngineConfig(**NEXTN, model=str(model)))
+    with pytest.raises(CheckpointError, match="--speculative-draft-model-path /nowhere: no such"):
+        assemble(EngineConfig(**NEXTN, model=str(model), speculative_draft_model_path="/nowhere"))
+
+
+def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):
+    model, draft = split
+    other = tmp_path / "other"
+    shutil.copytree(draft, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    settings = {**NEXTN, "model": str(model), "speculative_draft_model_path": str(other)}
+    with pytest.raises(ConfigError, match="hidden is 128, the model's is 256"):
+        assemble(EngineConfig(**settings))
+    (other / "config.json").write_text(json.dumps(config))
+    tensors = load_file(other / EXPORTED)
+    del tensors["model.layers.0.eh_proj.weight"]
+    save_file(tensors, other / EXPORTED)
+    with pytest.raises(CheckpointError, match=r"model.layers.0.eh_proj.weight is missing"):
+        load(**settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"speculative_num_steps": 2}, "num-steps 2: needs --speculative-algorithm"),
+        ({"speculative_draft_model_path": "x"}, "draft-model-path x: needs"),
+        ({"speculative_algorithm": "MEDUSA"}, "'MEDUSA': must be one of NEXTN, EAGLE"),
+        ({"speculative_algorithm": "EAGLE", "speculative_num_steps": 0}, "must be at least 1"),
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_num_steps": 2,
+                "speculative_num_draft_tokens": 5,
+            },
+            "it is 3: a chain has one draft per step",
+        ),
+        ({"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 65}, "must be 2 to 64"),
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_eagle_topk": 2,
+                "speculative_num_steps": 2,
+                "speculative_num_draft_tokens": 9,
+            },
+            "has 7 tokens",
+        ),
+        ({"speculative_algorithm": "NEXTN", "max_step_tokens": 3}, "one request verifies 4 tokens"),
+    ],
+)
+def test_settings_that_do_not_go_together(given, said):
+    with pytest.raises(DsRuntimeError, match=said):
+        EngineConfig(**given)
+
+
+def test_what_is_left_out_follows_from_the_rest():
+    def settled(**given):
+        found = Speculation.of(EngineConfig(speculative_algorithm="EAGLE", **given))
+        return found.steps, found.topk, found.tokens
+
+    assert settled() == (3, 1, 4)
+    assert settled(speculative_num_steps=1) == (1, 1, 2)
+    assert settled(speculative_num_draft_tokens=6) == (5, 1, 6)
+    assert settled(speculative_eagle_topk=2, speculative_num_steps=2) == (2, 2, 7)
+
+
+def test_a_tree_is_refused_until_a_kernel_takes_its_mask():
+    with pytest.raises(UnsupportedError, match="does not serve the tree phase"):
+        assemble(EngineConfig(**NEXTN, speculative_eagle_topk=2))

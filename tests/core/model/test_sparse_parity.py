@@ -1,0 +1,192 @@
+"""Sparse attention against transformers: what is chosen, and every log-probability."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from model_harness import Harness, ThreadGroup, decide, run_schedule
+
+from ds_runtime.errors import ConfigError
+from ds_runtime.model import indexer
+from ds_runtime.ops.reference import INDEX_PAGES, LATENT_FP8_GROUPS
+from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
+from ds_runtime.testing.oracle import Oracle, compare
+from ds_runtime.testing.tiny import SPARSE, write_tiny
+
+LENGTHS = (150, 64, 25, 24, 1)  # of 24 tokens at most are attended
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """shape → (folder, oracle), made once."""
+
+    @cache
+    def make(shape, top_k=24):
+        folder = tmp_path_factory.mktemp(shape)
+        return folder, Oracle(write_tiny(folder, shape, seed=3, index_topk=top_k))
+
+    return make
+
+
+def prompts_of(oracle, lengths=LENGTHS, seed=0):
+    return [oracle.draw_prompt(n, seed * 100 + i) for i, n in enumerate(lengths)]
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Every choice of every layer, as tokens per row."""
+    found, best = [], indexer.Indexer._best
+
+    def seen(self, q, weights, cache, part):
+        slots = best(self, q, weights, cache, part)
+        size = self.page_size
+        for row, owner, length in zip(slots, part.owners, part.lens, strict=True):
+            pages = {int(p): i for i, p in enumerate(part.page_table[owner][: -(-length // size)])}
+            real = row[row >= 0].tolist()
+            found.append({pages[s // size] * size + s % size for s in real})
+        return slots
+
+    monkeypatch.setattr(indexer.Indexer, "_best", seen)
+    return found
+
+
+def expected_sets(model, tokens):
+    """What transformers' indexers choose: per layer with one, a set per position."""
+    made, hooks = [], []
+    for module in model.modules():
+        if type(module).__name__.endswith("Indexer"):
+            hooks.append(module.register_forward_hook(lambda m, a, out: made.append(out[0])))
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return [[{i for i in row.tolist() if i <= t} for t, row in enumerate(layer)] for layer in made]
+
+
+@pytest.mark.parametrize("shape", SPARSE)
+def test_the_same_tokens_are_chosen(checkpoints, shape, chosen):
+    folder, oracle = checkpoints(shape)
+    (tokens,) = prompts_of(oracle, (150,))
+    harness = Harness(decide(folder))
+    (sequence,) = harness.sequences([tokens], seed=1)
+    harness.step([(sequence, len(tokens))])
+    expected = expected_sets(oracle.double, tokens)
+    assert len(expected) == (3 if shape == "v32" else sum(harness.assembly.model.indexing.computes))
+    assert chosen == [row for layer in expected for row in layer]
+
+
+@pytest.mark.parametrize(("shape", "kernels"), [("v32", "reference"), ("glm", "cpu")])
+def test_random_schedules(checkpoints, shape, kernels):
+    """Whole, chunked, cached, mixed, decode, and pages of several sizes."""
+    folder, oracle = checkpoints(shape)
+    for seed, (page_size, largest) in enumerate(((16, 40), (1, 7), (64, 200))):
+        harness = Harness(decide(folder, kernels, page_size=page_size), pages=1024 // page_size)
+        prompts = prompts_of(oracle, seed=seed)
+        compare(oracle, prompts, run_schedule(harness, prompts, seed, largest), 1e-4)
+
+
+def test_scores_in_groups(checkpoints, monkeypatch):
+    """As prompts are scored whose scores would not fit: a few rows at a time."""
+    monkeypatch.setattr(indexer, "_SCORES", 700)
+    folder, oracle = checkpoints("v32")
+    prompts = prompts_of(oracle)
+    compare(oracle, prompts, run_schedule(Harness(decide(folder)), prompts, 2, 100), 1e-4)
+
+
+def test_token_by_token(checkpoints):
+    folder, oracle = checkpoints("glm")
+    prompts = prompts_of(oracle, (90, 26))
+    harness = Harness(decide(folder, page_size=8))
+    sequences = harness.sequences(prompts, seed=2)
+    while waiting := [s for s in sequences if s.done < len(s.tokens)]:
+        harness.step([(s, 1) for s in waiting])
+    compare(oracle, prompts, [torch.cat(s.logits) for s in sequences], 1e-4)
+
+
+@pytest.mark.parametrize("shape", SPARSE)
+def test_all_tokens_chosen_is_dense_attention(checkpoints, shape, monkeypatch):
+    """top_k ≥ length: the same whether chosen by score, taken whole, or attended densely."""
+    folder, oracle = checkpoints(shape, top_k=200)
+    prompts = prompts_of(oracle)
+    dense = run_schedule(Harness(decide(folder)), prompts, 3, 60)
+    compare(oracle, prompts, dense, 1e-4)
+    monkeypatch.setattr(indexer, "_longest", lambda part: 1 << 30)
+    sparse = run_schedule(Harness(decide(folder)), prompts, 3, 60)
+    for one, other in zip(dense, sparse, strict=True):
+        assert torch.allclose(one, other, atol=2e-5)
+
+
+def test_ranks_choose_alike(checkpoints):
+    folder, oracle = checkpoints("v32")
+    prompts = prompts_of(oracle, (70, 5, 31))
+
+    def rank(comm):
+        return run_schedule(Harness(decide(folder, "cpu", tp=2), comm), prompts, 4, 30)
+
+    results = ThreadGroup(2).run(rank)
+    compare(oracle, prompts, results[0], 1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_layers_that_share_have_neither_weights_nor_cache(checkpoints):
+    folder, _ = checkpoints("glm")
+    harness = Harness(decide(folder))
+    computes = harness.assembly.model.indexing.computes
+    assert computes == (True, True, False, True, False)
+    indexers = [block.attention.indexer for block in harness.model.blocks]
+    assert tuple(i is not None for i in indexers) == computes
+    assert len(harness.caches) == 5 + 3
+    places = {s.layer for s, _ in harness.assembly.binding.choices if s.op == "index_scores"}
+    assert places == {0, 1, 3}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_index_keys_choose_nearly_alike(checkpoints, dtype, chosen):
+    """132 bytes a token at the true width; of the tokens chosen exactly, most are still."""
+    folder, oracle = checkpoints("v32")
+    (tokens,) = prompts_of(oracle, (150,))
+    harness = Harness(decide(folder, dtype=dtype, index_cache_dtype="fp8"))
+    assert all(c.shape[-1] == 32 + 4 and c.dtype == torch.uint8 for c in harness.caches[3:])
+    (sequence,) = harness.sequences([tokens], seed=1)
+    harness.step([(sequence, 100)])
+    while sequence.done < len(tokens):
+        harness.step([(sequence, 1)])
+    first_layer = expected_sets(oracle.double, tokens)[0]
+    ours = chosen[:100] + chosen[300::3]
+    kept = [len(a & b) / len(b) for a, b in zip(ours, first_layer, strict=True)]
+    assert min(kept) > 0.7 and sum(kept) / len(kept) > 0.95
+
+
+def test_scaled_fp8_latents(checkpoints):
+    """The 656-byte form. Random routers flip in 8 bits; each op is held to its float64 oracle."""
+    folder, oracle = checkpoints("v32", top_k=200)  # every token is chosen: only rounding departs
+    prompts = prompts_of(oracle, (90, 40))
+    harness = Harness(decide(folder, kv_cache_dtype="fp8"))
+    assert harness.bound.layout.tag == "latent_fp8_groups.v1"
+    assert all(c.dtype == torch.uint8 and c.shape[-1] == 32 + 4 + 32 for c in harness.caches[:3])
+    logits = run_schedule(harness, prompts, 3, 30)
+    for tokens, found in zip(prompts, logits, strict=True):
+        error = (found.log_softmax(-1) - oracle.logprobs(tokens)).abs()
+        assert 1e-4 < error.mean() < 0.2
+
+
+def test_bytes_of_a_token_at_the_published_widths():
+    dims = Dims({"kv_lora": 512, "qk_rope": 64, "index_dim": 128})
+    device = DeviceInfo("cpu", "any", "any")
+    facts = Facts(device, dims, "bfloat16", FP8_GROUPS, 64, index_dtype="float8_e4m3fn")
+    assert LATENT_FP8_GROUPS.bytes_per_token(facts) == 656
+    assert INDEX_PAGES.bytes_per_token(facts) == 132
+    for layout, width in ((LATENT_FP8_GROUPS, 656), (INDEX_PAGES, 132)):
+        assert load_attr(layout.allocate)(3, facts, "cpu").shape == (3, 64, width)
+
+
+def test_backends_are_pins(checkpoints):
+    folder, _ = checkpoints("v32")
+    flags = {f"nsa_{name}_backend": "reference" for name in ("prefill", "decode", "topk")}
+    chosen = decide(folder, "cpu", **flags).binding.choices
+    ops = ("sparse_prefill", "sparse_decode", "index_topk")
+    assert {k.provider for s, k in chosen if s.op in ops and k is not None} == {"reference"}
+    with pytest.raises(ConfigError, match="--nsa-topk-backend 'referense': no such provider of"):
+        decide(folder, "cpu", nsa_topk_backend="referense")

@@ -1,0 +1,114 @@
+"""Adapters as models: listed, named by requests, loaded and unloaded while others are served."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from server_harness import serving, until
+
+
+@pytest.fixture
+def adapting(bpe_folder):
+    """A server with adapter `a` loaded."""
+    with serving(bpe_folder) as one:
+        assert load(one, "a").status_code == 200
+        yield one
+
+
+def load(served, name, path="/adapters/a", **headers):
+    body = {"lora_name": name, "lora_path": path}
+    return served.http.post("/v1/load_lora_adapter", json=body, headers=headers)
+
+
+def unload(served, name):
+    return served.post("/v1/unload_lora_adapter", lora_name=name)
+
+
+def models(served):
+    return [m["id"] for m in served.http.get("/v1/models").json()["data"]]
+
+
+def error(reply, status, said):
+    assert reply.status_code == status, reply.text
+    found = reply.json()["error"]
+    assert said in found["message"]
+    return found
+
+
+def test_every_route_takes_an_adapter_as_its_model(adapting):
+    def adapter():
+        return adapting.engine.submits[-1].adapter
+
+    assert adapting.chat("[say so]", model="a").json()["model"] == "a"
+    assert adapter() == "a"
+    assert adapting.chat("[say so]", model="fake").json()["model"] == "fake"
+    assert adapter() == ""
+    reply = adapting.post("/v1/completions", model="a", prompt="[say so]", n=2)
+    assert reply.json()["model"] == "a" and adapter() == "a"
+    reply = adapting.post("/v1/responses", model="a", input="[say so]")
+    assert reply.json()["model"] == "a" and adapter() == "a"
+    messages = [{"role": "user", "content": "[say so]"}]
+    reply = adapting.post("/v1/messages", model="a", max_tokens=9, messages=messages)
+    assert reply.json()["model"] == "a" and adapter() == "a"
+    assert adapting.post("/generate", text="[say so]", lora_path="a").status_code == 200
+    assert adapter() == "a"
+    assert adapting.post("/generate", text="[say so]").status_code == 200
+    assert adapter() == ""
+
+
+def test_models_are_listed_and_unknown_ones_refused(adapting):
+    assert models(adapting) == ["fake", "a"]
+    listed = adapting.http.get("/v1/models").json()["data"]
+    assert [m.get("parent") for m in listed] == [None, "fake"]
+    assert adapting.http.get("/v1/models/a").json() == listed[1]
+    error(adapting.chat("[say so]", model="b"), 404, "model 'b' is not served here: use 'fake' or")
+    reply = adapting.post("/generate", text="x", lora_path="b")
+    assert error(reply, 400, "'b' is the name of no adapter; loaded are: a")["param"] == "lora_path"
+
+
+def test_an_adapter_that_cannot_be_loaded_changes_nothing(adapting):
+    found = error(load(adapting, "b", "/bad"), 400, "/bad: rank 3 found, 4 expected")
+    assert found["param"] == "lora_path"
+    error(load(adapting, "fake"), 400, "'fake' is the model's own name")
+    error(unload(adapting, "b"), 400, "adapter 'b' is not loaded; loaded are: a")
+    error(unload(adapting, "fake"), 400, "adapter 'fake' is not loaded")
+    error(adapting.post("/v1/load_lora_adapter", lora_name="b"), 400, "lora_path")
+    error(adapting.post("/v1/load_lora_adapter", lora_name=3, lora_path="x"), 400, "lora_name")
+    assert models(adapting) == ["fake", "a"]
+    assert adapting.chat("[say so]", model="a").status_code == 200
+
+
+def test_unloading_waits_for_those_that_run_and_takes_no_more(adapting):
+    assert load(adapting, "b").json() == {"lora_name": "b", "adapters": ["a", "b"]}
+    box = []
+
+    def run(target, *args, **more):
+        thread = threading.Thread(target=lambda: box.append(target(*args, **more)))
+        thread.start()
+        return thread
+
+    begun = adapting.engine.generated
+    answer = run(adapting.chat, "[go ab]", model="a", rid="long")
+    until(lambda: adapting.engine.generated > begun + 3)
+    leaving = run(unload, adapting, "a")
+    until(lambda: models(adapting) == ["fake", "b"])
+    error(adapting.chat("[say so]", model="a"), 404, "is not served here")
+    assert adapting.chat("[say so]", model="b").status_code == 200
+    assert leaving.is_alive() and answer.is_alive()
+    assert not [m for m in adapting.engine.adapts if m.folder is None]
+    adapting.post("/abort_request", rid="long")
+    for thread in (answer, leaving):
+        thread.join(10)
+    replies = {r.json().get("lora_name"): r for r in box}
+    assert replies["a"].json() == {"lora_name": "a", "adapters": ["b"]}
+    assert replies[None].json()["choices"][0]["message"]["content"].startswith("ab")
+    assert load(adapting, "a").status_code == 200 and models(adapting) == ["fake", "b", "a"]
+
+
+def test_the_routes_ask_for_the_key(bpe_folder):
+    with serving(bpe_folder, api_key="secret") as served:
+        error(load(served, "a"), 401, "API key")
+        error(unload(served, "a"), 401, "API key")
+        assert not served.engine.adapts
+        assert load(served, "a", Authorization="Bearer secret").status_code == 200

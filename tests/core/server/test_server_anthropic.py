@@ -1,0 +1,231 @@
+"""The `anthropic` client as it comes, against /v1/messages."""
+
+from __future__ import annotations
+
+import anthropic
+import pytest
+from pydantic import BaseModel
+from server_harness import serving
+
+from ds_runtime.text.parsers import Parsers
+
+CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+CALLS = CALL.format('{"city": "Rome"}') + "<｜tool▁calls▁end｜>"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"name": "get_weather", "description": "Weather.", "input_schema": SCHEMA}]
+
+
+@pytest.fixture(scope="module")
+def parsing(bpe_folder):
+    parsers = Parsers("deepseek-v3", "deepseekv31")
+    with serving(bpe_folder, parsers=parsers, api_key="secret") as one:
+        yield one
+
+
+@pytest.fixture
+def client(parsing):
+    with anthropic.Anthropic(base_url=parsing.url, api_key="secret", max_retries=0) as one:
+        yield one
+
+
+def ask(client, content, create=None, **kwargs):
+    messages = [*kwargs.pop("messages", []), {"role": "user", "content": content}]
+    create = create or client.messages.create
+    return create(
+        model="fake", max_tokens=kwargs.pop("max_tokens", 200), messages=messages, **kwargs
+    )
+
+
+def prompt(parsing):
+    return parsing.tokenizer.decode(parsing.engine.submits[-1].prompt, skip_special=False)
+
+
+def test_a_message(client, parsing):
+    answer = ask(
+        client,
+        "[say Hello 你好]",
+        system=[{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}],
+        max_tokens=99,
+        metadata={"user_id": "me"},
+        extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9},
+    )
+    assert (answer.type, answer.role, answer.stop_reason) == ("message", "assistant", "end_turn")
+    assert answer.content[0].text == "Hello 你好" and answer.id.startswith("msg-")
+    assert prompt(parsing).startswith("<｜begin▁of▁sentence｜>Be kind.<｜User｜>[say Hello")
+    submit = parsing.engine.submits[-1]
+    params = submit.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (99, 0.5, 7, 0.9)
+    usage = answer.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(submit.prompt)
+    assert usage.cache_read_input_tokens == 4 and usage.output_tokens > 1
+
+
+def test_thinking_text_and_tools(client):
+    answer = ask(client, "[say <think>two</think>Let me see." + CALLS + "]", tools=TOOLS)
+    thinking, text, call = answer.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "two")
+    assert (text.type, text.text) == ("text", "Let me see.")
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Rome"})
+    assert answer.stop_reason == "tool_use"
+
+
+def test_stream(client):
+    order = "[say <think>two</think>Let me see." + CALLS + "]"
+    with ask(client, order, client.messages.stream, tools=TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    kinds = [e.type for e in events]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert [b.type for b in final.content] == ["thinking", "text", "tool_use"]
+    assert final.content[2].input == {"city": "Rome"} and final.stop_reason == "tool_use"
+    deltas = [e.delta for e in events if e.type == "content_block_delta"]
+    assert "".join(d.thinking for d in deltas if d.type == "thinking_delta") == "two"
+    assert "".join(d.text for d in deltas if d.type == "text_delta") == "Let me see."
+    said = "".join(d.partial_json for d in deltas if d.type == "input_json_delta")
+    assert said == '{"city": "Rome"}'
+    assert [e.index for e in events if e.type == "content_block_start"] == [0, 1, 2]
+    assert final.usage.output_tokens > 5
+
+
+def test_text_stream(client):
+    with ask(client, "[say The quick brown 👍🏽 fox]", client.messages.stream) as stream:
+        assert "".join(stream.text_stream) == "The quick brown 👍🏽 fox"
+
+
+def test_the_tool_runner_s_second_turn(client, parsing):
+    first = ask(client, "[say Well." + CALLS + "]", tools=TOOLS)
+    call = first.content[-1]
+    block = {"type": "tool_result", "tool_use_id": call.id}
+    result = block | {"content": [{"type": "text", "text": "20"}]}
+    history = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": first.content},
+    ]
+    content = [result, {"type": "text", "text": "[say warm]"}]
+    second = ask(client, content, messages=history, tools=TOOLS)
+    assert second.content[0].text == "warm" and second.stop_reason == "end_turn"
+    wanted = 'Well.[call] get_weather {"city": "Rome"}<｜end▁of▁sentence｜>[result] 20<｜User｜>'
+    assert wanted in prompt(parsing)
+
+
+def test_an_answer_that_is_begun_goes_on(client, parsing):
+    messages = [{"role": "user", "content": "[say x]"}, {"role": "assistant", "content": "It is"}]
+    answer = client.messages.create(model="fake", max_tokens=9, messages=messages)
+    assert prompt(parsing).endswith("<｜Assistant｜>It is") and answer.content[0].text == "x"
+
+
+@pytest.mark.parametrize(
+    "order, extra, reason, sequence",
+    [
+        ("[go abc]", {"max_tokens": 5}, "max_tokens", None),
+        ("[go one STOP two]", {"stop_sequences": ["STOP"]}, "stop_sequence", "STOP"),
+        ("[say ok]", {}, "end_turn", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_it_stops(client, order, extra, reason, sequence, stream):
+    if stream:
+        with ask(client, order, client.messages.stream, **extra) as events:
+            answer = events.get_final_message()
+    else:
+        answer = ask(client, order, **extra)
+    assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
+
+
+def test_count_tokens(client, parsing):
+    content = "[say ok]"
+    counted = client.messages.count_tokens(
+        model="fake",
+        messages=[{"role": "user", "content": content}],
+        system="Be kind.",
+        tools=TOOLS,
+    )
+    ask(client, content, system="Be kind.", tools=TOOLS)
+    assert counted.input_tokens == len(parsing.engine.submits[-1].prompt)
+
+
+def test_thinking_reaches_the_template(client, parsing):
+    ask(client, "[say ok]", thinking={"type": "enabled", "budget_tokens": 1024})
+    assert prompt(parsing).endswith("<think>")
+    ask(client, "[say ok]", thinking={"type": "disabled"})
+    assert prompt(parsing).endswith("<｜Assistant｜>")
+
+
+def test_errors_are_the_client_s(client, parsing):
+    with pytest.raises(anthropic.AuthenticationError, match="API key is missing or wrong"):
+        ask(client.with_options(api_key="wrong"), "[say x]")
+    with pytest.raises(anthropic.NotFoundError, match="not served here"):
+        client.messages.create(
+            model="claude", max_tokens=9, messages=[{"role": "user", "content": "x"}]
+        )
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(client, "[say x]", extra_body={"temperature": 1000})
+    body = caught.value.body
+    assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
+    assert "temperature is 1000" in body["error"]["message"]
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        ask(client, "[full]")
+    assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+def test_an_error_inside_a_stream(bpe_folder):
+    with (
+        serving(bpe_folder) as served,
+        anthropic.Anthropic(base_url=served.url, api_key="x", max_retries=0) as client,
+        pytest.raises(anthropic.APIStatusError, match="signal 9"),
+    ):
+        list(ask(client, "[die abcdef]", stream=True))
+
+
+def body(*messages, **more):
+    return {"max_tokens": 9, "messages": list(messages)} | more
+
+
+USER = {"role": "user", "content": "[say x]"}
+RESULT = {"type": "tool_result", "tool_use_id": "x"}
+BAD = [
+    ({"messages": [USER]}, "max_tokens is missing"),
+    (body(), "messages is []"),
+    (body(3), "messages[0]"),
+    (body({"role": "robot", "content": "x"}), "messages[0].role is 'robot'"),
+    (body({"role": "user", "content": None}), "messages[0].content is None"),
+    (body({"role": "user", "content": [{"type": "image"}]}), "messages[0].content[0].type"),
+    (body({"role": "user", "content": [RESULT]}), "messages[0] is a tool result"),
+    (body({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text is None"),
+    (
+        body(USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}),
+        "messages[1].content[0].name",
+    ),
+    (body(USER, system=3), "system is 3"),
+    (body(USER, max_tokens=0), "max_tokens is 0"),
+    (body(USER, max_tokens=10**7), "the context holds 4096"),
+    (body(USER, top_k=-5), "top_k is -5"),
+    (body(USER, stop_sequences=[""]), "stop_sequences holds an empty string"),
+    (body(USER, tools=[{"name": "f"}]), "tools[0].input_schema is None"),
+    (body(USER, tools=[{"type": "bash_20250124", "name": "bash"}]), "tools[0].type"),
+    (body(USER, tool_choice={"type": "some"}), "tool_choice.type is 'some'"),
+    (body(USER, thinking={"type": "on"}), "thinking.type is 'on'"),
+    (body(USER, output_config={"size": 1}), "output_config.size is 1"),
+    (body(USER, mcp_servers=[{}]), "mcp_servers"),
+    (body(USER, max_token=3), "did you mean 'max_tokens'?"),
+]
+
+
+@pytest.mark.parametrize("bad, said", BAD, ids=range(len(BAD)))
+def test_bad_requests(parsing, bad, said):
+    answer = parsing.http.post("/v1/messages", json=bad, headers={"x-api-key": "secret"})
+    assert answer.status_code == 400, answer.text
+    found = answer.json()
+    assert set(found) == {"type", "error"} and found["error"]["type"] == "invalid_request_error"
+    assert said in found["error"]["message"]
+
+
+def test_structured_output_is_asked_for_by_its_own_name(client):
+    class Answer(BaseModel):
+        total: int
+
+    messages = [{"role": "user", "content": '[say {"total": 4}]'}]
+    answer = client.messages.parse(
+        model="fake", max_tokens=50, messages=messages, output_format=Answer
+    )
+    assert answer.parsed_output == Answer(total=4)

@@ -1,0 +1,210 @@
+"""`client.responses` of the `openai` client as it comes: create, stream, parse, retrieve."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from pydantic import BaseModel
+from server_harness import serving
+
+CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+CALLS = CALL.format('{"city": "Rome"}') + "<｜tool▁calls▁end｜>"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": False}]
+
+
+def say(client, text, **kwargs):
+    return client.responses.create(model="fake", input=f"[say {text}]", **kwargs)
+
+
+def prompt(parsing):
+    return parsing.tokenizer.decode(parsing.engine.submits[-1].prompt, skip_special=False)
+
+
+def test_create(client, parsing):
+    answer = say(
+        client, "Hello 你好", instructions="Be kind.", max_output_tokens=99, temperature=0.5
+    )
+    assert answer.id.startswith("resp_") and answer.status == "completed"
+    assert answer.output_text == "Hello 你好"
+    assert prompt(parsing).startswith("<｜begin▁of▁sentence｜>Be kind.<｜User｜>[say Hello")
+    params = parsing.engine.submits[-1].params
+    assert (params.max_tokens, params.temperature, params.top_p) == (99, 0.5, 0.95)
+    usage = answer.usage
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert usage.input_tokens_details.cached_tokens == 4
+    assert (answer.temperature, answer.tool_choice, answer.store) == (0.5, "auto", True)
+
+
+def test_reasoning_and_calls_are_items(client):
+    answer = say(client, "<think>two</think>Let me see." + CALLS, tools=TOOLS)
+    reasoning, message, call = answer.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "two")
+    assert message.content[0].text == "Let me see." == answer.output_text
+    assert (call.type, call.name, call.status) == ("function_call", "get_weather", "completed")
+    assert json.loads(call.arguments) == {"city": "Rome"} and call.call_id.startswith("call_")
+    assert len({reasoning.id, message.id, call.id}) == 3
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_stream(client):
+    text = "<think>two</think>Let me see." + CALLS
+    with client.responses.stream(model="fake", input=f"[say {text}]", tools=TOOLS) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = [e.type for e in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    assert [i.type for i in final.output] == ["reasoning", "message", "function_call"]
+    for kind, wanted in (
+        ("response.reasoning_text.delta", "two"),
+        ("response.output_text.delta", "Let me see."),
+        ("response.function_call_arguments.delta", '{"city": "Rome"}'),
+    ):
+        deltas = [e.delta for e in events if e.type == kind]
+        assert "".join(deltas) == wanted and len(deltas) > 1
+    added = [e for e in events if e.type == "response.output_item.added"]
+    done = [e for e in events if e.type == "response.output_item.done"]
+    assert [e.output_index for e in added] == [e.output_index for e in done] == [0, 1, 2]
+    assert [e.item.id for e in done] == [i.id for i in final.output]
+    assert final.usage.output_tokens > 0
+
+
+def test_retrieve_and_forget(client, parsing):
+    answer = say(client, "one")
+    again = client.responses.retrieve(answer.id)
+    assert again == answer
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.retrieve(answer.id)
+    assert caught.value.code == "response_not_found" and answer.id in str(caught.value)
+    with client.responses.stream(model="fake", input="[say two]") as stream:
+        final = stream.get_final_response()
+    assert client.responses.retrieve(final.id).output_text == "two"
+    unkept = say(client, "three", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_a_conversation_goes_on(client, parsing):
+    first = say(client, "<think>hm</think>one" + CALLS, tools=TOOLS, instructions="Now.")
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "[say warm]"}
+    second = client.responses.create(
+        model="fake", input=[result], previous_response_id=first.id, tools=TOOLS
+    )
+    assert second.output_text == "warm"
+    turn = 'one[call] get_weather {"city": "Rome"}<｜end▁of▁sentence｜>[result] [say warm]'
+    assert prompt(parsing).endswith("<｜Assistant｜>" + turn)
+    assert "Now." not in prompt(parsing)  # instructions count for one request
+    third = client.responses.create(
+        model="fake", input="[say more]", previous_response_id=second.id
+    )
+    assert third.output_text == "more" and "[say warm]" in prompt(parsing)
+    assert third.previous_response_id == second.id
+
+
+def test_items_make_one_turn(client, parsing):
+    call = {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": "{}"}
+    client.responses.create(
+        model="fake",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "Rome?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Well.", "annotations": []}],
+            },
+            call,
+            call | {"call_id": "b"},
+            {"type": "function_call_output", "call_id": "a", "output": "20"},
+            {"type": "function_call_output", "call_id": "b", "output": "30"},
+            {"role": "user", "content": "[say ok]"},
+        ],
+        tools=TOOLS,
+    )
+    assert prompt(parsing).count("<｜Assistant｜>") == 2
+    assert "Well.[call] get_weather {}[call] get_weather {}" in prompt(parsing)
+
+
+def test_length_and_abort(client, parsing):
+    answer = client.responses.create(model="fake", input="[go abc]", max_output_tokens=5)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    stream = client.responses.create(model="fake", input="[go abc]", stream=True)
+    events = []
+    for event in stream:
+        events.append(event)
+        if len(events) == 6:
+            parsing.post("/abort_request", rid=events[0].response.id)
+    assert events[-1].response.status == "cancelled"
+
+
+def test_an_error_inside_a_stream(bpe_folder):
+    with (
+        serving(bpe_folder) as served,
+        openai.OpenAI(base_url=served.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        stream = client.responses.create(model="fake", input="[die abcdef]", stream=True)
+        last = list(stream)[-1]
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert last.response.error.code == "server_error" and "signal 9" in last.response.error.message
+    (said,) = last.response.output
+    assert said.status == "incomplete" and "abcdef".startswith(said.content[0].text)
+    assert last.response.usage.output_tokens == 3
+
+
+def test_structured_parse(client):
+    class Answer(BaseModel):
+        total: int
+
+    # What the schema does to the mask is tested where grammars are: here, that the client's helper
+    # is understood.
+    answer = client.responses.parse(model="fake", input='[say {"total": 4}]', text_format=Answer)
+    assert answer.output_parsed == Answer(total=4)
+
+
+BAD = [
+    ({}, "input", "missing"),
+    ({"input": []}, "input", "at least 1 item"),
+    ({"input": 3}, "input", "valid"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "user, assistant"),
+    ({"input": [{"role": "user", "content": 3}]}, "input[0].content", "text or a list of parts"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].type",
+        "only input_text",
+    ),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "function_call_output"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": "1"}]},
+        "input[0]",
+        "input[0] is a tool result, but no assistant message",
+    ),
+    ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name", "text is needed"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+    ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens", "context holds 4096"),
+    ({"input": "x", "temperature": 101}, "temperature", "between"),
+    ({"input": "x", "previous_response_id": "resp_x"}, "previous_response_id", "no such response"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
+    ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "a name is needed"),
+    ({"input": "x", "background": True}, "background", "leave it out or send false"),
+    ({"input": "x", "conversation": "c"}, "conversation", "leave it out"),
+    ({"input": "x", "reasoning": {"effort": 3}}, "reasoning.effort", "text is needed"),
+    ({"input": "x", "text": {"format": "json"}}, "text.format", "an object is needed"),
+    ({"input": "x", "model": "gpt"}, "model", "not served"),
+    ({"input": "x", "inputs": 1}, "inputs", "did you mean 'input'?"),
+    ({"input": "word " * 3000}, "input", "the prompt has"),
+]
+
+
+@pytest.mark.parametrize("body, param, said", BAD, ids=range(len(BAD)))
+def test_bad_requests_name_the_client_s_field(parsing, body, param, said):
+    answer = parsing.post("/v1/responses", **body)
+    assert answer.status_code in (400, 404), answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"], error

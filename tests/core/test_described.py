@@ -1,0 +1,136 @@
+"""Devices described as data: a plugin's devices.json decides without the device."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+
+import pytest
+
+from ds_runtime.assemble import assemble
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.platform.described import describe
+from ds_runtime.plugins import load_plugins
+
+SOURCE = """
+from ds_runtime.api import OPS, Kernel, Platform, Refusal, hookimpl
+
+class AcmePlatform(Platform):
+    name = "acme"
+    asynchronous = True
+    captures = True
+
+    def info(self, rank=0):
+        raise OSError("there is no device")
+
+    device = memory = info
+
+def refuse(facts):
+    return None if "acme_lib.silu" in facts.device.features else "needs acme_lib.silu"
+
+@hookimpl
+def ds_platform():
+    return Refusal("absent", "no Acme device")
+
+@hookimpl
+def ds_ops(facts):
+    fn = "ds_runtime.ops.reference.activation:silu_mul"
+    return [Kernel(OPS["silu_mul"], fn, "acme", 30, refuse)]
+"""
+X1 = {
+    "name": "Acme X1",
+    "arch": "acme1",
+    "type": "acme",
+    "memory_gb": 96,
+    "cores": 64,
+    "fast_dtypes": ["bfloat16"],
+    "features": ["fp8"],
+}
+DEVICES = {
+    "platform": "acme_devices:AcmePlatform",
+    "installed": ["acme_lib", "acme_lib.silu", "acme_library"],
+    "devices": {"x1": X1, "x2": {**X1, "name": "Acme X2", "arch": "acme2"}},
+}
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    def make(devices=DEVICES):
+        folder = tmp_path / "acme_devices"
+        folder.mkdir()
+        (folder / "__init__.py").write_text(SOURCE)
+        (folder / "devices.json").write_text(json.dumps(devices))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "acme_devices", raising=False)
+        return importlib.import_module("acme_devices")
+
+    return make
+
+
+def test_a_described_device_has_its_platform_and_its_software(acme):
+    plugins = load_plugins((), [acme()])
+    for wanted in ("x2", "X2", "acme2"):
+        platform = describe(plugins, wanted)
+        info = platform.info()
+        assert (platform.name, info.name, info.arch) == ("acme", "Acme X2", "acme2")
+        assert info.memory == 96 * 10**9 and info.cores == 64
+        assert info.features == {"fp8", "acme_lib", "acme_lib.silu", "acme_library"}
+        assert platform.asynchronous and platform.captures
+        assert platform.memory().free == info.memory
+        with pytest.raises(UnsupportedError, match="Acme X2 is described, not here"):
+            platform.device()
+
+
+def test_what_it_is_to_lack_goes_with_its_parts(acme):
+    plugins = load_plugins((), [acme()])
+    platform = describe(plugins, "x1", ["acme_lib"])
+    assert platform.info().features == {"fp8", "acme_library"}
+    with pytest.raises(ConfigError, match="--without 'fp9': Acme X1 has no such feature; it has"):
+        describe(plugins, "x1", ["fp9"])
+
+
+def test_unknown_devices_get_a_hint(acme):
+    plugins = load_plugins((), [acme()])
+    with pytest.raises(ConfigError, match=r"--device 'x9': no plugin describes it; .*x1"):
+        describe(plugins, "x9")
+    with pytest.raises(ConfigError, match="known: none"):
+        describe(load_plugins(()), "x1")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"platform": "acme_devices:Nothing"}, "AttributeError"),
+        ({"devices": {"x1": {k: v for k, v in X1.items() if k != "arch"}}}, r"missing \['arch'\]"),
+        ({"devices": {"x1": {**X1, "speed": 3}}}, r"unknown \['speed'\]"),
+        ({"devices": 3}, "AttributeError"),
+    ],
+)
+def test_a_broken_file_names_its_plugin(acme, change, said):
+    plugins = load_plugins((), [acme({**DEVICES, **change})])
+    with pytest.raises(PluginError, match=f"plugin acme_devices: devices.json: .*{said}"):
+        describe(plugins, "x1")
+
+
+def test_a_plan_for_a_device_that_is_not_here(acme):
+    config, plugin, chosen = EngineConfig(plugins=()), acme(), {}
+    for without in ((), ("acme_lib.silu",)):
+        assembly = assemble(config, (), [plugin], device="x1", without=without)
+        assert (assembly.plan.platform, assembly.plan.arch) == ("acme", "acme1")
+        assert assembly.config.dtype == "bfloat16"
+        (row,) = {r.kernel for r in assembly.plan.rows if r.op == "silu_mul"}
+        chosen[without] = row
+        assert any("not safe under graph capture: " in c[3] for c in assembly.plan.changes)
+    assert chosen == {(): "acme.silu_mul", ("acme_lib.silu",): "reference.silu_mul"}
+
+
+def test_the_command_says_what_the_device_is_taken_to_be(capsys):
+    assert main(["plan", "--device", "sm100", "--without", "triton"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("described device NVIDIA B200: 148 cores, with bf16, ")
+    assert "triton" not in first and "(sm100)" in second
+    assert main(["plan", "--without", "triton"]) == 1
+    assert "--without: only a device that --device describes" in capsys.readouterr().err

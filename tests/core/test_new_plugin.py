@@ -1,0 +1,89 @@
+"""What `new-plugin` writes, what it refuses, and what happens to a package that is broken.
+
+test_seventh_platform.py serves with one; packaging/test_new_plugin_venv.py installs one by pip.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vendor import command, place
+
+from ds_runtime.cli import main
+from ds_runtime.errors import ConfigError
+from ds_runtime.scaffold import files, write_plugin
+
+NAME = "septima"
+
+
+def test_the_package_is_named_throughout() -> None:
+    written = dict(files(NAME))
+    assert not [p for p, text in written.items() if "acme" in (p + text).lower()]
+    assert f"ds_runtime_{NAME}/py.typed" in written
+    assert {"pyproject.toml", "README.md", ".github/workflows/ci.yml"} <= written.keys()
+
+
+@pytest.mark.parametrize("name", ["", "Acme", "9lives", "a-b", "class", "a_", "a b", "../x"])
+def test_a_name_that_cannot_be_one_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a name has small letters"):
+        write_plugin(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_like_a_distribution_gets_one_that_would_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"letter; 'acme_ds_plugin' would do$"):
+        write_plugin("Acme-DS-plugin", tmp_path)
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-plugin", "cpu", "--into", str(tmp_path)]) == 1
+    assert "a plugin of that name is installed" in capsys.readouterr().err
+    assert main(["new-plugin", NAME, "--into", str(tmp_path)]) == 0
+    assert "pip install -e" in capsys.readouterr().out
+    assert main(["new-plugin", NAME, "--into", str(tmp_path)]) == 1
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (("RANK_SPECIALISED, Facts", "RANK_SPECIALIZED, Facts"), "cannot import name"),
+        pytest.param(*(("def ds_ops(facts", "def ds_opz(facts"), "ds_opz"), marks=pytest.mark.slow),
+        pytest.param(
+            *(("def ds_ops(facts: Facts)", "def ds_ops(fact: Facts)"), "asks for the argument"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(('OPS["silu_mul"]', 'OPS["silu_mull"]'), "silu_mull"), marks=pytest.mark.slow
+        ),
+        (('"septima", RANK', '"cpu", RANK'), "belongs to plugin cpu"),
+        (("return refused() or SeptimaPlatform()", "return 7"), "ds_platform returned 7"),
+    ],
+)
+def test_a_broken_plugin_is_a_sentence_and_others_serve(
+    broken: tuple[str, str], says: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "package"
+    write_plugin(NAME, tmp_path).rename(package)
+    place(package, package / "metadata")
+    source = package / f"ds_runtime_{NAME}" / "__init__.py"
+    assert broken[0] in source.read_text()
+    source.write_text(source.read_text().replace(*broken))
+    done = command(package, "ds_runtime", "plan", "--platform", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"plugin {NAME} is left out" in done.stderr and says in done.stderr
+    stopped = command(package, "ds_runtime", "plan")
+    assert stopped.returncode == 1 and says in stopped.stderr
+
+
+@pytest.mark.slow
+def test_the_pytest_plugin_fails_with_the_sentence(tmp_path: Path) -> None:
+    package = write_plugin(NAME, tmp_path)
+    place(package, package / "metadata")
+    source = package / f"ds_runtime_{NAME}" / "kernels.py"
+    source.write_text(source.read_text().replace("silu(gate) * up", "silu(up) * gate"))
+    settings = ("-c", str(package / "pyproject.toml"), "-p", "no:cacheprovider")
+    done = command(package, "pytest", "-q", *settings, "-k", "samples", str(package / "tests"))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "relative error" in done.stdout and "1 failed" in done.stdout

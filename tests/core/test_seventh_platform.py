@@ -1,0 +1,189 @@
+"""A seventh platform, from a folder of its own: selected, served with over HTTP, and broken in
+every way that the kit names. The package is new-plugin's, with a kernel that owns weights added."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from vendor import command, environment, place
+
+import ds_runtime
+from ds_runtime.cli import main
+from ds_runtime.scaffold import write_plugin
+from ds_runtime.testing.kit import CHECKS
+
+CORE = Path(ds_runtime.__file__).parent
+NAME = "septima"
+OFFER = '    return [Kernel(OPS["silu_mul"], kernel, "septima", RANK_SPECIALISED, refuse)]\n'
+OFFERS = """\
+    declared = {"batch_invariant": True, "workspace": lambda facts, rows: (rows + 1) * 8192}
+    silu = Kernel(OPS["silu_mul"], kernel, "septima", RANK_SPECIALISED, refuse, **declared)
+    mine = (OPS["linear"], "ds_runtime_septima.linear:Linear", "septima", RANK_SPECIALISED, refuse)
+    return [silu, Kernel(*mine, formats=frozenset({"dense"}))]
+"""
+LINEAR = '''\
+"""A linear in float32, whatever the compute dtype."""
+
+import torch
+
+from ds_runtime.api import Packed
+
+
+class Linear:
+    tag = "septima.linear"
+
+    def __init__(self, facts):
+        self.last = None
+
+    def pack(self, weight, facts):
+        weight.expect(("dense",), self.tag)
+        self.last = weight.dequantise(torch.float32).clone()
+        values = {"weight": self.last}
+        return Packed(self.tag, weight.shape, values, self.last.nbytes, restored)
+
+    def apply(self, x, packed):
+        packed.expect(self.tag)
+        return (x.float() @ packed.tensors["weight"].t()).to(x.dtype)
+
+
+def restored(packed):
+    return packed.tensors["weight"]
+'''
+KERNEL = "    return silu(gate) * up\n"
+# Question → file, what is right in it, what is wrong, the op, and what conform says.
+BROKEN = {
+    "samples": ("kernels", KERNEL, "    return silu(up) * gate\n", "silu_mul", "relative error"),
+    "weights": ("linear", 'packed.tensors["weight"].t', "self.last.t", "linear", "relative error"),
+    "rows": (
+        *("kernels", KERNEL, "    return silu(gate) * up * (1 + 1e-7 * (len(up) > 1))\n"),
+        *("silu_mul", "alone differ from the same rows among others"),
+    ),
+    "memory": (
+        *("kernels", KERNEL, "    return silu(gate) * up.repeat(9, 1)[: len(up)]\n"),
+        *("silu_mul", "are declared"),
+    ),
+    "capture": (
+        *("kernels", KERNEL, "    return silu(gate) * up * float(gate.sum() > -1e30)\n"),
+        *("silu_mul", "waits for the device"),
+    ),
+    "honesty": (
+        *("__init__", "    return None if facts.device.arch == ARCH else", "    return None and"),
+        *("silu_mul", "accepts a device of type"),
+    ),
+}
+
+
+def written(folder: Path) -> Path:
+    """The package, installed below `folder`."""
+    package = write_plugin(NAME, folder)
+    place(package, package / "metadata")
+    code = package / f"ds_runtime_{NAME}"
+    (code / "linear.py").write_text(LINEAR)
+    hooks = (code / "__init__.py").read_text()
+    assert OFFER in hooks
+    (code / "__init__.py").write_text(hooks.replace(OFFER, OFFERS))
+    return package
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("vendor"))
+
+
+def tree() -> dict[str, tuple[int, int]]:
+    """Sizes and times of every file of the core."""
+    found = ((p, p.stat()) for p in CORE.rglob("*") if p.is_file() and p.suffix != ".pyc")
+    return {str(p): (s.st_size, s.st_mtime_ns) for p, s in found}
+
+
+def test_it_is_selected_and_touches_nothing(installed: Path) -> None:
+    before = tree()
+    done = command(installed, "ds_runtime", "plan", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["platform"] == NAME
+    assert {r["kernel"] for r in plan["rows"] if r["op"] == "silu_mul"} == {f"{NAME}.silu_mul"}
+    described = command(installed, "ds_runtime", "plan", "--json", "--device", f"{NAME}-x1")
+    assert json.loads(described.stdout)["arch"] == f"{NAME}_x1"
+    assert tree() == before
+
+
+def test_it_serves_over_http(installed: Path) -> None:
+    """Nothing names the platform: its score selects it, in the server and in the engine."""
+    args = ["serve", "--port", "0", "--context-length", "1024", "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ds_runtime", *args],
+        cwd=installed.parent,
+        env=environment(installed),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said: list[str] = []
+    try:
+        url = ""
+        for line in process.stdout:
+            said.append(line)
+            if "OpenAI base URL" in line:
+                url = line.split()[-1].rstrip(")")
+                break
+        assert url, "".join(said)
+        talk = {"messages": [{"role": "user", "content": "12+30="}], "max_tokens": 96}
+        answer = httpx.post(f"{url}/chat/completions", json={"model": "demo", **talk}, timeout=60)
+        plan = httpx.get(f"{url}/plan", timeout=60).json()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert answer.json()["choices"][0]["message"]["content"].endswith("42")
+    assert plan["platform"] == NAME
+    chosen = {r["kernel"] for r in plan["rows"]}
+    assert {f"{NAME}.silu_mul", f"{NAME}.Linear"} <= chosen
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """One to edit; imported here."""
+    package = written(tmp_path)
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.syspath_prepend(str(package / "metadata"))
+    yield package
+    for loaded in [m for m in sys.modules if m.startswith(f"ds_runtime_{NAME}")]:
+        del sys.modules[loaded]
+
+
+def conform(*args: str) -> int:
+    return main(["conform", NAME, "--platform", NAME, "--recorder", *args])
+
+
+def test_as_it_is_it_conforms(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert conform("--receipts", str(package)) == 0
+    said = capsys.readouterr().out
+    assert said.count(" conforms (signature") == 2
+    (receipt,) = package.glob(f"{NAME}-{NAME}_x1.json")
+    asked = [set(k["checks"]) for k in json.loads(receipt.read_text())["kernels"]]
+    assert set.union(*asked) == {"signature", *CHECKS}
+
+
+@pytest.mark.parametrize("question", CHECKS)
+def test_broken_in_a_way_that_the_kit_names_it_is_found(
+    question: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, right, wrong, op, says = BROKEN[question]
+    path = package / f"ds_runtime_{NAME}" / f"{file}.py"
+    source = path.read_text()
+    assert source.count(right) == 1
+    path.write_text(source.replace(right, wrong))
+    assert conform("--op", op) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any("FAILED" in line and f"{NAME}." in line for line in lines)
+    found = [n for n, line in enumerate(lines) if line.startswith(f"  {question}, case ")]
+    ends = [n for n in found if any(says in line for line in lines[n : n + 40])]
+    assert ends, "\n".join(lines)

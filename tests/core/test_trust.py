@@ -1,0 +1,238 @@
+"""What may be loaded: allowlists by distribution, version and digest; never the working folder."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from faulty import PRELUDE, install, module, tiny_config
+
+from ds_runtime.assemble import assemble
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError, PluginError
+from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.trust import Unreadable, digest
+
+GOOD = "@hookimpl\ndef ds_ops(): return []\n"
+LOUD = "import pathlib; pathlib.Path(__file__ + '.ran').touch()\n"
+
+
+def record(site: Path) -> None:
+    """The RECORD of the one distribution in `site`, as an installer writes it."""
+    (info,) = site.glob("*.dist-info")
+    lines = []
+    for file in [f for f in site.rglob("*") if f.is_file() and f.suffix != ".pyc"]:
+        content = file.read_bytes()
+        sha = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{file.relative_to(site)},sha256={sha},{len(content)}")
+    (info / "RECORD").write_text("\n".join([*lines, f"{info.name}/RECORD,,"]) + "\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where acme-dist lies, with its plugin acme; it leaves a file when it is imported."""
+    folder = tmp_path / "site"
+    install(folder, monkeypatch, LOUD + GOOD, "acme", "acme-dist")
+    record(folder)
+    return folder
+
+
+def ran(site: Path) -> bool:
+    return (site / "acme_dist_module.py.ran").exists()
+
+
+def listed(tmp_path: Path, **row: str) -> str:
+    file = tmp_path / "allowed.json"
+    file.write_text(json.dumps({"format": 1, "plugins": [row] if row else []}))
+    return str(file)
+
+
+def said(plugins: Plugins) -> str:
+    refusal = plugins.reports["acme"].refusal
+    return str(refusal) if refusal is not None else ""
+
+
+def of(site: Path) -> str:
+    (dist,) = distributions(path=[str(site)])
+    return digest(dist)
+
+
+def test_what_is_not_listed_is_not_even_imported(site: Path, tmp_path: Path) -> None:
+    found = load_plugins(allowlist=listed(tmp_path))
+    assert said(found).startswith("not allowed: acme-dist is not on allowlist ")
+    assert not ran(site)
+    assert found.reports["cpu"].refusal is None, "the runtime's own needs no entry"
+    assert said(load_plugins()) == "" and ran(site)
+
+
+def test_listed_by_name_version_and_digest(site: Path, tmp_path: Path) -> None:
+    for row in ({}, {"version": "2.5"}, {"version": "2.5", "digest": of(site)}):
+        assert said(load_plugins(allowlist=listed(tmp_path, distribution="Acme_Dist", **row))) == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"version": "2.4"}, "acme-dist is version 2.5, and allowlist .* has 2.4: install that"),
+        ({"digest": "sha256:00"}, "acme-dist is sha256:.*, and allowlist .* has sha256:00"),
+    ],
+)
+def test_another_version_or_content_than_listed_stops_the_start(
+    site: Path, tmp_path: Path, row: dict[str, str], why: str
+) -> None:
+    allowlist = listed(tmp_path, distribution="acme-dist", **row)
+    config = EngineConfig(model=str(tiny_config(tmp_path / "m")), plugin_allowlist=allowlist)
+    with pytest.raises(PluginError, match=f"plugin acme is broken: {why}"):
+        assemble(config)
+    assert not ran(site)
+
+
+def test_a_byte_that_changed_is_seen(site: Path, tmp_path: Path) -> None:
+    allowlist = listed(tmp_path, distribution="acme-dist", digest=of(site))
+    assert said(load_plugins(allowlist=allowlist)) == ""
+    with (site / "acme_dist_module.py").open("a") as file:
+        file.write("#")
+    assert "acme-dist is sha256:" in said(load_plugins(allowlist=allowlist))
+
+
+def test_a_digest_is_of_the_code_that_would_run(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowlist = listed(tmp_path, distribution="acme-dist", digest=of(site))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "acme_dist_module.py").write_text(PRELUDE)
+    monkeypatch.syspath_prepend(str(tmp_path / "other"))
+    assert "which is no file of acme-dist" in said(load_plugins(allowlist=allowlist))
+    (info,) = site.glob("*.dist-info")
+    (info / "direct_url.json").write_text(json.dumps({"dir_info": {"editable": True}}))
+    with pytest.raises(Unreadable, match="editable"):
+        of(site)
+    (info / "direct_url.json").unlink()
+    (info / "RECORD").unlink()
+    assert "has no RECORD of its files" in said(load_plugins(allowlist=allowlist))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "cannot be read"),
+        ("[]", "is no allowlist of format 1; write one with ds-runtime plugins --lock"),
+        ('{"format": 2, "plugins": []}', "is no allowlist of format 1"),
+        ('{"format": 1, "plugins": [{"distributon": "acme-dist"}]}', "is no allowlist"),
+        ('{"format": 1, "plugins": [{"distribution": "acme"}]}', "'acme' brings no plugin here; i"),
+    ],
+)
+def test_a_bad_list_is_an_error(site: Path, tmp_path: Path, content: str | None, why: str) -> None:
+    file = tmp_path / "list.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=f"--plugin-allowlist .*{why}"):
+        load_plugins(allowlist=str(file))
+    assert not ran(site)
+
+
+def test_the_command_line_locks_and_holds_to_it(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock, settings = str(tmp_path / "lock.json"), tmp_path / "settings.yaml"
+    assert main(["plugins", "--lock", lock]) == 0
+    assert "acme-dist written to" in capsys.readouterr().out
+    assert main(["plugins", "--plugin-allowlist", lock]) == 0
+    assert "acme         acme-dist 2.5          kernels only" in capsys.readouterr().out
+    (site / "acme_dist_module.py.ran").unlink()
+    settings.write_text(f"plugin-allowlist: {listed(tmp_path)}\n")
+    sys.modules.pop("acme_dist_module")
+    assert main(["plan", "--config", str(settings), "--platform", "cpu"]) == 0
+    assert not ran(site), "a list in the settings file counts before anything is imported"
+
+
+# the working directory
+
+
+def entry_in(folder: Path, dist: str) -> None:
+    install(folder, None, LOUD + GOOD, "acme", dist)
+
+
+def run(folder: Path, *command: str, **environment: str) -> str:
+    path = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("way", ["module", "library"])
+def test_a_plugin_in_the_working_directory_is_not_loaded(tmp_path: Path, way: str) -> None:
+    entry_in(tmp_path, "acme-dist")
+    if way == "module":
+        assert "acme" not in run(tmp_path, "-m", "ds_runtime", "plugins")
+    else:
+        code = "from ds_runtime.plugins import load_plugins; print(load_plugins().reports['acme'])"
+        assert "lies in the working directory, from which nothing is" in run(tmp_path, "-c", code)
+    assert not list(tmp_path.glob("*.ran"))
+
+
+def test_a_module_in_the_working_directory_does_not_hide_an_installed_one(tmp_path: Path) -> None:
+    site, here = tmp_path / "site", tmp_path / "here"
+    install(site, None, GOOD, "acme", "acme-dist")
+    here.mkdir()
+    (here / "acme_dist_module.py").write_text(LOUD + PRELUDE + GOOD)
+    path = os.pathsep.join([*filter(None, sys.path), str(site)])
+    listing = run(here, "-m", "ds_runtime", "plugins", PYTHONPATH=path)
+    assert "acme         acme-dist 2.5          kernels only" in listing
+    code = "from ds_runtime.plugins import load_plugins; print(load_plugins().reports['acme'])"
+    assert "in the working directory, hides its module" in run(here, "-c", code, PYTHONPATH=path)
+    assert not list(here.glob("*.ran"))
+
+
+def test_an_editable_install_works_in_its_own_folder(tmp_path: Path) -> None:
+    """Such an install leaves metadata beside the sources, which must not count as a stranger."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    entry_in(here, "acme-dist")
+    install(site, None, GOOD, "acme", "acme-dist")
+    (site / "acme_dist_module.py").unlink()
+    (info,) = site.glob("*.dist-info")
+    (info / "direct_url.json").write_text(json.dumps({"dir_info": {"editable": True}}))
+    path = os.pathsep.join([*filter(None, sys.path), str(site), str(here)])
+    code = "from ds_runtime.plugins import load_plugins; print(load_plugins().reports)"
+    for way in (("-m", "ds_runtime", "plugins"), ("-c", code)):
+        said = run(here, *way, PYTHONPATH=path)
+        assert "acme" in said and "acme@" not in said and "not allowed" not in said
+
+
+def test_the_folder_of_installed_packages_may_be_the_working_directory(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(site)])
+    monkeypatch.chdir(site)
+    assert said(load_plugins()) == ""
+
+
+# a broken plugin of a device that is here
+
+
+def test_a_broken_plugin_stops_the_start_unless_a_downgrade_is_allowed(tmp_path: Path) -> None:
+    code = "@hookimpl\ndef ds_platform(): return Refusal('broken', '8 cards, and no driver')"
+    model = str(tiny_config(tmp_path / "m"))
+    config = EngineConfig(model=model, plugins=("cpu",))
+    with pytest.raises(PluginError, match=r"card is broken: 8 cards.*--allow-platform-downgrade"):
+        assemble(config, (), [module("card", code)])
+    config = EngineConfig(model=model, plugins=("cpu",), allow_platform_downgrade=True)
+    found = assemble(config, (), [module("card", code)])
+    assert found.platform.name == "cpu"
+    assert found.left_out() == ["plugin card is left out: broken: 8 cards, and no driver"]

@@ -1,0 +1,45 @@
+"""The table of comparisons says what the records say."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TABLES = runpy.run_path(str(BENCHMARKS / "tables.py"))
+
+
+def test_the_page_is_made_from_the_records():
+    lines = (BENCHMARKS / "results/compare.jsonl").read_text().splitlines()
+    made = TABLES["page"](TABLES["rows_of"](lines))
+    assert (BENCHMARKS / "results/compare.md").read_text() == made
+
+
+def test_the_last_record_of_a_run_counts():
+    def record(ours, **settings):
+        return json.dumps(
+            {
+                "model": "m",
+                "settings": settings,
+                "engine": "peer",
+                "engines": {"peer": {"model": "m.gguf"}, "ds-runtime": {"arch": "x"}},
+                "machine": {"processor": "P", "cores": 2},
+                "versions": {"torch": "2"},
+                "ceilings": {"bandwidth": 10e9},
+                "neighbours": [0.01, None, 0.2],
+                "results": [
+                    {
+                        "case": "batch 1",
+                        "limit": 20.0,
+                        "rounds": {"ds-runtime": [ours, ours + 1, 99.0], "peer": [4.0, 4.0, 1.0]},
+                    }
+                ],
+            }
+        )
+
+    lines = [record(6.0), record(8.0, quantize="int8"), record(10.0)]
+    page = TABLES["page"](TABLES["rows_of"](lines))
+    assert "| m | m.gguf | batch 1 | 10.5 | 4.0 | 2.62 | 52% of 20.0 | 2 of 3 |" in page
+    assert "| m as int8 | m.gguf | batch 1 | 8.5 |" in page
+    assert "| 6.5 |" not in page and "## P, 2 cores, x, torch 2" in page

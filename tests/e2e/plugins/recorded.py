@@ -1,0 +1,122 @@
+"""Kernels without host reads, in torch, for any device; and a platform on the CPU that captures
+decode steps of them by recording torch ops.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ds_runtime.api import OPS, Kernel, hookimpl
+from ds_runtime.ops.reference.activation import silu_mul
+from ds_runtime.ops.reference.moe import ReferenceExperts
+from ds_runtime.testing.replay import ReplayBackend
+from ds_runtime_cpu.platform import CpuPlatform
+
+PAGES = frozenset({"latent_pages.v1"})
+
+
+class Recorded(CpuPlatform):
+    name = "recorded"
+    score = -1
+    asynchronous = True
+    captures = True
+    backend: ReplayBackend
+
+    def graph_backend(self, rank=0):
+        self.backend = ReplayBackend()
+        return self.backend
+
+
+def cache_write(cache, latent, k_rope, slots):
+    flat = cache.view(-1, cache.shape[2])
+    owned = torch.arange(flat.shape[0], device=slots.device)
+    hit = slots == owned.unsqueeze(1)  # [slots of the cache, tokens]
+    new = hit.to(latent.dtype) @ torch.cat((latent, k_rope), -1)
+    flat.copy_(torch.where(hit.any(1, keepdim=True), new.to(flat.dtype), flat))
+
+
+class MlaDecode:
+    def __init__(self, facts):
+        self.kv_lora = facts.dims["kv_lora"]
+
+    def state(self, limits):
+        shape = limits.max_sequences, limits.max_pages_per_sequence
+        table = torch.zeros(shape, dtype=torch.int64, device=limits.device)
+        return table, torch.ones_like(table[:, :1])
+
+    def prepare(self, state, batch):
+        if (part := batch.decode) is not None:
+            assert not part.q_lens
+            table, lens = state
+            table.zero_()[: part.size, : part.page_table.shape[1]].copy_(part.page_table)
+            lens[: part.size, 0].copy_(part.kv_lens)
+
+    def run(self, state, q, cache, scale):
+        table, lens = (t[: q.shape[0]] for t in state)
+        keys = cache[table].flatten(1, 2)  # [sequences, tokens, width]
+        seen = torch.arange(keys.shape[1], device=q.device) < lens  # [sequences, tokens]
+        keys = torch.where(seen.unsqueeze(-1), keys, 0.0)
+        scores = torch.einsum("shw,stw->sht", q, keys) * scale
+        weights = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1)
+        return torch.einsum("sht,stl->shl", weights, keys[..., : self.kv_lora])
+
+
+class Experts(ReferenceExperts):
+    def apply(self, x, weights, ids, packed):
+        packed.expect(self.tag)
+        gate_up, down = packed.tensors["gate_up"], packed.tensors["down"]
+        shares = x.new_zeros(x.shape[0], gate_up.shape[0]).scatter_add_(1, ids.long(), weights)
+        out = torch.zeros_like(x)
+        for e in range(gate_up.shape[0]):
+            out += F.linear(silu_mul(F.linear(x, gate_up[e])), down[e]) * shares[:, e, None]
+        return out
+
+
+def sample(logits, temperature, top_k, top_p, min_p, uniform):
+    heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    shifted = (logits - logits.max(1, keepdim=True).values) / heat
+    ids = torch.sort(logits, dim=1, descending=True, stable=True).indices
+    mass = shifted.gather(1, ids).exp().double()
+    places = torch.arange(logits.shape[1], device=logits.device)
+    most = torch.where(top_k > 0, top_k, logits.shape[1]).unsqueeze(1)
+    mass = torch.where(places < most, mass, 0.0)
+    goal = top_p.double().unsqueeze(1) * mass.sum(1, keepdim=True)
+    off = (top_p >= 1).unsqueeze(1)
+    mass = torch.where(off | (mass.cumsum(1) - mass < goal), mass, 0.0)
+    mass = torch.where(mass >= min_p.unsqueeze(1), mass, 0.0)
+    sums = torch.zeros_like(mass).scatter_(1, ids, mass).cumsum(1)
+    total = sums[:, -1:]
+    drawn = (sums > torch.minimum(uniform.unsqueeze(1) * total, total * (1 - 1e-15))).int()
+    return torch.where(temperature > 0, drawn.argmax(1), logits.argmax(1))
+
+
+def _refuse(facts):
+    return None if facts.dtype == "float32" else "computes in float32"
+
+
+def offer(op, name, **extra):
+    return Kernel(OPS[op], f"recorded:{name}", "recorded", 40, _refuse, **extra)
+
+
+@hookimpl
+def ds_platform():
+    return Recorded()
+
+
+@hookimpl
+def ds_attention(facts):
+    return [
+        offer("cache_write", "cache_write", layouts=PAGES),
+        offer("mla_decode", "MlaDecode", layouts=PAGES),
+    ]
+
+
+@hookimpl
+def ds_ops(facts):
+    return [offer("sample", "sample")]
+
+
+@hookimpl
+def ds_moe(facts):
+    return [offer("experts", "Experts", formats=frozenset({"dense"}))]

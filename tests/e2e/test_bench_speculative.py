@@ -1,0 +1,46 @@
+"""`ds-runtime bench speculative`, and the shape that it is measured on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ds_runtime.bench.checkpoint import plan_tensors
+from ds_runtime.bench.shapes import config_of
+from ds_runtime.cli import main
+
+COMMON = ["bench", "speculative", "--platform", "cpu", "--dtype", "float32", "--kv-memory", "8MB"]
+SHORT = ["--context-length", "64", "--threads", "1", "--runs", "1", "--output-len", "9"]
+
+
+def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*COMMON, *SHORT, "--input-len", "8", "--batch-size", "1", "2", "--steps", "2", "--json"]
+    assert main([*argv, "--simulate-acceptance", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(r["batch_size"], r["steps"]) for r in report["results"]] == [
+        (1, 0), (2, 0), (1, 2), (2, 2),
+    ]  # fmt: skip
+    assert [r["length"] for r in report["results"]] == [1, 1, 3, 3]
+    assert all(r["tokens_per_s"] > 0 for r in report["results"]) and report["simulated"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--simulate-acceptance", "2"], "--simulate-acceptance 2: must be a probability"),
+        (["--steps", "0"], "--steps 0: must be at least 1"),
+        (["--output-len", "1"], "--output-len 1: must be at least 2"),
+    ],
+)
+def test_bad_values(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMON, *given]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_v3_narrow_has_a_draft_layer_without_copies() -> None:
+    planned = list(plan_tensors(config_of("v3-narrow", "fp8")))
+    names = {p.name for p in planned}
+    assert "model.layers.30.eh_proj.weight" in names
+    assert not any("layers.30.embed" in n or "shared_head.head" in n for n in names)
+    assert 20e9 < sum(p.nbytes for p in planned) < 22.5e9

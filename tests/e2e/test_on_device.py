@@ -1,0 +1,188 @@
+"""The engine on the accelerator that is here: the CPU's answers, no hidden wait, true captures."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.runner import Runner
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.platform.select import select_platform
+from ds_runtime.plugins import load_plugins
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = ["12+30=", "The capital of France", "def add(a, b):", "Once upon a time, there was"]
+MIXED = (
+    {"max_tokens": 24},
+    {"max_tokens": 9, "temperature": 0.8},
+    {"max_tokens": 40, "logprobs": 2},
+    {"max_tokens": 17, "frequency_penalty": 0.7, "temperature": 0.5},
+    {"max_tokens": 30, "min_tokens": 4, "stop_token_ids": tuple(range(2, 120))},
+    {"max_tokens": 12, "logit_bias": {9: 3.0}},
+    {"max_tokens": 5, "prompt_logprobs": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def platform():
+    best, _ = select_platform(load_plugins())
+    if not best.asynchronous:
+        pytest.skip(f"the best platform here is {best.name}")
+    best.init_worker(0, 1)
+    return best
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Kernels that never wait: what is left is the engine's and the model's own doing."""
+    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
+    try:
+        import recorded
+
+        yield recorded
+    finally:
+        sys.path.pop(0)
+
+
+def settings(platform, **changes):
+    return {
+        "platform": platform.name,
+        "dtype": "float32",
+        "kv_memory": 3_000_000,
+        "page_size": 16,
+        "max_running_requests": 6,
+        "chunked_prefill_size": 24,
+        "max_step_tokens": 60,
+        **changes,
+    }
+
+
+@contextmanager
+def no_waiting(platform):
+    """Whatever waits for the device raises, but for awaiting an event by name."""
+    if platform.device().type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_demo_answers_as_on_the_cpu(platform):
+    params = SamplingParams(max_tokens=32)
+    found = {}
+    for name in ("cpu", platform.name):
+        with LLM("demo", platform=name, dtype="float32") as llm:
+            found[name] = [o.token_ids for o in llm.generate(PROMPTS, params)]
+    assert found[platform.name] == found["cpu"]
+
+
+def submits():
+    for i, params in enumerate((*MIXED, *MIXED)):
+        prompt = [(i * 31 + j * 7) % 250 + 2 for j in range((1, 20, 70, 5)[i % 4])]
+        yield Submit(rid=str(i), prompt=prompt, params=SamplingParams(**params), seed=i)
+
+
+def run(engine):
+    asked = list(submits())
+    found = {s.rid: [] for s in asked}
+    for submit in asked:
+        assert engine.submit(submit) is None
+    while engine.has_work:
+        for message in engine.step():
+            found[message.rid] += message.tokens
+    return found
+
+
+def made(tiny, platform, kernels, **changes):
+    given = settings(platform, **changes)
+    assembly = assemble(EngineConfig(model=str(tiny), **given), given, [kernels])
+    runner = Runner(assembly, SoloCommunicator(), poison=True)
+    runner.warm_up()
+    return Engine(assembly, runner)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny, platform, kernels):
+    plain = {"disable_graph": True, "disable_overlap_schedule": True}
+    return run(made(tiny, platform, kernels, **plain))
+
+
+@pytest.mark.parametrize("disable_graph", [True, False])
+@pytest.mark.parametrize("disable_overlap_schedule", [True, False])
+def test_graphs_and_overlap_change_no_token(
+    tiny, platform, kernels, expected, disable_graph, disable_overlap_schedule
+):
+    engine = made(
+        tiny,
+        platform,
+        kernels,
+        disable_graph=disable_graph,
+        disable_overlap_schedule=disable_overlap_schedule,
+    )
+    assert (engine.runner.graphs is None) is disable_graph
+    assert engine._ahead == int(not disable_overlap_schedule)
+    assert run(engine) == expected
+
+
+@pytest.mark.parametrize("disable_graph", [True, False])
+def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable_graph):
+    """Requests that ask for log-probabilities bring an op whose reference does wait."""
+    engine = made(tiny, platform, kernels, disable_graph=disable_graph)
+    asked = [s for s in submits() if s.params.logprobs is None and not s.params.temperature]
+    asked = [s for s in asked if s.params.prompt_logprobs is None]
+    assert len(asked) >= 6
+    found = {s.rid: [] for s in asked}
+    with no_waiting(platform):
+        for submit in asked:
+            assert engine.submit(submit) is None
+        while engine.has_work:
+            for message in engine.step():
+                found[message.rid] += message.tokens
+    assert found == {rid: expected[rid] for rid in found}
+
+
+def test_two_devices_give_the_answers_of_one(tiny, platform, kernels):
+    """Collectives inside captured steps."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("one device is here")
+    params = SamplingParams(max_tokens=40)
+    prompts = [[(i * 31 + j * 7) % 250 + 2 for j in range(n)] for i, n in enumerate((1, 20, 70, 5))]
+    found = {}
+    for tp, disable_graph in ((1, True), (2, True), (2, False)):
+        given = settings(platform, tp=tp, disable_graph=disable_graph)
+        with LLM(tiny, extra_plugins=[kernels], **given) as llm:
+            found[tp, disable_graph] = [o.token_ids for o in llm.generate(prompts, params)]
+    assert found[2, True] == found[1, True]
+    assert found[2, False] == found[1, True]
+
+
+def test_replays_allocate_nothing(tiny, platform, kernels):
+    engine = made(tiny, platform, kernels)
+    params = SamplingParams(max_tokens=60)
+    for i in range(4):
+        engine.submit(Submit(rid=str(i), prompt=[3 + i], params=params, seed=0))
+    for _ in range(10):
+        engine.step()
+    before = torch.accelerator.memory_stats()["reserved_bytes.all.current"]
+    for _ in range(30):
+        engine.step()
+    assert torch.accelerator.memory_stats()["reserved_bytes.all.current"] == before
+    engine.abort([str(i) for i in range(4)])
+    while engine.has_work:
+        engine.step()

@@ -1,0 +1,153 @@
+"""Drafts change how fast answers come and nothing else: float32, token for token.
+
+On the demo model, whose draft layer is trained and right about half of the time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.runner import Runner
+from ds_runtime.output_rules import OutputRules
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime_cpu.platform import CpuPlatform
+
+SETTINGS = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "context_length": 256,
+    "kv_memory": 24_000_000,
+    "threads": 1,
+    "max_running_requests": 4,
+    "chunked_prefill_size": 16,
+    "max_step_tokens": 64,
+}
+NEXTN = {"speculative_algorithm": "NEXTN"}
+PARAMS = (
+    {"max_tokens": 32},
+    {"max_tokens": 1},
+    {"max_tokens": 2, "temperature": 1.0},
+    {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"max_tokens": 24, "frequency_penalty": 0.6, "repetition_penalty": 1.2, "logprobs": 0},
+    {"max_tokens": 20, "min_tokens": 9, "stop_token_ids": tuple(range(300, 500))},
+    {"max_tokens": 20, "prompt_logprobs": 1, "presence_penalty": 0.5},
+    {"max_tokens": 20, "logit_bias": {40: 6.0}, "temperature": 1.2, "min_p": 0.05},
+    {"max_tokens": 24, "stop": ("e", "and")},
+    {"max_tokens": None, "temperature": 0.5, "top_k": 20},
+)
+
+
+def asked(llm):
+    texts = ("What is 12 + 30?", "Once upon a time there was a ship", "7", "the the the the")
+    prompts, params = [], []
+    for i, values in enumerate(PARAMS):
+        ids = llm.tokenizer.encode(texts[i % len(texts)])
+        prompts.append(ids * (1 + 5 * (i % 3)))
+        params.append(SamplingParams(seed=i, **{"ignore_eos": i % 2 == 0, **values}))
+    return prompts, params
+
+
+def answers(**settings):
+    with LLM("demo", **{**SETTINGS, **settings}) as llm:
+        outputs = llm.generate(*asked(llm))
+        outputs += llm.generate(*asked(llm))  # now from the prefix cache
+        found = [(o.token_ids, o.text, o.finish_reason) for o in outputs]
+        return found, [o.logprobs for o in outputs], llm.stats()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return answers()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"speculative_num_draft_tokens": 6, "disable_radix_cache": True},
+        {"kv_memory": 12_000_000, "page_size": 8, "policy": "priority"},
+        {"kv_cache_dtype": "float32", "max_step_tokens": 9, "prefix_chunk": 16},
+    ],
+    ids=str,
+)
+def test_answers_are_those_without(plain, settings):
+    found, logprobs, stats = answers(**NEXTN, **settings)
+    assert found == plain[0]
+    for ours, theirs in zip(logprobs, plain[1], strict=True):
+        assert [x.token for x in ours or ()] == [x.token for x in theirs or ()]
+        assert [x.logprob for x in ours or ()] == pytest.approx(
+            [x.logprob for x in theirs or ()], abs=1e-4
+        )
+    assert 0.1 < stats.accepted_tokens / stats.draft_tokens < 0.9
+    assert stats.generated_tokens == plain[2].generated_tokens
+    assert stats.steps < plain[2].steps or settings.get("max_step_tokens") == 9
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_answers_are_those_without(temperature):
+    """Masks behind drafts: the grammar of a draft that does not fit is never asked for more."""
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    found = []
+    for settings in ({}, NEXTN):
+        with LLM("demo", **{**SETTINGS, **settings}) as llm:
+            ids = llm.tokenizer.encode("What is 12 + 30?")
+            rules = OutputRules(json_schema=json.dumps(schema))
+            params = SamplingParams(max_tokens=20, temperature=temperature, seed=4, rules=rules)
+            plain = SamplingParams(max_tokens=20, seed=5)
+            outputs = llm.generate([ids, ids * 2, ids], [params, plain, params])
+            found.append([(o.token_ids, o.finish_reason) for o in outputs])
+    assert found[1] == found[0]
+
+
+class Ahead(CpuPlatform):
+    asynchronous = True
+
+
+@pytest.fixture(scope="module")
+def runner():
+    settings = {**SETTINGS, **NEXTN}
+    made = Runner(assemble(EngineConfig(**settings), settings), SoloCommunicator(), poison=True)
+    made.warm_up()
+    return made
+
+
+def test_overlap_and_aborts(runner):
+    """Steps behind a verification wait for it, those behind a prompt do not."""
+    found = []
+    for ahead in (False, True):
+        assembly = runner.assembly
+        if ahead:
+            assembly = replace(assembly, platform=Ahead())
+        runner.sampler.clear()
+        engine = Engine(assembly, runner)
+        for i in range(6):
+            params = SamplingParams(max_tokens=25, ignore_eos=True, temperature=i % 2)
+            prompt = [40 + i, 90, 5] * (1 + 9 * (i % 2))
+            engine.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=i))
+        tokens = {str(i): [] for i in range(6)}
+        while engine.has_work:
+            for message in engine.step():
+                tokens[message.rid] += message.tokens
+            if len(tokens["1"]) > 9 and "2" in tokens:
+                engine.abort(["2"])
+                del tokens["2"]
+        assert all(len(ids) == 25 for ids in tokens.values()) and len(tokens) == 5
+        holdings = engine.scheduler.holdings
+        assert holdings.pool.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
+        engine.close()
+        found.append(tokens)
+    assert found[1] == found[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_and_verify_alike(plain):
+    found, _, stats = answers(**NEXTN, tp=2)
+    assert found == plain[0] and stats.accepted_tokens > 0

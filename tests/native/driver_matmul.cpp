@@ -1,0 +1,158 @@
+// Weights into panels and back, what multiplies by them, and experts.
+#include "driver.h"
+
+namespace driver {
+namespace {
+
+// A format as panels.py has it: `group` elements along k share a scale.
+struct Form {
+  int32_t code;
+  int64_t group;
+
+  int64_t groups(int64_t k) const { return group > 0 ? (k + group - 1) / group : 1; }
+  bool bytes8() const { return code == DS_INT8 || code == DS_INT4 || code == DS_INT4_ZEROS; }
+  int64_t bytes(int64_t size, int64_t n, int64_t k, int64_t width = 64) const {
+    const int64_t panels = (n + width - 1) / width, step = bytes8() ? 64 : 32;
+    const int64_t padded = (k + step - 1) / step * step;
+    if (code == DS_DENSE) return panels * 64 * size * (size < 4 ? padded : k);
+    if (code == DS_INT8) return panels * 64 * (padded + 8);
+    const int64_t heads = 4 * groups(k) * (code == DS_INT4_ZEROS ? 2 : 1);
+    return panels * 64 * ((code == DS_FP8 ? padded : padded / 2) + heads);
+  }
+  int64_t memory(int64_t rows, int64_t k) const {
+    return bytes8() ? rows * ((k + 63) / 64 * 64 + 8 * groups(k)) + 192 : 1;
+  }
+  unsigned char code_of(Random& random) const {
+    if (code == DS_FP8) {
+      const unsigned char c = (unsigned char)random.below(256);
+      return (c & 0x7f) == 0x7f ? 0 : c;  // no NaN
+    }
+    if (code == DS_INT8) return (unsigned char)(random.below(255) - 127);
+    return (unsigned char)(code == DS_INT4 ? random.below(16) - 8 : random.below(16));
+  }
+};
+
+// Random weights into the rows [n0, n0 + rows) of a packed matrix; as columns of their source, where
+// `transposed`.
+template <class T>
+void pack(const Library& library, Random& random, const Form& form, char* panels, int64_t n0,
+          int64_t rows, int64_t n, int64_t k, bool transposed = false, int32_t part = -1) {
+  Matrix<float> scales(rows, form.groups(k)), zeros(rows, form.groups(k));
+  scales.fill(random, 0.0f);
+  zeros.each([&](float& z) { z = float(random.below(16)); });
+  const float* zero = form.code == DS_INT4_ZEROS ? zeros.data : nullptr;
+  auto call = [&](const auto& source) {
+    const bool dense = form.code == DS_DENSE;
+    library.pack(form.code, code<T>(), source.data, transposed ? 1 : source.ld,
+                 transposed ? source.ld : 1, dense ? nullptr : scales.data, zero, scales.ld, panels,
+                 n0, rows, n, k, form.group, part);
+  };
+  const int64_t lines = transposed ? k : rows, length = transposed ? rows : k;
+  if (form.code == DS_DENSE) {
+    Matrix<T> source(lines, length, length + 3, 1);
+    source.fill(random, nan<T>());
+    call(source);
+  } else {
+    Matrix<unsigned char> source(lines, length, length + 1, 1);
+    source.each([&](unsigned char& c) { c = form.code_of(random); });
+    call(source);
+  }
+}
+
+struct Weights {
+  int64_t heads, n, k;
+};
+
+template <class T>
+void linear(std::vector<Case>& to, const Weights& w, int64_t m, const Form& form) {
+  to.push_back({"linear " + std::to_string(form.code), [=](const Library& library, Results& results) {
+                  Random random(31);
+                  const int64_t bytes = form.bytes(sizeof(T), w.n, w.k), first = w.n / 3;
+                  Matrix<char> panels(1, w.heads * bytes);
+                  for (int64_t h = 0; h < w.heads; ++h) {
+                    char* at = panels.data + h * bytes;
+                    pack<T>(library, random, form, at, 0, first, w.n, w.k);
+                    pack<T>(library, random, form, at, first, w.n - first, w.n, w.k, true);
+                  }
+                  Matrix<float> values(w.heads * w.n, w.k);
+                  for (int64_t h = 0; h < w.heads; ++h)
+                    library.unpack(form.code, code<T>(), panels.data + h * bytes,
+                                   values.data + h * w.n * w.k, w.n, w.k, form.group);
+                  results.take(values, "unpack");
+                  const int64_t ldx = w.heads * w.k + 1, ldy = w.heads * w.n + 2;
+                  Matrix<T> x(m, w.heads * w.k, ldx, 1), y(m, w.heads * w.n, ldy, 1);
+                  x.fill(random, nan<T>());
+                  const Memory memory(form.memory(m * w.heads, w.k));
+                  library.linear(form.code, code<T>(), x.data, x.ld, w.k, panels.data, form.group,
+                                 y.data, y.ld, w.n, w.heads, m, w.n, w.k, memory.data);
+                  results.take(y, "linear");
+                }});
+}
+
+struct Experts {
+  int64_t tokens, top_k, experts, hidden, inter;
+};
+
+template <class T>
+void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
+  to.push_back({"experts " + std::to_string(form.code), [=](const Library& library,
+                                                            Results& results) {
+                  Random random(32);
+                  const int64_t size13 = form.bytes(sizeof(T), e.inter, e.hidden, 32);
+                  const int64_t size2 = form.bytes(sizeof(T), e.hidden, e.inter);
+                  Matrix<char> w13(1, e.experts * size13), w2(1, e.experts * size2);
+                  for (int64_t i = 0; i < e.experts; ++i) {
+                    char* up = w13.data + i * size13;
+                    pack<T>(library, random, form, up, 0, e.inter, e.inter, e.hidden, false, 0);
+                    pack<T>(library, random, form, up, 0, e.inter, e.inter, e.hidden, false, 1);
+                    pack<T>(library, random, form, w2.data + i * size2, 0, e.hidden, e.hidden,
+                            e.inter);
+                  }
+                  Matrix<T> x(e.tokens, e.hidden, e.hidden + 1, 1), out(e.tokens, e.hidden);
+                  Matrix<float> weights(e.tokens, e.top_k);
+                  Matrix<int32_t> ids(e.tokens, e.top_k);
+                  x.each([&](T& v) { put(v, random.unit() / 16); });
+                  weights.fill(random, 0.0f);
+                  for (int64_t t = 0; t < e.tokens; ++t) {  // some are not here
+                    const int64_t first = random.below(e.experts + 1) - 1;
+                    for (int64_t k = 0; k < e.top_k; ++k) ids.at(t, k) = int32_t(first + k);
+                  }
+                  int64_t bytes = -1;
+                  library.experts_memory(form.code, code<T>(), form.group, form.group, e.tokens,
+                                         e.top_k, e.experts, e.hidden, e.inter, &bytes);
+                  const Memory memory(bytes);
+                  library.experts(form.code, code<T>(), x.data, x.ld, weights.data, ids.data,
+                                  w13.data, form.group, w2.data, form.group, out.data, e.tokens,
+                                  e.top_k, e.experts, e.hidden, e.inter, memory.data);
+                  results.take(out, "experts");
+                }});
+}
+
+}  // namespace
+
+void matmul_cases(std::vector<Case>& to, bool large) {
+  const Form forms[] = {{DS_DENSE, 0}, {DS_FP8, 32},  {DS_FP8, 128},       {DS_INT8, 0},
+                        {DS_INT4, 32}, {DS_INT4, 96}, {DS_INT4_ZEROS, 128}};
+  std::vector<Weights> weights = {{1, 1, 1}, {1, 9, 31}, {2, 70, 129}, {1, 64, 64}, {3, 130, 33}};
+  std::vector<int64_t> tokens = {0, 1, 2, 7, 37};
+  std::vector<Experts> layers = {{0, 1, 1, 8, 8},   {1, 2, 3, 40, 33},  {3, 3, 3, 129, 37},
+                                 {9, 2, 16, 65, 5}, {21, 1, 2, 64, 100}};
+  if (large) {
+    weights.push_back({1, 200, 1100});
+    tokens.push_back(130);
+    layers.push_back({70, 3, 5, 520, 260});
+  }
+  for (const Form& form : forms) {
+    for (const Weights& w : weights)
+      for (const int64_t m : tokens) {
+        linear<float>(to, w, m, form);
+        linear<Half>(to, w, m, form);
+      }
+    for (const Experts& e : layers) {
+      experts<float>(to, e, form);
+      experts<Half>(to, e, form);
+    }
+  }
+}
+
+}  // namespace driver

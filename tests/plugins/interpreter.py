@@ -1,0 +1,88 @@
+"""Triton's interpreter with the conversions of hardware, and the device that it stands for.
+
+The interpreter holds bfloat16 and fp8 as raw bits: it truncates where hardware rounds to nearest,
+and `dot` multiplies the bits of bfloat16 as integers. `faithful` puts torch's conversions there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ds_runtime.ops.spec import DeviceInfo
+
+WHY_NOT = ""
+if not find_spec("triton"):
+    WHY_NOT = "no Triton is installed; the dev extra brings it on Linux"
+elif os.environ.get("TRITON_INTERPRET") != "1":
+    WHY_NOT = "an accelerator is here: kernels are compiled for it (pytest -m gpu)"
+needs_triton = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+# Tensors lie on the CPU; the features are those that the kernels ask for.
+DEVICE = DeviceInfo(
+    "cpu",
+    "Triton's interpreter",
+    "interpreter",
+    features=frozenset({"triton"}),
+    fast_dtypes=frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn"}),
+    cores=4,
+)
+
+
+def _torch_dtypes(tl: Any) -> dict[Any, torch.dtype]:
+    return {
+        tl.float16: torch.float16,
+        tl.bfloat16: torch.bfloat16,
+        tl.float32: torch.float32,
+        tl.float64: torch.float64,
+        tl.float8e4nv: torch.float8_e4m3fn,
+        tl.float8e5: torch.float8_e5m2,
+    }
+
+
+@contextmanager
+def faithful() -> Iterator[None]:
+    """Within, casts between floats round to nearest even, and `dot` reads bfloat16 as numbers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    dtypes = _torch_dtypes(tl)
+    cast = builder.cast_impl
+
+    def as_torch(data: np.ndarray, dtype: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(data)).view(dtypes[dtype])
+
+    def convert(self: Any, src: Any, dst_type: Any, *_: Any) -> Any:
+        old, new = src.dtype.scalar, dst_type.scalar
+        if old not in dtypes or new not in dtypes:
+            return cast(self, src, dst_type)
+        made = as_torch(src.data, old).reshape(np.shape(src.data)).to(dtypes[new])
+        raw = {1: torch.uint8, 2: torch.uint16}.get(made.element_size())
+        if new not in (tl.float16, tl.float32, tl.float64):
+            made = made.view(raw)
+        return handle(made.numpy(), new)
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = (as_torch(t.data, t.dtype.scalar).to(torch.float32) for t in (a, b))
+        product = torch.matmul(left, right).numpy().astype(d.data.dtype)
+        return handle(product + d.data, d.dtype.scalar)
+
+    names = ("create_fp_to_fp", "create_fp_ext", "create_fp_trunc", "create_dot")
+    before = {name: getattr(builder, name) for name in names}
+    for name in names[:3]:
+        setattr(builder, name, convert)
+    builder.create_dot = dot
+    try:
+        with np.errstate(all="ignore"):  # infinities are part of the contracts
+            yield
+    finally:
+        for name, method in before.items():
+            setattr(builder, name, method)

@@ -1,0 +1,152 @@
+"""The CUDA plugin's adapters against stand-ins for their libraries, over the conformance suite."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import cuda_fakes
+import pytest
+import torch
+
+from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.spec import DeviceInfo, Offers
+from ds_runtime.platform.described import describe
+from ds_runtime.plugins import load_plugins
+from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
+from ds_runtime_cuda import deep_gemm as deep_gemm_adapter
+from ds_runtime_cuda import flash_mla, flashinfer, kernels, sgl_kernel
+
+KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
+PLUGINS = load_plugins(["cuda"])
+SIGNATURES = json.loads((Path(__file__).parent / "cuda_signatures.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    for name, module in cuda_fakes.MODULES.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch, "_scaled_mm", cuda_fakes._scaled_mm)
+    caches = [m._library for m in (deep_gemm_adapter, flash_mla, flashinfer, sgl_kernel)]
+    for found in caches:
+        found.cache_clear()
+    yield
+    for found in caches:
+        found.cache_clear()
+
+
+def device(arch: str, **changes) -> DeviceInfo:
+    """A described GPU that computes on the host."""
+    return replace(describe(PLUGINS, arch).info(), type="cpu", **changes)
+
+
+def arch_of(kernel) -> str:
+    """A device on which the kernel serves."""
+    facts = facts_for(device("sm90"), "bfloat16", TRUE_DIMS, 64)
+    return "sm90" if kernel.refuse(facts) is None else "sm100"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op.name}-{k.fn.rpartition('.')[2]}")
+def test_an_adapter_conforms(kernel):
+    info, ran = device(arch_of(kernel)), 0
+    for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64)):
+        for dtype in ("bfloat16", "float16", "float32"):
+            facts = facts_for(info, dtype, dims, page)
+            if kernel.refuse(facts) is not None:
+                continue
+            ran += len(cases_for((kernel,), facts))
+            offers = Offers(tuple(k for k in KERNELS if k.op.layout), ())
+            results = check_kernel(kernel, facts, offers)
+            assert [r for r in results if not r.ok] == [], kernel.fn
+    assert ran >= 2, "no sample was accepted"
+
+
+def test_every_offer_is_told_apart():
+    names = [(k.op.name, k.fn) for k in KERNELS]
+    assert len(set(names)) == len(names)
+    assert len({(k.op.name, k.name) for k in KERNELS}) == len(KERNELS)
+    providers = {"cuda", "deep_gemm", "flash_mla", "flashinfer", "sgl_kernel"}
+    assert {k.provider for k in KERNELS} == providers
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_stand_in_has_the_recorded_signature(name):
+    """As far as the plugin uses it: what a stand-in takes, the library takes in that place."""
+    module, _, attr = name.partition(":")
+    target = cuda_fakes.MODULES[module]
+    for part in attr.split("."):
+        target = getattr(target, part)
+    took = [p for p in inspect.signature(target).parameters if p != "self"]
+    recorded = [p for p in SIGNATURES[name]["parameters"] if p != "self"]
+    if attr.endswith(".run"):  # keywords only where the library has more in between
+        assert set(took) <= set(recorded)
+    else:
+        assert took == recorded[: len(took)]
+
+
+def test_every_function_of_a_stand_in_is_recorded():
+    named = {
+        f"{module}:{name}"
+        for module, made in cuda_fakes.MODULES.items()
+        for name, value in vars(made).items()
+        if callable(value)
+    }
+    assert named == {n.partition(".__init__")[0].partition(".plan")[0].partition(".run")[0]
+                     for n in SIGNATURES}  # fmt: skip
+
+
+def facts(arch="sm90", page=64, **changes):
+    base = facts_for(device(arch), "bfloat16", TRUE_DIMS, page)
+    return replace(base, **changes)
+
+
+def by_fn(fn):
+    return next(k for k in KERNELS if k.fn.endswith(fn))
+
+
+@pytest.mark.parametrize(
+    ("fn", "changes", "said"),
+    [
+        ("flash_mla:MlaDecode", {"page": 16}, "page size 16, takes 64: pass --page-size 64"),
+        ("flash_mla:MlaDecode", {"arch": "sm100"}, "made for sm90, not for sm100"),
+        ("flash_mla:MlaDecode", {"kv_dtype": "float8_e4m3fn"}, "reads a cache of the compute"),
+        ("flash_mla:MlaDecode", {"dtype": "float32"}, "computes in bfloat16 or float16"),
+        ("flash_mla:MlaDecode", {"dims": SMALL_DIMS}, "made for 512 latent and 64 rotated"),
+        (
+            "deep_gemm:LinearFp8",
+            {"shape": (512, 200)},
+            "groups of 128 inputs, and 200 are not",
+        ),
+        ("deep_gemm:LinearFp8", {"shape": (12, 256)}, "a multiple of 8 outputs, not 12"),
+        ("deep_gemm:ExpertsFp8", {"shape": (8, 192, 256)}, "whole blocks of 128, and 192 are none"),
+        ("flashinfer:MlaDecodeTrtllm", {}, "made for sm100 and sm103, not for sm90"),
+        ("sgl_kernel:mha_prefill", {"dims": SMALL_DIMS}, "made for heads of 192 and 128 dims"),
+        ("torch_ops:ExpertsGroupedMm", {"shape": (8, 64, 33)}, "whole 16 bytes, and 33 values"),
+    ],
+)
+def test_refusals_are_sentences_with_their_reason(fn, changes, said):
+    sentence = refusal(by_fn(fn), facts(**changes))
+    assert sentence is not None and said in sentence
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op.name}-{k.fn.rpartition('.')[2]}")
+def test_what_is_not_installed_is_named(kernel):
+    arch = arch_of(kernel)
+    bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
+    module = kernel.fn.partition(".")[2].partition(":")[0]
+    said = kernel.refuse(bare)
+    if module == "torch_ops":
+        assert said is None
+        return
+    names = {"deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla"}
+    names |= {"flashinfer": "flashinfer-python", "sgl_kernel": "sglang-kernel"}
+    assert said == f'{names[module]} is not installed: pip install "ds-runtime[cuda]"'
+    empty = device(arch, features=frozenset({"bf16", "fp8", module}))
+    assert f"the installed {module} has no " in (kernel.refuse(replace(bare, device=empty)) or "")
+    mixed = device(arch, features=describe(PLUGINS, arch).info().features | {f"{module}:mixed"})
+    assert "two packages" in (kernel.refuse(replace(bare, device=mixed)) or "")
+    elsewhere = replace(bare, device=DeviceInfo("cpu", "host", "x86-64"))
+    assert kernel.refuse(elsewhere) == "runs on NVIDIA GPUs, not on cpu"

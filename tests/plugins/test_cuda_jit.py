@@ -1,0 +1,82 @@
+"""The CUDA plugin's Triton kernels against its torch forms: interpreted, or on a GPU that is here.
+
+The interpreter converts to e4m3 by itself and sometimes to another neighbour, so that encoded
+values are compared by what they stand for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+CHECKS = """
+import torch
+from ds_runtime_cuda import grouped, jit, quant
+
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+exact = device.type == "cuda"
+torch.manual_seed(0)
+
+def values(q, scale):
+    return q.float().cpu() * scale.cpu().repeat_interleave(128, 1)
+
+def near(got, want, of, rtol=1e-6):
+    error = (values(*got) - of).norm() / of.norm()
+    assert error < (0.03 if exact else 0.2), error
+    assert torch.allclose(got[1].cpu(), want[1].cpu(), rtol=rtol)
+
+for tokens, n in ((1, 128), (3, 1408), (17, 2048)):
+    wide = torch.randn(tokens, n + 64).bfloat16().to(device)
+    x = wide[:, :n]
+    x[1:2, :128] = 0
+    want = quant.quantise(x.cpu())
+    got = torch.empty(tokens, n, dtype=torch.float8_e4m3fn, device=device)
+    scale = quant.scale_columns(tokens, n // 128, device)
+    jit.quantise_rows(x, got, scale)
+    near((got, scale), want, x.float().cpu())
+    if exact:
+        assert (got.view(torch.uint8).cpu() != want[0].view(torch.uint8)).float().mean() < 1e-3
+
+for tokens, experts, top_k, align in ((1, 4, 2, 128), (7, 9, 4, 128), (33, 5, 5, 1)):
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().to(device)
+    rows = grouped.sort_rows(ids, experts, align)
+    flat = rows.of.flatten().cpu()
+    assert len(set(flat.tolist())) == tokens * top_k
+    assert torch.equal(rows.owner.cpu()[flat], ids.flatten().cpu())
+    assert rows.owner.shape[0] == grouped.most_rows(tokens * top_k, experts, align)
+    x = torch.randn(tokens, 256).bfloat16().to(device)
+    count = rows.owner.shape[0]
+    q = torch.empty(count, 256, dtype=torch.float8_e4m3fn, device=device)
+    scale = quant.scale_columns(count, 2, device)
+    jit.quantise_to(x, rows.of, q, scale)
+    spread = x.float().cpu().repeat_interleave(top_k, 0)
+    near((q.cpu()[flat], scale.cpu()[flat]), (None, quant.quantise(spread)[1]), spread)
+    h = torch.randn(count, 512).bfloat16().to(device)
+    jit.silu_quantise(h, rows.owner, q, scale)
+    gate, up = h.cpu().float().chunk(2, -1)
+    own = rows.owner.cpu() >= 0
+    product = (torch.nn.functional.silu(gate) * up).bfloat16().float()[own]
+    near((q.cpu()[own], scale.cpu()[own]), (None, quant.quantise(product)[1]), product, 1e-2)
+    y, weights = torch.randn(count, 300).bfloat16().to(device), torch.rand(tokens, top_k).to(device)
+    out = torch.empty(tokens, 300, dtype=y.dtype, device=device)
+    jit.combine_rows(y, weights, rows.of, out)
+    exact_sum = (y.double().cpu()[rows.of.cpu()] * weights.double().cpu().unsqueeze(-1)).sum(1)
+    assert ((out.double().cpu() - exact_sum).norm() / exact_sum.norm()) < 4e-3
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_agree_with_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS],
+        env={**os.environ, "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

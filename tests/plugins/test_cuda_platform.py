@@ -1,0 +1,165 @@
+"""The CUDA platform's facts, from a driver and libraries that stand in for the real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_runtime.api import DeviceInfo, Facts, Refusal
+from ds_runtime.config import EngineConfig
+from ds_runtime.ops.spec import Dims
+from ds_runtime_cuda import ds_defaults, platform, software
+from ds_runtime_cuda.driver import DriverError, Gpu, gpu, memory
+
+
+class Driver:
+    """libcuda and libnvidia-ml as ctypes would call them."""
+
+    names = ("NVIDIA H200", "NVIDIA B200")
+    capabilities = ((9, 0), (10, 0))
+    fails = ""
+
+    def __init__(self, library):
+        self.library = library
+        self.shut = 0
+
+    def __getattr__(self, name):
+        if self.fails == name:
+            return lambda *arguments: 100
+        own = vars(Driver).get(f"_{name}")
+        return (lambda *arguments: 0) if own is None else own.__get__(self)
+
+    def _cuDeviceGetCount(self, count):
+        count._obj.value = 2
+        return 0
+
+    def _cuDeviceGet(self, device, index):
+        device._obj.value = 40 + index
+        return 0
+
+    def _cuDeviceTotalMem_v2(self, size, device):
+        size._obj.value = 150 << 30
+        return 0
+
+    def _cuDeviceGetName(self, text, length, device):
+        text.value = self.names[device.value - 40].encode()
+        return 0
+
+    def _cuDeviceGetPCIBusId(self, text, length, device):
+        text.value = b"0000:%02d:00.0" % device.value
+        return 0
+
+    def _cuDeviceGetAttribute(self, value, attribute, device):
+        major, minor = self.capabilities[device.value - 40]
+        value._obj.value = {16: 132, 75: major, 76: minor}[attribute]
+        return 0
+
+    def _nvmlDeviceGetHandleByPciBusId_v2(self, bus, handle):
+        handle._obj.value = int(bus.split(b":")[1])
+        return 0
+
+    def _nvmlDeviceGetMemoryInfo(self, handle, found):
+        found._obj.total, found._obj.free = 150 << 30, handle.value << 30
+        return 0
+
+
+def test_a_gpu_is_read_from_the_driver():
+    assert gpu(0, Driver) == Gpu("NVIDIA H200", (9, 0), 150 << 30, 132, "0000:40:00.0")
+    assert gpu(1, Driver).arch == "sm100"
+    assert memory("0000:41:00.0", Driver) == (150 << 30, 41 << 30)
+
+
+def test_what_the_driver_refuses_is_a_sentence():
+    with pytest.raises(DriverError, match="GPU 2 is asked for, and 2 are visible"):
+        gpu(2, Driver)
+
+    class NoDevice(Driver):
+        fails = "cuInit"
+
+    with pytest.raises(DriverError, match="cuInit failed with code 100"):
+        gpu(0, NoDevice)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fast", "features"),
+    [
+        ((7, 5), {"float32"}, set()),
+        ((8, 0), {"float32", "bfloat16", "float16"}, {"bf16"}),
+        ((9, 0), {"float32", "bfloat16", "float16", "float8_e4m3fn"}, {"bf16", "fp8"}),
+    ],
+)
+def test_dtypes_follow_the_capability(capability, fast, features):
+    info = platform.describe(Gpu("x", capability, 1, 2, ""), frozenset({"triton"}))
+    assert (info.type, info.arch) == ("cuda", f"sm{capability[0]}{capability[1]}")
+    assert info.fast_dtypes == fast and info.features == features | {"triton"}
+
+
+def write_package(root: Path, name: str, text: str) -> None:
+    (root / name).mkdir()
+    (root / name / "__init__.py").write_text(text)
+
+
+SOURCE = """
+import os
+from .moe import topk_softmax, silu as silu_and_mul
+if os.name:
+    from .gemm import a_gemm
+try:
+    def fp8_gemm_nt(a, b): ...
+except ImportError:
+    fallback = None
+class Wrapper: ...
+set_pdl = os.name
+"""
+
+
+def test_functions_are_found_without_an_import(tmp_path):
+    write_package(tmp_path, "sgl_kernel", SOURCE)
+    write_package(tmp_path, "flashinfer", "raise SystemExit")
+    found = set(
+        software.find(lambda m: p if (p := tmp_path / m).is_dir() else None, lambda d: None)
+    )
+    names = (
+        "topk_softmax",
+        "silu_and_mul",
+        "a_gemm",
+        "fp8_gemm_nt",
+        "fallback",
+        "Wrapper",
+        "set_pdl",
+    )
+    assert {f"sgl_kernel.{n}" for n in names} <= found
+    assert {"sgl_kernel", "flashinfer"} <= found
+    assert not any(f.startswith(("deep_gemm", "flashinfer.")) for f in found)
+
+
+def test_two_distributions_in_one_folder_are_told(tmp_path):
+    write_package(tmp_path, "sgl_kernel", "")
+    one = {"sglang-kernel": "0.4.10"}.get
+    both = {"sglang-kernel": "0.4.10", "sgl-kernel": "0.3.21"}.get
+    assert "sgl_kernel:mixed" not in set(software.find(tmp_path.joinpath, one))
+    assert "sgl_kernel:mixed" in set(software.find(tmp_path.joinpath, both))
+
+
+def test_doctor_lists_libraries_by_version():
+    have = {"sglang-kernel": "0.4.10", "sgl-kernel": "0.3.21", "triton": "3.6.0"}.get
+    said = dict(software.report(have))
+    assert said["sgl_kernel"] == "sglang-kernel 0.4.10, sgl-kernel 0.3.21"
+    assert said["triton"] == "triton 3.6.0" and said["deep_gemm"].startswith("not installed")
+
+
+def test_defaults_are_for_gpus_alone():
+    def wishes(kind, arch):
+        facts = Facts(DeviceInfo(kind, "one", arch), Dims({}))
+        return {c.field: c.value for c in ds_defaults(facts)}
+
+    assert wishes("cpu", "x86-64") == {} == wishes("cuda", "gfx942")
+    assert wishes("cuda", "sm90")["page_size"] == 64
+    assert EngineConfig(**wishes("cuda", "sm90"))
+
+
+def test_the_platform_says_what_it_can():
+    made = platform.CudaPlatform()
+    assert made.asynchronous and made.captures and made.score > 1
+    assert isinstance(platform.probe(Path("/nowhere")), Refusal)

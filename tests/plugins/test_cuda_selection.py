@@ -1,0 +1,131 @@
+"""What `auto` binds on described GPUs: models by device, with and without libraries."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.platform.described import described
+from ds_runtime.plugins import load_plugins
+
+FIXTURES = Path(__file__).parents[1] / "core" / "model" / "fixtures"
+LIBRARIES = ("deep_gemm", "flash_mla", "flashinfer", "sgl_kernel")
+OPS = ("mla_decode", "mha_prefill", "linear", "experts")
+FP8 = "deepseek-v3"
+BF16 = "deepseek-v2-lite"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    def make(name):
+        made = tmp_path_factory.mktemp(name)
+        shutil.copy(FIXTURES / f"{name}.json", made / "config.json")
+        return str(made)
+
+    return make
+
+
+def bound(folder, model, device, without=(), **settings):
+    """The kernels of the heavy ops, where the cuda plugin alone offers any."""
+    config = EngineConfig(model=folder(model), plugins=("cuda",), **settings)
+    assembly = assemble(config, tuple(settings), device=device, without=without)
+    assert assembly.left_out() == []
+    plan = assembly.plan
+    return {op: {r.kernel for r in plan.rows if r.op == op} for op in OPS}, plan
+
+
+SGL, FI, DG = "sgl_kernel", "flashinfer", "deep_gemm"
+CUBLAS, GROUPED = "cuda.LinearCublas", "cuda.ExpertsGroupedMm"
+FLASH = "flash_mla.MlaDecode"
+TABLE = [
+    (FP8, "h200", (), FLASH, f"{FI}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
+    (FP8, "h200", (FI,), FLASH, f"{SGL}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
+    (FP8, "h200", ("flash_mla", FI), f"{SGL}.MlaDecode", f"{SGL}.mha_prefill", f"{DG}.LinearFp8",
+     f"{DG}.ExpertsFp8"),
+    (FP8, "h200", (SGL, "flash_mla", DG), f"{FI}.MlaDecode", f"{FI}.mha_prefill",
+     "cuda.LinearScaledMm", "cuda.ExpertsGroupedMm"),
+    (FP8, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", f"{FI}.LinearGroupwise",
+     f"{FI}.ExpertsTrtllm"),
+    (BF16, "h200", (), FLASH, f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "a100", (), f"{FI}.MlaDecode", f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "a100", LIBRARIES, "reference.ReferenceMlaDecode", "reference.mha_prefill", CUBLAS,
+     GROUPED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "without", "decode", "prefill", "linear", "experts"), TABLE
+)
+def test_auto(folder, model, device, without, decode, prefill, linear, experts):
+    found, _ = bound(folder, model, device, without)
+    assert found["mla_decode"] == {decode} and found["mha_prefill"] == {prefill}
+    assert linear in found["linear"] and found["experts"] == {experts}
+
+
+def test_pages_of_64_are_wished_for_and_16_costs_the_page_kernels(folder):
+    _, plan = bound(folder, FP8, "h200")
+    assert plan.page_size == 64
+    found, plan = bound(folder, FP8, "sm100", page_size=16)
+    assert plan.page_size == 16 and found["mla_decode"] == {"flashinfer.MlaDecode"}
+    (row,) = (r for r in plan.rows if r.op == "mla_decode")
+    said = dict(row.refused)
+    assert said["flashinfer.MlaDecodeTrtllm"] == "page size 16, takes 32 or 64: pass --page-size 64"
+
+
+def test_the_head_and_the_router_stay_dense(folder):
+    _, plan = bound(folder, FP8, "h200")
+    (dense,) = (r for r in plan.rows if r.op == "linear" and r.kernel == "cuda.LinearCublas")
+    assert dense.sites == ("lm_head",)
+
+
+def test_what_lacks_captures_is_said(folder):
+    _, plan = bound(folder, BF16, "a100", LIBRARIES)
+    (change,) = (c for c in plan.changes if c[0] == "disable_graph")
+    assert "mla_decode (reference.ReferenceMlaDecode)" in change[3]
+
+
+def test_devices_are_well_formed():
+    found = {name: p.info() for name, p in described(load_plugins(["cuda"]))}
+    assert {"a100", "h100", "h200", "b200"} <= found.keys()
+    assert all(info.type == "cuda" and info.arch.startswith("sm") for info in found.values())
+
+
+def test_described_software_is_all_that_kernels_look_for():
+    """No kernel of the plugin waits for a function that the described software lacks."""
+    file = Path(__import__("ds_runtime_cuda").__file__).with_name("devices.json")
+    installed = set(json.loads(file.read_text())["installed"])
+    from ds_runtime_cuda import kernels
+
+    every = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
+    modules = {k.fn.partition(".")[2].partition(":")[0] for k in every} - {"torch_ops"}
+    assert modules <= installed
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="portable kernels want Triton installed")
+@pytest.mark.parametrize(
+    ("model", "device", "without", "decode", "linear", "experts"),
+    [
+        (FP8, "h200", (), FLASH, f"{DG}.LinearFp8", "triton.experts_fp8"),
+        (FP8, "h200", LIBRARIES, "triton.mla_decode", "cuda.LinearScaledMm", "triton.experts_fp8"),
+        (FP8, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.LinearGroupwise", f"{FI}.ExpertsTrtllm"),
+        (FP8, "sm100", LIBRARIES, "triton.mla_decode", "triton.linear_fp8", "triton.experts_fp8"),
+        (BF16, "h200", (), FLASH, "triton.linear_dense", "triton.experts_dense"),
+        (BF16, "a100", (), "triton.mla_decode", "triton.linear_dense", "triton.experts_dense"),
+    ],
+)
+def test_auto_with_portable_kernels(folder, model, device, without, decode, linear, experts):
+    """No op on the reference, and decode steps are captured."""
+    config = EngineConfig(model=folder(model), plugins=("cuda", "triton"), strict_ops=True)
+    assembly = assemble(config, (), device=device, without=without)
+    found = {op: {r.kernel for r in assembly.plan.rows if r.op == op} for op in OPS}
+    assert found["mla_decode"] == {decode} and found["mha_prefill"] == {"triton.mha_prefill"}
+    assert linear in found["linear"] and found["experts"] == {experts}
+    assert assembly.facts.graph_capture and not assembly.config.disable_graph
+    assert {r.provider for r in assembly.plan.rows} & {"reference"} == set()

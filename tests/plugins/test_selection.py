@@ -1,0 +1,65 @@
+"""Selection on every device that plugins describe: a golden table, reviewed as a diff."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from ds_runtime.errors import ConfigError
+from ds_runtime.plugins import load_plugins
+from ds_runtime.testing import fake
+from ds_runtime_cpu import isa, machine
+
+ROOT = Path(__file__).parents[2]
+NAMED = "a100 h100 h200 b200 mi300x mi355x 910b 910c max1550 b580 b60 epyc-9755 graviton4"
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("gen_selection", ROOT / "tools/gen_selection.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_as_written():
+    changed = "\n".join(tool().difference())
+    assert not changed, f"run tools/gen_selection.py and review the diff:\n{changed}"
+
+
+def test_every_plugin_with_a_platform_describes_devices():
+    found = fake.devices()
+    assert set(NAMED.split()) <= found.keys()
+    assert {p.name for p in found.values()} == {"cuda", "rocm", "npu", "xpu", "cpu"}
+    for name, platform in found.items():
+        info = platform.info()
+        assert fake.device(name) == info
+        assert info.memory > 4e9 and info.cores > 1 and "float32" in info.fast_dtypes
+        # An FP8 matmul is one of the device's type, not of another vendor's encoding.
+        assert ("fp8" in info.features) == ("float8_e4m3fn" in info.fast_dtypes)
+
+
+def test_described_processors_say_what_the_machine_would():
+    for name, platform in fake.devices(load_plugins(["cpu"])).items():
+        info = platform.info()
+        features = info.features - {machine.DESCRIBED, machine.NATIVE}
+        assert features <= machine.FEATURES, name
+        best = isa.usable(list(isa.ISAS), features)[0]
+        kind = "aarch64" if info.arch.startswith("aarch64") else "x86_64"
+        assert info.arch == machine.arch(best, features, kind), name
+        assert info.fast_dtypes == machine.fast_dtypes(features), name
+
+
+def test_a_described_processor_is_planned_for_whatever_this_machine_has():
+    with_library = fake.plan("demo", "epyc-9755").plan
+    without = fake.plan("demo", "epyc-9755", without=["native"]).plan
+    kernels = [{r.op: r.kernel for r in plan.rows} for plan in (with_library, without)]
+    assert [k["rms_norm"] for k in kernels] == ["cpu.rms_norm", "reference.rms_norm"]
+    (row,) = (r for r in without.rows if r.op == "rms_norm")
+    assert dict(row.refused)["cpu.rms_norm"].startswith("native library not built")
+
+
+def test_a_fake_device_that_nobody_describes():
+    with pytest.raises(ConfigError, match="'h20O': no plugin describes it; did you mean 'h200'"):
+        fake.device("h20O")

@@ -1,0 +1,246 @@
+"""Tuned configurations: their files, how they are found, and that none of them changes a result."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import DEVICE, faithful, needs_triton
+
+from ds_runtime.ops.batch import Limits, Segments
+from ds_runtime.ops.reference import attention, moe
+from ds_runtime.ops.reference.attention import decode_batch
+from ds_runtime.ops.reference.cases import Maker, SampleExperts
+from ds_runtime.ops.spec import Dims
+from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
+from ds_runtime.testing.numerics import relative_error
+from ds_runtime_triton.config import Sizes, tuned
+
+FOLDER = files("ds_runtime_triton") / "configs"
+FILES = sorted(p for p in FOLDER.rglob("*.json") if p.parent != FOLDER)
+NAMES = frozenset(p.stem for p in FILES)
+
+
+def configs(op):
+    """Every distinct configuration of an op, of every architecture, with its size."""
+    found = {}
+    for path in FILES:
+        if path.stem == op:
+            for sizes in json.loads(path.read_text())["shapes"].values():
+                for bound, config in sizes.items():
+                    found.setdefault(json.dumps(config), (int(bound), config))
+    return [pytest.param(*v, id=f"{op}-{i}") for i, v in enumerate(found.values())]
+
+
+def facts(dtype="bfloat16", **dims):
+    made = facts_for(DEVICE, dtype)
+    return replace(made, dims=Dims({**SMALL_DIMS, **dims}))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_files_are_of_the_documented_form(path):
+    held = json.loads(path.read_text())
+    assert set(held) == {"measured", "shapes"} and held["measured"]
+    for sizes in held["shapes"].values():
+        assert sizes and all(bound.isdigit() for bound in sizes)
+        for config in sizes.values():
+            assert all(isinstance(v, int) for v in config.values())
+
+
+def test_every_generic_file_has_a_configuration_for_every_shape():
+    for path in FILES:
+        if path.parent.name == "generic":
+            assert "*" in json.loads(path.read_text())["shapes"]
+
+
+def test_lookup_goes_from_the_shape_to_the_generic_entry():
+    assert tuned("nobody", "linear_dense", "N=1,K=1") == tuned("generic", "linear_dense")
+    shapes = json.loads((FOLDER / "sm90" / "linear_fp8.json").read_text())["shapes"]
+    own = {s: sorted((int(b), c) for b, c in found.items()) for s, found in shapes.items()}
+    assert len(own) > 1 and "*" in own
+    for shape, wanted in own.items():  # its own entry, though the same file has "*"
+        sizes = tuned("sm90", "linear_fp8", shape)
+        assert list(zip(sizes.bounds, sizes.configs, strict=True)) == wanted
+    assert any(found != own["*"] for found in own.values())
+    assert tuned("sm90", "linear_fp8", "N=1,K=1") == tuned("sm90", "linear_fp8")
+    sizes = Sizes((8, 64), ({"a": 1}, {"a": 2}))
+    assert [sizes.at(n)["a"] for n in (0, 8, 9, 64, 65, 10**6)] == [1, 1, 2, 2, 2, 2]
+    with pytest.raises(LookupError, match="no configuration of nothing"):
+        tuned("sm90", "nothing")
+
+
+@needs_triton
+def test_names_are_parameters_of_the_kernels():
+    from ds_runtime_triton.jit import absorb, experts, gemm, mha, mla
+
+    kernels = {
+        "linear_dense": [gemm.dense_gemm_kernel],
+        "linear_fp8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel],
+        "experts_dense": [experts.gate_up_kernel, experts.down_kernel],
+        "experts_fp8": [experts.gate_up_kernel, experts.down_kernel],
+        "absorb": [absorb.absorb_kernel],
+        "mla_decode": [mla.mla_decode_kernel],
+        "mha_prefill": [mha.mha_prefill_kernel],
+    }
+    assert set(kernels) == NAMES
+    for op, functions in kernels.items():
+        known = {"num_warps", "num_stages", "maxnreg"}
+        known |= {"TORCH", "WAVES", "DIRECT", "QUANTISED", "WIDE"}
+        for function in functions:
+            known |= set(inspect.signature(function.fn).parameters)
+        for param in configs(op):
+            names = {name.removeprefix("UP_").removeprefix("DN_") for name in param.values[1]}
+            assert names <= known, names - known
+
+
+def close(got, want, tolerance):
+    assert relative_error(got, want) <= tolerance
+
+
+@needs_triton
+@pytest.mark.parametrize(("size", "config"), configs("linear_dense"))
+def test_linear_dense(size, config):
+    from ds_runtime_triton.linear import LinearDense
+
+    rows = min(size, 70)
+    make = Maker(facts(), f"dense {rows}")
+    weight, x = make.weight(150, 200), make.normal(rows, 200)
+    kernel = LinearDense(facts())
+    packed = kernel.pack(weight, facts())
+    packed.tensors["tuned"] = Sizes((1,), (config,))
+    with faithful():
+        got = kernel.apply(x, packed)
+    close(got, x.double() @ weight.dequantise(torch.float64).T, 4e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize(("size", "config"), configs("linear_fp8"))
+def test_linear_fp8(size, config):
+    from ds_runtime_triton.linear import LinearFp8
+
+    rows = min(size, 70)
+    make = Maker(facts(), f"fp8 {rows}")
+    weight, x = make.weight(270, 400, "fp8_block", (128, 142)), make.normal(rows, 400)
+    kernel = LinearFp8(facts())
+    packed = kernel.pack(weight, facts())
+    packed.tensors["tuned"] = Sizes((1,), (config,))
+    with faithful():
+        got = kernel.apply(x, packed)
+    close(got, x.double() @ weight.dequantise(torch.float64).T, 4e-2)
+    close(packed.dequantise(), weight.dequantise(torch.float64), 1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("fmt", ["dense", "fp8_block"])
+@pytest.mark.parametrize(("size", "config"), configs("experts_dense") + configs("experts_fp8"))
+def test_experts(size, config, fmt):
+    from ds_runtime_triton.experts import ExpertsDense, ExpertsFp8
+
+    if ("BLOCK_K" in config) is not (fmt == "dense"):
+        return
+    tokens = 2 if config["DIRECT"] else min(size, 40)
+    make = Maker(facts(), f"experts {tokens}")
+    triples = [
+        (make.weight(128, 256, fmt), make.weight(128, 256, fmt), make.weight(256, 128, fmt))
+        for _ in range(5)
+    ]
+    kernel = (ExpertsDense if fmt == "dense" else ExpertsFp8)(facts())
+    packed = kernel.pack(SampleExperts(triples), facts())
+    packed.tensors["layer"].sizes = Sizes((1,), (config,))
+    x, weights = make.normal(tokens, 256), make.uniform(tokens, 3).float()
+    ids = torch.stack([make.order(4)[:3] for _ in range(tokens)]).int()
+    with faithful():
+        got = kernel.apply(x, weights, ids, packed)
+    wide = moe.ReferenceExperts(facts("float64"))
+    held = wide.pack(SampleExperts(triples), facts("float64"))
+    want = wide.apply(x.double(), weights.double(), ids, held)
+    close(got, want, 8e-3 if fmt == "dense" else 6e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("size", "config"), configs("mla_decode"))
+def test_mla_decode(size, config, kv_dtype):
+    from ds_runtime_triton.mla import MlaDecode
+
+    here = facts(heads=20, kv_lora=64, qk_rope=16)
+    kernel = MlaDecode(here)
+    kernel.sizes = Sizes((1,), (config,))
+    kernel.cores = 40
+    make = Maker(here, "decode")
+    lens = (1, 63, 64, 65, 300)
+    cache = make.normal(30, 16, 80).to(kv_dtype)
+    table = make.order(30)[:20].int().repeat(5, 1)
+    limits = Limits(16, 8, 24, 16, 20, torch.device("cpu"))
+    state, q = kernel.state(limits), make.normal(5, 20, 80)
+    kernel.prepare(state, decode_batch(lens, table))
+    with faithful():
+        got = kernel.run(state, q, cache, 0.1)
+    oracle = attention.ReferenceMlaDecode(here)
+    held = oracle.state(limits)
+    oracle.prepare(held, decode_batch(lens, table))
+    close(got, oracle.run(held, q.double(), cache.double(), 0.1), 6e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("size", "config"), configs("mha_prefill"))
+def test_mha_prefill(size, config, causal, monkeypatch):
+    from ds_runtime_triton import mha
+
+    monkeypatch.setattr(mha, "tuned", lambda *_: Sizes((1,), (config,)))
+    make = Maker(facts(), "prefill")
+    q_lens, k_lens = (3, 150), (150, 150)
+    q, k, v = make.normal(153, 2, 24), make.normal(300, 2, 24), make.normal(300, 2, 16)
+    q_segs, k_segs = (
+        Segments(n, torch.tensor([0, n[0], sum(n)], dtype=torch.int32)) for n in (q_lens, k_lens)
+    )
+    with faithful():
+        got = mha.mha_prefill(q, k, v, q_segs, k_segs, causal, 0.2)
+    wide = (q.double(), k.double(), v.double())
+    want = attention.mha_prefill(*wide, q_segs, k_segs, causal, 0.2)
+    close(got[0], want[0], 6e-3)
+    close(got[1], want[1], 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("fmt", ["dense", "fp8_block"])
+@pytest.mark.parametrize(("size", "config"), configs("absorb"))
+def test_absorb(size, config, fmt):
+    from ds_runtime_triton.absorb import MlaAbsorb
+
+    here = facts(heads=2, qk_nope=128, v=128, kv_lora=256)
+    kernel = MlaAbsorb(here)
+    kernel.sizes = Sizes((1,), (config,))
+    make, rows = Maker(here, f"absorb {size}"), min(size, 70)
+    weight = make.weight(512, 256, fmt)
+    packed = kernel.pack(weight, here)
+    q, x = make.normal(rows, 2, 128), make.normal(rows, 2, 256)
+    with faithful():
+        up, down = kernel.apply_q(q, packed), kernel.apply_v(x, packed)
+    per_head = weight.dequantise(torch.float64).view(2, 256, 256)
+    close(up, torch.einsum("thk,hkn->thn", q.double(), per_head[:, :128]), 4e-3)
+    close(down, torch.einsum("thk,hnk->thn", x.double(), per_head[:, 128:]), 4e-3)
+    assert F.linear(x[:, 0], kernel._wide(packed.tensors["blocks"])).shape == (rows, 512)
+
+
+@needs_triton
+def test_float32_takes_the_generic_files():
+    """Files of an architecture fill its memory on chip with elements of two bytes."""
+    from ds_runtime_triton.experts import ExpertsDense
+    from ds_runtime_triton.linear import LinearDense
+    from ds_runtime_triton.mla import MlaDecode
+
+    device = replace(DEVICE, arch="sm90")
+    made = {}
+    for dtype in ("float32", "bfloat16"):
+        given = replace(facts(dtype, heads=128), device=device)
+        made[dtype] = MlaDecode(given).sizes, LinearDense(given).arch, ExpertsDense(given).arch
+    generic = tuned("generic", "mla_decode", "H=128")
+    assert made["float32"] == (generic, "generic", "generic")
+    assert made["bfloat16"] == (tuned("sm90", "mla_decode", "H=128"), "sm90", "sm90")
