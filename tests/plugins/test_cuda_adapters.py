@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import cuda_fakes
 import pytest
 import torch
+from vendor_doubles import cuda, install
 
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import DeviceInfo, Offers
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
-from ds_runtime_cuda import deep_gemm as deep_gemm_adapter
-from ds_runtime_cuda import flash_mla, flashinfer, kernels, sgl_kernel
+from ds_runtime_cuda import kernels
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
 PLUGINS = load_plugins(["cuda"])
-SIGNATURES = json.loads((Path(__file__).parent / "cuda_signatures.json").read_text())
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch):
-    for name, module in cuda_fakes.MODULES.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch, "_scaled_mm", cuda_fakes._scaled_mm)
-    caches = [m._library for m in (deep_gemm_adapter, flash_mla, flashinfer, sgl_kernel)]
-    for found in caches:
-        found.cache_clear()
-    yield
-    for found in caches:
-        found.cache_clear()
+def doubles(monkeypatch):
+    install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
+    monkeypatch.setattr(torch, "_scaled_mm", cuda._scaled_mm)
 
 
 def device(arch: str, **changes) -> DeviceInfo:
@@ -70,32 +57,6 @@ def test_every_offer_is_told_apart():
     assert len({(k.op.name, k.name) for k in KERNELS}) == len(KERNELS)
     providers = {"cuda", "deep_gemm", "flash_mla", "flashinfer", "sgl_kernel"}
     assert {k.provider for k in KERNELS} == providers
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_a_stand_in_has_the_recorded_signature(name):
-    """As far as the plugin uses it: what a stand-in takes, the library takes in that place."""
-    module, _, attr = name.partition(":")
-    target = cuda_fakes.MODULES[module]
-    for part in attr.split("."):
-        target = getattr(target, part)
-    took = [p for p in inspect.signature(target).parameters if p != "self"]
-    recorded = [p for p in SIGNATURES[name]["parameters"] if p != "self"]
-    if attr.endswith(".run"):  # keywords only where the library has more in between
-        assert set(took) <= set(recorded)
-    else:
-        assert took == recorded[: len(took)]
-
-
-def test_every_function_of_a_stand_in_is_recorded():
-    named = {
-        f"{module}:{name}"
-        for module, made in cuda_fakes.MODULES.items()
-        for name, value in vars(made).items()
-        if callable(value)
-    }
-    assert named == {n.partition(".__init__")[0].partition(".plan")[0].partition(".run")[0]
-                     for n in SIGNATURES}  # fmt: skip
 
 
 def facts(arch="sm90", page=64, **changes):

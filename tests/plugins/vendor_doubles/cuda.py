@@ -1,24 +1,16 @@
-"""Stand-ins for the libraries that the CUDA plugin calls: their signatures, layouts and refusals,
-computed in torch in float32.
-
-Signatures are recorded in cuda_signatures.json, which names the release that each was read from.
-"""
+"""Stand-ins for the libraries that the CUDA plugin calls, computed in float32."""
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vendor_doubles import doubles
+from vendor_doubles.maths import attend, rows_of, spread, varlen
+
 FP8 = torch.float8_e4m3fn
-
-
-def spread(values: Tensor, scale: Tensor, rows: int, cols: int) -> Tensor:
-    """Values times scales of `rows` × `cols` each, in float32."""
-    wide = scale.float().repeat_interleave(rows, -2)[..., : values.shape[-2], :]
-    return values.float() * wide.repeat_interleave(cols, -1)[..., : values.shape[-1]]
 
 
 def check_operands(a, b):
@@ -35,21 +27,14 @@ def check_operands(a, b):
 # ---- deep_gemm ----
 
 
-def fp8_gemm_nt(
-    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="",
-    disable_ue8m0_cast=False,
-):  # fmt: skip
+def fp8_gemm_nt(a, b, d):
     x, w = check_operands(a, b)
     assert d.dtype == torch.bfloat16 and d.shape == (x.shape[0], w.shape[0])
     assert d.shape[1] % 8 == 0, "rows of whole 16 bytes"
     d.copy_(x @ w.T)
 
 
-def m_grouped_fp8_gemm_nt_contiguous(
-    a, b, d, grouped_layout, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk",
-    disable_ue8m0_cast=False, use_psum_layout=False, ensure_zero_padding=True,
-    expected_m_for_psum_layout=None,
-):  # fmt: skip
+def m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout):
     x, w = check_operands(a, b)
     assert grouped_layout.dtype == torch.int32 and grouped_layout.shape == (x.shape[0],)
     assert x.shape[0] % 128 == 0
@@ -61,35 +46,6 @@ def m_grouped_fp8_gemm_nt_contiguous(
             d[block : block + 128] = (x[block : block + 128] @ w[expert].T).to(d.dtype)
 
 
-# ---- attention in float32 ----
-
-
-def attend(q, keys, values, scale, seen):
-    """q [h, d], keys [n, d], values [n, v]: the first `seen` keys; out [h, v] and natural lse."""
-    scores = q.float() @ keys[:seen].float().T * scale
-    return scores.softmax(-1) @ values[:seen].float(), scores.logsumexp(-1)
-
-
-def varlen(q, k, v, cu_q, cu_k, scale, causal):
-    """(out [Tq, h, dv], lse [Tq, h]); queries without keys give 0 and +inf, as the libraries do."""
-    out = torch.zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse = torch.full(q.shape[:2], float("inf"))
-    pairs = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:], strict=False)
-    for q0, q1, k0, k1 in pairs:
-        for i in range(q0, q1):
-            seen = (k1 - k0) - (q1 - 1 - i) if causal else k1 - k0
-            for h in range(q.shape[1] if seen > 0 else 0):
-                got = attend(q[i, h : h + 1], k[k0:k1, h], v[k0:k1, h], scale, seen)
-                out[i, h], lse[i, h] = got[0][0], got[1][0]
-    return out.to(q.dtype), lse
-
-
-def rows_of(cache, table, length):
-    """The cached rows of one sequence: cache [pages, page, …]."""
-    pages = -(-length // cache.shape[1])
-    return cache[table[:pages].long()].flatten(0, 1)[:length]
-
-
 # ---- flash_mla ----
 
 
@@ -99,26 +55,28 @@ class FlashMLASchedMeta:
     num_splits: Tensor | None = None
 
 
-def get_mla_metadata(*args, **kwargs):
+def get_mla_metadata():
     return FlashMLASchedMeta(), None
 
 
-def get_mla_decoding_metadata(
-    seqlens_k, num_q_tokens_per_head_k, h_k, h_q=None, is_fp8_kvcache=False, topk=None,
-    use_legacy=False,
-):  # fmt: skip
-    assert use_legacy and seqlens_k.dtype == torch.int32 and num_q_tokens_per_head_k == h_q
+def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, use_legacy):
+    assert use_legacy and seqlens_k.dtype == torch.int32 and h_k == 1
+    assert num_q_tokens_per_head_k == h_q
     tiles = torch.full((4, 8), int(seqlens_k.sum()), dtype=torch.int32)
     return tiles, torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32)
 
 
 def flash_mla_with_kvcache(
-    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
-    softmax_scale=None, causal=False, is_fp8_kvcache=None, indices=None, attn_sink=None,
-    extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
-    enable_batch_invariant=False, use_legacy=False, kv_format=None, descale_q=None,
-    descale_k=None,
-):  # fmt: skip
+    q,
+    k_cache,
+    block_table,
+    cache_seqlens,
+    head_dim_v,
+    tile_scheduler_metadata,
+    num_splits,
+    softmax_scale,
+    use_legacy,
+):
     batch, queries, heads, width = q.shape
     assert use_legacy and q.is_contiguous() and queries == 1 and width == 576
     assert k_cache.shape[1:] == (64, 1, 576) and head_dim_v == 512 and q.dtype == k_cache.dtype
@@ -138,12 +96,17 @@ def flash_mla_with_kvcache(
 
 
 def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
-    seqused_k=None, page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None,
-    k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
-    num_splits=1, pack_gqa=None, only_qv=False, sm_margin=0, return_softmax_lse=False, sinks=None,
-    score_mod=None, aux_tensors=None, ver=3, out=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    return_softmax_lse,
+):
     assert all(t.stride(-1) == 1 for t in (q, k, v)) and return_softmax_lse
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
     assert max_seqlen_q == max(cu_seqlens_q.diff()) and max_seqlen_k == max(cu_seqlens_k.diff())
@@ -152,14 +115,8 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
-    cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
-    cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
-    q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-    window_size=(-1, -1), attention_chunk=None, softcap=0.0, rotary_interleaved=True,
-    scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, sm_margin=0,
-    return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None,
-):  # fmt: skip
+    q, k_cache, v_cache, qv, cache_seqlens, page_table, softmax_scale, causal
+):
     assert q.shape[1] == 1 and q.shape[3] == 64 and qv.shape[3] == 512 and causal
     assert k_cache.shape[2:] == (1, 64) and v_cache.shape[2:] == (1, 512)
     assert page_table.dtype == cache_seqlens.dtype == torch.int32
@@ -177,16 +134,19 @@ def flash_attn_with_kvcache(
 
 class BatchMLAPagedAttentionWrapper:
     def __init__(
-        self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None,
-        kv_indices=None, kv_len_arr=None, backend="auto",
+        self, float_workspace_buffer, use_cuda_graph, qo_indptr, kv_indptr, kv_indices, kv_len_arr,
+        backend,
     ):  # fmt: skip
+        buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        assert all((b is not None) == use_cuda_graph for b in buffers)
         assert float_workspace_buffer.nbytes >= 1 << 20 and backend in ("fa2", "fa3")
-        self.indices = kv_indices
 
     def plan(
         self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
-        page_size, causal, sm_scale, q_data_type, kv_data_type, use_profiler=False,
+        page_size, causal, sm_scale, q_data_type, kv_data_type,
     ):  # fmt: skip
+        assert (head_dim_ckv, head_dim_kpe, causal) == (512, 64, False) and num_heads > 0
+        assert q_data_type == kv_data_type
         assert all(t.dtype == torch.int32 for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
         assert qo_indptr.tolist() == list(range(len(qo_indptr)))
         pages = -(-kv_len_arr // page_size)
@@ -207,20 +167,26 @@ class BatchMLAPagedAttentionWrapper:
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False):
-        assert kv_layout == "NHD"
+    def __init__(self, float_workspace_buffer, kv_layout):
+        assert kv_layout == "NHD" and float_workspace_buffer.nbytes >= 1 << 20
 
     def plan(
-        self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo=None,
-        custom_mask=None, packed_custom_mask=None, causal=False, pos_encoding_mode="NONE",
-        use_fp16_qk_reduction=False, window_left=-1, logits_soft_cap=None, sm_scale=None,
-        rope_scale=None, rope_theta=None, q_data_type="float16",
-    ):  # fmt: skip
+        self,
+        qo_indptr,
+        kv_indptr,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        head_dim_vo,
+        causal,
+        sm_scale,
+        q_data_type,
+    ):
         assert (head_dim_qk, head_dim_vo) == (192, 128) and num_qo_heads == num_kv_heads
         assert q_data_type in (torch.bfloat16, torch.float16)
         self.args = qo_indptr, kv_indptr, sm_scale, causal
 
-    def run(self, q, k, v, return_lse=False):
+    def run(self, q, k, v, return_lse):
         assert return_lse and v.is_contiguous()
         found, lse = varlen(q, k, v, *self.args)
         empty = torch.isinf(lse)  # this library says −inf, in base 2
@@ -228,10 +194,18 @@ class BatchPrefillWithRaggedKVCacheWrapper:
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
-    query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim,
-    block_tables, seq_lens, max_seq_len, sparse_mla_top_k=0, out=None, bmm1_scale=1.0,
-    bmm2_scale=1.0,
-):  # fmt: skip
+    query,
+    kv_cache,
+    workspace_buffer,
+    qk_nope_head_dim,
+    kv_lora_rank,
+    qk_rope_head_dim,
+    block_tables,
+    seq_lens,
+    max_seq_len,
+    bmm1_scale,
+    bmm2_scale,
+):
     assert not workspace_buffer.any(), "zeroed before first use"
     assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) == (128, 512, 64)
     assert kv_cache.shape[1] in (32, 64) and bmm2_scale == 1.0 and query.shape[1] == 1
@@ -244,10 +218,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return found.to(query.dtype)
 
 
-def gemm_fp8_nt_groupwise(
-    a, b, a_scale, b_scale, scale_major_mode=None, mma_sm=1, scale_granularity_mnk=(1, 128, 128),
-    out=None, out_dtype=None, backend="cutlass",
-):  # fmt: skip
+def gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, scale_major_mode, out_dtype):
     assert scale_major_mode == "MN" and a.shape[0] % 4 == 0 and out_dtype == torch.bfloat16
     assert a_scale.shape == (a.shape[1] // 128, a.shape[0])
     assert b_scale.shape == (b.shape[1] // 128, b.shape[0] // 128) and b_scale.is_contiguous()
@@ -256,12 +227,27 @@ def gemm_fp8_nt_groupwise(
 
 
 def trtllm_fp8_block_scale_routed_moe(
-    topk_ids, routing_bias, hidden_states, hidden_states_scale, gemm1_weights,
-    gemm1_weights_scale, gemm2_weights, gemm2_weights_scale, num_experts, top_k, n_group,
-    topk_group, intermediate_size, local_expert_offset, local_num_experts, routed_scaling_factor,
-    routing_method_type=0, use_shuffled_weight=False, weight_layout=0, do_finalize=True,
-):  # fmt: skip
+    topk_ids,
+    hidden_states,
+    hidden_states_scale,
+    gemm1_weights,
+    gemm1_weights_scale,
+    gemm2_weights,
+    gemm2_weights_scale,
+    routing_bias,
+    num_experts,
+    top_k,
+    n_group,
+    topk_group,
+    intermediate_size,
+    local_expert_offset,
+    local_num_experts,
+    routed_scaling_factor,
+):
     ids, weights = topk_ids
+    assert routing_bias is n_group is topk_group is routed_scaling_factor is None  # routed before
+    assert top_k == ids.shape[1] and local_expert_offset == 0
+    assert gemm1_weights.shape[1] == 2 * intermediate_size
     assert ids.dtype == torch.int32 and weights.dtype == torch.bfloat16
     assert hidden_states_scale.shape == (hidden_states.shape[1] // 128, ids.shape[0])
     assert hidden_states_scale.is_contiguous() and local_num_experts == num_experts
@@ -290,45 +276,19 @@ def _scaled_mm(
     return (spread(input, scale_a, 1, 128) @ spread(weight, scale, 128, 128).T).to(out_dtype)
 
 
-def module(name: str, **members) -> types.ModuleType:
-    made = types.ModuleType(name)
-    vars(made).update(members)
-    return made
-
-
 MODULES = {
-    made.__name__: made
-    for made in (
-        module(
-            "deep_gemm",
-            fp8_gemm_nt=fp8_gemm_nt,
-            m_grouped_fp8_gemm_nt_contiguous=m_grouped_fp8_gemm_nt_contiguous,
-        ),
-        module(
-            "flash_mla",
-            get_mla_metadata=get_mla_metadata,
-            get_mla_decoding_metadata=get_mla_decoding_metadata,
-            flash_mla_with_kvcache=flash_mla_with_kvcache,
-        ),
-        module("sgl_kernel"),
-        module(
-            "sgl_kernel.flash_attn",
-            flash_attn_varlen_func=flash_attn_varlen_func,
-            flash_attn_with_kvcache=flash_attn_with_kvcache,
-        ),
-        module(
-            "flashinfer",
-            BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
-        ),
-        module(
-            "flashinfer.mla",
-            BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper,
-            trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla,
-        ),
-        module("flashinfer.gemm", gemm_fp8_nt_groupwise=gemm_fp8_nt_groupwise),
-        module(
-            "flashinfer.fused_moe",
-            trtllm_fp8_block_scale_routed_moe=trtllm_fp8_block_scale_routed_moe,
-        ),
-    )
+    **doubles("deep_gemm", fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous),
+    **doubles("flash_mla", get_mla_metadata, get_mla_decoding_metadata, flash_mla_with_kvcache),
+    **doubles("sgl_kernel", flash_attn_varlen_func, flash_attn_with_kvcache),
+    **doubles(
+        "flashinfer",
+        BatchPrefillWithRaggedKVCacheWrapper,
+        BatchMLAPagedAttentionWrapper,
+        trtllm_batch_decode_with_kv_cache_mla,
+        gemm_fp8_nt_groupwise,
+        trtllm_fp8_block_scale_routed_moe,
+    ),
 }
+ADAPTERS = tuple(
+    f"ds_runtime_cuda.{n}" for n in ("deep_gemm", "flash_mla", "flashinfer", "sgl_kernel")
+)
