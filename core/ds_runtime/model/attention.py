@@ -131,8 +131,8 @@ class Attention:
             )
             out = self.kv_b.apply_v(attended, rest)
         else:
-            rotated = torch.cat((q[n:, :, : self.nope], q_rope[n:]), dim=-1)
-            out = self._prefill(rotated, latent[n:], k_rope[n:], batch.prefill, cache, rest)
+            q[n:, :, self.nope :] = q_rope[n:]  # in place: nobody reads them unrotated any more
+            out = self._prefill(q[n:], latent[n:], k_rope[n:], batch.prefill, cache, rest)
         if not n:
             return out
         return torch.cat((self._decode(q[:n], q_rope[:n], batch, cache, selection, first), out))
@@ -189,5 +189,7 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """Keys [T, heads, nope + rope] and values [T, heads, v]; all heads share the rope part."""
         k_nope, v = self.kv_b.expand(latent, adapters)
-        shared = k_rope.unsqueeze(1).expand(-1, self.heads, -1)
-        return torch.cat((k_nope, shared), dim=-1), v
+        k = k_nope.new_empty(*k_nope.shape[:2], self.qk_head)
+        k[..., : self.nope] = k_nope  # two copies: torch.cat of strided parts takes three times
+        k[..., self.nope :] = k_rope.unsqueeze(1)
+        return k, v

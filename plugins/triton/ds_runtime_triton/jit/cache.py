@@ -35,17 +35,22 @@ def turn_heads(
     stride_head,
     cos,
     sin,
-    pair,
     HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """HEADS heads of a token whose first value to turn is at q; q_out: [tokens, heads, d]."""
+    """HEADS heads of a token whose first value to turn is at q; q_out: [tokens, heads, d].
+
+    Whole rows are read and written: pairs part in registers.
+    """
     head = block * HEADS + tl.arange(0, HEADS)[:, None]
-    mask = (head < heads) & (pair < d // 2)[None, :]
-    place = q + head * stride_head + 2 * pair[None, :]
-    first, second = turned(place, cos[None, :], sin[None, :], mask)
-    to = q_out + (token * heads + head) * d + 2 * pair[None, :]
-    tl.store(to, first.to(q_out.dtype.element_ty), mask=mask)
-    tl.store(to + 1, second.to(q_out.dtype.element_ty), mask=mask)
+    col = tl.arange(0, 2 * PAIRS)[None, :]
+    mask = (head < heads) & (col < d)
+    values = tl.load(q + head * stride_head + col, mask=mask, other=0.0).to(tl.float32)
+    a, b = tl.split(tl.reshape(values, (HEADS, PAIRS, 2)))
+    cos, sin = cos[None, :], sin[None, :]
+    both = tl.join(a * cos - b * sin, b * cos + a * sin)
+    to = q_out + (token * heads + head) * d + col
+    tl.store(to, tl.reshape(both, (HEADS, 2 * PAIRS)).to(q_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -80,7 +85,7 @@ def rope_kernel(
         tl.store(to + 1, second.to(k_out.dtype.element_ty), mask=mask)
     else:
         turn_heads(
-            q + token * q_token, q_out, token, block, heads, d, q_head, cos, sin, pair, HEADS
+            q + token * q_token, q_out, token, block, heads, d, q_head, cos, sin, HEADS, PAIRS
         )
 
 
@@ -205,4 +210,4 @@ def mla_prologue_kernel(
             tl.store(pairs + 1, stored(second, cache.dtype.element_ty), mask=real)
     else:
         begin = q + token * q_token + nope
-        turn_heads(begin, q_out, token, block, heads, rope, q_head, cos, sin, pair, HEADS)
+        turn_heads(begin, q_out, token, block, heads, rope, q_head, cos, sin, HEADS, PAIRS)
