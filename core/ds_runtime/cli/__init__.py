@@ -18,6 +18,7 @@ from ds_runtime.cli import (
     bisect,
     chat,
     conform,
+    convert,
     doctor,
     generate,
     new_plugin,
@@ -40,7 +41,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
 _ASKED = ("PROBE", "DIAGNOSE")  # by these
 _LOOKING = (*_REPORTING, "serve", "generate", "plan", "ops", "bench", "conform", "bisect")
-VERBS = (serve, chat, generate, plan, ops, conform, bisect, plugins, new_plugin, doctor, bench)
+VERBS = (
+    serve,
+    chat,
+    generate,
+    plan,
+    ops,
+    conform,
+    bisect,
+    convert,
+    plugins,
+    new_plugin,
+    doctor,
+    bench,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,8 @@
 | awq | [in, out / 8], each int32 in the order of rows 0, 2, 4, 6, 1, 3, 5, 7 |
 | gptq, gptq_v2 | eight rows of [in, out] to an int32; zero points less one, except in v2 |
 
-Nothing outside this file knows them. A part may cut through groups, blocks, bytes and words.
+Nothing outside this file and `packing.py`, which writes some of them, knows them. A part may cut
+through groups, blocks, bytes and words.
 """
 
 from __future__ import annotations

@@ -69,10 +69,14 @@ def find_nextn(algorithm: str, path: str | None, folder: Path, config: ModelConf
 def nextn_modules(config: ModelConfig, nextn: NextN, format_of: FormatOf) -> dict[str, Stored]:
     """What is read of the draft layer: by its path in the model, as its checkpoint stores it."""
     ours, theirs = (f"model.layers.{n}." for n in (config.layers, nextn.layer))
-    return {
-        ours + s.module[len(theirs) :]: s
-        for s in _stored(config, nextn.layer, theirs[:-1], format_of)
-    }
+    drafts = draft_modules(config, nextn.layer, format_of)
+    return {ours + module[len(theirs) :]: s for module, s in drafts.items()}
+
+
+def draft_modules(config: ModelConfig, layer: int, format_of: FormatOf) -> dict[str, Stored]:
+    """What draft layer `layer` of a checkpoint stores, by its path there."""
+    at = f"model.layers.{layer}"
+    return {s.module: s for s in _stored(config, layer, at, format_of)}
 
 
 def _stored(c: ModelConfig, layer: int, at: str, format_of: FormatOf) -> Iterator[Stored]:

@@ -85,10 +85,14 @@ def _some(names: list[str]) -> str:
     return f"{len(unique)} tensors ({shown}{more}) are"
 
 
+def ignorable(name: str) -> bool:
+    """Rotation tables, and scales of a cache of keys and values."""
+    return name.endswith("rotary_emb.inv_freq") or name.endswith(_CACHE_SCALES)
+
+
 def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
-    """Rotation tables, scales of a cache of keys and values, a head that ties to the embedding,
-    and draft layers behind the last one."""
-    if name.endswith("rotary_emb.inv_freq") or name.endswith(_CACHE_SCALES):
+    """What says nothing, a head that ties to the embedding, and draft layers behind the last."""
+    if ignorable(name):
         return True
     if config.tie_embeddings and name == "lm_head.weight":
         return True

@@ -23,8 +23,24 @@ _ROUNDED = frozenset(FORMATS) - {"dense", "int4_actorder"}
 _CODE_MAX = {"mxfp8": FP8_MAX, "mxfp4": FP4_MAX}
 
 
-def quantise_part(part: WeightPart, format: str, group: int = GROUP) -> WeightPart:
-    """The part rounded to the nearest numbers of `format`; `group` columns for the int4 formats.
+# The largest error of an element, over the largest magnitude in its block: half a step at the top
+# for floats, a whole one where int4's codes end at 7, and for powers of two what clipping may cost.
+LARGEST_ERROR = {
+    **dict.fromkeys(("int8_channel", "int8_block"), 0.0041),
+    **dict.fromkeys(("int4_group", "w4afp8"), 0.13),
+    **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block"), 0.04),
+    "mxfp8": 0.36,
+    "nvfp4": 0.18,
+    "mxfp4": 0.5,
+}
+_FLOOR = 2e-4  # of the whole part's largest magnitude: below, scales of few bits end
+
+
+def quantise_part(
+    part: WeightPart, format: str, group: int = GROUP, scales: torch.dtype = torch.float32
+) -> WeightPart:
+    """The part rounded to the nearest numbers of `format`; `group` columns for the int4 formats,
+    integers' scales as `scales` holds them.
 
     Symmetric, without zero points. The largest magnitude of a block becomes the largest code;
     int4's is −8, which has no positive counterpart, so the scale takes the sign. Powers of two
@@ -41,10 +57,10 @@ def quantise_part(part: WeightPart, format: str, group: int = GROUP) -> WeightPa
     tensors: dict[str, Tensor] = {}
     if format in _FROM_INTEGERS:
         least, most = tiles.aminmax(dim=-1)
-        scale = torch.where(most > -least, most, least) / -8
+        scale = (torch.where(most > -least, most, least) / -8).to(scales).to(torch.float32)
         codes = _codes(tiles, scale).round_().clamp_(-8, 7).to(torch.int8)
     elif format.startswith("int8"):
-        scale = tiles.abs().amax(-1) / 127
+        scale = (tiles.abs().amax(-1) / 127).to(scales).to(torch.float32)
         codes = _codes(tiles, scale).round_().clamp_(-127, 127).to(torch.int8)
     elif format in _CODE_MAX:
         scale, codes = _powers_of_two(tiles, format)
@@ -64,8 +80,41 @@ def convert_part(part: WeightPart, format: str, dtype: torch.dtype) -> WeightPar
     if format == "dense":
         values = part.dequantise(dtype)
         return WeightPart(part.name, "dense", part.shape, {"weight": values})
-    same = _same_codes(part, format)
+    same = same_codes(part, format)
     return quantise_part(part, format) if same is None else same
+
+
+def same_codes(part: WeightPart, format: str) -> WeightPart | None:
+    """The part in a format that holds the same numbers, codes kept; None if there is none."""
+    tensors, block = dict(part.tensors), part.block
+    assert block is not None or part.format == "dense"
+    if (part.format, format) == ("w4afp8", "int4_group"):
+        tensors.pop("input_scale", None)
+        return WeightPart(part.name, format, part.shape, tensors, block, part.offset)
+    if part.format == "fp8_tensor" and format in ("fp8_channel", "fp8_block"):
+        height, width = FORMATS[format].block
+        wide = (height, width or max(1, part.shape[1]))
+        grid = FORMATS[format].grid(*part.shape)
+        tensors["scale"] = scale_grid(part, torch.float32).expand(grid).contiguous()
+        return WeightPart(part.name, format, part.shape, tensors, wide)
+    if (part.format, format) == ("mxfp4", "mxfp8"):
+        codes = tensors["weight"].to(torch.int64)
+        table = torch.tensor((*E2M1, *(-v for v in E2M1)), device=codes.device)
+        tensors["weight"] = table[codes].to(torch.float8_e4m3fn)
+        return WeightPart(part.name, format, part.shape, tensors, block, part.offset)
+    return None
+
+
+def worst_error(values: Tensor, part: WeightPart) -> float:
+    """The largest error of `part` against [rows, cols] float32 values, over the largest magnitude
+    in its block; rounding alone stays within LARGEST_ERROR."""
+    assert part.block is not None and part.offset == (0, 0)
+    if not values.numel():
+        return 0.0
+    most = _tiles(values, part.block).abs().amax(-1)
+    error = _tiles(values - part.dequantise(), part.block).abs().amax(-1)
+    over = most + _FLOOR * most.amax()
+    return float((error / torch.where(over == 0, 1.0, over)).amax())
 
 
 def to_e4m3(values: Tensor) -> Tensor:
@@ -136,24 +185,3 @@ def _nvfp4(tiles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     whole = torch.where(top == 0, 1.0, top / (FP4_MAX * FP8_MAX)).to(torch.float32)
     scale = to_e4m3(most / FP4_MAX / whole)
     return scale, to_e2m1(_codes(tiles, scale.to(torch.float32) * whole)), whole.view(1)
-
-
-def _same_codes(part: WeightPart, format: str) -> WeightPart | None:
-    """The part in a format that holds the same numbers, codes kept; None if there is none."""
-    tensors, block = dict(part.tensors), part.block
-    assert block is not None or part.format == "dense"
-    if (part.format, format) == ("w4afp8", "int4_group"):
-        tensors.pop("input_scale", None)
-        return WeightPart(part.name, format, part.shape, tensors, block, part.offset)
-    if part.format == "fp8_tensor" and format in ("fp8_channel", "fp8_block"):
-        height, width = FORMATS[format].block
-        wide = (height, width or max(1, part.shape[1]))
-        grid = FORMATS[format].grid(*part.shape)
-        tensors["scale"] = scale_grid(part, torch.float32).expand(grid).contiguous()
-        return WeightPart(part.name, format, part.shape, tensors, wide)
-    if (part.format, format) == ("mxfp4", "mxfp8"):
-        codes = tensors["weight"].to(torch.int64)
-        table = torch.tensor((*E2M1, *(-v for v in E2M1)), device=codes.device)
-        tensors["weight"] = table[codes].to(torch.float8_e4m3fn)
-        return WeightPart(part.name, format, part.shape, tensors, block, part.offset)
-    return None

@@ -1,0 +1,49 @@
+"""`ds-runtime convert`: a checkpoint in another weight format."""
+
+from __future__ import annotations
+
+from argparse import Namespace, _SubParsersAction
+from pathlib import Path
+from typing import Any
+
+from ds_runtime.cli.flags import size
+from ds_runtime.convert.targets import TARGETS
+
+
+def add(subcommands: _SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subcommands.add_parser(
+        "convert",
+        help="write a checkpoint again in another weight format",
+        description="Round a checkpoint's weights to another format, one at a time, from any that "
+        "is read: " + "; ".join(f"{t.name}: {t.summary}" for t in TARGETS.values()) + ". The same "
+        "command goes on where it was interrupted.",
+    )
+    parser.add_argument("--model", required=True, help="checkpoint folder, hub id, or 'demo'")
+    parser.add_argument("--to", required=True, choices=tuple(TARGETS), help="the format")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="of a file (5GB)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: Namespace) -> int:
+    """Convert, and say what came of it."""
+    from ds_runtime.convert.run import convert
+    from ds_runtime.model.hub import resolve_model
+    from ds_runtime.progress import amount
+
+    out = Path(args.out)
+    report = convert(resolve_model(args.model), args.to, out, args.shard_size, progress=True)
+    if report.already:
+        print(f"{out}: holds this conversion already")
+        return 0
+    print(f"{out}: {amount(report.after)} in {args.to}, from {amount(report.before)}")
+    for format, error in report.errors.items():
+        print(f"  {format}: error {error:.2%} of the weights' root mean square")
+    if report.kept:
+        more = f" and {len(report.kept) - 1} more" if report.kept[1:] else ""
+        print(f"  not rounded, as its groups do not fit: {report.kept[0]}{more}")
+    print(f"next: ds-runtime generate --model {out} --max-tokens 32 'Once upon a time'")
+    return 0

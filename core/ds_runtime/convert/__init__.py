@@ -1,0 +1,1 @@
+"""`ds-runtime convert`: a checkpoint written again in another weight format."""

@@ -1,0 +1,92 @@
+"""The checkpoint that is converted: its Linears, draft layers included, and all else it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_runtime.assemble import find_loader
+from ds_runtime.model.checkpoint import Checkpoint
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.hf import load_config
+from ds_runtime.model.manifest import Stored, stored_modules
+from ds_runtime.model.nextn import SHARED, draft_modules
+from ds_runtime.model.quant import PartRequest, Place, Quant
+from ds_runtime.model.verify import check_checkpoint, ignorable
+from ds_runtime.ops.spec import DeviceInfo, Facts, Offers
+from ds_runtime.ops.weight import WeightPart
+from ds_runtime.plugins import load_plugins
+
+
+def quant_of(config: ModelConfig, where: str, offers: Offers | None = None) -> Quant:
+    """The loader of a config's quantisation, opened."""
+    if offers is None:
+        offers = load_plugins(()).offers(Facts(DeviceInfo("cpu", "", ""), config.dims()))
+    return Quant.open(find_loader(offers, config, where), config.quantization)
+
+
+class Source:
+    """A folder that is read Linear by Linear. Raises CheckpointError at once if it is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = load_config(folder)
+        self.quant = quant_of(self.config, str(folder / "config.json"))
+        self.checkpoint = Checkpoint(folder)
+        self.modules = stored_modules(self.config, self.quant.format_of)
+        self.places = check_checkpoint(self.checkpoint, self.config, self.quant, self.modules)
+        for layer in self._draft_layers():
+            at = f"model.layers.{layer}."
+            drafts = draft_modules(self.config, layer, self.quant.format_of)
+            self.places |= check_checkpoint(
+                self.checkpoint, self.config, self.quant, drafts, at, SHARED
+            )
+            self.modules |= drafts
+
+    def _draft_layers(self) -> list[int]:
+        first = self.config.layers
+        layers = range(first, first + self.config.mtp_layers)
+        names = self.checkpoint.names
+        return [n for n in layers if any(x.startswith(f"model.layers.{n}.eh_proj.") for x in names)]
+
+    @property
+    def linears(self) -> dict[str, Stored]:
+        """Every Linear."""
+        return {m: s for m, s in self.modules.items() if s.format}
+
+    def others(self) -> Iterator[str]:
+        """Tensors of no Linear, by name: embeddings, norms, routers, copies of them. Scales that
+        belong to another cache or to nobody are left out."""
+        linear = self.linears
+        taken = {n for m in linear for n in self.places[m].names}
+        taken |= {n for m in linear for n in self.quant.unread(m)}
+        keep = {n for m, p in self.places.items() if m not in linear for n in p.names}
+        for name in self.checkpoint.names:
+            shared = name.rpartition(".")[0].endswith(SHARED)
+            if name in keep or (name not in taken and (shared or not ignorable(name))):
+                yield name
+
+    def part(self, module: str) -> WeightPart:
+        """A whole Linear, as the checkpoint has it."""
+        stored = self.modules[module]
+        return read_whole(self.quant, self.checkpoint, module, self.places[module], stored.shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self.checkpoint.read(name)
+
+
+def read_whole(
+    quant: Quant, checkpoint: Checkpoint, module: str, place: Place, shape: tuple[int, ...]
+) -> WeightPart:
+    """All rows and columns of a Linear."""
+    rows, cols = shape
+    whole = (slice(0, rows), slice(0, cols))
+    request = PartRequest(
+        checkpoint, quant.quantization, module, quant.encoding(module), place, *whole
+    )
+    with torch.no_grad():
+        return quant.read(request)
