@@ -1,92 +1,95 @@
-"""Scores of the demo model in every weight format that serves it: bf16, fp8, int8, int4.
+"""Scores of the demo model in every format that `ds-runtime convert` writes.
 
-    python benchmarks/demo_formats.py [--limit N]
+    python benchmarks/demo_formats.py [--limit N] [--threads N] [FORMAT ...]
 
-The FP8 form is made here as DeepSeek publishes it: e4m3 with a float32 scale per 128 × 128 block
-for every Linear but head and routers. Rows go to benchmarks/results/accuracy.jsonl, and the table
-of docs/demo.md is printed.
+Rows go to benchmarks/results/accuracy.jsonl; the table of docs/demo.md is made from the last whole
+row of each format, also with --table, which measures nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import re
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
 from ds_runtime.bench import accuracy
 from ds_runtime.bench.record import append
-from ds_runtime.bench.shapes import config_of
+from ds_runtime.convert.run import convert
+from ds_runtime.convert.targets import TARGETS
 from ds_runtime.model.hub import resolve_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
-BLOCK, LARGEST = 128, 448.0
+PAGE = Path(__file__).parents[1] / "docs" / "demo.md"
+_BETWEEN = re.compile(r"(?<=<!-- formats -->\n).*(?=<!-- /formats -->)", re.DOTALL)
 
 
-def blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 [rows, cols], float32 scales [rows / 128, cols / 128]): value = code · scale."""
-    rows, cols = values.shape
-    padded = torch.nn.functional.pad(values.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
-    grid = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
-    scales = grid.abs().amax((1, 3)).clamp(min=1e-12) / LARGEST
-    codes = (grid / scales[:, None, :, None]).view(padded.shape)[:rows, :cols]
-    return codes.contiguous().to(torch.float8_e4m3fn), scales
+def measure(name: str, limit: int | None, threads: int | None) -> dict[str, Any]:
+    """Convert the demo and score it on the CPU's kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / f"demo-{name}"
+        report = convert(resolve_model("demo"), name, out)
+        settings = {"platform": "cpu"} | ({} if threads is None else {"threads": threads})
+        row = accuracy.run({"model": str(out)} | settings, limit, mtp=False)
+    row |= {"model": out.name, "format": name, "limit": limit, "bytes": report.after}
+    row["errors"] = report.errors
+    row["command"] = " ".join(["python", "benchmarks/demo_formats.py", *sys.argv[1:]])
+    return row
 
 
-def is_linear(name: str, value: Tensor) -> bool:
-    """Whether DeepSeek's FP8 checkpoints hold this tensor in blocks."""
-    plain = ("embed_tokens", "lm_head", "mlp.gate.", "eh_proj", "shared_head")
-    return value.ndim == 2 and name.endswith(".weight") and not any(p in name for p in plain)
+def rows_of(lines: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """The last row of each format over the whole held-out set, in the order of TARGETS."""
+    rows = [json.loads(line) for line in lines]
+    found = {r["format"]: r for r in rows if "format" in r and r["limit"] is None}
+    return {name: found[name] for name in TARGETS if name in found}
 
 
-def make_fp8(source: Path, out: Path) -> Path:
-    """Write the checkpoint again with its Linears in FP8 blocks."""
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        for name, value in load_file(file).items():
-            if is_linear(name, value):
-                tensors[name], tensors[name + "_scale_inv"] = blocks(value)
-            else:
-                tensors[name] = value
-    save_file(tensors, out / "model.safetensors")
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = config_of("tiny-v3", "fp8")["quantization_config"]
-    (out / "config.json").write_text(json.dumps(config, indent=1))
-    return out
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """The rows as Markdown. points: sums and calls together, against bf16."""
+    lines = [
+        "| format | size | error of weights | prose, perplexity | sums | tool calls | points |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in rows.items():
+        error = ", ".join(f"{e:.1%}" for e in row["errors"].values())
+        scores = [row["scores"][kind] for kind in ("sums", "tools")]
+        right = [f"{s['right']} of {s['of']}" for s in scores]
+        points = 100 * (share(row) - share(rows["bf16"]))
+        lines.append(
+            f"| `{name}` | {row['bytes'] / 1e6:.1f} MB | {error} "
+            f"| {row['scores']['prose']['perplexity']:.2f} | {' | '.join(right)} | {points:+.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def share(row: Mapping[str, Any]) -> float:
+    """Of sums and tool calls together, how many are right."""
+    scores = [row["scores"][kind] for kind in ("sums", "tools")]
+    return float(sum(s["right"] for s in scores) / sum(s["of"] for s in scores))
+
+
+def page(text: str, lines: Sequence[str]) -> str:
+    """The page with its table made anew."""
+    return _BETWEEN.sub(lambda _: table(rows_of(lines)), text)
 
 
 def main() -> int:
-    """Score, record and print."""
+    """Score, record and write the table."""
     parser = argparse.ArgumentParser(description="Scores of the demo model by weight format.")
+    parser.add_argument("formats", nargs="*", metavar="FORMAT", help="(default: all)")
     parser.add_argument("--limit", type=int, metavar="N", help="only N entries of each kind")
+    parser.add_argument("--threads", type=int, metavar="N", help="of the CPU's kernels")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        fp8 = make_fp8(resolve_model("demo"), Path(folder) / "demo-fp8")
-        wanted: dict[str, dict[str, Any]] = {
-            "bf16": {"model": "demo"},
-            "fp8, 128 × 128 blocks": {"model": str(fp8)},
-            "int8 by row": {"model": "demo", "quantize": "int8"},
-            "int4, groups of 128": {"model": "demo", "quantize": "int4"},
-        }
-        print("| weights | sums | tool calls |\n|---|---:|---:|")
-        for name, settings in wanted.items():
-            row = accuracy.run({"platform": "cpu"} | settings, args.limit, mtp=False)
-            row["model"] = Path(row["model"]).name
-            row["command"] = " ".join(["python", "benchmarks/demo_formats.py", *sys.argv[1:]])
-            append(RESULTS, row)
-            sums, tools = (row["scores"][kind] for kind in ("sums", "tools"))
-            print(
-                f"| {name} | {sums['right']} of {sums['of']} | {tools['right']} of {tools['of']} |",
-                flush=True,
-            )
+    for name in () if args.table else args.formats or TARGETS:
+        row = measure(name, args.limit, args.threads)
+        append(RESULTS, row)
+        print(name, json.dumps(row["scores"]), flush=True)
+    PAGE.write_text(page(PAGE.read_text(), RESULTS.read_text().splitlines()))
     return 0
 
 

@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FORMATS = runpy.run_path(str(BENCHMARKS / "demo_formats.py"))
 TABLES = runpy.run_path(str(BENCHMARKS / "tables.py"))
 
 
@@ -14,6 +15,17 @@ def test_the_page_is_made_from_the_records():
     lines = (BENCHMARKS / "results/compare.jsonl").read_text().splitlines()
     made = TABLES["page"](TABLES["rows_of"](lines))
     assert (BENCHMARKS / "results/compare.md").read_text() == made
+
+
+def test_the_demos_table_of_formats_is_made_from_the_records():
+    lines = (BENCHMARKS / "results/accuracy.jsonl").read_text().splitlines()
+    text = (BENCHMARKS.parent / "docs/demo.md").read_text()
+    assert FORMATS["page"](text, lines) == text
+    rows = FORMATS["rows_of"](lines)
+    assert set(rows) == set(FORMATS["TARGETS"]) and text.count("| `mxfp8` | 13.2 MB |") == 1
+    for name, row in rows.items():
+        lost = 100 * (FORMATS["share"](rows["bf16"]) - FORMATS["share"](row))
+        assert lost <= (0.5 if name in ("fp8", "int8", "mxfp8") else 3), name
 
 
 def test_the_last_record_of_a_run_counts():

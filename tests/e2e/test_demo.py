@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import random
 from pathlib import Path
 
@@ -99,6 +100,9 @@ def test_some_held_out_answers_through_the_runtime():
     assert report["scores"]["tools"]["right"] == 6
     assert report["scores"]["mtp"]["outputs"] >= 0.9
     assert "6 of 6 right" in accuracy.render(report)
+    prose = report["scores"]["prose"]
+    assert 3.2 < math.log(prose["perplexity"]) < 3.7  # the trainer says 3.45 nats of all passages
+    assert f"over {prose['tokens']:,} tokens" in accuracy.render(report)
 
 
 @pytest.mark.slow

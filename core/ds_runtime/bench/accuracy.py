@@ -1,4 +1,4 @@
-"""Scores of the runtime on a held-out set: sums, tool calls, and how often MTP drafts agree.
+"""Scores of the runtime on a held-out set: sums, tool calls, prose, and how often MTP drafts agree.
 
 The set is heldout.json of the checkpoint's folder, or else the demo model's. The runtime generates
 greedily; answers are scored as raw text. MTP agreement is computed in plain torch on the outputs
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,20 @@ def right(kind: str, raw: str, entry: Mapping[str, Any]) -> bool:
     if kind == "sums":
         return scoring.sum_correct(raw, entry["answer"])
     return scoring.calls_correct(raw, entry["calls"])
+
+
+def perplexity(llm: LLM, prose: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """exp of the mean negative log-probability of each passage's tokens after the first."""
+    from ds_runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    found = [
+        entry.logprob
+        for output in llm.generate([list(ids) for ids in prose], params)
+        for entry in output.prompt_logprobs or ()
+        if entry is not None
+    ]
+    return {"perplexity": math.exp(-sum(found) / len(found)), "tokens": len(found)}
 
 
 def draft_agreement(
@@ -110,6 +125,7 @@ def run(settings: Mapping[str, Any], limit: int | None = None, mtp: bool = True)
         tokenizer = llm.tokenizer
         start_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         prose = [start_ids + tokenizer.encode(p["text"]) for p in heldout["prose"][:limit]]
+        scores["prose"] = perplexity(llm, prose)
     if mtp:
         scores["mtp"] = draft_agreement(folder, outputs, prose)
     return {
@@ -132,6 +148,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(
             f"{name}: {s['right']} of {s['of']} right ({s['share']:.1%}) in {s['seconds']:.1f} s"
         )
+    prose = scores["prose"]
+    lines.append(f"prose: perplexity {prose['perplexity']:.3f} over {prose['tokens']:,} tokens")
     mtp = scores.get("mtp")
     if mtp is not None and "refused" in mtp:
         lines.append(f"MTP agreement not measured: {mtp['refused']}")
