@@ -2,6 +2,7 @@
 
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo --heldout-only
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo --device cuda
+    python tools/train_demo.py --data DIR --out core/ds_runtime/demo_v32 --device cuda --dsa
 
 DIR holds `text/*.txt` (books) and `gsm8k_train.jsonl`. The first command writes the held-out set,
 which later runs check against instead of replacing. docs/demo.md describes the result.
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import demo_dsa
 import demo_text as dt
 import numpy as np
 import torch
@@ -32,13 +34,18 @@ from demo_corpus import (
     train_tokenizer,
     write_heldout,
 )
+from demo_files import (
+    load_checkpoint,
+    write_checkpoint,
+    write_recipe,
+    write_tokenizer,
+)
 from demo_model import Config, DemoModel, demo_config
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 REPO = Path(__file__).resolve().parent.parent
-VOCAB, SHARD_BYTES = 2048, 11_500_000
+VOCAB = 2048
 MTP_WEIGHT, LONG_EVERY, BIAS_RATE = 0.4, 8, 0.001
 
 
@@ -168,89 +175,6 @@ def train(
     return model, facts
 
 
-# --- checkpoint -------------------------------------------------------------------------------
-
-
-def write_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
-    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
-    table = {
-        "add_bos_token": False,
-        "add_eos_token": False,
-        "added_tokens_decoder": {
-            str(i): {"content": text, **flags, "special": special}
-            for i, (text, special) in enumerate(dt.SPECIAL_TOKENS)
-        },
-        "bos_token": dt.BOS,
-        "chat_template": dt.CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": dt.EOS,
-        "model_max_length": config["max_position_embeddings"],
-        "pad_token": dt.PAD,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": None,
-    }
-    write_json(folder / "tokenizer_config.json", table)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_recipe(path: Path, recipe: dict[str, Any]) -> None:
-    """Write RECIPE.json with one line per point of the loss curve: step, 1 if the rows were the
-    long ones, loss of the model, loss of the MTP layer."""
-    mark = '"curve": '
-    training = {**recipe["training"], "curve": 0}
-    text = json.dumps({**recipe, "training": training}, indent=2)
-    points = ",\n".join("      " + json.dumps(point) for point in recipe["training"]["curve"])
-    path.write_text(text.replace(mark + "0", f"{mark}[\n{points}\n    ]") + "\n")
-
-
-def write_checkpoint(model: DemoModel, folder: Path) -> int:
-    """Write the shards, their index and the configs; returns the weights' size in bytes."""
-    write_json(folder / "config.json", model.config)
-    write_json(folder / "generation_config.json", {
-        "_from_model_config": True, "bos_token_id": 0, "eos_token_id": 1, "do_sample": True,
-        "temperature": 0.6, "top_p": 0.95})  # fmt: skip
-    shards: list[dict[str, Tensor]] = [{}]
-    filled = total = 0
-    for name, tensor in model.export().items():
-        size = tensor.numel() * tensor.element_size()
-        if filled + size > SHARD_BYTES:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled, total = filled + size, total + size
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)
-        weight_map.update(dict.fromkeys(shard, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / "model.safetensors.index.json", index)
-    return total
-
-
-def load_checkpoint(folder: Path, device: str) -> DemoModel:
-    """The checkpoint as a BF16 `DemoModel` (router bias and rotation tables in FP32)."""
-    model = DemoModel(json.loads((folder / "config.json").read_text()))
-    tensors = {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
-    for p in model.parameters():
-        p.data = p.data.to(torch.bfloat16)
-    state = model.state_dict()
-    for name in list(state):
-        if name.endswith(("mlp.gate_up", "mlp.down")):
-            stem, kind = name.rsplit(".", 1)
-            parts = ("gate_proj", "up_proj") if kind == "gate_up" else ("down_proj",)
-            tensors[name] = torch.stack([
-                torch.cat([tensors.pop(f"{stem}.experts.{e}.{p}.weight") for p in parts])
-                for e in range(len(state[name]))])  # fmt: skip
-    model.load_state_dict(tensors)
-    return model.to(device).eval()
-
-
 # --- evaluation -------------------------------------------------------------------------------
 
 
@@ -365,12 +289,16 @@ def parse() -> argparse.Namespace:
     p.add_argument("--plot", type=Path, help="write the loss curve there")
     p.add_argument("--heldout-only", action="store_true")
     p.add_argument("--evaluate-only", action="store_true")
+    demo_dsa.add_options(p)
     return p.parse_args()
 
 
 def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.dsa:
+        demo_dsa.run(args)
+        return
     if args.evaluate_only:
         heldout = json.loads((args.out / "heldout.json").read_text(encoding="utf-8"))
         print(json.dumps(evaluate(args.out, heldout, args.device, show=8), indent=2))
@@ -407,7 +335,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "training": facts,
     }  # fmt: skip
-    write_recipe(args.out / "RECIPE.json", recipe)
+    write_recipe(args.out / "RECIPE.json", recipe)  # step, 1 if long rows, losses: model, MTP
     if args.plot:
         plot(facts, args.plot)
     print(json.dumps(scores, indent=1))
