@@ -39,7 +39,15 @@ from ds_runtime.ops.spec import (
     load_attr,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.probe import device_nodes, has_library, installed, pci_devices, read_file
+from ds_runtime.platform.probe import (
+    device_nodes,
+    exported_names,
+    has_library,
+    installed,
+    package_folder,
+    pci_devices,
+    read_file,
+)
 from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 
 if TYPE_CHECKING:
@@ -122,11 +130,13 @@ __all__ = [
     "ceilings",
     "decode_scale",
     "device_nodes",
+    "exported_names",
     "gates",
     "has_library",
     "hookimpl",
     "installed",
     "load_attr",
+    "package_folder",
     "pci_devices",
     "read_file",
     "rows_of",

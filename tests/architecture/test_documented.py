@@ -65,7 +65,8 @@ def test_an_op_states_its_contract(op: Op) -> None:
     assert len(inspect.getdoc(protocol) or "") > 60, "the docstring is the contract"
     assert op.summary
     assert {"float32", "bfloat16", "float16"} <= set(op.tolerance)
-    assert all(0 <= bound < 0.1 for bound in op.tolerance.values())
+    fours = {row for row in op.tolerance if row.endswith("a4")}  # activations of four bits
+    assert all(0 <= op.tolerance[r] < (0.3 if r in fours else 0.1) for r in op.tolerance)
     named = dict(methods(protocol))
     assert ("__call__" in named) is (op.kind == "function")
     for name, method in named.items():

@@ -80,22 +80,43 @@ def test_cuda_stages(tmp_path):
 
 def test_rocm_stages(tmp_path):
     root = write(tmp_path, pci("0000:05:00.0", "0x1002", "0x120000"))
-    assert rocm.probe(root, have()).kind == "not installed"
+    assert rocm.probe(root, have(), {}).kind == "not installed"
     nodes = "sys/class/kfd/kfd/topology/nodes"
+    mi300 = "simd_count 1216\nsimd_per_cu 4\ngfx_target_version 90402\n"
     write(
         root,
         {
             f"{nodes}/0/properties": "cpu_cores_count 64\ngfx_target_version 0\n",
-            f"{nodes}/1/properties": "simd_count 1216\ngfx_target_version 90402\n",
-            f"{nodes}/2/properties": "gfx_target_version 90010\n",
+            f"{nodes}/1/properties": mi300,
+            f"{nodes}/1/mem_banks/0/properties": "heap_type 1\nsize_in_bytes 206141652992\n",
+            f"{nodes}/10/properties": "gfx_target_version 90010\n",
         },
     )
-    assert rocm.architectures(root) == ["gfx942", "gfx90a"]
-    assert rocm.probe(root, have()).kind == "broken"  # no /dev/kfd
+    first, second = rocm.gpus(root)
+    assert (first.arch, first.units, first.memory) == ("gfx942", 304, 206141652992)
+    assert second.arch == "gfx90a"
+    assert rocm.probe(root, have(), {}).kind == "broken"  # no /dev/kfd
     write(root, {"dev/kfd": ""})
-    missing = rocm.probe(root, have("amd-aiter", torch="2.13.0+cpu"))
-    assert missing.kind == "not installed" and "a ROCm build of torch" in missing.reason
-    assert rocm.probe(root, have("amd-aiter", torch="2.14.0+rocm7.2")).kind == "unsupported"
+    for version, said in (
+        (None, "torch is not installed: install a ROCm build"),
+        ("2.13.0+cpu", "torch 2.13.0+cpu is another build: install a ROCm build"),
+        ("2.5.0+rocm6.2", "torch 2.5.0+rocm6.2 is for a ROCm before 7.0"),
+    ):
+        assert said in rocm.probe(root, {"torch": version}.get, {}).reason
+    good = have(torch="2.14.0+rocm7.2")
+    assert rocm.probe(root, good, {}) is None
+    assert "HIP_VISIBLE_DEVICES" in rocm.probe(root, good, {"HIP_VISIBLE_DEVICES": "-1"}).reason
+    write(root, {f"{nodes}/1/properties": "gfx_target_version 110000\n"})
+    other = rocm.probe(root, good, {})
+    assert other.kind == "unsupported" and "(gfx1100, gfx90a): this release serves" in other.reason
+
+
+def test_a_rocm_gpu_as_kernels_see_it(tmp_path):
+    node = tmp_path / "1"
+    known = rocm.describe(rocm.Gpu("gfx950", 256, 10**9, node), frozenset({"aiter"}))
+    assert known.fast_dtypes >= {"float8_e4m3fn", "bfloat16"} and known.features >= {"fp8", "aiter"}
+    older = rocm.describe(rocm.Gpu("gfx942", 304, 10**9, node), frozenset())
+    assert "float8_e4m3fn" not in older.fast_dtypes and older.features == {"bf16"}
 
 
 def test_npu_stages(tmp_path):

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from ds_runtime.ops.weight import ExpertSource, Packed
 
 _REF = "ds_runtime.ops.reference.moe"
-_COARSE = {"fp8_w8a8": 8e-2, "int8_w8a8": 4e-2, "int4_w4a8": 4e-2}  # two matmuls, as in linear.py
+_COARSE = {
+    "fp8_w8a8": 8e-2,
+    "int8_w8a8": 4e-2,
+    "int4_w4a8": 4e-2,
+    "mxfp4_w4a4": 0.25,
+}  # two matmuls, as in linear.py
 
 
 class RouterLogits(Protocol):

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 _LIBRARY_FOLDERS = ("usr/lib64", "usr/lib", "lib64", "usr/local/lib", "usr/lib/wsl/lib")
@@ -56,3 +59,53 @@ def has_library(root: Path, name: str, search: tuple[str, ...] | None = None) ->
     folders = [Path(p) for p in paths if p] + [root / p for p in _LIBRARY_FOLDERS]
     folders += sorted(root.glob("usr/lib/*-linux-gnu"))
     return any((folder / name).exists() for folder in folders)
+
+
+def package_folder(module: str) -> Path | None:
+    """Where a package lies, without importing it."""
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent
+
+
+def exported_names(folder: Path, module: str = "") -> frozenset[str]:
+    """Names that a package in `folder`, or a module inside it, binds at its top level, also inside
+    `if` and `try`. Read from the text: importing a vendor's package takes seconds, and may fail.
+    """
+    return _exported(_file(folder, module) if module else folder / "__init__.py")
+
+
+def _exported(source: Path) -> frozenset[str]:
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+        return frozenset(_bound(tree.body, source.parent))
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+
+
+def _bound(statements: list[ast.stmt], folder: Path) -> Iterator[str]:
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            if node.level == 1 and node.module:  # from .module import *
+                yield from _exported(_file(folder, node.module))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (a.asname or a.name.partition(".")[0] for a in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from (t.id for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _bound([*node.body, *node.orelse], folder)
+            for handler in getattr(node, "handlers", ()):
+                yield from _bound(handler.body, folder)
+
+
+def _file(folder: Path, module: str) -> Path:
+    """The source of a module inside a package."""
+    path = module.replace(".", "/")
+    package = folder / path / "__init__.py"
+    return package if package.is_file() else folder / f"{path}.py"

@@ -7,14 +7,12 @@ hold. Found libraries and functions become device features: "flashinfer", "deep_
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
-from ds_runtime.api import installed
+from ds_runtime.api import exported_names, installed, package_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,49 +40,6 @@ LIBRARIES = (
 INSTALL = 'pip install "ds-runtime[cuda]"'
 
 
-def folder_of(module: str) -> Path | None:
-    """Where a package lies, without importing it."""
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent
-
-
-def exported(source: Path) -> frozenset[str]:
-    """Names that a module binds at its top level, also inside `if` and `try`."""
-    try:
-        tree = ast.parse(source.read_text(encoding="utf-8"))
-        return frozenset(_bound(tree.body, source.parent))
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()
-
-
-def _bound(statements: list[ast.stmt], folder: Path) -> Iterator[str]:
-    for node in statements:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            if node.level == 1 and node.module:  # from .module import *
-                yield from exported(_file(folder, node.module.replace(".", "/")))
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (a.asname or a.name.partition(".")[0] for a in node.names)
-        elif isinstance(node, ast.Assign):
-            yield from (t.id for t in node.targets if isinstance(t, ast.Name))
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _bound([*node.body, *node.orelse], folder)
-            for handler in getattr(node, "handlers", ()):
-                yield from _bound(handler.body, folder)
-
-
-def _file(folder: Path, module: str) -> Path:
-    """The source of a module inside a package."""
-    package = folder / module / "__init__.py"
-    return package if package.is_file() else folder / f"{module}.py"
-
-
 def report(version: Callable[[str], str | None] = installed) -> Iterator[tuple[str, str]]:
     """(library, which version of which package, or that it is not installed)."""
     for library in LIBRARIES:
@@ -99,7 +54,7 @@ def features() -> frozenset[str]:
 
 
 def find(
-    folder: Callable[[str], Path | None] = folder_of,
+    folder: Callable[[str], Path | None] = package_folder,
     version: Callable[[str], str | None] = installed,
 ) -> Iterator[str]:
     """Arguments stand for the environment in tests."""
@@ -111,7 +66,7 @@ def find(
         yield library.module
         if len(brought) > 1:  # both wrote into one folder: neither is whole
             yield f"{library.module}:mixed"
-        yield from (f"{library.module}.{name}" for name in exported(where / "__init__.py"))
+        yield from (f"{library.module}.{name}" for name in exported_names(where))
         for part, pattern in library.parts:
             if any(where.glob(pattern)):
-                yield from (f"{library.module}.{part}.{n}" for n in exported(_file(where, part)))
+                yield from (f"{library.module}.{part}.{n}" for n in exported_names(where, part))

@@ -1,51 +1,188 @@
-"""What AMD GPUs, driver and packages are here, read from the operating system."""
+"""AMD GPUs as a platform: what the kernel driver says of them, without torch where possible."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ds_runtime.api import Refusal, installed, pci_devices, read_file
+from ds_runtime.api import (
+    Communicator,
+    DeviceInfo,
+    GraphBackend,
+    MemoryInfo,
+    Platform,
+    Refusal,
+    installed,
+    pci_devices,
+    read_file,
+)
+from ds_runtime_rocm import software
+
+if TYPE_CHECKING:
+    import torch
 
 VENDOR = "0x1002"
 CLASSES = ("0x03", "0x12")
-INSTALL = "install a ROCm build of torch and amd-aiter from source (see docs/install.md)"
+INSTALL = "install a ROCm build of torch (docs/install.md)"
+OLDEST = (7, 0)  # of ROCm: what AITER's kernels for both architectures are built with
+ARCHS = {  # gfx name → what the library's kernels multiply beside 32- and 16-bit floats
+    "gfx942": frozenset({"float8_e4m3fnuz"}),
+    "gfx950": frozenset({"float8_e4m3fn", "float4_e2m1fn"}),
+}
+_VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
-def architectures(root: Path) -> list[str]:
-    """gfx names of the compute devices that the kernel driver lists, e.g. "gfx942"."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A compute device that the kernel driver lists. Memory in bytes."""
+
+    arch: str
+    units: int
+    memory: int
+    node: Path
+
+
+def _properties(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in read_file(path).splitlines())
+    return {p[0]: int(p[1]) for p in pairs if len(p) == 2 and p[1].isdigit()}
+
+
+def gpus(root: Path) -> list[Gpu]:
+    """The driver's GPUs in its own order, which HIP keeps."""
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     if not nodes.is_dir():
         return []
-    found = []
-    for node in sorted(nodes.iterdir()):
-        for line in read_file(node / "properties").splitlines():
-            key, _, value = line.partition(" ")
-            if key == "gfx_target_version" and value.strip().isdigit() and int(value):
-                number = int(value)  # 90402 → gfx942: major, minor, stepping in hexadecimal
-                major, minor, step = number // 10000, number // 100 % 100, number % 100
-                found.append(f"gfx{major}{minor:x}{step:x}")
-    return found
+    return [g for node in sorted(nodes.iterdir(), key=_number) for g in _gpu(node)]
+
+
+def _number(node: Path) -> int:
+    return int(node.name) if node.name.isdigit() else -1
+
+
+def _gpu(node: Path) -> Iterator[Gpu]:
+    found = _properties(node / "properties")
+    version = found.get("gfx_target_version", 0)
+    if not version:  # a processor
+        return
+    # 90402 → gfx942: major, minor, stepping in hexadecimal
+    arch = f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+    units = found.get("simd_count", 0) // max(1, found.get("simd_per_cu", 4))
+    banks = (_properties(bank / "properties") for bank in sorted(node.glob("mem_banks/*")))
+    yield Gpu(arch, units, sum(b.get("size_in_bytes", 0) for b in banks), node)
+
+
+def rocm_version(torch: str) -> tuple[int, ...]:
+    """(7, 1) of "2.10.0+rocm7.1"; empty for another build."""
+    local = torch.partition("+")[2]
+    if not local.startswith("rocm"):
+        return ()
+    return tuple(int(n) for n in local.removeprefix("rocm").split(".")[:2] if n.isdigit())
 
 
 def probe(
-    root: Path = Path("/"), package: Callable[[str], str | None] = installed
+    root: Path = Path("/"),
+    package: Callable[[str], str | None] = installed,
+    environ: Mapping[str, str] = os.environ,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
-    names, pci = architectures(root), pci_devices(root, VENDOR, CLASSES)
-    if not names and not pci:
+    found, pci = gpus(root), pci_devices(root, VENDOR, CLASSES)
+    if not found and not pci:
         return Refusal("absent", "no AMD GPU: none on the PCI bus, none known to the kernel driver")
-    if not names:
+    if not found:
         what = f"{len(pci)} AMD GPU{'s' if len(pci) > 1 else ''} on the PCI bus"
         return Refusal(
             "not installed", f"{what}, but the kernel driver amdgpu lists none for compute"
         )
-    what = f"{len(names)} AMD GPU{'s' if len(names) > 1 else ''} ({', '.join(sorted(set(names)))})"
+    archs = sorted({g.arch for g in found})
+    what = f"{len(found)} AMD GPU{'s' if len(found) > 1 else ''} ({', '.join(archs)})"
+    for name in _VISIBLE:
+        if environ.get(name, "0").split(",")[0].strip() in ("", "-1"):
+            return Refusal("absent", f"{what}, but {name} hides every one")
     if not (root / "dev/kfd").exists():
         return Refusal("broken", f"{what}, but there is no /dev/kfd in this container")
-    torch = package("torch") or ""
-    missing = [] if "rocm" in torch else ["a ROCm build of torch"]
-    missing += [] if package("amd-aiter") else ["amd-aiter"]
-    if missing:
-        return Refusal("not installed", f"{what}, without {' and '.join(missing)}: {INSTALL}")
-    return Refusal("unsupported", f"{what}, but this release brings no kernels for it yet")
+    torch = package("torch")
+    if torch is None or "rocm" not in torch:
+        have = "torch is not installed" if torch is None else f"torch {torch} is another build"
+        return Refusal("not installed", f"{what}, but {have}: {INSTALL}")
+    if rocm_version(torch) and rocm_version(torch) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return Refusal("unsupported", f"{what}, but torch {torch} is for a ROCm before {oldest}")
+    if not any(g.arch in ARCHS for g in found):
+        known = " and ".join(ARCHS)
+        return Refusal("unsupported", f"{what}: this release serves {known}; use --platform cpu")
+    return None
+
+
+def describe(gpu: Gpu, libraries: frozenset[str]) -> DeviceInfo:
+    """A GPU as kernels may look at it."""
+    formats = ARCHS.get(gpu.arch, frozenset())
+    fp8 = {"fp8"} if "float8_e4m3fn" in formats else set()
+    return DeviceInfo(
+        type="cuda",
+        name=f"AMD {gpu.arch}",
+        arch=gpu.arch,
+        features=libraries | {"bf16"} | fp8,
+        fast_dtypes=formats | {"float32", "bfloat16", "float16"},
+        memory=gpu.memory,
+        cores=gpu.units,
+    )
+
+
+class RocmPlatform(Platform):
+    """Local rank r computes on the r-th GPU."""
+
+    name = "rocm"
+    score = 100
+    asynchronous = True
+    captures = True
+    kv_share = 0.85
+
+    def info(self, rank: int = 0) -> DeviceInfo:
+        return describe(gpus(Path("/"))[rank], software.features())
+
+    def device(self, rank: int = 0) -> torch.device:
+        import torch
+
+        return torch.device("cuda", rank)  # torch's name for it
+
+    def memory(self, rank: int = 0) -> MemoryInfo:
+        """What torch keeps for later allocations counts as free; before torch is there, all is."""
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(self.device(rank))
+            return MemoryInfo(total=total, free=free)
+        total = gpus(Path("/"))[rank].memory
+        return MemoryInfo(total=total, free=total)
+
+    def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+        import torch
+
+        torch.cuda.set_device(self.device(rank))
+        if threads is not None:
+            torch.set_num_threads(threads)
+        # Contracts accumulate in fp32, also across the parts of a split reduction.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+    def communicator(
+        self, rank: int, size: int, init_method: str, timeout: float = 600.0
+    ) -> Communicator:
+        from ds_runtime.api import TorchCommunicator
+
+        device = self.device(rank)  # RCCL, under the name that torch has for both
+        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=device)
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        from ds_runtime_rocm.graphs import HipGraphs
+
+        return HipGraphs(self.device(rank))
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()

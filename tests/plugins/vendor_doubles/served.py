@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import types
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,22 @@ from ds_runtime.api import DeviceInfo, hookimpl
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime_cpu.platform import CpuPlatform
+
+LENGTHS = (70, 9, 1)
+TRUE: dict[str, Any] = {  # widths that vendors' kernels are made for, in a checkpoint of 10 MB
+    "hidden_size": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "q_lora_rank": 128,
+}
+INDEXED = {**TRUE, "index_head_dim": 128, "index_n_heads": 16}
 
 
 def on_host(plugin: str, device: str, without: Sequence[str] = ("triton",)) -> DeviceInfo:
@@ -41,30 +59,49 @@ def _platform(info: DeviceInfo) -> types.ModuleType:
     return made
 
 
-def prompt_logprobs(
-    folder: Path | str, prompts: Sequence[list[int]], plugin: str, device: str, **settings: Any
-) -> tuple[list[torch.Tensor], dict[str, set[str]]]:
-    """Per prompt, the log-probabilities of its tokens after the first and of four that follow
-    greedily; and op → kernels that computed. `plugin`: "" for the references alone.
+@dataclass(frozen=True)
+class Told:
+    """What an engine answered. error: of its log-probabilities of prompts and answers, the mean
+    distance from the oracle's. kernels: op → those that computed.
     """
-    info = on_host(plugin, device) if plugin else DeviceInfo("cpu", "host", "host")
+
+    error: float
+    kernels: dict[str, set[str]]
+
+
+def serve(folder: Path | str, model: Any, plugin: str, device: str, **settings: Any) -> Told:
+    """An engine on `plugin` against transformers' float32 `model` of the same values.
+
+    A prompt of several chunks and pages, a short one and one of a single token run together.
+    """
+    info = on_host(plugin, device)
     given: dict[str, Any] = {
         "platform": "double",
-        "plugins": (plugin or "triton",),  # portable kernels refuse a host without a compiler
+        "plugins": (plugin,),
         "context_length": 256,
         "threads": 1,
         "kv_memory": "16MB",
         "dtype": "bfloat16",
+        "page_size": 64,
+        "chunked_prefill_size": 24,
     }
-    params = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1, ignore_eos=True)
+    draw = random.Random(7)
+    prompts = [[draw.randrange(model.config.vocab_size) for _ in range(n)] for n in LENGTHS]
+    params = SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=1, ignore_eos=True)
     with LLM(folder, **given | settings, extra_plugins=[_platform(info)]) as llm:
-        outputs = llm.generate(list(prompts), params)
+        outputs = llm.generate(prompts, params)
         rows = llm.plan.rows
-    found: dict[str, set[str]] = {}
+    kernels: dict[str, set[str]] = {}
     for row in rows:
-        found.setdefault(row.op, set()).add(row.kernel)
-    told = []
+        kernels.setdefault(row.op, set()).add(row.kernel)
+    return Told(statistics.mean(_errors(model, outputs)), kernels)
+
+
+def _errors(model: Any, outputs: Sequence[Any]) -> Iterator[float]:
     for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.token_ids]
+        with torch.no_grad():
+            want = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         entries = [*output.prompt_logprobs[1:], *output.logprobs]
-        told.append(torch.tensor([e.logprob for e in entries]))
-    return told, found
+        for i, entry in enumerate(entries):
+            yield abs(entry.logprob - float(want[i, tokens[i + 1]]))

@@ -1,0 +1,39 @@
+"""Steps as HIP graphs, through torch, which calls them CUDA graphs on this platform, too."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class HipGraphs:
+    """GraphBackend. One stream and one memory pool for all captures of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See GraphBackend."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        collects = gc.isenabled()
+        gc.disable()  # a tensor freed while a capture is under way would break it
+        try:
+            with torch.cuda.stream(self._stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # as of no rows
+                graph.capture_begin(pool=self._pool)
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        self._pool = graph.pool()
+        return graph.replay

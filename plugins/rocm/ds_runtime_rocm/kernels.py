@@ -1,0 +1,239 @@
+"""The ROCm plugin's whole offer on one page. Torch-free.
+
+AITER and TileLang are adapters and providers of their own, so that pins may name them. What is
+installed, and what this AITER exports, are features of the device (software.py). Nothing here ran
+on an AMD GPU: ranks are by what SGLang and vLLM choose there.
+"""
+
+from __future__ import annotations
+
+from ds_runtime.api import (
+    OPS,
+    RANK_PLATFORM,
+    RANK_SPECIALISED,
+    Facts,
+    Fixable,
+    Gate,
+    Kernel,
+    gates,
+)
+from ds_runtime_rocm.software import INSTALL
+
+_FP8, _DENSE, _MXFP4 = frozenset({"fp8_block"}), frozenset({"dense"}), frozenset({"mxfp4"})
+_LATENT_PAGES = frozenset({"latent_pages.v1"})
+_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
+_NUMERICS = {_FP8: "fp8_w8a8", _MXFP4: "mxfp4_w4a4"}
+_LATENT, _ROPE = 512, 64
+_BLOCK, _GROUP = 128, 32
+_MOST_HEADS = 128
+_ARCHS = ("gfx942", "gfx950")
+
+
+def _gpu(facts: Facts) -> str | None:
+    arch = facts.device.arch
+    if not arch.startswith("gfx"):
+        return f"runs on AMD GPUs, not on {facts.device.type}"
+    return None if arch in _ARCHS else f"made for {' and '.join(_ARCHS)}, not for {arch}"
+
+
+def _arch(*wanted: str) -> Gate:
+    def check(facts: Facts) -> str | None:
+        arch = facts.device.arch
+        return None if arch in wanted else f"made for {' and '.join(wanted)}, not for {arch}"
+
+    return check
+
+
+def _dtype(*wanted: str) -> Gate:
+    def check(facts: Facts) -> str | None:
+        if facts.dtype in wanted:
+            return None
+        return f"computes in {' or '.join(wanted)}, not {facts.dtype}"
+
+    return check
+
+
+def _aiter(*functions: str) -> Gate:
+    def check(facts: Facts) -> str | None:
+        features = facts.device.features
+        if "aiter:other" in features:
+            said = "the installed aiter is PyPI's, an async iterator"
+            return Fixable(said, f"pip uninstall aiter, and {INSTALL}")
+        if "aiter" not in features:
+            return Fixable("amd-aiter is not installed", INSTALL)
+        missing = [f for f in functions if f"aiter.{f}" not in features]
+        if missing:
+            return Fixable(f"the installed aiter has no {', '.join(missing)}", INSTALL)
+        return None
+
+    return check
+
+
+def _latent(facts: Facts) -> str | None:
+    latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
+    if (latent, rope) != (_LATENT, _ROPE):
+        return f"made for {_LATENT} latent and {_ROPE} rotated values, not {latent} and {rope}"
+    return None
+
+
+def _heads(facts: Facts) -> str | None:
+    heads = facts.dims.get("heads", 0)
+    return f"at most {_MOST_HEADS} heads, not {heads}" if heads > _MOST_HEADS else None
+
+
+def _same_kv(facts: Facts) -> str | None:
+    if facts.kv_dtype != facts.dtype:
+        said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
+        return Fixable(said, "pass --kv-cache-dtype auto")
+    return None
+
+
+def _heads_192(facts: Facts) -> str | None:
+    dims = facts.dims
+    shape = dims.get("qk_nope", 0) + dims.get("qk_rope", 0), dims.get("v", 0)
+    return None if shape == (192, 128) else f"made for heads of 192 and 128 dims, not {shape}"
+
+
+def _inputs(group: int, out: int) -> Gate:
+    """Inputs in whole groups, outputs a multiple of `out`."""
+
+    def check(facts: Facts) -> str | None:
+        if not facts.shape:
+            return None
+        rows, cols = facts.shape[-2:]
+        if cols % group:
+            return f"quantises groups of {group} inputs, and {cols} are not whole groups"
+        return f"needs a multiple of {out} outputs, not {rows}" if rows % out else None
+
+    return check
+
+
+def _widths(multiple: int) -> Gate:
+    """Both widths of experts (experts, width, hidden) in multiples."""
+
+    def check(facts: Facts) -> str | None:
+        odd = [n for n in facts.shape[1:] if n % multiple]
+        return f"needs widths in multiples of {multiple}, and {odd[0]} is none" if odd else None
+
+    return check
+
+
+def _offer(
+    op: str,
+    fn: str,
+    rank: int,
+    *checks: Gate,
+    formats: frozenset[str] = frozenset(),
+    note: str = "",
+) -> Kernel:
+    provider = fn.partition(":")[0].partition("_")[0]
+    return Kernel(
+        op=OPS[op],
+        fn=f"ds_runtime_rocm.{fn}",
+        provider="rocm" if provider == "torch" else provider,
+        rank=rank,
+        refuse=gates(_gpu, *checks),
+        formats=formats,
+        layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        phases=frozenset({"prefill", "decode", "verify"}),
+        contract=_CONTRACTS.get(op, 1),
+        note=note,
+        numerics=_NUMERICS.get(formats, ""),
+        keeps=formats - _DENSE,
+    )
+
+
+_BF16, _HALVES = _dtype("bfloat16"), _dtype("bfloat16", "float16")
+_MLA = gates(_aiter("mla.mla_decode_fwd"), _BF16, _latent, _same_kv, _heads)
+_MOE, _SHUFFLE = "fused_moe.fused_moe", "ops.shuffle.shuffle_weight"
+_EXPONENTS = "utility.fp4_utils.e8m0_shuffle"
+
+ATTENTION: tuple[Kernel, ...] = (
+    _offer("mla_decode", "aiter_mla:MlaDecode", RANK_SPECIALISED, _MLA),
+    _offer(
+        "mha_prefill",
+        "aiter_mla:mha_prefill",
+        RANK_SPECIALISED,
+        _aiter("flash_attn_varlen_func"),
+        _HALVES,
+        _heads_192,
+    ),
+    _offer("sparse_prefill", "aiter_mla:sparse_mla", RANK_PLATFORM, _MLA),
+    _offer("sparse_decode", "aiter_mla:sparse_mla", RANK_PLATFORM, _MLA),
+)
+MOE: tuple[Kernel, ...] = (
+    _offer(
+        "experts",
+        "aiter_moe:ExpertsFp8",
+        RANK_SPECIALISED,
+        _aiter(_MOE, _SHUFFLE),
+        _BF16,
+        _widths(_BLOCK),
+        formats=_FP8,
+        note="in e4m3fnuz on gfx942: the same bits, twice the scale",
+    ),
+    _offer(
+        "experts",
+        "aiter_moe:ExpertsMxfp4",
+        RANK_SPECIALISED,
+        _arch("gfx950"),
+        _aiter(_MOE, _SHUFFLE, _EXPONENTS),
+        _BF16,
+        _widths(2 * _BLOCK),
+        formats=_MXFP4,
+        note="rounds activations to FP4, too",
+    ),
+    _offer(
+        "experts",
+        "aiter_moe:ExpertsDense",
+        RANK_SPECIALISED,
+        _aiter(_MOE, _SHUFFLE),
+        _HALVES,
+        _widths(_GROUP),
+        formats=_DENSE,
+    ),
+)
+TOPK: tuple[Kernel, ...] = (
+    _offer(
+        "route",
+        "aiter_moe:route",
+        RANK_SPECIALISED,
+        _aiter("biased_grouped_topk", "grouped_topk"),
+        note="1, 2, 4 or 8 groups; other routings in torch",
+    ),
+)
+LINEAR: tuple[Kernel, ...] = (
+    _offer(
+        "linear",
+        "aiter_gemm:LinearFp8",
+        RANK_SPECIALISED,
+        _arch("gfx942"),
+        _aiter("gemm_a8w8_blockscale", "per_group_quant_hip"),
+        _BF16,
+        _inputs(_BLOCK, out=16),
+        formats=_FP8,
+        note="in e4m3fnuz: the same bits, twice the scale",
+    ),
+    _offer(
+        "linear",
+        "aiter_gemm:LinearFp8Shuffled",
+        RANK_SPECIALISED,
+        _arch("gfx950"),
+        _aiter("gemm_a8w8_blockscale_bpreshuffle", "per_group_quant_hip", _SHUFFLE),
+        _BF16,
+        _inputs(_BLOCK, out=16),
+        formats=_FP8,
+    ),
+    _offer(
+        "linear",
+        "aiter_gemm:LinearMxfp4",
+        RANK_SPECIALISED,
+        _arch("gfx950"),
+        _aiter("gemm_a4w4", "per_1x32_f4_quant_hip", _SHUFFLE, _EXPONENTS),
+        _BF16,
+        _inputs(_BLOCK, out=_GROUP),
+        formats=_MXFP4,
+        note="rounds activations to FP4, too",
+    ),
+    _offer("linear", "torch_ops:LinearHipblas", RANK_PLATFORM, formats=_DENSE),
+)

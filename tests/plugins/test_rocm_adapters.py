@@ -1,0 +1,181 @@
+"""The ROCm plugin's adapters against stand-ins for AITER: conformance, engines, refusals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from vendor_doubles import aiter, install, records
+from vendor_doubles.served import INDEXED, TRUE, on_host, serve
+
+from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.reference.cases import Maker
+from ds_runtime.ops.reference.moe import _experts_case
+from ds_runtime.ops.spec import Dims, Offers
+from ds_runtime.testing import tiny
+from ds_runtime.testing.conformance import (
+    SMALL_DIMS,
+    TRUE_DIMS,
+    cases_for,
+    check_case,
+    check_kernel,
+    facts_for,
+)
+from ds_runtime_rocm import kernels, software
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
+import published_kinds
+
+KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.TOPK, *kernels.LINEAR)
+DEVICES = {"gfx942": "mi300x", "gfx950": "mi355x"}
+
+
+@pytest.fixture(params=DEVICES)
+def gfx(request, monkeypatch):
+    install(monkeypatch, aiter.MODULES, aiter.ADAPTERS)
+    monkeypatch.setattr(aiter, "GFX", request.param)
+    return request.param
+
+
+def label(kernel):
+    return f"{kernel.op.name}-{kernel.fn.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=label)
+def test_an_adapter_conforms(kernel, gfx):
+    info, ran = on_host("rocm", DEVICES[gfx]), 0
+    for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64)):
+        for dtype in ("bfloat16", "float16"):
+            facts = facts_for(info, dtype, dims, page)
+            if kernel.refuse(facts) is not None:
+                continue
+            ran += len(cases_for((kernel,), facts))
+            offers = Offers(tuple(k for k in KERNELS if k.op.layout), ())
+            results = check_kernel(kernel, facts, offers)
+            assert [r for r in results if not r.ok] == [], kernel.fn
+    elsewhere = f"not for {gfx}" in (kernel.refuse(facts_for(info, "bfloat16", TRUE_DIMS)) or "")
+    assert ran >= 2 or elsewhere or kernel == by_fn("ExpertsMxfp4"), "no sample was accepted"
+
+
+ATTENTION = {"mla_decode": {"aiter.MlaDecode"}, "mha_prefill": {"aiter.mha_prefill"}}
+SPARSE = {"sparse_decode": {"aiter.sparse_mla"}, "sparse_prefill": {"aiter.sparse_mla"}}
+FP8 = {"gfx942": "aiter.LinearFp8", "gfx950": "aiter.LinearFp8Shuffled"}
+
+
+def served(folder, model, gfx, experts, linear="rocm.LinearHipblas", attention=ATTENTION):
+    """The error of an engine whose kernels are these."""
+    told = serve(folder, model, "rocm", DEVICES[gfx])
+    expected = {**attention, "experts": {experts}, "route": {"aiter.route"}}
+    assert expected.items() <= told.kernels.items() and linear in told.kernels["linear"]
+    return told.error
+
+
+def test_v3_in_bfloat16(gfx, tmp_path):
+    model = tiny.write_tiny(tmp_path, "v3", 3, **TRUE)
+    assert served(tmp_path, model, gfx, "aiter.ExpertsDense") < 0.04
+
+
+def test_v3_in_fp8(gfx, tmp_path):
+    model = tiny.write_tiny_fp8(tmp_path, "v3", 3, **TRUE)
+    assert served(tmp_path, model, gfx, "aiter.ExpertsFp8", FP8[gfx]) < 0.3
+
+
+def test_v32_sparse(gfx, tmp_path):
+    """Index scores in bfloat16 choose other tokens than in float32: the references do so, too."""
+    model = tiny.write_tiny(tmp_path, "v32", 3, **INDEXED)
+    error = served(tmp_path, model, gfx, "aiter.ExpertsDense", attention=SPARSE)
+    pins = tuple(f"{op}=reference.sparse_mla" for op in SPARSE)
+    plain = serve(tmp_path, model, "rocm", DEVICES[gfx], pin=pins)
+    assert plain.kernels["sparse_decode"] == {"reference.sparse_mla"}
+    assert error < 1.2 * plain.error
+
+
+def test_v3_in_mxfp4(monkeypatch, gfx, tmp_path):
+    """Where the GPU multiplies it activations are FP4, too; elsewhere weights are widened."""
+    monkeypatch.setattr(published_kinds, "WIDTHS", TRUE)
+    model = published_kinds.write_kind(tmp_path, "quark", 3)
+    if gfx == "gfx942":
+        assert served(tmp_path, model, gfx, "aiter.ExpertsDense") < 0.15
+    else:
+        error = served(tmp_path, model, gfx, "aiter.ExpertsMxfp4", "aiter.LinearMxfp4")
+        other = tiny.make_model("v3", 4, **TRUE)
+        assert error < 0.5 * serve(tmp_path, other, "rocm", DEVICES[gfx]).error
+
+
+def test_fp4_experts(gfx):
+    """The core's samples are narrower than what the library takes."""
+    kernel, facts = by_fn("ExpertsMxfp4"), facts_for(on_host("rocm", "mi355x"), "bfloat16")
+    case = _experts_case(Maker(facts, "wide"), "wide", (3, 512, 256), "mxfp4")
+    if gfx == "gfx950":
+        check_case(kernel, case).raise_if_failed()
+    else:
+        assert "no FP4 on gfx942" in check_case(kernel, case).failure
+
+
+def by_fn(name):
+    return next(k for k in KERNELS if k.fn.endswith(f":{name}"))
+
+
+def facts(device="mi355x", **changes):
+    return replace(facts_for(on_host("rocm", device), "bfloat16", TRUE_DIMS, 64), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "changes", "said"),
+    [
+        ("MlaDecode", "mi300x", {"dims": SMALL_DIMS}, "made for 512 latent and 64 rotated"),
+        ("MlaDecode", "mi300x", {"dims": Dims({**TRUE_DIMS, "heads": 160})}, "at most 128 heads"),
+        ("MlaDecode", "mi300x", {"dtype": "float16"}, "computes in bfloat16, not float16"),
+        ("MlaDecode", "mi300x", {"kv_dtype": "float8_e4m3fn"}, "pass --kv-cache-dtype auto"),
+        ("mha_prefill", "mi300x", {"dims": SMALL_DIMS}, "made for heads of 192 and 128 dims"),
+        ("ExpertsFp8", "mi300x", {"shape": (8, 192, 256)}, "multiples of 128, and 192 is none"),
+        ("ExpertsMxfp4", "mi300x", {}, "made for gfx950, not for gfx942"),
+        ("LinearMxfp4", "mi355x", {"shape": (512, 80)}, "groups of 128 inputs, and 80 are not"),
+        ("LinearFp8", "mi300x", {"shape": (12, 256)}, "a multiple of 16 outputs, not 12"),
+        ("LinearFp8", "mi355x", {}, "made for gfx942, not for gfx950"),
+    ],
+)
+def test_refusals_are_sentences_with_their_reason(name, device, changes, said):
+    format_ = {"weight_format": min(by_fn(name).formats)} if by_fn(name).formats else {}
+    sentence = refusal(by_fn(name), facts(device, **format_ | changes))
+    assert sentence is not None and said in sentence
+
+
+def having(*features, **changes):
+    device = replace(on_host("rocm", "mi300x"), features=frozenset({"bf16", *features}), **changes)
+    return replace(facts(), device=device)
+
+
+def test_what_is_not_installed_or_too_old_is_named():
+    decode = by_fn("MlaDecode")
+    assert "amd-aiter is not installed: install amd-aiter from source" in decode.refuse(having())
+    assert "the installed aiter has no mla.mla_decode_fwd" in decode.refuse(having("aiter"))
+    assert "PyPI's, an async iterator: pip uninstall aiter" in decode.refuse(having("aiter:other"))
+    assert "gfx942 and gfx950, not for gfx1100" in decode.refuse(having(arch="gfx1100"))
+    assert decode.refuse(having(arch="sm90")) == "runs on AMD GPUs, not on cpu"
+
+
+def test_installed_functions_are_found_without_an_import(tmp_path):
+    files = {
+        "mla.py": "def mla_decode_fwd(): ...",
+        "ops/quant.py": "def per_group_quant_hip(): ...",
+    }
+    files["__init__.py"] = "if A:\n    pass\nelse:\n    from .ops.quant import *\n"
+    (tmp_path / "ops").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = set(software.find({"aiter": tmp_path}.get))
+    assert found == {"aiter", "aiter.mla.mla_decode_fwd", "aiter.per_group_quant_hip"}
+    (tmp_path / "mla.py").unlink()
+    assert set(software.find({"aiter": tmp_path}.get)) == {"aiter:other"}
+
+
+def test_every_call_of_the_plugin_is_recorded():
+    """What gates look for, and what devices.json says is installed, are recorded functions."""
+    file = Path(kernels.__file__).with_name("devices.json")
+    installed = {n for n in json.loads(file.read_text())["installed"] if n.startswith("aiter.")}
+    recorded = {name.replace(":", ".") for name in records("aiter")}
+    assert installed == recorded
