@@ -16,6 +16,7 @@ from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.spec import (
     API_VERSION,
+    FP8_GROUPS,
     RANK_PLATFORM,
     RANK_PORTABLE,
     RANK_REFERENCE,
@@ -85,6 +86,7 @@ _MODULE = "ceilings"  # the one that is a module itself
 
 __all__ = [
     "API_VERSION",
+    "FP8_GROUPS",
     "OPS",
     "RANK_PLATFORM",
     "RANK_PORTABLE",

@@ -14,10 +14,14 @@ from interpreter import DEVICE, faithful, needs_triton
 
 from ds_runtime.ops.batch import Limits, Segments
 from ds_runtime.ops.reference import attention, moe
+from ds_runtime.ops.reference import index as reference
 from ds_runtime.ops.reference.attention import decode_batch
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
+from ds_runtime.ops.reference.scaled import decoded, encoded
+from ds_runtime.ops.reference.sparse import attend_slots
 from ds_runtime.ops.spec import Dims
 from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
+from ds_runtime.testing.inputs import index_pages
 from ds_runtime.testing.numerics import relative_error
 from ds_runtime_triton.config import Sizes, tuned
 
@@ -76,7 +80,7 @@ def test_lookup_goes_from_the_shape_to_the_generic_entry():
 
 @needs_triton
 def test_names_are_parameters_of_the_kernels():
-    from ds_runtime_triton.jit import absorb, experts, gemm, mha, mla
+    from ds_runtime_triton.jit import absorb, experts, gemm, index, mha, mla, sparse
 
     kernels = {
         "linear_dense": [gemm.dense_gemm_kernel],
@@ -86,6 +90,8 @@ def test_names_are_parameters_of_the_kernels():
         "absorb": [absorb.absorb_kernel],
         "mla_decode": [mla.mla_decode_kernel],
         "mha_prefill": [mha.mha_prefill_kernel],
+        "index_scores": [index.index_scores_kernel],
+        "sparse_mla": [sparse.sparse_mla_kernel],
     }
     assert set(kernels) == NAMES
     for op, functions in kernels.items():
@@ -185,6 +191,47 @@ def test_mla_decode(size, config, kv_dtype):
     held = oracle.state(limits)
     oracle.prepare(held, decode_batch(lens, table))
     close(got, oracle.run(held, q.double(), cache.double(), 0.1), 6e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("index_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("size", "config"), configs("index_scores"))
+def test_index_scores(size, config, index_dtype, monkeypatch):
+    from ds_runtime_triton import index
+
+    monkeypatch.setattr(index, "tuned", lambda *_: Sizes((1,), (config,)))
+    here = replace(facts(), index_dtype=index_dtype)
+    (case,) = (c for c in reference.index_scores_samples(here) if c.label == "prefill")
+    args = case.calls[0].args
+    cache = index_pages(args[2], here)
+    with faithful():
+        got = index.index_scores(*args[:2], cache, *args[3:])
+    want = reference.index_scores(*args[:2], cache, *args[3:])
+    unseen = want == float("-inf")
+    close(got.masked_fill(unseen, 0.0), want.masked_fill(unseen, 0.0), 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("size", "config"), configs("sparse_mla"))
+def test_sparse_mla(size, config, grouped, monkeypatch):
+    from ds_runtime_triton import sparse
+
+    monkeypatch.setattr(sparse, "tuned", lambda *_: Sizes((1,), (config,)))
+    monkeypatch.setattr(sparse, "cores", lambda: 40)
+    make = Maker(facts(), "sparse")
+    q, rows = make.normal(3, 20, 144), make.normal(80, 144)
+    slots = torch.stack([make.order(80)[:70] for _ in range(3)]).int()
+    slots[0, 5:9], slots[1, 33:], slots[2] = -1, -1, -1
+    cache, run = rows.view(5, 16, 144), sparse.sparse_mla
+    if grouped:
+        cache, run = encoded(rows[:, :128], rows[:, 128:]).view(5, 16, -1), sparse.scaled_sparse_mla
+        rows = decoded(cache.flatten(0, 1), 128)
+    with faithful():
+        got = run(q, cache, slots, 128, 0.1)
+    want = attend_slots(q.double(), slots, 128, 0.1, lambda chosen: rows.double()[chosen])
+    close(got, want, 6e-3)
+    assert not got[2].any()
 
 
 @needs_triton

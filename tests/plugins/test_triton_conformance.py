@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from interpreter import DEVICE, faithful, needs_triton
 
+from ds_runtime.ops.spec import FP8_GROUPS
 from ds_runtime.ops.table import OPS
+from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,
@@ -23,6 +25,7 @@ pytestmark = needs_triton
 
 EVERY = frozenset(OPS)
 CACHE = frozenset(n for n, op in OPS.items() if op.layout)
+SCALED = frozenset({"cache_write", "cache_gather", "sparse_prefill", "sparse_decode"})
 MATRIX = frozenset({"linear", "experts", "mla_absorb", "mha_prefill", "mla_decode"})
 FLOAT32 = MATRIX | {"router_logits", "logprobs"}
 SHORT = ("0x", "1x", "64x7", "ties", "no ", "negative", "saturated")  # of sample and route
@@ -44,17 +47,21 @@ CASES = [
     *some(EVERY, "bfloat16"),
     *some(FLOAT32, "float32"),
     *some(CACHE, "bfloat16", kv="float8_e4m3fn"),
+    *some(SCALED, "bfloat16", kv=FP8_GROUPS),
     *some(EVERY - FLOAT32 - {"sample", "route"}, "float32", marks=SLOW),
     *some(EVERY - {"sample", "route", "logprobs"}, "float16", marks=SLOW),
     *some(CACHE | MATRIX - {"linear", "experts"}, "bfloat16", TRUE_DIMS, 16, marks=SLOW),
     *some({"mla_decode"}, "bfloat16", TRUE_DIMS, 64, "float8_e4m3fn", marks=SLOW),
+    *some({"index_prologue", "index_scores"}, "bfloat16", TRUE_DIMS, 64, "float8_e4m3fn", SLOW),
+    *some(SCALED, "float16", TRUE_DIMS, 64, FP8_GROUPS, SLOW),
 ]
 
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
 def test_conforms(kernel, case):
+    offers = load_plugins(()).offers(case.facts)  # layouts, and references that write them
     with faithful():
-        result = check_case(kernel, case)
+        result = check_case(kernel, case, offers)
     result.raise_if_failed()
 
 
@@ -64,7 +71,5 @@ def test_signatures_are_the_contracts(kernel):
     assert signature_difference(kernel, facts) == ""
 
 
-def test_the_whole_vocabulary_is_offered_but_for_sparse_attention():
-    """What is missing runs on the references; a kernel for it must be struck off here."""
-    missing = {"index_prologue", "index_scores", "index_topk", "sparse_prefill", "sparse_decode"}
-    assert {kernel.op.name for kernel in ALL} == set(OPS) - missing
+def test_the_whole_vocabulary_is_offered():
+    assert {kernel.op.name for kernel in ALL} == set(OPS)

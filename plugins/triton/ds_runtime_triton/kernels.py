@@ -7,13 +7,27 @@ converted to the compute dtype when they are packed.
 
 from __future__ import annotations
 
-from ds_runtime.api import OPS, RANK_PORTABLE, Facts, Fixable, Gates, Kernel, gates
+from collections.abc import Callable
+
+from ds_runtime.api import (
+    FP8_GROUPS,
+    OPS,
+    RANK_PORTABLE,
+    Facts,
+    Fixable,
+    Gates,
+    Kernel,
+    gates,
+)
+from ds_runtime_triton import workspace as held
 
 PROVIDER = "triton"
 FEATURE = "triton"
 DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
 _LATENT_PAGES = frozenset({"latent_pages.v1"})
+_SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
+_LAYOUTS = {"": frozenset[str](), "kv": _LATENT_PAGES, "index": frozenset({"index_pages.v1"})}
 _CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
 _BOTH = frozenset({"dense", "fp8_block"})
 _BLOCKS = frozenset({"fp8_block"})
@@ -40,6 +54,40 @@ def _kv_dtype(facts: Facts) -> str | None:
         return f"the cache holds {facts.dtype} or {FP8} rows, not {facts.kv_dtype}"
     if facts.kv_dtype == FP8 and FP8 not in facts.device.fast_dtypes:
         return Fixable(f"{facts.device.name} does not convert {FP8}", "pass --kv-cache-dtype auto")
+    return None
+
+
+def _scaled_kv(facts: Facts) -> str | None:
+    if facts.kv_dtype != FP8_GROUPS:
+        return f"the cache holds {FP8_GROUPS} rows, not {facts.kv_dtype}"
+    if FP8 not in facts.device.fast_dtypes:
+        return Fixable(f"{facts.device.name} does not convert {FP8}", "pass --kv-cache-dtype auto")
+    latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
+    if latent % 4 or rope % 2:
+        return f"needs parts of whole 4 bytes per token, and {latent} and {rope} values are none"
+    return None
+
+
+def _index_dtype(facts: Facts) -> str | None:
+    if facts.index_dtype not in (facts.dtype, FP8):
+        return f"index keys are {facts.dtype} or {FP8}, not {facts.index_dtype}"
+    if facts.index_dtype == FP8 and FP8 not in facts.device.fast_dtypes:
+        said = f"{facts.device.name} does not multiply {FP8}"
+        return Fixable(said, f"pass --index-cache-dtype {facts.dtype}")
+    return None
+
+
+def _index_width(facts: Facts) -> str | None:
+    d, least = facts.dims.get("index_dim", 0), 32 if facts.index_dtype == FP8 else 16
+    if d < least or d > _MAX_HEAD or d & (d - 1):
+        return f"takes index keys of {least} to {_MAX_HEAD} values, a power of two, not {d}"
+    return None
+
+
+def _index_sums(facts: Facts) -> str | None:
+    if facts.dtype == "float32" and facts.index_dtype == FP8:
+        said = f"matrix units sum products of {FP8} in fewer bits than float32 has"
+        return Fixable(said, "pass --index-cache-dtype float32")
     return None
 
 
@@ -76,9 +124,18 @@ _latent_pages = gates(_kv_dtype, _anywhere)
 _mla_decode = gates(_tokens_on_chip, _latent_pages)
 _mha_prefill = gates(_heads_on_chip, _anywhere)
 _fp8 = gates(_multiplies_fp8, _rounds, _anywhere)
+_scaled_pages = gates(_scaled_kv, _anywhere)
+_index_pages = gates(_index_dtype, _index_width, _anywhere)
 
 
-def _offer(op: str, fn: str, refuse: Gates = _anywhere, note: str = "") -> Kernel:
+def _offer(
+    op: str,
+    fn: str,
+    refuse: Gates = _anywhere,
+    note: str = "",
+    layouts: frozenset[str] | None = None,
+    workspace: Callable[[Facts, int], int] | None = None,
+) -> Kernel:
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_triton.{fn}",
@@ -86,11 +143,22 @@ def _offer(op: str, fn: str, refuse: Gates = _anywhere, note: str = "") -> Kerne
         rank=RANK_PORTABLE,
         refuse=refuse,
         formats=_BOTH if op in ("linear", "experts", "mla_absorb") else frozenset(),
-        layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        layouts=_LAYOUTS[OPS[op].layout] if layouts is None else layouts,
         contract=_CONTRACTS.get(op, 1),
         keeps=_BLOCKS if op == "mla_absorb" else frozenset(),
         phases=frozenset({"prefill", "decode", "verify"}),
         note=note,
+        workspace=workspace,
+    )
+
+
+def _offer_sparse(op: str) -> tuple[Kernel, Kernel]:
+    """Over latent_pages, and over latent_fp8_groups."""
+    chosen, split = gates(_tokens_on_chip, _latent_pages), held.sparse_mla
+    scaled = gates(_tokens_on_chip, _scaled_pages)
+    return (
+        _offer(op, "sparse:sparse_mla", chosen, workspace=split),
+        _offer(op, "sparse:scaled_sparse_mla", scaled, layouts=_SCALED_PAGES, workspace=split),
     )
 
 
@@ -117,6 +185,13 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("mla_prologue", "cache:mla_prologue", _latent_pages),
     _offer("cache_write", "cache:cache_write", _latent_pages),
     _offer("cache_gather", "cache:cache_gather", _latent_pages),
+    _offer("cache_write", "scaled:scaled_cache_write", _scaled_pages, layouts=_SCALED_PAGES),
+    _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_pages, layouts=_SCALED_PAGES),
+    _offer("index_prologue", "index:index_prologue", _index_pages),
+    _offer("index_scores", "index:index_scores", gates(_index_sums, _index_pages)),
+    _offer("index_topk", "index:index_topk", workspace=held.index_topk),
+    *_offer_sparse("sparse_prefill"),
+    *_offer_sparse("sparse_decode"),
 )
 MOE: tuple[Kernel, ...] = (
     _offer_fp8("experts", "experts:experts_fp8"),

@@ -21,3 +21,15 @@ def architecture() -> str:
     target = driver.active.get_current_target()
     names = json.loads((files("ds_runtime_triton") / "configs" / "targets.json").read_text())
     return str(names.get(f"{target.backend} {target.arch}", ""))
+
+
+@cache
+def cores() -> int:
+    """Multiprocessors of the current device; 4 in the interpreter."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    if knobs.runtime.interpret:
+        return 4
+    device = driver.active.get_current_device()
+    return int(driver.active.utils.get_device_properties(device)["multiprocessor_count"])

@@ -71,6 +71,79 @@ def weigh(
 
 
 @triton.jit
+def attend(
+    q_low,
+    q_high,
+    k_low,
+    k_high,
+    real,
+    acc,
+    top,
+    total,
+    scale,
+    start,
+    always,
+    SWAP: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(acc, top, total) after BLOCK_N more tokens; `always` is above 0, and the compiler may not
+    know it."""
+    if APART:
+        above = top
+        # Always so. Of chained products the compiler lets all warps compute every score;
+        # the branch hides that one follows, and scaling apart that the two are one sum.
+        if always > 0:
+            weights, above, total = weigh(
+                q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
+            )
+        else:  # a constant would be kept on chip
+            shape: tl.constexpr = (BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N)
+            weights = tl.full(shape, start, tl.float32).to(q_low.dtype)
+    else:
+        weights, above, total = weigh(
+            q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
+        )
+    acc = acc * token_side(tl.exp2(top - above), SWAP)
+    if SWAP:
+        acc = tl.dot(tl.trans(k_low), weights, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(weights, k_low, acc, input_precision="ieee")
+    return acc, above, total
+
+
+@triton.jit
+def store_heads(
+    acc,
+    log_total,
+    out,
+    partial,
+    sums,
+    row,
+    head,
+    split,
+    heads,
+    latent,
+    LATENT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """Some heads of one row: one split writes out [rows, heads, latent]; several write partial
+    [rows, heads, SPLITS, latent] float32 and sums [rows, heads, SPLITS], the log2 of the sums of
+    weights."""
+    at_head, at_low = token_side(head, SWAP), row_side(tl.arange(0, LATENT), SWAP)
+    inside = (at_head < heads) & (at_low < latent)
+    place = row * heads + at_head
+    if SPLITS == 1:
+        tl.store(out + place * latent + at_low, acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(partial + (place * SPLITS + split) * latent + at_low, acc, mask=inside)
+        to = sums + (row * heads + head) * SPLITS + split
+        tl.store(to, log_total, mask=head < heads)
+
+
+@triton.jit
 def mla_decode_kernel(
     q,
     cache,
@@ -99,11 +172,8 @@ def mla_decode_kernel(
     SWAP: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """BLOCK_H heads of one row over its share of the tokens. `scale` holds log2(e).
-
-    One split writes out [rows, heads, latent]; several write partial [rows, heads, SPLITS, latent]
-    float32 and sums [rows, heads, SPLITS], the log2 of the sums of weights. EXACT: LATENT and ROPE
-    are the widths.
+    """BLOCK_H heads of one row over its share of the tokens. `scale` holds log2(e); results are
+    those of `store_heads`. EXACT: LATENT and ROPE are the widths.
     """
     block, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -136,39 +206,14 @@ def mla_decode_kernel(
                 inside = mask & (high < rope)[None, :]
                 k_high = tl.load(at + latent + high[None, :], mask=inside, other=0.0)
             k_low, k_high = k_low.to(q.dtype.element_ty), k_high.to(q.dtype.element_ty)
-            if APART:
-                above = top
-                # Always so. Of chained products the compiler lets all warps compute every score;
-                # the branch hides that one follows, and scaling apart that the two are one sum.
-                if last > 0:
-                    weights, above, total = weigh(
-                        q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
-                    )
-                else:  # a constant would be kept on chip
-                    shape: tl.constexpr = (BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N)
-                    weights = tl.full(shape, start, tl.float32).to(q.dtype.element_ty)
-            else:
-                weights, above, total = weigh(
-                    q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
-                )
-            fade = tl.exp2(top - above)
-            acc = acc * token_side(fade, SWAP)
-            if SWAP:
-                acc = tl.dot(tl.trans(k_low), weights, acc, input_precision="ieee")
-            else:
-                acc = tl.dot(weights, k_low, acc, input_precision="ieee")
-            top = above
-        acc = acc * token_side(1.0 / total, SWAP)
-        at_head, at_low = token_side(head, SWAP), row_side(low, SWAP)
-        inside = (at_head < heads) & (at_low < latent)
-        place = row * heads + at_head
-        if SPLITS == 1:
-            to = out + place * latent + at_low
-            tl.store(to, acc.to(out.dtype.element_ty), mask=inside)
-        else:
-            tl.store(partial + (place * SPLITS + split) * latent + at_low, acc, mask=inside)
-            to = sums + (row * heads + head) * SPLITS + split
-            tl.store(to, top + tl.log2(total), mask=head < heads)
+            acc, top, total = attend(
+                q_low, q_high, k_low, k_high, real, acc, top, total, scale, start, last,
+                SWAP, APART, BLOCK_H, BLOCK_N,
+            )  # fmt: skip
+        store_heads(
+            acc * token_side(1.0 / total, SWAP), top + tl.log2(total), out, partial, sums, row,
+            head, split, heads, latent, LATENT, SPLITS, SWAP,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -183,9 +228,12 @@ def mla_combine_kernel(
     BLOCK_N: tl.constexpr,
     LATENT: tl.constexpr,
 ):
-    """One head of one row: the weighted mean of the splits that saw a token."""
+    """One head of one row: the mean of the splits that saw a token, or of all without lens."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, used = span(tl.load(lens + row), 0, SPLITS, BLOCK_N)
+    if lens is None:
+        used = SPLITS
+    else:
+        _, _, used = span(tl.load(lens + row), 0, SPLITS, BLOCK_N)
     place = (row * heads + head) * SPLITS
     cols = tl.arange(0, LATENT)
     acc = tl.zeros((LATENT,), tl.float32)

@@ -1,0 +1,167 @@
+"""The k best scores of a row by radix select: exact, and of equal ones those that come first.
+
+A score's bits, made to rise with it, are four digits of eight bits. Launch after launch counts one
+digit of the scores that agree with the k-th best in those before; the digit of the k-th best
+follows from the counts. Digits are counted upside down: bin 0 is the largest. Chunks of a row
+count on their own, so that what lies before a chunk is known without an atomic.
+
+counts: [digits, rows, chunks, 256] int32. settled: [digits, rows, 2] int32, what is known before
+a digit is counted: the digits so far, and how many are to be taken of those that agree with them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BINS: tl.constexpr = tl.constexpr(256)
+BLOCK: tl.constexpr = tl.constexpr(2048)  # scores that a program looks at together
+
+
+@triton.jit
+def rising(scores):
+    """uint32 that are larger the larger a score is; −0 is 0."""
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = scores.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) | -2147483648)
+    return bits.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def histograms(counts, row, rows, chunks, used, DIGIT: tl.constexpr, CHUNKS: tl.constexpr):
+    """The counts of all chunks of a row for one digit: [CHUNKS, BINS]."""
+    chunk, digit = tl.arange(0, CHUNKS)[:, None], tl.arange(0, BINS)[None, :]
+    at = counts + ((DIGIT * rows + row).to(tl.int64) * chunks + chunk) * BINS + digit
+    return tl.load(at, mask=(chunk < used) & (digit >= 0), other=0)
+
+
+@triton.jit
+def settle(held, wanted):
+    """(digit of the wanted-th best, how many of that digit are to be taken)."""
+    total = tl.sum(held, 0)
+    digit = tl.sum((tl.cumsum(total, 0) < wanted).to(tl.int32), 0)
+    return digit, wanted - tl.sum(tl.where(tl.arange(0, BINS) < digit, total, 0), 0)
+
+
+@triton.jit
+def advance(
+    counts,
+    settled,
+    row,
+    rows,
+    chunks,
+    used,
+    k,
+    DIGIT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """(digits before DIGIT, as many bits as they have; how many to take of those that agree)."""
+    if DIGIT == 0:
+        return tl.full((), 0, tl.int32), k
+    else:
+        at = settled + ((DIGIT - 1) * rows + row) * 2
+        known, wanted = tl.load(at), tl.load(at + 1)
+        held = histograms(counts, row, rows, chunks, used, DIGIT - 1, CHUNKS)
+        digit, wanted = settle(held, wanted)
+        return (known << 8) | (255 - digit), wanted
+
+
+@triton.jit
+def count_kernel(
+    scores,
+    lens,
+    counts,
+    settled,
+    rows,
+    chunks,
+    k,
+    score_row,
+    DIGIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Counts one digit in one chunk of a row; the row's first program writes what it settled."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lens + row)
+    if (length > k) & (chunk * CHUNK < length):
+        used = tl.cdiv(length, CHUNK)
+        known, wanted = advance(counts, settled, row, rows, chunks, used, k, DIGIT, CHUNKS)
+        if chunk == 0:
+            at = settled + (DIGIT * rows + row) * 2
+            tl.store(at, known)
+            tl.store(at + 1, wanted)
+        total = tl.zeros((BINS,), tl.int32)
+        end = tl.minimum(chunk * CHUNK + CHUNK, length)
+        for start in range(chunk * CHUNK, end, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            agree = token < end
+            at = scores + row.to(tl.int64) * score_row + token
+            value = rising(tl.load(at, mask=agree, other=0.0))
+            if DIGIT > 0:
+                agree = agree & ((value >> (32 - 8 * DIGIT)) == known.to(tl.uint32, bitcast=True))
+            digit = 255 - ((value >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
+            total += tl.histogram(digit, BINS, mask=agree)
+        at = counts + ((DIGIT * rows + row).to(tl.int64) * chunks + chunk) * BINS
+        tl.store(at + tl.arange(0, BINS), total)
+
+
+@triton.jit
+def gather_kernel(
+    scores,
+    lens,
+    counts,
+    settled,
+    rows,
+    chunks,
+    k,
+    score_row,
+    owners,
+    table,
+    out,
+    table_row,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Writes the slots that one chunk of a row has among the best: those above the k-th best score
+    in order, and behind those of all chunks the first that equal it."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lens + row)
+    to = out + row.to(tl.int64) * k
+    if chunk == 0:
+        place = tl.arange(0, WIDE)
+        tl.store(to + place, -1, mask=(place >= length) & (place < k))
+    if chunk * CHUNK < length:
+        pages = table + tl.load(owners + row).to(tl.int64) * table_row
+        used = tl.cdiv(length, CHUNK)
+        above = chunk * CHUNK  # tokens before this chunk that are chosen, or equal to the k-th
+        equal = tl.full((), 0, tl.int32)
+        border, wanted = tl.full((), -1, tl.int64), tl.full((), 0, tl.int32)
+        if length > k:
+            best, wanted = advance(counts, settled, row, rows, chunks, used, k, 4, CHUNKS)
+            border = best.to(tl.uint32, bitcast=True).to(tl.int64)
+            above = tl.full((), 0, tl.int32)
+            for i in tl.static_range(4):
+                held = histograms(counts, row, rows, chunks, chunk, i, CHUNKS)
+                digit = 255 - ((best >> (24 - 8 * i)) & 255)
+                bins = tl.arange(0, BINS)[None, :]
+                above += tl.sum(tl.sum(tl.where(bins < digit, held, 0), 0), 0)
+                if i == 3:
+                    equal = tl.sum(tl.sum(tl.where(bins == digit, held, 0), 0), 0)
+        end = tl.minimum(chunk * CHUNK + CHUNK, length)
+        for start in range(chunk * CHUNK, end, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            inside = token < end
+            at = scores + row.to(tl.int64) * score_row + token
+            value = rising(tl.load(at, mask=inside, other=0.0)).to(tl.int64)
+            more = inside & (value > border)  # all, where a row sees no more than k
+            same = inside & (value == border)
+            order = above + tl.cumsum(more.to(tl.int32), 0) - 1
+            after = equal + tl.cumsum(same.to(tl.int32), 0) - 1
+            place = tl.where(more, order, k - wanted + after)
+            page = tl.load(pages + token // PAGE, mask=inside, other=0)
+            slot = page * PAGE + token % PAGE
+            tl.store(to + place, slot, mask=more | (same & (after < wanted)))
+            above += tl.sum(more.to(tl.int32), 0)
+            equal += tl.sum(same.to(tl.int32), 0)

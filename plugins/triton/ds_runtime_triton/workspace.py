@@ -1,0 +1,23 @@
+"""What kernels hold beyond their results, and the constants that it follows from. Torch-free."""
+
+from __future__ import annotations
+
+from ds_runtime.api import Facts
+
+SPLITS = 32  # pieces of one row of sparse attention, at most
+DIGITS, BINS = 4, 256  # of a score, and values of one
+CHUNKS = 32  # of one row of scores, at most; their counts are read at once
+PROGRAMS = 512  # that count scores, where rows are few
+_ROUNDED = 512  # an allocation's size is a multiple of this
+
+
+def sparse_mla(facts: Facts, rows: int) -> int:
+    """Bytes of what splits hand to the launch that combines them, and of a copy of the queries."""
+    latent, rope = facts.dims["kv_lora"], facts.dims["qk_rope"]
+    per_head = 4 * SPLITS * (latent + 1) + 4 * (latent + rope)
+    return rows * facts.dims["heads"] * per_head + 4 * latent + 4 * _ROUNDED
+
+
+def index_topk(facts: Facts, rows: int) -> int:
+    """Bytes of the counts, and of what the passes have settled."""
+    return 4 * DIGITS * (BINS * max(rows, PROGRAMS) + 2 * rows) + 2 * _ROUNDED
