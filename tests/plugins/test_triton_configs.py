@@ -80,7 +80,7 @@ def test_lookup_goes_from_the_shape_to_the_generic_entry():
 
 @needs_triton
 def test_names_are_parameters_of_the_kernels():
-    from ds_runtime_triton.jit import absorb, experts, gemm, index, mha, mla, sparse
+    from ds_runtime_triton.jit import absorb, experts, gemm, index, mha, mla, sparse, topk
 
     kernels = {
         "linear_dense": [gemm.dense_gemm_kernel],
@@ -91,12 +91,13 @@ def test_names_are_parameters_of_the_kernels():
         "mla_decode": [mla.mla_decode_kernel],
         "mha_prefill": [mha.mha_prefill_kernel],
         "index_scores": [index.index_scores_kernel],
+        "index_topk": [topk.count_kernel, topk.gather_kernel],
         "sparse_mla": [sparse.sparse_mla_kernel],
     }
     assert set(kernels) == NAMES
     for op, functions in kernels.items():
         known = {"num_warps", "num_stages", "maxnreg"}
-        known |= {"TORCH", "WAVES", "DIRECT", "QUANTISED", "WIDE"}
+        known |= {"TORCH", "WAVES", "DIRECT", "QUANTISED", "WIDE", "PROGRAMS"}
         for function in functions:
             known |= set(inspect.signature(function.fn).parameters)
         for param in configs(op):

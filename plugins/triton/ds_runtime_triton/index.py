@@ -83,9 +83,9 @@ def index_scores(
     return out
 
 
-def _chunk(rows: int, width: int) -> int:
+def _chunk(rows: int, width: int, programs: int) -> int:
     """Tokens of a row that one program counts: a power of two. Shapes alone decide."""
-    pieces = max(1, min(CHUNKS, PROGRAMS // rows))
+    pieces = max(1, min(CHUNKS, min(programs, PROGRAMS) // rows))
     return max(_LEAST_CHUNK, pow2(cdiv(width, pieces)))
 
 
@@ -96,16 +96,17 @@ def index_topk(
     rows, width = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows:
-        chunk = _chunk(rows, width)
+        config = dict(tuned(architecture(), "index_topk").at(rows))
+        chunk = _chunk(rows, width, config.pop("PROGRAMS"))
         chunks = cdiv(width, chunk)
         counts = torch.empty(DIGITS, rows, chunks, BINS, dtype=torch.int32, device=scores.device)
         settled = torch.empty(DIGITS, rows, 2, dtype=torch.int32, device=scores.device)
-        shape = {"CHUNK": chunk, "CHUNKS": pow2(chunks)}
+        config |= {"CHUNK": chunk, "CHUNKS": pow2(chunks)}
         given = scores, lens, counts, settled, rows, chunks, k, scores.stride(0)
         for digit in range(DIGITS):
-            count_kernel[(chunks, rows)](*given, DIGIT=digit, **shape, num_warps=8)
+            count_kernel[(chunks, rows)](*given, DIGIT=digit, **config)
         gather_kernel[(chunks, rows)](
             *given, owners, page_table, out, page_table.stride(0), pow2(k), PAGE=page_size,
-            **shape, num_warps=8,
+            **config,
         )  # fmt: skip
     return out

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 BINS: tl.constexpr = tl.constexpr(256)
-BLOCK: tl.constexpr = tl.constexpr(2048)  # scores that a program looks at together
 
 
 @triton.jit
@@ -79,8 +78,10 @@ def count_kernel(
     DIGIT: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Counts one digit in one chunk of a row; the row's first program writes what it settled."""
+    """Counts one digit in one chunk of a row, BLOCK scores at a time; the row's first program
+    writes what it settled."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
     if (length > k) & (chunk * CHUNK < length):
@@ -123,6 +124,7 @@ def gather_kernel(
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Writes the slots that one chunk of a row has among the best: those above the k-th best score
     in order, and behind those of all chunks the first that equal it."""
