@@ -4,7 +4,8 @@
 
 PACKAGE is a wheel, or the folder that holds the vendor's package: nothing of it is imported. FILE,
 tests/plugins/signatures/*.json, says which functions: "module:function" and "module:Class.method"
-are read from Python's source, "torch_npu:op" from the list of op schemas that torch-npu ships.
+are read from Python's source, "torch_npu:op" from the list of op schemas that torch-npu ships, ops
+of SCHEMAS' other modules from the binary that registers them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ import re
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 Root = Path | zipfile.Path
-SCHEMAS = {"torch_npu": "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"}
+SCHEMAS = {
+    "torch_npu": "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml",
+    "vllm_xpu_kernels._C": "vllm_xpu_kernels/_C.abi3.so",
+    "vllm_xpu_kernels._xpu_C": "vllm_xpu_kernels/_xpu_C.abi3.so",
+}
 _FUNC = re.compile(r"func: (\w+)(\(.*)")
+_TEXT = re.compile(rb"(\w+)(\([^\0]*\) -> [^\0]+)\0")
 
 
 class NotFoundError(Exception):
@@ -45,7 +53,12 @@ def signature(root: Root, name: str) -> str:
 
 
 def schemas(root: Root, file: str) -> dict[str, str]:
-    """Op → arguments and results, of a list in torch's own notation; overloads are left out."""
+    """Op → arguments and results, of a list or binary in torch's own notation; overloads are left
+    out.
+    """
+    if file.endswith(".so"):
+        texts = _TEXT.findall((root / file).read_bytes())
+        return {name.decode(): text.decode().replace(" )", ")") for name, text in texts}
     found = (_FUNC.search(line) for line in (root / file).read_text("utf-8").splitlines())
     return {m[1]: m[2].strip() for m in found if m}
 
@@ -122,14 +135,25 @@ def differences(record: Path, root: Root) -> list[str]:
 
 
 def installed_root(record: Path) -> Path | None:
-    """The folder that holds the record's package here, if it is installed; it is not imported."""
-    first = next(iter(json.loads(record.read_text())["calls"]))
+    """The folder that holds the record's package here, if it is installed; it is not imported.
+
+    A record of a package whose module has another package's name says so by "distribution".
+    """
+    content = json.loads(record.read_text())
+    if "distribution" in content and not list(distributions(name=content["distribution"])):
+        return None
+    first = next(iter(content["calls"]))
     try:
         spec = find_spec(first.partition(":")[0].partition(".")[0])
     except (ImportError, ValueError):
         return None
     origin = spec.origin if spec is not None else None
     return Path(origin).parents[1] if origin else None
+
+
+def _rest(content: dict[str, Any]) -> dict[str, Any]:
+    """What a record says beside what is read."""
+    return {k: v for k, v in content.items() if k not in ("source", "input", "calls")}
 
 
 def main() -> int:
@@ -142,11 +166,12 @@ def main() -> int:
     root: Root = given.package
     if given.package.suffix == ".whl":
         root = zipfile.Path(given.package)
-    old = json.loads(given.file.read_text())["calls"] if given.file.exists() else {}
-    calls = {name: signature(root, name) for name in sorted({*old, *given.add})}
-    content = {"source": given.source, "input": given.package.name, "calls": calls}
+    content = json.loads(given.file.read_text()) if given.file.exists() else {"calls": {}}
+    names = sorted({*content["calls"], *given.add})
+    read = {"calls": {name: signature(root, name) for name in names}}
+    content = {"source": given.source, "input": given.package.name} | _rest(content) | read
     given.file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    print(f"{len(calls)} signatures in {given.file}")
+    print(f"{len(names)} signatures in {given.file}")
     return 0
 
 

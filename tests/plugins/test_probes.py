@@ -134,17 +134,34 @@ def test_npu_stages(tmp_path):
 
 def test_xpu_stages(tmp_path):
     root = write(tmp_path, pci("0000:03:00.0", "0x8086", "0x038000"))
+    device = root / "sys/bus/pci/devices/0000:03:00.0"
+    (device / "device").write_text("0x9a49\n")
+    iris = xpu.probe(root, have(), ())
+    assert iris.kind == "unsupported" and "PCI id 0x9a49; this plugin knows Max" in iris.reason
+    (device / "device").write_text("0xe211\n")
     assert "neither kernel driver" in xpu.probe(root, have(), ()).reason
     (root / "sys/bus/pci/drivers/xe").mkdir(parents=True)
-    link = root / "sys/bus/pci/devices/0000:03:00.0/driver"
-    link.symlink_to(root / "sys/bus/pci/drivers/xe")
+    (device / "driver").symlink_to(root / "sys/bus/pci/drivers/xe")
     assert xpu.probe(root, have(), ()).kind == "broken"
     write(root, {"dev/dri/renderD128": ""})
-    assert xpu.probe(root, have(torch="2.14.0+xpu"), ()).kind == "not installed"
-    ready = have("vllm-xpu-kernels", torch="2.14.0+xpu")
-    assert xpu.probe(root, ready, ()).kind == "broken"
+    bare = xpu.probe(root, have(), ())
+    assert bare.kind == "not installed" and "torch is not installed" in bare.reason
+    other = xpu.probe(root, have(torch="2.14.0+cu130"), ())
+    assert "torch 2.14.0+cu130 is another build: pip install" in other.reason
+    for versions, said in (
+        ({"torch": "2.9.1+xpu"}, "torch 2.9.1+xpu is older than 2.13"),
+        (
+            {"torch": "2.14.0+xpu", "vllm-xpu-kernels": "0.1.9"},
+            "vllm-xpu-kernels 0.1.9 is older than 0.1.16",
+        ),
+    ):
+        old = xpu.probe(root, versions.get, ())
+        assert old.kind == "unsupported" and said in old.reason
+    ready = have(torch="2.14.0+xpu")
+    unlinked = xpu.probe(root, ready, ())
+    assert unlinked.kind == "broken" and "libze_loader" in unlinked.reason
     write(root, {"opt/level-zero/libze_loader.so.1": ""})
-    assert xpu.probe(root, ready, (str(root / "opt/level-zero"),)).kind == "unsupported"
+    assert xpu.probe(root, ready, (str(root / "opt/level-zero"),)) is None
 
 
 def test_triton_says_what_it_found():

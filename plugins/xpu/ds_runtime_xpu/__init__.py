@@ -1,10 +1,10 @@
-"""The xpu plugin: hooks only. It looks for devices and packages, and brings no kernels yet."""
+"""The xpu plugin: hooks only. Decides without torch; packages load when they are bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ds_runtime.api import Refusal, hookimpl
+from ds_runtime.api import Change, Facts, Kernel, Platform, Refusal, hookimpl
 
 
 def probe() -> Refusal | None:
@@ -14,9 +14,52 @@ def probe() -> Refusal | None:
     return look()
 
 
+def diagnose() -> list[tuple[str, str]]:
+    """What `ds-runtime doctor` says of the optional packages, where there is a GPU for them."""
+    from ds_runtime_xpu import software
+
+    return [] if probe() is not None else list(software.report())
+
+
 PROBE: Callable[[], Refusal | None] = probe
+DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
 
 
 @hookimpl
-def ds_platform() -> Refusal | None:
-    return probe()
+def ds_platform() -> Platform | Refusal:
+    from ds_runtime_xpu.platform import XpuPlatform
+
+    return probe() or XpuPlatform()
+
+
+@hookimpl
+def ds_attention(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_xpu.kernels import ATTENTION
+
+    return ATTENTION
+
+
+@hookimpl
+def ds_moe(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_xpu.kernels import MOE
+
+    return MOE
+
+
+@hookimpl
+def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_xpu.kernels import LINEAR
+
+    return LINEAR
+
+
+@hookimpl
+def ds_defaults(facts: Facts) -> Sequence[Change]:
+    if not facts.device.arch.startswith("xe"):
+        return []
+    return [
+        Change("page_size", 64, "decode and index kernels read whole pages of 64 tokens"),
+        Change("max_running_requests", 128, "a GPU decodes many requests in little more time"),
+        Change("max_step_tokens", 4096, "a GPU is idle below thousands of tokens"),
+        Change("chunked_prefill_size", 4096, "a GPU is idle below thousands of tokens"),
+    ]

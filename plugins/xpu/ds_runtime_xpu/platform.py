@@ -1,16 +1,33 @@
-"""What Intel GPUs, driver and packages are here, read from the operating system."""
+"""Intel GPUs as a platform. Torch is imported only by the methods that hand out torch things."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ds_runtime.api import Refusal, has_library, installed, pci_devices
+from ds_runtime.api import (
+    Communicator,
+    DeviceInfo,
+    GraphBackend,
+    MemoryInfo,
+    Platform,
+    Refusal,
+    has_library,
+    installed,
+    pci_devices,
+)
+from ds_runtime_xpu import level_zero, software
+
+if TYPE_CHECKING:
+    import torch
 
 VENDOR = "0x8086"
 CLASSES = ("0x03",)
-INSTALL = 'pip install "ds-runtime[xpu]" with torch from https://download.pytorch.org/whl/xpu'
 DRIVERS = ("xe", "i915")
+ARCHITECTURES = {0x0B: "xe-hpc", 0xE2: "xe2-hpg"}  # by the high byte of the PCI id
 
 
 def probe(
@@ -23,19 +40,120 @@ def probe(
     if not devices:
         return Refusal("absent", "no Intel GPU on the PCI bus")
     what = f"{len(devices)} Intel GPU{'s' if len(devices) > 1 else ''}"
-    if not any((device / "driver").resolve().name in DRIVERS for device in devices):
+    known = [d for d in devices if architecture(_pci_id(d))]
+    if not known:
+        ids = ", ".join(f"{_pci_id(d):#06x}" for d in devices)
+        return Refusal(
+            "unsupported", f"{what} with PCI id {ids}; this plugin knows Max 1550 and Arc B-series"
+        )
+    if not any((device / "driver").resolve().name in DRIVERS for device in known):
         return Refusal(
             "not installed", f"{what}, but neither kernel driver (xe, i915) is bound to it"
         )
     render = root / "dev/dri"
     if not render.is_dir() or not list(render.glob("renderD*")):
         return Refusal("broken", f"{what}, but there is no /dev/dri/renderD128 in this container")
-    missing = [] if "xpu" in (package("torch") or "") else ["an XPU build of torch"]
-    missing += [] if package("vllm-xpu-kernels") else ["vllm-xpu-kernels"]
-    if missing:
-        return Refusal("not installed", f"{what}, without {' and '.join(missing)}: {INSTALL}")
-    if not has_library(root, "libze_loader.so.1", search):
+    torch = package("torch")
+    if torch is None or "xpu" not in torch:
+        have = "torch is not installed" if torch is None else f"torch {torch} is another build"
+        return Refusal("not installed", f"{what}, but {have}: {software.INSTALL}")
+    for name in software.OLDEST:
+        old = software.too_old(name, package(name) or "9")
+        if old is not None:
+            return Refusal("unsupported", f"{what}, but {old}: {software.INSTALL}")
+    if not has_library(root, level_zero.LOADER, search):
         return Refusal(
-            "broken", f"{what}, but the Level Zero loader libze_loader.so.1 is in no library folder"
+            "broken",
+            f"{what}, but the Level Zero loader {level_zero.LOADER} is in no library folder",
         )
-    return Refusal("unsupported", f"{what}, but this release brings no kernels for it yet")
+    return None
+
+
+def _pci_id(device: Path) -> int:
+    try:
+        return int((device / "device").read_text(), 16)
+    except (OSError, ValueError):
+        return 0
+
+
+def architecture(pci_id: int) -> str:
+    """xe-hpc (Max), xe2-hpg (Arc B-series), or "" for another device."""
+    return ARCHITECTURES.get(pci_id >> 8, "")
+
+
+def describe(gpu: level_zero.Gpu, libraries: frozenset[str]) -> DeviceInfo:
+    """A GPU as kernels may look at it. Neither architecture multiplies FP8: oneDNN widens it."""
+    arch = architecture(gpu.device)
+    if not arch:
+        raise level_zero.LoaderError(
+            f"{gpu.name} has PCI id {gpu.device:#06x}, which this plugin does not know: use "
+            "--platform cpu"
+        )
+    return DeviceInfo(
+        type="xpu",
+        name=gpu.name,
+        arch=arch,
+        features=libraries | {"bf16"},
+        fast_dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        memory=gpu.memory,
+        cores=gpu.cores,
+    )
+
+
+@cache
+def _gpu(index: int) -> level_zero.Gpu:
+    return level_zero.gpu(index)
+
+
+class XpuPlatform(Platform):
+    """Local rank r computes on torch's device xpu:r; a GPU of two stacks is two of them."""
+
+    name = "xpu"
+    score = 80
+    asynchronous = True
+    captures = True
+    kv_share = 0.85
+
+    def info(self, rank: int = 0) -> DeviceInfo:
+        return describe(_gpu(rank), software.features())
+
+    def device(self, rank: int = 0) -> torch.device:
+        import torch
+
+        return torch.device("xpu", rank)
+
+    def memory(self, rank: int = 0) -> MemoryInfo:
+        """What torch keeps for later allocations counts as free; what other processes hold is known
+        once torch has the device.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.xpu.is_initialized():
+            total = _gpu(rank).memory
+            return MemoryInfo(total=total, free=total)
+        torch.xpu.empty_cache()
+        free, total = torch.xpu.mem_get_info(self.device(rank))
+        return MemoryInfo(total=total, free=free)
+
+    def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+        import torch
+
+        torch.xpu.set_device(self.device(rank))
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def communicator(
+        self, rank: int, size: int, init_method: str, timeout: float = 600.0
+    ) -> Communicator:
+        from ds_runtime.api import TorchCommunicator
+
+        return TorchCommunicator("xccl", rank, size, init_method, timeout, device=self.device(rank))
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        from ds_runtime_xpu.graphs import XpuGraphs
+
+        return XpuGraphs(self.device(rank))
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.xpu.synchronize()

@@ -1,0 +1,190 @@
+"""The xpu platform's facts, from a loader, packages and a torch.xpu that stand in for the real."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_runtime.api import DeviceInfo, Facts
+from ds_runtime.ops.spec import Dims
+from ds_runtime_xpu import ds_defaults, graphs, platform, software
+from ds_runtime_xpu.level_zero import Gpu, LoaderError, gpu, gpus
+
+
+class Loader:
+    """libze_loader as ctypes would call it: an integrated GPU, and two stacks of a Max 1550."""
+
+    devices = (("Graphics", 0x46A6, 1, 1), ("Max", 0x0BD5, 0, 64), ("Max", 0x0BD5, 0, 64))
+    fails = ""
+
+    def __init__(self, library):
+        assert library == "libze_loader.so.1"
+
+    def __getattr__(self, name):
+        if self.fails == name:
+            return lambda *arguments: 0x78000001
+        own = vars(Loader).get(f"_{name}")
+        return (lambda *arguments: 0) if own is None else own.__get__(self)
+
+    def _zeDriverGet(self, count, drivers):
+        return self.fill(count, drivers, [7])
+
+    def _zeDeviceGet(self, driver, count, devices):
+        assert driver.value == 7
+        return self.fill(count, devices, [100 + i for i in range(len(self.devices))])
+
+    def fill(self, count, handles, values):
+        count._obj.value = len(values)
+        if handles is not None:
+            for i, value in enumerate(values):
+                handles[i] = value
+        return 0
+
+    def _zeDeviceGetProperties(self, handle, about):
+        found, (name, pci_id, flags, cores) = about._obj, self.devices[handle.value - 100]
+        assert found.stype == 3 and ctypes.sizeof(found) == 368
+        found.type, found.device, found.flags, found.name = 1, pci_id, flags, name.encode()
+        found.slices, found.subslices_per_slice = 8, cores // 8
+        return 0
+
+    def _zeDeviceGetMemoryProperties(self, handle, count, memories):
+        count._obj.value = 1
+        if memories is not None:
+            assert memories[0].stype == 7
+            memories[0].size = 64 << 30
+        return 0
+
+
+def test_gpus_are_read_from_the_loader_and_integrated_ones_left_out():
+    assert gpus(Loader) == [Gpu("Max", 0x0BD5, 64 << 30, 64)] * 2
+    info = platform.describe(gpu(1, Loader), frozenset({"triton"}))
+    assert (info.type, info.arch, info.cores) == ("xpu", "xe-hpc", 64)
+    assert info.features == {"triton", "bf16"} and "float8_e4m3fn" not in info.fast_dtypes
+
+
+def test_what_the_loader_refuses_is_a_sentence():
+    with pytest.raises(LoaderError, match="GPU 2 is asked for, and 2 are visible"):
+        gpu(2, Loader)
+    with pytest.raises(LoaderError, match="zeInit failed with code 0x78000001"):
+        gpu(0, type("Failing", (Loader,), {"fails": "zeInit"}))
+    with pytest.raises(LoaderError, match=r"libze_loader\.so\.1 cannot be opened"):
+        gpu(0, lambda name: ctypes.CDLL("/nowhere/" + name))
+    with pytest.raises(LoaderError, match="PCI id 0x56a0, which this plugin does not know"):
+        platform.describe(Gpu("Arc A770", 0x56A0, 16 << 30, 32), frozenset())
+
+
+def test_exports_are_found_without_an_import(tmp_path):
+    files = {
+        "vllm_xpu_kernels/fused_moe_interface.py": "class XpuFusedMoe:\n",
+        "vllm_xpu_kernels/_C.abi3.so": "\0per_token_group_fp8_quant(Tensor input) -> ()\0",
+        "vllm_xpu_kernels/_xpu_C.abi3.so": "",
+        "sgl_kernel/attention.py": "def flash_mla_decode(q):\n    ...\n",
+        "torch/nn/functional.py": "def scaled_mm(\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = set(software.find(lambda m: p if (p := tmp_path / m).is_dir() else None))
+    assert found == {
+        "vllm_xpu_kernels",
+        "vllm_xpu_kernels.XpuFusedMoe",
+        "vllm_xpu_kernels.per_token_group_fp8_quant",
+        "sgl_kernel",
+        "sgl_kernel.flash_mla_decode",
+        "torch.scaled_mm",
+    }
+    torch_here = software.holds(Path(torch.__file__).parent, "nn/functional.py", "def scaled_mm(")
+    assert torch_here == hasattr(torch.nn.functional, "scaled_mm")
+
+
+def test_doctor_says_what_became_of_ipex():
+    for have, said in (({}, "not installed, and not used"), ({software.IPEX: "2.8.0"}, "2.8.0, ")):
+        told = dict(software.report(have.get))
+        assert told[software.IPEX].startswith(said) and "March 2026" in told[software.IPEX]
+    have = {"vllm-xpu-kernels": "0.1.16.2"}
+    assert dict(software.report(have.get))["vllm_xpu_kernels"] == "vllm-xpu-kernels 0.1.16.2"
+
+
+def test_defaults_are_for_intel_gpus_alone():
+    for arch, fields in (("sm90", []), ("xe-hpc", ["page_size", "max_running_requests"])):
+        facts = Facts(DeviceInfo("xpu", "x", arch), Dims({}))
+        assert [c.field for c in ds_defaults(facts)][:2] == fields
+
+
+def test_memory_and_ranks_go_through_torch(monkeypatch):
+    """The calls exist in the torch that is installed, and get what they take."""
+    calls = []
+    for name in ("set_device", "synchronize", "empty_cache"):
+        assert hasattr(torch.xpu, name)
+        monkeypatch.setattr(torch.xpu, name, lambda *a, n=name: calls.append((n, *a)))
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (3 << 30, 8 << 30))
+    made = platform.XpuPlatform()
+    memory = made.memory(1)
+    assert (memory.free, memory.total) == (3 << 30, 8 << 30)
+    made.init_worker(1, 2)
+    made.synchronize()
+    assert calls == [("empty_cache",), ("set_device", torch.device("xpu", 1)), ("synchronize",)]
+    monkeypatch.setattr(torch.xpu, "is_initialized", lambda: False)
+    monkeypatch.setattr(platform, "_gpu", lambda index: Gpu("x", 0xE20B, 12 << 30, 20))
+    assert made.memory().free == made.memory().total == 12 << 30
+
+
+def test_a_step_is_captured_on_a_side_stream_and_shares_one_pool(monkeypatch):
+    log = []
+
+    class Graph:
+        def capture_begin(self, pool=None):
+            log.append(f"begin {pool}")
+
+        def capture_end(self):
+            log.append("end")
+
+        def pool(self):
+            return "pool"
+
+        def replay(self):
+            log.append("replay")
+
+    class OnStream:
+        def __init__(self, stream):
+            assert stream == "side"
+
+        def __enter__(self):
+            log.append("on")
+
+        def __exit__(self, *_):
+            log.append("off")
+
+    real = torch.xpu.XPUGraph
+    assert all(callable(getattr(real, n)) for n in ("capture_begin", "capture_end", "replay"))
+    stand_in = types.SimpleNamespace(
+        Stream=lambda device: "side",
+        XPUGraph=Graph,
+        stream=OnStream,
+        synchronize=lambda device: log.append("sync"),
+    )
+    monkeypatch.setattr(graphs.torch, "xpu", stand_in)
+    backend = graphs.XpuGraphs(torch.device("xpu", 0))
+    replay = backend.capture(lambda: log.append("run"))
+    replay()
+    assert log == ["sync", "on", "begin None", "run", "end", "off", "replay"]
+    with pytest.raises(ZeroDivisionError):
+        backend.capture(lambda: 1 // 0)
+    assert log[7:] == ["sync", "on", "begin pool", "end", "off"]
+
+
+def test_ranks_meet_through_xccl(monkeypatch):
+    import ds_runtime.api
+
+    asked = []
+    monkeypatch.setattr(ds_runtime.api, "TorchCommunicator", lambda *a, **k: asked.append((a, k)))
+    platform.XpuPlatform().communicator(1, 2, "tcp://127.0.0.1:1", 9.0)
+    (args, keywords) = asked[0]
+    assert args == ("xccl", 1, 2, "tcp://127.0.0.1:1", 9.0)
+    assert keywords == {"device": torch.device("xpu", 1)}
+    assert "xccl" in torch.distributed.Backend.backend_list

@@ -1,0 +1,44 @@
+"""Whole models on the xpu plugin and its stand-ins, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+from vendor_doubles import install, xpu
+from vendor_doubles.served import INDEXED, TRUE, serve
+
+from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+
+
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch):
+    install(monkeypatch, xpu.MODULES, xpu.ADAPTERS)
+    xpu.install_ops(monkeypatch)
+
+
+def test_v3_in_bfloat16(tmp_path):
+    told = serve(tmp_path, write_tiny(tmp_path, "v3", 3, **TRUE), "xpu", "b60")
+    assert told.kernels["linear"] == {"xpu.LinearOneDnn"}
+    assert told.kernels["mla_decode"] == {"sgl_xpu.MlaDecode"}
+    assert told.kernels["experts"] == {"vllm_xpu.ExpertsDense"}
+    assert told.error < 0.04
+
+
+def test_v3_in_fp8(tmp_path):
+    told = serve(tmp_path, write_tiny_fp8(tmp_path, "v3", 3, **TRUE), "xpu", "b60")
+    assert told.kernels["linear"] == {"xpu.LinearScaledMm", "xpu.LinearOneDnn"}
+    assert told.kernels["experts"] == {"vllm_xpu.ExpertsFp8"}
+    assert told.error < 0.3  # activations are rounded, which moves tokens to other experts
+
+
+def test_v32(tmp_path):
+    """Index scores in FP8 choose other tokens than in float32: the references do so, too."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "index_n_heads": 64}
+    model = write_tiny(tmp_path, "v32", 3, **INDEXED | heads)
+    told = serve(tmp_path, model, "xpu", "b60")
+    assert told.kernels["index_scores"] == {"vllm_xpu.index_scores"}
+    assert told.kernels["sparse_prefill"] == {"sgl_xpu.sparse_mla"}
+    assert told.kernels["sparse_decode"] == {"sgl_xpu.sparse_mla"}
+    pins = tuple(f"{op}=reference" for op in ("index_scores", "sparse_prefill", "sparse_decode"))
+    plain = serve(tmp_path, model, "xpu", "b60", pin=pins)
+    assert plain.kernels["sparse_decode"] == {"reference.sparse_mla"}
+    assert told.error < 1.2 * plain.error
