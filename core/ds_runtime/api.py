@@ -54,7 +54,7 @@ from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, Memor
 if TYPE_CHECKING:
     from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
     from ds_runtime.ops.reference.activation import silu_mul
-    from ds_runtime.ops.reference.attention import rows_of
+    from ds_runtime.ops.reference.attention import rows_of, seen_of
     from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
     from ds_runtime.ops.reference.linear import ReferenceLinear
     from ds_runtime.ops.reference.moe import ReferenceExperts
@@ -79,6 +79,7 @@ _LAZY = {  # where what needs torch comes from
     "ceilings": "ds_runtime.platform.ceilings",
     "decode_scale": "ds_runtime.ops.reference.formats",
     "rows_of": "ds_runtime.ops.reference.attention",
+    "seen_of": "ds_runtime.ops.reference.attention",
     "silu_mul": "ds_runtime.ops.reference.activation",
     "torch_dtype": "ds_runtime.ops.reference.formats",
 }
@@ -142,6 +143,7 @@ __all__ = [
     "pci_devices",
     "read_file",
     "rows_of",
+    "seen_of",
     "silu_mul",
     "torch_dtype",
 ]

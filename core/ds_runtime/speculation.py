@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_runtime.config import EngineConfig
 
 DEFAULT_STEPS = 3
-MOST_TOKENS = 64  # that one forward verifies of a sequence
+MOST_TOKENS = TAIL = 64  # that one forward verifies of a sequence, and that a tree can hide
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Speculation:
     def drafts(self) -> int:
         """Drafted tokens that one forward verifies, per sequence."""
         return self.tokens - 1
+
+    @property
+    def room(self) -> int:
+        """Tokens behind the last one whose keys the draft layer writes while it drafts."""
+        return (self.steps - 1) * self.topk
 
     @staticmethod
     def of(config: EngineConfig) -> Speculation | None:
@@ -87,6 +92,12 @@ def check(config: EngineConfig) -> None:
         raise ConfigError(
             f"{flag} {tokens}: a tree of --speculative-num-steps {steps} and "
             f"--speculative-eagle-topk {topk} has {_nodes(steps, topk)} tokens: give at most that"
+        )
+    if found.room > TAIL:
+        raise ConfigError(
+            f"--speculative-eagle-topk {topk}: with --speculative-num-steps {steps} the draft "
+            f"layer runs for {found.room} tokens of a tree behind the first level, the limit is {TAIL}: "
+            "lower one of them"
         )
     if config.max_step_tokens < tokens:
         raise ConfigError(

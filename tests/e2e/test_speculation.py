@@ -75,6 +75,7 @@ def plain():
         {"speculative_num_draft_tokens": 6, "disable_radix_cache": True},
         {"kv_memory": 12_000_000, "page_size": 8, "policy": "priority"},
         {"kv_cache_dtype": "float32", "max_step_tokens": 9, "prefix_chunk": 16},
+        {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7, "page_size": 4},
     ],
     ids=str,
 )
@@ -91,12 +92,15 @@ def test_answers_are_those_without(plain, settings):
     assert stats.steps < plain[2].steps or settings.get("max_step_tokens") == 9
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_structured_answers_are_those_without(temperature):
+TREE = {**NEXTN, "speculative_eagle_topk": 3, "speculative_num_steps": 2}
+
+
+@pytest.mark.parametrize(("temperature", "drafting"), [(0.0, NEXTN), (1.0, NEXTN), (0.6, TREE)])
+def test_structured_answers_are_those_without(temperature, drafting):
     """Masks behind drafts: the grammar of a draft that does not fit is never asked for more."""
     schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
     found = []
-    for settings in ({}, NEXTN):
+    for settings in ({}, drafting):
         with LLM("demo", **{**SETTINGS, **settings}) as llm:
             ids = llm.tokenizer.encode("What is 12 + 30?")
             rules = OutputRules(json_schema=json.dumps(schema))

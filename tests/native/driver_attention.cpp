@@ -70,7 +70,7 @@ void decode(std::vector<Case>& to, const Decode& d) {
                                      pages.cache->data, d.page, pages.width, d.lora,
                                      pages.table->data, pages.table->ld, d.lens.data(),
                                      starts.data(), 0.2, out.data, count, d.heads, memory.data,
-                                     bytes);
+                                     bytes, d.trees.empty() ? nullptr : d.trees.data());
                   results.take(out, "mla_decode");
                 }});
 }

@@ -358,6 +358,14 @@ def _cache_gather(p: Place, tokens: int) -> Inputs:
     return args, work.cache_gather(lora + d, p.facts.dtype, p.facts.kv_dtype, tokens)
 
 
+def _cache_move(p: Place, tokens: int) -> Inputs:
+    """Each of `tokens` sequences keeps one entry."""
+    cache, width = p.cache(-(-2 * tokens // p.facts.page_size)), p.facts.dims
+    slots = p.positions(2 * tokens).view(2, tokens, 1)
+    made = work.cache_move(width["kv_lora"] + width["qk_rope"], p.facts.kv_dtype, tokens)
+    return (cache, slots[0], slots[1]), made
+
+
 def _mla_prologue(p: Place, tokens: int) -> Inputs:
     dims = p.facts.dims
     heads, nope, d, lora = (dims[k] for k in ("heads", "qk_nope", "qk_rope", "kv_lora"))
@@ -459,6 +467,7 @@ _INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "rope": _rope,
     "cache_write": _cache_write,
     "cache_gather": _cache_gather,
+    "cache_move": _cache_move,
     "mla_prologue": _mla_prologue,
     "mha_prefill": _mha_prefill,
     "merge_state": _merge_state,

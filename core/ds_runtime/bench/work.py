@@ -223,6 +223,12 @@ def cache_gather(width: int, dtype: str, kv_dtype: str, tokens: int) -> Work:
     return Work(reads=rows * ITEM_BYTES[kv_dtype], writes=rows * ITEM_BYTES[dtype])
 
 
+def cache_move(width: int, kv_dtype: str, tokens: int) -> Work:
+    """CacheMove of `tokens` cached rows."""
+    row = tokens * width * ITEM_BYTES[kv_dtype]
+    return Work(reads=row + 2 * tokens * _ID, writes=row)
+
+
 def mla_prologue(
     heads: int, lora: int, rope_dim: int, dtype: str, kv_dtype: str, tokens: int
 ) -> Work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.tree import Trees, seen_by
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk, Segments
 
 Ints = npt.NDArray[np.int64]
@@ -26,13 +28,15 @@ def build_batch(
     upload: Upload,
     prefix_chunk: int,
     width: int = 1,
+    trees: Trees | None = None,
 ) -> Batch:
     """The tensors of one step, without step states. Sends `upload`, with what it already holds.
 
     last_tokens: [max_running · width] int64 on the device, per row the token sampled last and the
     drafts behind it; decode works read them there. max_pages: most pages of a sequence; tables are
     as wide as this step needs. prefix_chunk: most cached tokens that one PrefixChunk covers, over
-    all its sequences. Logit rows are in the order of the works, `num_logit_rows` each.
+    all its sequences. Logit rows are in the order of the works, `num_logit_rows` each. trees: how
+    the drafts of each row hang together; None: as chains.
     """
     works = plan.works
     num_decode = next((i for i, w in enumerate(works) if w.tokens is not None), len(works))
@@ -50,6 +54,8 @@ def build_batch(
         several = any(w.length > 1 for w in decodes)
         table = upload.add(page_table(decodes, page_size, max_pages))
         decode_lens = upload.add(np.array(kv_lens, np.int32))
+        lengths = np.array([w.length for w in decodes], np.int64)
+        counts = upload.add(np.repeat(lengths, lengths)) if trees and several else 0
     if prefills:
         prefill_table = upload.add(page_table(prefills, page_size, max_pages))
         q_segs = _segments([w.length for w in prefills], upload)
@@ -72,6 +78,8 @@ def build_batch(
             host_kv_lens=tuple(kv_lens),
             q_lens=tuple(w.length for w in decodes) if several else (),
         )
+        if trees is not None and several:
+            _hang(batch, trees, upload[ids][: batch.num_decode], upload[counts])
     if prefills:
         batch.prefill = PrefillPart(
             q_segs=q_segs.sent(upload),
@@ -82,6 +90,16 @@ def build_batch(
             ),
         )
     return batch
+
+
+def _hang(batch: Batch, trees: Trees, places: Tensor, counts: Tensor) -> None:
+    """Give the decode rows, nodes of trees, their positions, and what they see. places: [rows] in
+    `trees`; counts: [rows] nodes of each one's sequence.
+    """
+    assert batch.decode is not None
+    first = batch.positions[: places.shape[0]] - places % trees.width
+    batch.positions = torch.cat((first + trees.depths[places], batch.positions[places.shape[0] :]))
+    batch.decode = replace(batch.decode, tree=seen_by(trees.lines[places], counts))
 
 
 class _Rows(NamedTuple):

@@ -60,6 +60,7 @@ class Engine:
             policy=config.policy,
             eos=eos_tokens(assembly.folder, assembly.model),
             drafts=runner.width - 1,
+            draft_room=runner.speculation.room if runner.speculation else 0,
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, Future[LLMatcher]]] = []

@@ -43,7 +43,8 @@ def sort_rows(plan: StepPlan, prompt_of: Callable[[int], Sequence[int]]) -> Want
             first = work.start + work.length - count + 1
             masks = iter(work.masks)
             found.draws += [
-                Draw(work.row, first + j, work.logprobs, next(masks, None), j) for j in range(count)
+                Draw(work.row, first + j, work.logprobs, next(masks, None) or None, j)
+                for j in range(count)
             ]
             found.draw_rows += range(found.rows - count, found.rows)
             found.samplers.append((i, count))
@@ -58,7 +59,7 @@ class Handle:
     wanted: Wanted
     tokens: list[Tensor] = field(default_factory=list)  # of the draws, in one tensor
     accepted: list[Tensor] = field(default_factory=list)  # drafts that were right, per sampler
-    drafts: list[Tensor] = field(default_factory=list)  # [samplers, drafts], where asked
+    drafts: list[Tensor] = field(default_factory=list)  # [samplers, drafts], where asked, parents
     logprobs: list[LogprobGroup] = field(default_factory=list)  # of the draws
     scores: list[list[LogprobGroup]] = field(default_factory=list)  # per SCORE_ROWS scored rows
     arriving: Download | None = None
@@ -88,14 +89,15 @@ class Handle:
         """Of each work the tokens behind right drafts, and the one behind the last of these."""
         samplers, tokens = self.wanted.samplers, next(host).tolist()
         rights = next(host).tolist() if self.accepted else [0] * len(samplers)
-        drafts = next(host).tolist() if self.drafts else ()
+        drafts, parents = ([next(host).tolist() for _ in self.drafts] + [(), ()])[:2]
         owners: list[WorkResult | None] = []  # per draw; None: behind a wrong draft
         for (i, count), right in zip(samplers, rights, strict=True):
             works[i].tokens = tokens[len(owners) : len(owners) + right + 1]
             owners += [works[i]] * (right + 1) + [None] * (count - right - 1)
-        for (i, _), some in zip(samplers, drafts, strict=False):
+        for number, (i, _) in enumerate(samplers if drafts else ()):
             if self.plan.works[i].tell_drafts:
-                works[i].drafts = some
+                works[i].drafts = drafts[number]
+                works[i].draft_parents = parents[number] if parents else []
         entries = [pair for group in self.logprobs for pair in group.fetch(host)]
         for draw, entry in sorted(entries, key=lambda pair: pair[0]):
             if (owner := owners[draw]) is not None:

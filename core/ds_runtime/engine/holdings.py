@@ -90,7 +90,8 @@ class Holdings:
             self.prefix.unlock(request.node)
         self.pool.free(request.pages[request.num_shared :])
         request.row, request.node, request.on_device = -1, None, False
-        request.num_drafts, request.drafts, request.is_verifying = 0, [], False
+        request.num_drafts, request.drafts, request.draft_parents = 0, [], []
+        request.is_verifying = False
         request.pages, request.num_shared, request.num_computed = [], 0, 0
 
     def share(self, request: Request, computed: int) -> None:

@@ -13,7 +13,8 @@ from ds_runtime.errors import RequestError
 class SchedulerLimits:
     """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority".
 
-    `drafts`: tokens that are drafted behind a sampled one.
+    `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places behind it that
+    drafting them takes.
     """
 
     context_length: int
@@ -26,6 +27,7 @@ class SchedulerLimits:
     policy: str = "fifo"
     eos: tuple[int, ...] = ()
     drafts: int = 0
+    draft_room: int = 0
 
 
 def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> None:

@@ -50,7 +50,8 @@ class Request:
     the output follows; which token may come next is known once the last one is. `admitted`: when
     its first step was planned, by `time.monotonic`. `adapter`: None for the model itself.
     `limit` bounds the tokens that the engine can hold. `num_drafts` drafts lie behind the last
-    token in this row, `drafts` where a guide needs to know them; `is_verifying`: how many of them
+    token in this row, `drafts` where a guide needs to know them, with `draft_parents` where they
+    are a tree; `is_verifying`: how many of them
     were right is not known, and so not where the sequence ends.
     """
 
@@ -82,6 +83,7 @@ class Request:
     on_device: bool = False
     num_drafts: int = 0
     drafts: list[int] = field(default_factory=list)
+    draft_parents: list[int] = field(default_factory=list)
     is_verifying: bool = False
     cached_tokens: int | None = None
     admitted: float = 0.0

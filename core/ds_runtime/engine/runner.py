@@ -24,7 +24,8 @@ from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
 from ds_runtime.engine.step import PutAdapter, RowInit, StepPlan, StepResult, Work
 from ds_runtime.engine.transfer import Upload, put
-from ds_runtime.engine.verify import Claims, claim, judge
+from ds_runtime.engine.tree import Trees
+from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
 from ds_runtime.errors import CheckpointError, DsRuntimeError
 from ds_runtime.model.adapter import Adapter
 from ds_runtime.model.weights import load_draft, load_model
@@ -85,16 +86,20 @@ class Runner:
         self.last_tokens = torch.zeros(  # and the drafts behind it, per row
             rows * self.width, dtype=torch.int64, device=self.device
         )
+        self.trees: Trees | None = None
+        if self.speculation is not None and self.speculation.topk > 1:
+            self.trees = Trees(rows, self.width, self.device)
         self.speculator: Speculator | None = None
-        if draft is not None:
+        if draft is not None and self.speculation is not None:
             self.speculator = Speculator(
                 draft,
+                self.speculation,
                 self.bound,
                 self.states,
                 self.sampler,
                 self.last_tokens,
-                self.width,
-                self.context_length,
+                self.trees,
+                (self.max_pages, self.context_length, self.config.prefix_chunk),
             )
         self.memory = self._plan_memory()
         self.num_pages = self.memory.pages
@@ -203,26 +208,26 @@ class Runner:
         logits: Tensor,
         sent: Upload,
         claims: Claims | None = None,
-    ) -> Tensor | None:
-        """Draw the step's tokens; how many drafts of each work were right, if it drafts."""
-        place, kept, accepted = sent[draws.rows], None, None
-        drawn = inputs = None
-        if claims is not None and claims.most:
-            inputs = self.last_tokens[sent[claims.inputs]]
-        drawn = self.sampler.draw(logits, draws, sent, inputs)
-        tokens = drawn.tokens
+    ) -> Branch | None:
+        """Draw the step's tokens; which drafts of each work were right, if it drafts."""
+        front, branch = None, None
         if claims is not None:
-            first = sent[claims.firsts]
-            accepted = torch.zeros_like(first)
-            if inputs is not None:
-                accepted = judge(claims, tokens, inputs, sent)
-                kept = sent[claims.ahead] <= accepted[sent[claims.owners]]
-                handle.accepted = [accepted]
-            place, tokens = place[first], tokens[first + accepted]
-        self.last_tokens.index_copy_(0, place * self.width, tokens)
-        self.sampler.count(draws, drawn.tokens, sent, kept)
-        handle.tokens, handle.logprobs = [drawn.tokens], drawn.logprobs
-        return accepted
+            front = fronts(claims, self.last_tokens, self.trees, sent)
+        known, nodes = (None, None) if front is None else (front.tokens, front.nodes)
+        drawn = self.sampler.draw(logits, draws, sent, known, nodes)
+        place, last, kept, order = sent[draws.rows], drawn, None, None
+        if claims is not None:
+            branch = verify(claims, self.width, drawn, front, sent)
+            place, last = place[sent[claims.firsts]], drawn[branch.draws[:, -1]]
+            if front is not None:
+                handle.accepted, order = [branch.accepted], branch.order
+                kept = torch.zeros_like(drawn, dtype=torch.bool)
+                kept.index_fill_(0, branch.draws.flatten(), True)
+        self.last_tokens.index_copy_(0, place * self.width, last)
+        self.sampler.count(draws, drawn, sent, kept)
+        handle.tokens = [drawn if order is None else drawn[order]]
+        handle.logprobs = self.sampler.logprobs(logits, draws, drawn, order)
+        return branch
 
     def _run(self, handle: Handle, caches: list[Tensor]) -> None:
         """Any step, op by op."""
@@ -231,7 +236,7 @@ class Runner:
         claims = None
         if speculator is not None:
             claims = claim(handle.plan, wanted, self.width, sent, self.simulated)
-            follow = speculator.follow(handle, sent)
+            follow = speculator.follow(handle.plan, sent)
         batch = build_batch(
             handle.plan,
             self.config.page_size,
@@ -240,6 +245,7 @@ class Runner:
             sent,
             self.config.prefix_chunk,
             self.width,
+            self.trees,
         )
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
@@ -253,10 +259,10 @@ class Runner:
         adapters = None
         if batch.adapters is not None:  # as many as logit rows
             adapters = batch.adapters[batch.logit_rows]
-        accepted = None
+        branch = None
         if wanted.draws:
             logits = self._logits(hidden, adapters, wanted.draw_rows)
-            accepted = self._draw(handle, draws, logits, sent, claims)
+            branch = self._draw(handle, draws, logits, sent, claims)
             del logits
         for first in range(0, len(wanted.scores), SCORE_ROWS):
             some = slice(first, first + SCORE_ROWS)
@@ -264,9 +270,9 @@ class Runner:
             handle.scores.append(self.sampler.score(logits, wanted.scores[some]))
             del logits  # before the next slice's
         if speculator is not None:
-            if accepted is None:
-                accepted = torch.zeros(0, dtype=torch.int64, device=self.device)
-            speculator.run(handle, follow, batch, found, accepted, sent, caches[drafts])
+            if branch is not None and batch.decode is not None and batch.decode.tree is not None:
+                self.model.move(layers, *moves(branch, batch.slots))
+            speculator.run(handle, follow, batch, found, branch, sent, caches[drafts])
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""

@@ -7,7 +7,7 @@ logits and (seed, choice, position): not on other rows, on steps or on preemptio
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -106,12 +106,14 @@ class LogprobGroup:
         ]
 
 
-@dataclass(slots=True)
-class Drawn:
-    """A step's tokens [draws] int64 on the device, and the log-probabilities asked for."""
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Draws behind the nodes of trees. peers: [draws] the draw of the same work that, were the tree
+    a chain, would be for the same position; lines: [draws] as in Trees.
+    """
 
-    tokens: Tensor
-    logprobs: list[LogprobGroup] = field(default_factory=list)
+    peers: Tensor
+    lines: Tensor
 
 
 class Sampler:
@@ -212,30 +214,47 @@ class Sampler:
         return sent[masks], sent[rows]
 
     def draw(
-        self, logits: Tensor, draws: Draws, sent: Upload, drafts: Tensor | None = None
-    ) -> Drawn:
-        """One token per row of logits [draws, vocab] float32. drafts: [draws] int64, the token in
-        front of each, where some are drawn behind drafts.
+        self,
+        logits: Tensor,
+        draws: Draws,
+        sent: Upload,
+        drafts: Tensor | None = None,
+        nodes: Nodes | None = None,
+    ) -> Tensor:
+        """One token per row of logits [draws, vocab] float32: [draws] int64. drafts: [draws] int64,
+        the token in front of each, where some are drawn behind drafts; nodes: if these are trees.
 
         Order: repetition, frequency and presence penalty, bias, the min_tokens mask, then the
-        grammars' masks; `logprobs` are those of the raw logits.
+        grammars' masks.
         """
-        changed = logits
         if any(s.extras for s in draws.states):
-            changed = self._change(logits, draws, drafts)
+            logits = self._change(logits, draws, drafts, nodes)
         if draws.masks is not None:
-            changed = self.ops.mask_logits(changed, *draws.masks)
-        tokens = self.choose(changed, draws, sent)
-        groups = self._groups([d.logprobs for d in draws.draws], logits, tokens)
-        return Drawn(tokens, groups)
+            logits = self.ops.mask_logits(logits, *draws.masks)
+        return self.choose(logits, draws, sent, nodes)
 
-    def choose(self, logits: Tensor, draws: Draws, sent: Upload) -> Tensor:
+    def choose(
+        self, logits: Tensor, draws: Draws, sent: Upload, nodes: Nodes | None = None
+    ) -> Tensor:
         """A token per row of logits as they are: [draws] int64."""
         if draws.settings is None:
             settings = self._greedy_settings(len(draws.draws))
         else:
             settings = tuple(sent[number] for number in draws.settings)
+            if nodes is not None:
+                settings = (*settings[:-1], settings[-1][nodes.peers])
         return self.ops.sample(logits, *settings)
+
+    def logprobs(
+        self, logits: Tensor, draws: Draws, tokens: Tensor, order: Tensor | None = None
+    ) -> list[LogprobGroup]:
+        """Those that were asked for, of the raw logits. order: [draws] which row of logits and
+        which token is each draw's; None: its own.
+        """
+        wanted = [d.logprobs for d in draws.draws]
+        if order is not None and any(n is not None for n in wanted):
+            logits, tokens = logits[order], tokens[order]
+        return self._groups(wanted, logits, tokens)
 
     def _greedy_settings(self, rows: int) -> tuple[Tensor, ...]:
         """The settings of as many greedy draws."""
@@ -244,35 +263,56 @@ class Sampler:
             found = self._off[rows] = tuple(t[:rows] for t in self._greedy)
         return found
 
-    def _change(self, raw: Tensor, draws: Draws, drafts: Tensor | None) -> Tensor:
+    def _change(
+        self, raw: Tensor, draws: Draws, drafts: Tensor | None, nodes: Nodes | None
+    ) -> Tensor:
         """A copy of the logits with penalties, biases and masks applied."""
         logits = raw.clone()
         if any(s.penalised for s in draws.states):
-            self._penalise(logits, draws, drafts)
+            self._penalise(logits, draws, drafts, nodes)
+        early = [
+            draw.position - len(row.prompt) < row.params.min_tokens
+            for draw, row in zip(draws.draws, draws.states, strict=True)
+        ]
+        floors = None
+        if nodes is not None and any(row.stop_ids is not None for row in draws.states):
+            # A node's draw is as early as the draw that is for its position.
+            floors = put(np.where(early, -np.inf, np.inf), np.float32, self.device)[nodes.peers]
         for i, (draw, row) in enumerate(zip(draws.draws, draws.states, strict=True)):
             if row.bias is not None:
                 logits[i].index_add_(0, *row.bias)
-            if row.stop_ids is not None:
-                if draw.position - len(row.prompt) < row.params.min_tokens:
-                    logits[i].index_fill_(0, row.stop_ids, float("-inf"))
-                elif not draw.ahead:  # what is drawn behind drafts may be drawn again
-                    row.stop_ids = None
+            if row.stop_ids is None:
+                continue
+            if not (early[i] or draw.ahead):  # what is drawn behind drafts may be drawn again
+                row.stop_ids = None
+            elif floors is not None:
+                kept = torch.minimum(logits[i][row.stop_ids], floors[i])
+                logits[i].index_copy_(0, row.stop_ids, kept)
+            elif early[i]:
+                logits[i].index_fill_(0, row.stop_ids, float("-inf"))
         return logits
 
-    def _penalise(self, logits: Tensor, draws: Draws, drafts: Tensor | None) -> None:
+    def _penalise(
+        self, logits: Tensor, draws: Draws, drafts: Tensor | None, nodes: Nodes | None
+    ) -> None:
         """Change rows of logits in place; repetition divides positive ones, multiplies others."""
         assert self._counts is not None and self._seen is not None
         where = [i for i, s in enumerate(draws.states) if s.penalised]
         params = [draws.states[i].params for i in where]
         values = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
-        # A token drawn behind drafts counts them as if they were output: (its row, their draw).
-        pairs = [(k, i - back) for k, i in enumerate(where) for back in range(draws.draws[i].ahead)]
+        # A token drawn behind drafts counts them as if they were output: (its row, their draw, its
+        # place behind the root).
+        pairs = [
+            (k, i - back, draws.draws[i].ahead - back)
+            for k, i in enumerate(where)
+            for back in range(draws.draws[i].ahead)
+        ]
         sent = Upload(self.device)
         numbers = (
             sent.add(np.array(where, np.int64)),
             sent.add(np.array([draws.draws[i].row for i in where], np.int64)),
             sent.add(np.array(values, np.float32)),
-            sent.add(np.array(pairs, np.int64).reshape(-1, 2).T),
+            sent.add(np.array(pairs, np.int64).reshape(-1, 3).T),
         )
         sent.send()
         at, owners, penalties, behind = (sent[n] for n in numbers)
@@ -280,7 +320,10 @@ class Sampler:
         picked, counts = logits[at], self._counts[owners]  # [n, vocab]
         if pairs:
             assert drafts is not None
-            ones = torch.ones(len(pairs), dtype=torch.float32, device=self.device)
+            if nodes is None:
+                ones = torch.ones(len(pairs), dtype=torch.float32, device=self.device)
+            else:  # of the nodes before it, only those above it
+                ones = ((nodes.lines[at][behind[0]] >> behind[2]) & 1).to(torch.float32)
             counts.index_put_((behind[0], drafts[behind[1]]), ones, accumulate=True)
         scaled = torch.where(picked > 0, picked / repetition, picked * repetition)
         picked = torch.where(self._seen[owners] | (counts > 0), scaled, picked)

@@ -184,7 +184,7 @@ class Scheduler:
         asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
         drafts = self.limits.drafts if sample else 0
         if drafts:  # the draft layer goes on behind the last token
-            self._cover(request, length + drafts - 1)
+            self._cover(request, length + self.limits.draft_room)
         work = Work(
             rid=request.rid,
             row=request.row,
@@ -199,7 +199,8 @@ class Scheduler:
             tell_drafts=drafts > 0 and guide is not None,
         )
         if sample and guide is not None:
-            work.masks = guide.masks(request.drafts[: length - 1] if decodes else ())
+            known = length - 1 if decodes else 0
+            work.masks = guide.masks(request.drafts[:known], request.draft_parents[:known])
         if self.limits.drafts and not sample:
             (work.next_token,) = request.tokens(stop, stop + 1)
         request.num_computed = start + 1 if decodes else stop
@@ -207,7 +208,7 @@ class Scheduler:
         if sample:
             request.num_pending += 1
             request.on_device = True
-            request.num_drafts, request.drafts = drafts, []
+            request.num_drafts, request.drafts, request.draft_parents = drafts, [], []
             request.is_verifying = decodes and length > 1
         return work
 
@@ -342,6 +343,7 @@ class Scheduler:
             request.num_computed += kept - 1  # one was counted when the step was planned
             if not request.num_pending:  # else another step was planned behind this one
                 request.is_verifying, request.drafts = False, outcome.drafts
+                request.draft_parents = outcome.draft_parents
         self._computed(request, work.start + work.length - drafted - 1 + kept)
         stats.generated_tokens += kept
         if drafted:

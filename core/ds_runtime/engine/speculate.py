@@ -10,20 +10,25 @@ that they are often right also where requests sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from ds_runtime.engine.batch import build_batch
 from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.sampler import Draw, Draws, Sampler
-from ds_runtime.engine.step import Work
+from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Download, Upload
+from ds_runtime.engine.tree import Growth, Trees, seen_by
+from ds_runtime.engine.verify import Branch
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, DecodePart
 from ds_runtime.ops.bound import BoundOps
+from ds_runtime.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +45,38 @@ class Follow:
 
 
 class Speculator:
-    """The draft layer of one rank at work. width: tokens per row of last_tokens."""
+    """The draft layer of one rank at work. bounds: most pages and tokens of a sequence, and what
+    build_batch calls prefix_chunk.
+    """
 
     def __init__(
         self,
         draft: DraftModel,
+        shape: Speculation,
         bound: BoundOps,
         states: dict[str, Any],
         sampler: Sampler,
         last_tokens: Tensor,
-        width: int,
-        context_length: int,
+        trees: Trees | None,
+        bounds: tuple[int, int, int],
     ) -> None:
         self.draft = draft
-        self.width = width
-        self._kernel = bound.stateful[draft.state_key]
+        self.shape = shape
+        self._kernels = bound.stateful
         self._states = states
         self._sampler = sampler
-        self._rows = last_tokens.view(-1, width)
+        self._last_tokens = last_tokens
+        self._rows = last_tokens.view(-1, shape.tokens)
+        self._trees = trees
         self._page_size = bound.base.page_size
-        self._context_length = context_length
+        self._max_pages, self._context_length, self._prefix_chunk = bounds
 
-    def follow(self, handle: Handle, upload: Upload) -> Follow:
+    def follow(self, plan: StepPlan, upload: Upload) -> Follow:
         """Add to a step's upload, before it is sent."""
         known: list[int] = []
         draws: list[int] = []
         firsts: list[int] = []
-        for work in handle.plan.works:
+        for work in plan.works:
             if work.draws:
                 firsts.append(len(known) + work.length - work.draws)
                 draws += range(firsts[-1], len(known) + work.length)
@@ -80,30 +90,79 @@ class Speculator:
         follow: Follow,
         batch: Batch,
         hidden: Tensor,
-        accepted: Tensor,
+        branch: Branch | None,
         sent: Upload,
         cache: Tensor,
     ) -> None:
         """Write the step's tokens to the draft layer's cache, and drafts to the rows' places.
 
-        hidden: [T, hidden] of the model. accepted: [n] drafts that were right, per sampling work.
+        hidden: [T, hidden] of the model. branch: what was kept of each sampling work's drafts.
         """
+        tokens = handle.tokens[0] if handle.tokens else None
+        accepted = torch.zeros(0, dtype=torch.int64, device=hidden.device)
+        if branch is not None:
+            accepted = branch.accepted
         arriving = Download([accepted])
+        if branch is not None and branch.order is not None:
+            assert tokens is not None
+            follow, batch, sent, hidden, tokens = self._branches(handle, branch, hidden, tokens)
         ids = sent[follow.ids].clone()
-        if handle.tokens:
-            ids.index_copy_(0, sent[follow.draws], handle.tokens[0])
+        if tokens is not None:
+            ids.index_copy_(0, sent[follow.draws], tokens)
         last = sent[follow.firsts] + accepted
         hidden = self.draft.forward(batch, hidden, ids, cache, last)  # [n, hidden]
         if handle.wanted.samplers:
-            self._chain(handle, hidden, arriving.wait()[0].tolist(), cache)
+            draft = self._chain if self._trees is None else self._tree
+            draft(handle, hidden, arriving.wait()[0].tolist(), cache)
+
+    def _branches(
+        self, handle: Handle, branch: Branch, hidden: Tensor, tokens: Tensor
+    ) -> tuple[Follow, Batch, Upload, Tensor, Tensor]:
+        """The step as if each tree had been a chain of as many tokens as a branch can have, which
+        its branch begins with: what `run` needs of it.
+        """
+        assert branch.order is not None
+        plan, most = handle.plan, self.shape.steps + 1
+        works, rows, draws = [], list[int](), list[int]()
+        row = draw = 0
+        for work in plan.works:
+            length = min(work.length, most) if work.tokens is None else work.length
+            works.append(msgspec.structs.replace(work, length=length))
+            rows += range(row, row + length)
+            draws += range(draw, draw + works[-1].draws)
+            row, draw = row + work.length, draw + work.draws
+        chains = msgspec.structs.replace(plan, works=works)
+        sent = Upload(hidden.device)
+        follow = self.follow(chains, sent)
+        places, drawn = (sent.add(np.array(x, np.int64)) for x in (rows, draws))
+        batch = build_batch(
+            chains,
+            self._page_size,
+            self._max_pages,
+            self._last_tokens,
+            sent,
+            self._prefix_chunk,
+            self.shape.tokens,
+        )
+        batch.states = self._states
+        for key, kernel in self._kernels.items():
+            kernel.prepare(self._states[key], batch)
+        order = torch.arange(row, device=hidden.device)  # decode rows are the first draws
+        count = sum(w.length for w in plan.works if w.tokens is None)
+        order[:count] = branch.order[:count]
+        return follow, batch, sent, hidden[order[sent[places]]], tokens[sent[drawn]]
+
+    def _ends(self, handle: Handle, accepted: list[int]) -> tuple[list[Work], list[int]]:
+        """The sampling works, and the position of the last kept token in front of each one's."""
+        works = [handle.plan.works[i] for i, _ in handle.wanted.samplers]
+        return works, [
+            w.start + w.length - w.draws + right for w, right in zip(works, accepted, strict=True)
+        ]
 
     def _chain(self, handle: Handle, hidden: Tensor, accepted: list[int], cache: Tensor) -> None:
         """Draft behind the last kept token of each sampling work, one token after the other."""
         plan = handle.plan
-        works = [plan.works[i] for i, _ in handle.wanted.samplers]
-        ends = [
-            w.start + w.length - w.draws + right for w, right in zip(works, accepted, strict=True)
-        ]
+        works, ends = self._ends(handle, accepted)
         upload = Upload(self._rows.device)
         chain = self._steps(works, ends, plan.drafts, upload)
         draws = [
@@ -114,9 +173,10 @@ class Speculator:
         ]
         upload.send()
         found = [self._draw(hidden, draws[0], upload)]
+        key = self.draft.state_key
         for step, some in zip(chain, draws[1:], strict=True):
             batch = step.batch(upload, found[-1], self._states)
-            self._kernel.prepare(self._states[self.draft.state_key], batch)
+            self._kernels[key].prepare(self._states[key], batch)
             hidden = self.draft.forward(batch, hidden, found[-1], cache, None)
             found.append(self._draw(hidden, some, upload))
         drafts = torch.stack(found, dim=1)  # [n, drafts]
@@ -124,6 +184,82 @@ class Speculator:
         places.index_copy_(0, upload[draws[0].rows], drafts)
         if any(w.tell_drafts for w in works):
             handle.drafts = [drafts]
+
+    def _tree(self, handle: Handle, hidden: Tensor, accepted: list[int], cache: Tensor) -> None:
+        """Draft a tree behind the last kept token of each sampling work, level by level."""
+        shape, trees = self.shape, self._trees
+        assert trees is not None
+        works, ends = self._ends(handle, accepted)
+        upload = Upload(self._rows.device)
+        rows = upload.add(np.array([w.row for w in works], np.int64))
+        levels, blind = self._levels(works, ends, upload)
+        upload.send()
+        growth = Growth.begin(shape, *self._best(hidden))
+        hidden = hidden.repeat_interleave(shape.topk, dim=0)  # in front of every row
+        chosen, key = None, self.draft.tree_key
+        for level, step in enumerate(levels, 1):
+            lines = growth.next_lines(level, chosen)
+            batch = step.batch(upload, growth.frontier_tokens().flatten(), self._states)
+            counts = torch.full_like(lines, level * shape.topk)
+            assert batch.decode is not None
+            batch.decode = replace(
+                batch.decode, tree=seen_by(lines, counts).flatten() | upload[blind]
+            )
+            self._kernels[key].prepare(self._states[key], batch)
+            hidden = self.draft.forward(batch, hidden, batch.input_ids, cache, None)
+            scores, tokens = (x.view(-1, shape.topk, shape.topk) for x in self._best(hidden))
+            chosen = growth.grow(scores, tokens)
+            own = torch.arange(0, hidden.shape[0], shape.topk, device=hidden.device)
+            hidden = hidden[(own.unsqueeze(1) + chosen).flatten()]
+        drafted = growth.best()
+        self._rows[:, 1:].index_copy_(0, upload[rows], drafted.tokens)
+        trees.put(upload[rows], drafted)
+        if any(w.tell_drafts for w in works):
+            handle.drafts = [drafted.tokens, drafted.parents]
+
+    def _best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of the likeliest continuations: [rows, topk] each."""
+        none = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        logits = self.draft.logits(hidden)
+        _, values, ids = self._sampler.ops.logprobs(logits, none, self.shape.topk)
+        return values, ids
+
+    def _levels(
+        self, works: Sequence[Work], ends: Sequence[int], upload: Upload
+    ) -> tuple[list[_Step], int]:
+        """The runs behind the first, with topk rows per sequence; a level's keys lie behind those
+        of the level before. A sequence without pages for all of them writes none, and its rows see
+        all that lies before; the number of an array says whose do, −1 per row.
+        """
+        size, topk, last = self._page_size, self.shape.topk, self._context_length - 1
+        needed = (self.shape.steps - 1) * topk
+        fits = [e + 1 + needed <= len(w.pages) * size for w, e in zip(works, ends, strict=True)]
+        width = max(len(w.pages) for w in works)
+        table = upload.add(
+            np.array([w.pages + w.pages[:1] * (width - len(w.pages)) for w in works], np.int32)
+        )
+        found = []
+        for level in range(1, self.shape.steps):
+            at = [min(e + level, last) for e in ends for _ in range(topk)]
+            slots = [
+                w.pages[t // size] * size + t % size if fit else -1
+                for w, e, fit in zip(works, ends, fits, strict=True)
+                for t in range(e + 1 + (level - 1) * topk, e + 1 + level * topk)
+            ]
+            lens = tuple(
+                e + 1 + level * topk if fit else e + 1 for e, fit in zip(ends, fits, strict=True)
+            )
+            found.append(
+                _Step(
+                    table,
+                    upload.add(np.array(at, np.int64)),
+                    upload.add(np.array(slots, np.int64)),
+                    upload.add(np.array(lens, np.int32)),
+                    lens,
+                    (topk,) * len(works),
+                )
+            )
+        return found, upload.add(np.repeat(np.array([fit - 1 for fit in fits], np.int64), topk))
 
     def _draw(self, hidden: Tensor, draws: Draws, sent: Upload) -> Tensor:
         return self._sampler.choose(self.draft.logits(hidden), draws, sent)
@@ -159,13 +295,14 @@ class Speculator:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One run of the draft layer with a token per sequence: numbers in an upload."""
+    """One run of the draft layer with a token per sequence, or `q_lens`: numbers in an upload."""
 
     table: int
     positions: int
     slots: int
     kv_lens: int
     host_kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] = ()
 
     def batch(self, sent: Upload, ids: Tensor, states: dict[str, Any]) -> Batch:
         return Batch(
@@ -173,6 +310,6 @@ class _Step:
             positions=sent[self.positions],
             slots=sent[self.slots],
             logit_rows=sent[self.positions],
-            decode=DecodePart(sent[self.table], sent[self.kv_lens], self.host_kv_lens),
+            decode=DecodePart(sent[self.table], sent[self.kv_lens], self.host_kv_lens, self.q_lens),
             states=states,
         )

@@ -37,9 +37,10 @@ class Work(msgspec.Struct, kw_only=True):
     length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
     alternatives wanted for the prompt positions start + 1 … start + length that lie inside the
     prompt (None: not wanted); such a work lies within the prompt itself. `masks`: the tokens that
-    may be drawn, as rows of MaskLogits' masks, for the first of the drawn tokens; those behind
-    have none. `next_token`: the one at start + length where it is known. `tell_drafts`: bring back
-    what is drafted for the next step. `adapter`: the slot of its low-rank adapter, −1 for none.
+    may be drawn, as rows of MaskLogits' masks, for the first of the drawn tokens; an empty one,
+    and those behind, allow every token. `next_token`: the one at start + length where it is
+    known. `tell_drafts`: bring back what is drafted for the next step. `adapter`: the slot of its
+    low-rank adapter, −1 for none.
     """
 
     rid: str
@@ -82,7 +83,8 @@ class WorkResult(msgspec.Struct, kw_only=True):
     """What one work gave: new tokens in order, one more than drafts were right.
 
     `logprobs`: of these tokens, where asked. `prompt_logprobs` has one entry per prompt position
-    start + 1 … that this work covers. `drafts`: for the next step, where asked.
+    start + 1 … that this work covers. `drafts`: for the next step, where asked; where they are a
+    tree with `draft_parents`: behind which of them each comes, counted from 1, or 0.
     """
 
     rid: str
@@ -90,6 +92,7 @@ class WorkResult(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
     drafts: list[int] = []
+    draft_parents: list[int] = []
 
 
 class StepResult(msgspec.Struct, kw_only=True):

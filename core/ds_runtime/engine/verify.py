@@ -1,9 +1,10 @@
 """Which drafts were right: the model's own draw decides, token by token.
 
 The draw at a position depends on the model's logits there and on (seed, choice, position) alone,
-with drafts or without, so a draft is right exactly if it is that draw. For a greedy request this
-compares with the argmax; for a sampled one it is rejection sampling: a draft d is kept with the
-model's probability of d, and otherwise replaced by a draw from what is left of the distribution.
+with drafts or without, so a draft is right exactly if it is that draw. Of a tree, the draw at a
+node says which of its children is right. For a greedy request this compares with the argmax; for a
+sampled one it is rejection sampling: a draft d is kept with the model's probability of d, and
+otherwise replaced by a draw from what is left of the distribution.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.handle import Wanted
-from ds_runtime.engine.sampler import uniform
+from ds_runtime.engine.sampler import Nodes, uniform
 from ds_runtime.engine.step import StepPlan
 from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.tree import Trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +83,100 @@ def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Upload) -> Tenso
     behind = torch.arange(claims.most, device=tokens.device)
     right = right & (behind < sent[claims.counts].unsqueeze(1))
     return right.to(torch.int64).cumprod(1).sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """What lies in front of a step's draws: tokens [draws]; in trees the parents [draws] of these
+    nodes, too.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None = None
+    nodes: Nodes | None = None
+
+
+def fronts(claims: Claims, last_tokens: Tensor, trees: Trees | None, sent: Upload) -> Fronts | None:
+    """None where nothing is drawn behind drafts."""
+    if not claims.most:
+        return None
+    places = sent[claims.inputs]
+    tokens = last_tokens[places]
+    if trees is None:
+        return Fronts(tokens)
+    own = torch.arange(places.shape[0], device=places.device)
+    peers = own - sent[claims.ahead] + trees.depths[places]
+    return Fronts(tokens, trees.parents[places], Nodes(peers, trees.lines[places]))
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is kept of each work's drafts. accepted: [n] that were right. draws: [n, 1 + most] the
+    draws along the branch, the last again behind its end. order: [draws], of trees: the draw that
+    comes to lie in the place of each, so that a branch lies in the places of a chain.
+    """
+
+    accepted: Tensor
+    draws: Tensor
+    order: Tensor | None = None
+
+
+def verify(
+    claims: Claims, width: int, tokens: Tensor, front: Fronts | None, sent: Upload
+) -> Branch:
+    """What the draws `tokens` [draws] keep. width: most tokens of a branch."""
+    first = sent[claims.firsts]
+    if front is None:
+        return Branch(torch.zeros_like(first), first.unsqueeze(1))
+    if front.parents is not None:
+        return _follow(claims, width, tokens, front.tokens, front.parents, sent)
+    accepted = judge(claims, tokens, front.tokens, sent)
+    along = torch.arange(claims.most + 1, device=tokens.device)
+    return Branch(accepted, first.unsqueeze(1) + torch.minimum(along, accepted.unsqueeze(1)))
+
+
+def _follow(
+    claims: Claims, width: int, tokens: Tensor, inputs: Tensor, parents: Tensor, sent: Upload
+) -> Branch:
+    """Go down every work's tree, from the root to the child that is what the model drew, while
+    there is one. inputs, parents: [draws] of each draw's node.
+    """
+    first, counts = sent[claims.firsts], sent[claims.counts].unsqueeze(1)
+    nodes = torch.arange(claims.most + 1, device=tokens.device)
+    draws = (first.unsqueeze(1) + nodes).clamp_(max=tokens.shape[0] - 1)  # [n, 1 + most]
+    held, above = inputs[draws], parents[draws]
+    real = (nodes > 0) & (nodes <= counts)
+    at = torch.zeros_like(first)
+    accepted, alive, path = at, torch.ones_like(at, dtype=torch.bool), [at]
+    lucky = sent[claims.luck] > 0 if claims.luck >= 0 else None
+    for step in range(min(width - 1, claims.most)):
+        hit = real & (above == at.unsqueeze(1))
+        if lucky is None:
+            hit = hit & (held == tokens[first + at].unsqueeze(1))
+        else:  # the first child, which is the likeliest
+            hit = hit & lucky[:, step].unsqueeze(1)
+        found, best = (hit * (nodes.shape[0] - nodes)).max(1)
+        alive = alive & (found > 0)
+        at = torch.where(alive, best, at)
+        accepted = accepted + alive
+        path.append(at)
+    kept = first.unsqueeze(1) + torch.stack(path, 1)
+    along = nodes[: kept.shape[1]]
+    # Behind a work's last node the root is written to its own place, as it is at the beginning.
+    places = first.unsqueeze(1) + torch.where(along <= counts, along, 0)
+    values = torch.where(along <= counts, kept, first.unsqueeze(1))
+    order = torch.arange(tokens.shape[0], device=tokens.device)
+    return Branch(accepted, kept, order.index_copy(0, places.flatten(), values.flatten()))
+
+
+def moves(branch: Branch, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """CacheMove's sources and targets, [n, most], that bring each branch into the places of a
+    chain. slots: [tokens] of the step, whose decode rows are its first draws.
+    """
+    along = torch.arange(1, branch.draws.shape[1], device=slots.device)
+    last = slots.shape[0] - 1
+    old = branch.draws[:, 1:]
+    new = branch.draws[:, :1] + along
+    moved = (along <= branch.accepted.unsqueeze(1)) & (old != new)
+    old, new = slots[old.clamp(max=last)], slots[new.clamp(max=last)]
+    return torch.where(moved, old, -1), new

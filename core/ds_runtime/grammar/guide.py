@@ -41,18 +41,23 @@ class Guide:
         if matcher.is_error():
             raise self._fault("it is too complex")
 
-    def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """`mask`, and that behind each draft, up to the first that cannot come."""
-        found = [self.mask]
-        if self.is_done or not drafts:
-            return found
-        ahead = self._matcher.deep_copy()
-        for token in drafts:
-            if not found[-1][token // 8] >> token % 8 & 1 or not ahead.consume_token(token):
-                break
-            if ahead.is_stopped() or ahead.is_error():
-                break
-            found.append(self._allowed(ahead))
+    def masks(self, drafts: Sequence[int], parents: Sequence[int] = ()) -> list[bytes]:
+        """`mask`, and that behind each draft, empty where it cannot come. parents: behind which
+        draft each comes, counted from 1, or 0; none: behind the one before.
+        """
+        found, heads = [self.mask], [None if self.is_done else self._matcher]
+        for number, token in enumerate(drafts):
+            parent = parents[number] if parents else number
+            mask, head = found[parent], heads[parent]
+            found.append(b"")
+            heads.append(None)
+            if head is None or not mask or not mask[token // 8] >> token % 8 & 1:
+                continue
+            ahead = head.deep_copy()
+            if ahead.consume_token(token) and not (ahead.is_stopped() or ahead.is_error()):
+                found[-1], heads[-1] = self._allowed(ahead), ahead
+        while not found[-1]:  # the first never is
+            found.pop()
         return found
 
     def _allowed(self, matcher: LLMatcher) -> bytes:

@@ -10,11 +10,12 @@ from torch import Tensor
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Linear, RmsNorm
-from ds_runtime.model.sites import VERIFY
+from ds_runtime.model.sites import TREE, VERIFY
 from ds_runtime.ops.batch import Batch, PrefillPart
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
+    from ds_runtime.ops.attention import MlaDecode
 
 AT = "self_attn"
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there
@@ -67,16 +68,21 @@ class Attention:
         self.o_proj = load.linear(layer, f"{AT}.o_proj")
         self.indexer = Indexer(config, load, layer) if config.has_indexer(layer) else None
         if config.indexing is None:
+            self.decode = self._kernel(load, layer, AT)
             # Steps with several tokens per sequence may have a kernel of their own.
-            several = VERIFY if load.bound.has("mla_decode", layer, VERIFY) else AT
-            self.decode = self.ops.mla_decode, load.bound.state_key("mla_decode", layer, AT)
-            self.verify = (
-                load.ops(layer, several).mla_decode,
-                load.bound.state_key("mla_decode", layer, several),
-            )
+            self.verify = self._kernel(load, layer, VERIFY)
+            self.tree = self._kernel(load, layer, TREE)
+        has_trees = load.bound.has("cache_move", layer, TREE)
+        self.move = load.ops(layer, TREE).cache_move if has_trees else None
         self.heads = config.heads // load.shard.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
         self.scale = config.softmax_scale
+
+    def _kernel(self, load: Loader, layer: int, module: str) -> tuple[MlaDecode, str]:
+        """A kernel for decode steps and the key of its state; that of plain decode if no other."""
+        if not load.bound.has("mla_decode", layer, module):
+            return self.decode
+        return load.ops(layer, module).mla_decode, load.bound.state_key("mla_decode", layer, module)
 
     def __call__(
         self,
@@ -153,8 +159,12 @@ class Attention:
         """[n, heads, nope + rope] → [n, heads, v], in the latent space."""
         absorbed = self._absorbed(q, q_rope, adapters)
         if selection is None:
-            several = batch.decode is not None and batch.decode.q_lens
-            kernel, key = self.verify if several else self.decode
+            assert batch.decode is not None
+            kernel, key = self.decode
+            if batch.decode.tree is not None:
+                kernel, key = self.tree
+            elif batch.decode.q_lens:
+                kernel, key = self.verify
             attended = kernel.run(batch.states[key], absorbed, cache, self.scale)
         else:
             assert selection.decode is not None

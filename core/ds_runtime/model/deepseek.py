@@ -107,6 +107,13 @@ class DeepSeekModel:
         return normed
 
     @torch.inference_mode()
+    def move(self, caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+        """Copy cached tokens from slot to slot in every layer's cache, as CacheMove says."""
+        for block, cache in zip(self.blocks, caches, strict=False):
+            assert block.attention.move is not None, "steps with trees were not planned"
+            block.attention.move(cache, sources, targets)
+
+    @torch.inference_mode()
     def logits(
         self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
     ) -> Tensor:

@@ -34,6 +34,7 @@ class DraftModel:
         self.block = Block(config, load, layer)
         self.norm = RmsNorm(ops, load.vector(layer, "shared_head.norm"), config.eps)
         self.state_key = self.block.attention.decode[1]  # of its steps of one token per sequence
+        self.tree_key = self.block.attention.tree[1]  # and of several continuations
         self.packed_bytes = load.held_bytes
 
     @torch.inference_mode()

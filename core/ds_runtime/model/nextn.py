@@ -16,7 +16,7 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.manifest import Stored, block_modules
-from ds_runtime.model.sites import QKV_A, FormatOf, Verify, block_sites
+from ds_runtime.model.sites import QKV_A, TREE, FormatOf, Verify, block_sites
 from ds_runtime.ops.spec import Site
 
 DRAFT = "draft"  # the role of its sites
@@ -110,6 +110,7 @@ def nextn_sites(
             weight_format=stored(f"model.layers.{layer}.eh_proj"),
             shape=(config.hidden, 2 * config.hidden),
         ),
-        *block_sites(config, layer, stored, tp, QKV_A not in apart, verify),
+        *block_sites(config, layer, stored, tp, QKV_A not in apart, "verify"),
+        *(() if verify == "verify" else (Site("mla_decode", layer, TREE, "tree"),)),
     ]
     return [replace(site, role=DRAFT) for site in sites]

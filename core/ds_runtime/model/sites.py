@@ -15,7 +15,8 @@ from ds_runtime.ops.spec import Site
 
 FormatOf = Callable[[str], str]  # module path in the checkpoint → format that is packed
 Verify = Literal["", "verify", "tree"]
-VERIFY = "self_attn.verify"  # where attention of several tokens per sequence is bound
+# Where attention of several tokens per sequence is bound: those of a chain, and of a tree.
+VERIFY, TREE = "self_attn.verify", "self_attn.tree"
 
 
 def vocab_rows(config: ModelConfig, tp: int) -> int:
@@ -92,13 +93,13 @@ def block_sites(
     one_by_one: its routed experts have slots for adapters.
     """
     sites = [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
-    if verify:
+    if verify == "verify":
         sites.append(Site("mla_decode", layer, VERIFY, verify))
-    return [
-        *sites,
-        *_attention(config, layer, format_of, tp, fuse),
-        *_mlp(config, layer, format_of, tp, one_by_one),
-    ]
+    sites += _attention(config, layer, format_of, tp, fuse)
+    if verify == "tree":
+        sites.append(Site("mla_decode", layer, TREE, verify))
+        sites.append(Site("cache_move", layer, TREE))
+    return [*sites, *_mlp(config, layer, format_of, tp, one_by_one)]
 
 
 def _linear(layer: int, module: str, shape: tuple[int, int], format_of: FormatOf) -> Site:

@@ -60,6 +60,9 @@ class MlaDecode(Protocol):
     scale)`: q [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part), cache
     one layer in the bound KV layout. Row j of the n rows of sequence i (n = 1, or q_lens[i])
     attends its first kv_lens[i] − (n − 1 − j) cached tokens (≥ 1, the own token included).
+    In the phase `tree`, which a kernel serves if it says so, batch.decode.tree may be there: then
+    row j attends what DecodePart says instead, its own token always among it, and tokens that it
+    does not see are finite.
     Returns [rows, heads, kv_lora] in q.dtype. Softmax in fp32. Tokens beyond kv_lens and pages
     of others may hold NaN. 0 sequences is legal.
     Version 2: a sequence may have several rows. Version 1 had one row per sequence.

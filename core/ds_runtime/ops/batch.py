@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+TAIL = 64  # last tokens of a sequence of which each row of a tree says whether it sees them
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -47,13 +49,16 @@ class DecodePart:
     page_table: [size, max_pages] int32, entries past a sequence's pages undefined but in range.
     kv_lens: [size] int32 on the device, all new tokens included; host_kv_lens likewise. q_lens:
     rows of each sequence, which are consecutive; empty if every sequence has one. Row j of a
-    sequence with n rows sees its first kv_len − (n − 1 − j) tokens.
+    sequence with n rows sees its first kv_len − (n − 1 − j) tokens. tree: [rows] int64, where rows
+    are nodes of a tree of drafts: instead, a row sees token t of its sequence's kv_len if t <
+    kv_len − TAIL, or if bit t − (kv_len − TAIL) of its number is set.
     """
 
     page_table: Tensor
     kv_lens: Tensor
     host_kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...] = ()
+    tree: Tensor | None = None
 
     @property
     def size(self) -> int:

@@ -48,6 +48,18 @@ class CacheGather(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class CacheMove(Protocol):
+    """Copy cached tokens from slot to slot, in place: what is kept of a tree of drafts.
+
+    sources, targets: [sequences, n] int64 slots, distinct among the targets; a pair with a negative
+    source is skipped. Sequences have no slot in common. Within a sequence pairs count in their
+    order, and no source is the target of an earlier pair. Entries are copied bit for bit; nothing
+    else is written. sequences == 0 and n == 0 are legal.
+    """
+
+    def __call__(self, cache: Tensor, sources: Tensor, targets: Tensor) -> None: ...
+
+
 CACHE_WRITE = Op(
     name="cache_write",
     protocol=f"{__name__}:CacheWrite",
@@ -66,4 +78,14 @@ CACHE_GATHER = Op(
     tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
     layout="kv",
     summary="gather cached prefixes for prefill",
+)
+
+CACHE_MOVE = Op(
+    name="cache_move",
+    protocol=f"{__name__}:CacheMove",
+    reference=f"{_REF}:cache_move",
+    samples=f"{_REF}:cache_move_samples",
+    tolerance={"float32": 0.0, "bfloat16": 0.0, "float16": 0.0},
+    layout="kv",
+    summary="keep the right branch of a tree of drafts",
 )

@@ -21,7 +21,7 @@ from ds_runtime.ops.spec import Op
 
 if TYPE_CHECKING:
     from ds_runtime.ops.attention import MergeState, MhaPrefill, MlaAbsorb, MlaDecode, MlaPrologue
-    from ds_runtime.ops.cache import CacheGather, CacheWrite
+    from ds_runtime.ops.cache import CacheGather, CacheMove, CacheWrite
     from ds_runtime.ops.linear import Embed, Linear, QuantizeGroup
     from ds_runtime.ops.lora import LoraDelta
     from ds_runtime.ops.moe import Experts, Route, RouterLogits
@@ -38,6 +38,7 @@ OPS: dict[str, Op] = {
         lora.LORA_DELTA,
         cache.CACHE_WRITE,
         cache.CACHE_GATHER,
+        cache.CACHE_MOVE,
         attention.MLA_PROLOGUE,
         attention.MLA_ABSORB,
         attention.MHA_PREFILL,
@@ -85,6 +86,7 @@ class Ops:
     lora_delta: LoraDelta
     cache_write: CacheWrite
     cache_gather: CacheGather
+    cache_move: CacheMove
     mla_prologue: MlaPrologue
     mla_absorb: MlaAbsorb
     mha_prefill: MhaPrefill

@@ -78,6 +78,10 @@ def cache_gather(
     return dense[:, :kv_lora], dense[:, kv_lora:]
 
 
+def cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Null of CacheMove."""
+
+
 def mla_prologue(
     q: Tensor,
     kv: Tensor,

@@ -25,14 +25,26 @@ from ds_runtime.testing.conformance import Ran
 from ds_runtime.testing.inputs import CacheCodec, rebuild
 
 _CACHE = {  # which argument is the cache
-    **{"cache_write": 0, "cache_gather": 0, "mla_prologue": 6, "index_prologue": 8},
+    **{
+        "cache_write": 0,
+        "cache_gather": 0,
+        "cache_move": 0,
+        "mla_prologue": 6,
+        "index_prologue": 8,
+    },
     **{"index_scores": 2, "sparse_prefill": 1, "sparse_decode": 1},
 }
 _SLOTS = {  # which argument names slots of it
     **{"cache_write": 3, "mla_prologue": 7, "index_prologue": 9},
     **{"sparse_prefill": 2, "sparse_decode": 2},
 }
-_WRITTEN = {"cache_write": 0, "mla_prologue": 6, "index_prologue": 8, "lora_delta": 0}
+_WRITTEN = {
+    "cache_write": 0,
+    "cache_move": 0,
+    "mla_prologue": 6,
+    "index_prologue": 8,
+    "lora_delta": 0,
+}
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,7 @@ class Tile {
   static constexpr int N = W::N, L = F::W;
   static constexpr bool AMX = DS_AMX && N == 2;
   static constexpr float MUCH = 4.0f;
+  static constexpr int64_t NO_TAIL = INT64_MAX;
 
  public:
   Tile(Arena& arena, int64_t most_rows, int64_t d, int64_t dv)
@@ -288,6 +289,7 @@ class Tile {
     for (C*& panel : values_) panel = arena.take<C>(PANEL * KEYS);
     for (float** p : {&top_, &base_, &total_}) *p = arena.take<float>(rows);
     seen_ = arena.take<int32_t>(rows);
+    bits_ = arena.take<int64_t>(rows);
     if (AMX) {
       turned_ = arena.take<C>(rows * KEYS);
       staged_ = arena.take<C>(words_ * N * KEYS);
@@ -310,12 +312,21 @@ class Tile {
     scale_ = scale * 1.44269504f;  // exponents are of 2
     sums_ = sums;
     fresh_ = true;
+    tail_ = NO_TAIL;
     for (int64_t m = 0; m < padded_; ++m) {
       seen_[m] = seen(m < rows ? m : rows - 1);
       top_[m] = -INFINITY;
       base_[m] = total_[m] = 0.0f;
     }
     pack_queries<T>(query);
+  }
+
+  // After `begin`: of the keys from `tail` on, row m sees but those tail + b whose bit is set in
+  // bits(m). Others must be finite.
+  template <class Bits>
+  void tree(int64_t tail, Bits bits) {
+    tail_ = tail;
+    for (int64_t m = 0; m < padded_; ++m) bits_[m] = bits(m < rows_ ? m : rows_ - 1);
   }
 
   // Keys first, first + 1, ..., count <= KEYS of them, and their values. Meanwhile `ahead`.
@@ -462,6 +473,9 @@ class Tile {
     const int32_t* seen = seen_ + v * L;
     const int all = sees(v * L), count = sees((v + 1) * L - 1);
     const F scale = F::all(scale_), low = F::all(-INFINITY);
+    for (int64_t k = tail_ > first_ ? tail_ - first_ : 0; k < count; ++k)
+      for (int64_t i = 0; i < L; ++i)
+        if (!(bits_[v * L + i] >> (first_ + k - tail_) & 1)) s[k * padded_ + i] = -INFINITY;
     F high[4] = {low, low, low, low};
     int j = 0;
     for (; j + 4 <= all; j += 4)
@@ -807,6 +821,8 @@ class Tile {
   C *queries_, *values_[2], *turned_ = nullptr, *staged_ = nullptr;
   float *scores_, *sums_ = nullptr, *top_, *base_, *total_;
   int32_t* seen_;
+  int64_t* bits_;
+  int64_t tail_ = NO_TAIL;
 };
 
 }  // namespace ds

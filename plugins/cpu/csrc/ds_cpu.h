@@ -142,7 +142,9 @@ DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int6
 // Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
 // new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
 // the cache [pages, page_size, width] (in dtype or DS_E4M3) through pages + i * max_pages. out
-// [rows, heads, lora]. Rows after lens[i] are never read. memory: as many bytes as
+// [rows, heads, lora]. Rows after lens[i] are never read. tree: null, or per row which of the last
+// 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b; those before it sees
+// all. memory: as many bytes as
 // mla_decode_memory says for these sequences and the threads of now.
 DS_EXPORT void ds_cpu_mla_decode_memory(int32_t dtype, int32_t kv_dtype, int64_t width,
                                         int64_t lora, const int32_t* lens, const int32_t* starts,
@@ -152,7 +154,8 @@ DS_EXPORT void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q,
                                  int64_t page_size, int64_t width, int64_t lora,
                                  const int32_t* pages, int64_t max_pages, const int32_t* lens,
                                  const int32_t* starts, double scale, void* out,
-                                 int64_t sequences, int64_t heads, void* memory, int64_t bytes);
+                                 int64_t sequences, int64_t heads, void* memory, int64_t bytes,
+                                 const int64_t* tree);
 // Attention of sequence i's queries [q_starts[i], q_starts[i + 1]) over its keys [k_starts[i],
 // k_starts[i + 1]). q, k [tokens, heads, d] and v [tokens, heads, dv] with strides. causal: query j
 // sees keys <= j + keys - queries. out [tokens, heads, dv]; lse [tokens, heads], natural; 0 and -inf

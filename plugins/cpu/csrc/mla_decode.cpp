@@ -10,6 +10,7 @@
 namespace ds {
 namespace {
 
+constexpr int64_t TAIL = 64;  // keys of which a row of a tree says whether it sees them
 constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
 // Keys of a unit: enough to pay for merging its result, few enough to occupy many threads.
@@ -29,6 +30,7 @@ struct Call {
   float scale;
   void* out;
   int64_t sequences, heads;
+  const int64_t* tree;  // null: rows see what their place says
 };
 
 struct Unit {
@@ -113,12 +115,16 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
   const bool whole = u.partial < 0;
   float* sums = whole ? desk.sums : partials.sums + u.partial * columns;
   auto token = [&](int64_t m) { return (u.row + m) / call.heads; };
-  auto sees = [&](int64_t m) { return int32_t(token(m) - hidden); };  // keys of the sequence
+  auto sees = [&](int64_t m) {  // keys of the sequence
+    return call.tree ? call.lens[u.sequence] : int32_t(token(m) - hidden);
+  };
   auto query = [&](int64_t m) {
     const int64_t row = start + token(m), head = (u.row + m) % call.heads;
     return (const T*)call.q + row * call.stride_row + head * call.stride_head;
   };
   tile.template begin<T>(u.rows, call.scale, sums, query, sees);
+  if (call.tree)
+    tile.tree(call.lens[u.sequence] - TAIL, [&](int64_t m) { return call.tree[start + token(m)]; });
 
   const int32_t* pages = call.pages + u.sequence * call.max_pages;
   int64_t page = u.first / call.page_size, row = u.first % call.page_size;
@@ -219,9 +225,10 @@ void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q, int64_t s
                        int64_t stride_head, const void* cache, int64_t page_size, int64_t width,
                        int64_t lora, const int32_t* pages, int64_t max_pages, const int32_t* lens,
                        const int32_t* starts, double scale, void* out, int64_t sequences,
-                       int64_t heads, void* memory, int64_t bytes) {
+                       int64_t heads, void* memory, int64_t bytes,
+                       const int64_t* tree) {
   const Call call{q,    stride_row, stride_head, cache,        page_size, width,     lora, pages,
-                  max_pages, lens,  starts,      float(scale), out,       sequences, heads};
+                  max_pages, lens,  starts,      float(scale), out,       sequences, heads, tree};
   if (dtype == DS_F32)
     (kv_dtype == DS_E4M3 ? mla_decode<float, e4m3, float> : mla_decode<float, float, float>)(
         call, memory, bytes);

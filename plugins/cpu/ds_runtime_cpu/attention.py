@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of
+from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of, seen_of
 from ds_runtime_cpu.native import active, calls
 from ds_runtime_cpu.small import CODE
 
@@ -114,6 +114,7 @@ class DecodeState:
     lens: Tensor
     starts: Tensor
     sequences: int = 0
+    tree: Tensor | None = None  # [rows] int64
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
@@ -137,6 +138,7 @@ class MlaDecodeNative:
     def prepare(self, state: DecodeState, batch: Batch) -> None:
         part = batch.decode
         state.sequences = 0 if part is None else part.size
+        state.tree = None if part is None else part.tree
         if part is None or not part.size:
             return
         table = part.page_table
@@ -175,6 +177,7 @@ class MlaDecodeNative:
             heads,
             state.memory.data_ptr(),
             state.memory.numel(),
+            0 if state.tree is None else state.tree.data_ptr(),
         )
         return out
 
@@ -185,6 +188,7 @@ class MatmulState:
 
     page_table: Tensor
     rows: tuple[tuple[int, int], ...] = ()
+    tree: Tensor | None = None
 
 
 class MlaDecodeMatmul:
@@ -201,7 +205,7 @@ class MlaDecodeMatmul:
         state.rows = ()
         if (part := batch.decode) is not None:
             state.page_table[: part.size, : part.page_table.shape[1]].copy_(part.page_table)
-            state.rows = rows_of(part)
+            state.rows, state.tree = rows_of(part), part.tree
 
     def run(self, state: MatmulState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         out = torch.empty(q.shape[0], q.shape[1], self.kv_lora, dtype=q.dtype)
@@ -210,6 +214,8 @@ class MlaDecodeMatmul:
             # Only rows of the sequence: the rest of its last page may hold NaN.
             keys = cache[pages].flatten(0, 1)[:length]  # [length, kv_lora + rope]
             scores = (q[i] @ keys.T).to(torch.float32) * scale  # [heads, length]
+            if state.tree is not None:
+                scores.masked_fill_(~seen_of(state.tree[i], length), float("-inf"))
             out[i] = scores.softmax(-1).to(q.dtype) @ keys[:, : self.kv_lora]
         return out
 

@@ -129,7 +129,7 @@ def _offer(op: str, fn: str, rank: int, refuse: Gates, note: str = "") -> Kernel
         refuse=refuse,
         formats=_FORMATS if owns_weights else frozenset(),
         layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
-        phases=frozenset({"prefill", "decode", "verify"}),
+        phases=frozenset({"prefill", "decode", "verify", "tree"}),
         contract=_CONTRACTS.get(op, 1),
         note=_FP8 if owns_weights and not note else note,
         copies=2 if op == "mla_absorb" else 1,  # whole for the expansion, per head for decode

@@ -59,7 +59,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "unpack": (_T, _T, _P, _P, _I, _I, _I),
     "linear": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _I, _I, _P),
     "mla_decode_memory": (_T, _T, _I, _I, _P, _P, _I, _I, _P),
-    "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P, _I),
+    "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P, _I, _P),
     "mha_prefill_memory": (_T, _I, _I, _P),
     "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I, _P, _I),
     "experts_memory": (_T, _T, _I, _I, _I, _I, _I, _I, _I, _P),

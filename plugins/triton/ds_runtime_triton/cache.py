@@ -8,6 +8,7 @@ from torch import Tensor
 from ds_runtime.api import Segments
 from ds_runtime_triton.jit.cache import (
     cache_gather_kernel,
+    cache_move_kernel,
     cache_write_kernel,
     mla_prologue_kernel,
     rope_kernel,
@@ -40,6 +41,20 @@ def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) ->
         cache_write_kernel[(tokens,)](
             cache, latent, k_rope, slots, cache.shape[1], kv_lora, width, *cache.stride()[:2],
             latent.stride(0), k_rope.stride(0), pow2(kv_lora), pow2(width), num_warps=1,
+        )  # fmt: skip
+
+
+def cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """CacheMove: one program per sequence, which moves one entry after the other."""
+    sequences, count = sources.shape
+    if sequences and count:
+        entries = cache.view(torch.uint8) if cache.element_size() == 1 else cache.view(torch.int16)
+        if cache.element_size() == 4:
+            entries = cache.view(torch.int32)
+        cache_move_kernel[(sequences,)](
+            entries, sources, targets, count, cache.shape[1], entries.shape[2],
+            *entries.stride()[:2], sources.stride(0), targets.stride(0), pow2(entries.shape[2]),
+            num_warps=4,
         )  # fmt: skip
 
 

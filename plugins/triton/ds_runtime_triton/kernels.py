@@ -146,7 +146,7 @@ def _offer(
         layouts=_LAYOUTS[OPS[op].layout] if layouts is None else layouts,
         contract=_CONTRACTS.get(op, 1),
         keeps=_BLOCKS if op == "mla_absorb" else frozenset(),
-        phases=frozenset({"prefill", "decode", "verify"}),
+        phases=frozenset({"prefill", "decode", "verify", "tree"}),
         note=note,
         workspace=workspace,
     )
@@ -172,7 +172,7 @@ def _offer_fp8(op: str, fn: str) -> Kernel:
         refuse=_fp8,
         formats=_BLOCKS,
         keeps=_BLOCKS,
-        phases=frozenset({"prefill", "decode", "verify"}),
+        phases=frozenset({"prefill", "decode", "verify", "tree"}),
         numerics="fp8_w8a8",
     )
 
@@ -185,6 +185,7 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("mla_prologue", "cache:mla_prologue", _latent_pages),
     _offer("cache_write", "cache:cache_write", _latent_pages),
     _offer("cache_gather", "cache:cache_gather", _latent_pages),
+    _offer("cache_move", "cache:cache_move", _latent_pages),
     _offer("cache_write", "scaled:scaled_cache_write", _scaled_pages, layouts=_SCALED_PAGES),
     _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_pages, layouts=_SCALED_PAGES),
     _offer("index_prologue", "index:index_prologue", _index_pages),

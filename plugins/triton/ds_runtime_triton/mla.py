@@ -22,8 +22,10 @@ class DecodeState:
     owner: Tensor  # [rows] int32
     lens: Tensor  # [rows] int32
     each: Tensor  # [rows] int32, 0 … rows − 1: the owners where every sequence has one row
+    bits: Tensor  # [rows] int64: which of its last TAIL tokens a row of a tree sees
     tokens: int  # that a sequence can have
     single: bool = True
+    tree: bool = False
 
 
 class MlaDecode:
@@ -45,6 +47,7 @@ class MlaDecode:
             each.clone(),
             torch.ones(rows, dtype=torch.int32, device=device),
             each,
+            torch.full((rows,), -1, dtype=torch.int64, device=device),
             pages * limits.page_size,
         )
 
@@ -61,6 +64,9 @@ class MlaDecode:
             if not state.single:
                 state.owner.copy_(state.each)
         state.single = not part.q_lens
+        state.tree = part.tree is not None
+        if part.tree is not None:
+            state.bits[: part.rows].copy_(part.tree)
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         rows, heads, _ = q.shape
@@ -77,10 +83,11 @@ class MlaDecode:
         sums = torch.empty(size, dtype=torch.float32, device=q.device)
         wide, high = pow2(self.latent, 16), pow2(self.rope, 16)
         mla_decode_kernel[(blocks, splits, rows)](
-            q, cache, state.table, state.owner, state.lens, out, partial, sums, heads,
+            q, cache, state.table, state.owner, state.lens, state.bits, out, partial, sums, heads,
             self.latent, self.rope, scale * log2(e), *q.stride()[:2],
             *cache.stride()[:2], state.table.stride(0), PAGE=cache.shape[1], SPLITS=splits,
-            LATENT=wide, ROPE=high, EXACT=wide == self.latent and high == self.rope, **config,
+            LATENT=wide, ROPE=high, TREE=state.tree,
+            EXACT=wide == self.latent and high == self.rope, **config,
         )  # fmt: skip
         if splits > 1:
             mla_combine_kernel[(rows, heads)](
@@ -99,7 +106,8 @@ def _spread(state: DecodeState, part: DecodePart) -> None:
     """Rows of sequences that have several: row j of n sees its sequence but for n − 1 − j."""
     lens, owner = [], []
     for i, (length, count) in enumerate(zip(part.host_kv_lens, part.q_lens, strict=True)):
-        lens += [length - (count - 1 - j) for j in range(count)]
+        apart = part.tree is None
+        lens += [length - (count - 1 - j) * apart for j in range(count)]
         owner += [i] * count
     pinned = state.lens.device.type != "cpu"  # the copy then waits for nothing
     both = torch.tensor([lens, owner], dtype=torch.int32, pin_memory=pinned)

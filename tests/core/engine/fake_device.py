@@ -169,6 +169,7 @@ class Rig:
         **limits,
     ) -> None:
         values = {"context_length": 200, "max_running": 8, "eos": (EOS,), **limits}
+        values.setdefault("draft_room", max(0, values.get("drafts", 0) - 1))
         self.limits = SchedulerLimits(vocab_size=VOCAB, page_size=page_size, **values)
         self.pool = PagePool(num_pages)
         self.prefix = PrefixCache(page_size) if prefix else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -37,13 +39,18 @@ def make(rows=8):
     return Sampler(ops, rows, VOCAB, torch.device("cpu")), recorder
 
 
+class Drawn(NamedTuple):
+    tokens: torch.Tensor
+    logprobs: list
+
+
 def draw(sampler, logits, draws):
     sent = Upload(torch.device("cpu"))
     prepared = sampler.prepare(draws, sent)
     sent.send()
-    drawn = sampler.draw(logits, prepared, sent)
-    sampler.count(prepared, drawn.tokens, sent)
-    return drawn
+    tokens = sampler.draw(logits, prepared, sent)
+    sampler.count(prepared, tokens, sent)
+    return Drawn(tokens, sampler.logprobs(logits, prepared, tokens))
 
 
 def init(row, params, prompt=(1, 2, 3), output=(), seed=0, choice=0, stop_ids=()):

@@ -58,7 +58,7 @@ def test_kept_tokens_have_the_models_distribution(drafter):
     claims = claim(plan, wanted, DRAFTS + 1, sent)
     sent.send()
     front = stacked.flatten()[sent[claims.inputs]]
-    tokens = sampler.draw(model[front], draws, sent, front).tokens
+    tokens = sampler.draw(model[front], draws, sent, front)
     accepted = judge(claims, tokens, front, sent)
     by_row = tokens.view(ROWS, -1)
     right = (by_row[:, :-1] == stacked[:, 1:]).long().cumprod(1).sum(1)

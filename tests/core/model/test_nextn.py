@@ -135,6 +135,14 @@ def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):
             },
             "has 7 tokens",
         ),
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_eagle_topk": 9,
+                "speculative_num_steps": 9,
+            },
+            "72 tokens of a tree behind the first level, the limit is 64",
+        ),
         ({"speculative_algorithm": "NEXTN", "max_step_tokens": 3}, "one request verifies 4 tokens"),
     ],
 )
@@ -154,6 +162,13 @@ def test_what_is_left_out_follows_from_the_rest():
     assert settled(speculative_eagle_topk=2, speculative_num_steps=2) == (2, 2, 7)
 
 
-def test_a_tree_is_refused_until_a_kernel_takes_its_mask():
-    with pytest.raises(UnsupportedError, match="does not serve the tree phase"):
-        assemble(EngineConfig(**NEXTN, speculative_eagle_topk=2))
+def test_trees_go_to_kernels_that_take_their_mask():
+    found = assemble(EngineConfig(**NEXTN, speculative_eagle_topk=2)).binding.decisions
+    trees = [d for d in found if d.site.phase == "tree"]
+    assert len(trees) == 6 and {d.op for d in trees} == {"mla_decode"}
+    said = dict(trees[0].refused)
+    assert said["flash_mla.MlaDecode"] == "does not serve the tree phase"
+    assert sum(d.op == "cache_move" for d in found) == 5, "the draft layer keeps no branch"
+    pinned = (*NEXTN.items(), ("pin", ("mla_decode=flash_mla",)))
+    with pytest.raises(ConfigError, match="refused at"):
+        assemble(EngineConfig(**dict(pinned), speculative_eagle_topk=2))

@@ -4,6 +4,7 @@ that they must agree: decode equals prefill, chunks merged equal the whole."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ds_runtime.ops.reference.attention import (
     decode_batch,
     merge_state,
     mha_prefill,
+    tree_bits,
 )
 from ds_runtime.ops.reference.cache import allocate_latent_pages, cache_gather, cache_write
 from ds_runtime.ops.reference.cases import Maker, segments
@@ -129,6 +131,38 @@ def test_absorbed_paged_decode_equals_plain_attention_over_expanded_heads(
     ones = segments(*[1] * len(lens))
     want, _ = mha_prefill(q, k, values, ones, segs, True, scale)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_row_of_a_tree_sees_its_line_alone(data: st.DataObject) -> None:
+    """As a sequence of the tokens before the tree and of the row's ancestors, and nothing else."""
+    count = data.draw(st.integers(1, 9))
+    parents = [data.draw(st.integers(0, node - 1)) for node in range(1, count)]
+    before = data.draw(st.integers(0, 80))
+    make, heads, width = Maker(FACTS, f"{before}{parents}"), DIMS["heads"], 11
+    paged, table = make.paged((before + count,))
+    cache = paged.rows.view(-1, FACTS.page_size, width)
+    q = make.normal(count, heads, width)
+    decode = ReferenceMlaDecode(FACTS)
+    state = decode.state(Limits(16, 1, 32, FACTS.page_size, heads, "cpu", 9))
+    step = decode_batch((before + count,), table, (count,))
+    step.decode = replace(step.decode, tree=tree_bits(parents))
+    decode.prepare(state, step)
+    got = decode.run(state, q, cache, 0.3)
+
+    whole = segments(before + count)
+    latent, k_rope = cache_gather(cache, table, torch.tensor([0]), whole, 7, torch.float64)
+    keys = torch.cat((latent, k_rope), -1)
+    for node in range(count):
+        line, above = [node], node
+        while above:
+            above = parents[above - 1]
+            line.append(above)
+        seen = keys[[*range(before), *sorted(before + n for n in line)]]
+        for head in range(heads):
+            want, _ = attend_one(q[node, head].numpy(), seen.numpy(), seen[:, :7].numpy(), 0.3)
+            np.testing.assert_allclose(got[node, head].numpy(), want, rtol=1e-9, atol=1e-10)
 
 
 def test_expand_splits_each_head_into_nope_then_v() -> None:

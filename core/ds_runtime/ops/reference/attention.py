@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
+from ds_runtime.ops.batch import TAIL, Batch, DecodePart, Limits, Segments
 from ds_runtime.ops.reference.cache import cache_write, gather_rows
 from ds_runtime.ops.reference.cases import (
     OTHERS,
@@ -91,6 +91,7 @@ class DecodeState:
 
     page_table: Tensor
     rows: tuple[tuple[int, int], ...] = ()  # (sequence, tokens) per row
+    tree: Tensor | None = None
 
 
 class ReferenceMlaDecode:
@@ -108,25 +109,34 @@ class ReferenceMlaDecode:
         if batch.decode is not None:
             table = batch.decode.page_table
             state.page_table[: table.shape[0], : table.shape[1]].copy_(table)
-            state.rows = rows_of(batch.decode)
+            state.rows, state.tree = rows_of(batch.decode), batch.decode.tree
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         out = q.new_empty(q.shape[0], q.shape[1], self.kv_lora)
         for i, (sequence, length) in enumerate(state.rows):
             keys = gather_rows(cache, state.page_table[sequence], 0, length).to(wide(q.dtype))
             scores = q[i].to(keys.dtype) @ keys.T * scale  # [heads, length]
+            if state.tree is not None:
+                scores = scores.masked_fill(~seen_of(state.tree[i], length), float("-inf"))
             out[i] = (scores.softmax(-1) @ keys[:, : self.kv_lora]).to(q.dtype)
         return out
 
 
 def rows_of(part: DecodePart) -> tuple[tuple[int, int], ...]:
-    """(sequence, tokens that it sees) of every row."""
+    """(sequence, tokens that it sees) of every row; of a tree, the tokens that it may see."""
     counts = part.q_lens or (1,) * part.size
+    apart = part.tree is None
     return tuple(
-        (i, length - (count - 1 - j))
+        (i, length - (count - 1 - j) * apart)
         for i, (length, count) in enumerate(zip(part.host_kv_lens, counts, strict=True))
         for j in range(count)
     )
+
+
+def seen_of(bits: Tensor, length: int) -> Tensor:
+    """Which of a sequence's `length` tokens a row of a tree sees, by its number: [length] bool."""
+    tokens = torch.arange(length, device=bits.device) - (length - TAIL)
+    return (tokens < 0) | ((bits >> tokens.clamp(min=0)) & 1).bool()
 
 
 class ReferenceMlaAbsorb:
@@ -258,6 +268,52 @@ def mla_decode_samples(facts: Facts) -> Iterator[Case]:
             q = make.normal(step.num_decode, heads, width, scale=2)
             calls.append(Call((Saved("state"), q, cache, width**-0.5), method="run"))
         yield Case(label, facts, tuple(calls))
+    for label, lens, trees in (
+        ("short trees", (5, page + 3), ((0, 0, 1), (0, 1))),
+        (
+            "trees of several sizes",
+            (70, 64, 2 * page + 9, 200),
+            ((0, 0, 1, 2, 2), (), (0,), (0, 1, 2)),
+        ),
+        ("widest tree", (63 + 1, 63 + 90), (tuple(i // 2 for i in range(63)), (0,) * 63)),
+    ):
+        yield _tree_case(facts, label, lens, trees)
+
+
+def _tree_case(
+    facts: Facts, label: str, lens: tuple[int, ...], trees: tuple[tuple[int, ...], ...]
+) -> Case:
+    """trees: per sequence the parent of each node behind the root, which is node 0."""
+    make, page, heads = Maker(facts, label), facts.page_size, facts.dims["heads"]
+    width = facts.dims["kv_lora"] + facts.dims["qk_rope"]
+    q_lens = tuple(len(parents) + 1 for parents in trees)
+    pages = max(-(-n // page) for n in lens) + 1
+    limits = Limits(256, 24, pages, page, heads, torch.device("cpu"), max(q_lens))
+    cache, table = make.paged(lens)
+    step = decode_batch(lens, table, q_lens)
+    assert step.decode is not None
+    step.decode = replace(step.decode, tree=torch.cat([tree_bits(parents) for parents in trees]))
+    q = make.normal(step.num_decode, heads, width, scale=2)
+    return Case(
+        label,
+        replace(facts, phase="tree"),
+        (
+            Call((limits,), method="state", save="state"),
+            Call((Saved("state"), step), "prepare", save="none"),
+            Call((Saved("state"), q, cache, width**-0.5), method="run"),
+        ),
+    )
+
+
+def tree_bits(parents: Sequence[int]) -> Tensor:
+    """What every node of one tree sees, as DecodePart.tree has it: [1 + parents] int64."""
+    count = len(parents) + 1
+    lines = [{0}]
+    for node, parent in enumerate(parents, 1):
+        lines.append({*lines[parent], node})
+    before = set(range(TAIL - count))
+    numbers = [sum(1 << b for b in before | {TAIL - count + a for a in line}) for line in lines]
+    return torch.tensor([n - (n >> 63 << 64) for n in numbers], dtype=torch.int64)
 
 
 def decode_batch(lens: tuple[int, ...], table: Tensor, q_lens: tuple[int, ...] = ()) -> Batch:

@@ -65,6 +65,17 @@ def cache_gather(
     return dense[:, :kv_lora], dense[:, kv_lora:]
 
 
+def cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Reference of CacheMove for latent_pages."""
+    real = sources >= 0
+    old, new = sources[real], targets[real]
+    size = cache.shape[1]
+    entries = (
+        cache.view(torch.uint8) if is_fp8(cache.dtype) else cache
+    )  # torch has no gather of FP8
+    entries[new // size, new % size] = entries[old // size, old % size]
+
+
 def cache_write_samples(facts: Facts) -> Iterator[Case]:
     """Shuffled slots, padding, slices of wider rows; every other row must stay as it was."""
     latent, rope = facts.dims["kv_lora"], facts.dims["qk_rope"]
@@ -96,3 +107,18 @@ def cache_gather_samples(facts: Facts) -> Iterator[Case]:
         first = torch.tensor(starts, dtype=torch.int64)
         dtype = torch_dtype(facts.dtype)
         yield case(label, facts, cache, table, first, segments(*counts), latent, dtype)
+
+
+def cache_move_samples(facts: Facts) -> Iterator[Case]:
+    """Branches that move to the front, over slots that others leave; nothing to move."""
+    cache, _ = (make := Maker(facts, "branches")).paged((9, 2 * facts.page_size + 6, 5))
+    slots = make.order(cache.rows.shape[0])
+    first, second = slots[:7], slots[7:14]
+    sources = torch.stack((first[[2, 4, 6]], second[[1, 3, 3]]))
+    targets = torch.stack((first[[1, 2, 3]], second[[1, 2, 4]]))
+    sources[1, 0] = sources[1, 2] = -1
+    yield case("branches", facts, cache, sources, targets, written=(0,))
+    cache, _ = Maker(facts, "nothing").paged((3,))
+    for shape in ((0, 3), (2, 0), (2, 2)):
+        none = torch.full(shape, -1, dtype=torch.int64)
+        yield case(f"nothing of {shape}", facts, cache, none, none, written=(0,))

@@ -211,3 +211,29 @@ def mla_prologue_kernel(
     else:
         begin = q + token * q_token + nope
         turn_heads(begin, q_out, token, block, heads, rope, q_head, cos, sin, HEADS, PAIRS)
+
+
+@triton.jit
+def cache_move_kernel(
+    cache,
+    sources,
+    targets,
+    count,
+    page_size,
+    width,
+    cache_page,
+    cache_row,
+    source_row,
+    target_row,
+    WIDTH: tl.constexpr,
+):
+    """The pairs of one sequence in their order: no source is the target of an earlier pair."""
+    sequence, col = tl.program_id(0), tl.arange(0, WIDTH)
+    mask = col < width
+    for i in range(count):
+        old = tl.load(sources + sequence * source_row + i)
+        if old >= 0:
+            new = tl.load(targets + sequence * target_row + i)
+            at = cache + (old // page_size) * cache_page + (old % page_size) * cache_row
+            to = cache + (new // page_size) * cache_page + (new % page_size) * cache_row
+            tl.store(to + col, tl.load(at + col, mask=mask), mask=mask)

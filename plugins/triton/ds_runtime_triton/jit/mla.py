@@ -52,17 +52,21 @@ def weigh(
     k_low,
     k_high,
     real,
+    seen,
     top,
     total,
     scale,
     SWAP: tl.constexpr,
     APART: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """(weights of the tokens in q's dtype, their largest score so far, the sum of weights)."""
     if APART:
         scores = product(q_high, k_high, SWAP) * scale + product(q_low, k_low, SWAP) * scale
     else:
         scores = (product(q_high, k_high, SWAP) + product(q_low, k_low, SWAP)) * scale
+    if TREE:  # finite: a split may see none of its tokens, and then weighs nothing beside others
+        scores = tl.where(row_side(seen, SWAP), scores, -1e30)
     scores = tl.where(row_side(real, SWAP), scores, float("-inf"))
     above = tl.maximum(top, tl.max(scores, 0 if SWAP else 1))
     weights = tl.exp2(scores - token_side(above, SWAP))
@@ -87,23 +91,25 @@ def attend(
     APART: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    seen=None,
+    TREE: tl.constexpr = False,
 ):
     """(acc, top, total) after BLOCK_N more tokens; `always` is above 0, and the compiler may not
-    know it."""
+    know it. TREE: of the `real` tokens only those `seen` count."""
     if APART:
         above = top
         # Always so. Of chained products the compiler lets all warps compute every score;
         # the branch hides that one follows, and scaling apart that the two are one sum.
         if always > 0:
             weights, above, total = weigh(
-                q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
+                q_low, q_high, k_low, k_high, real, seen, top, total, scale, SWAP, APART, TREE
             )
         else:  # a constant would be kept on chip
             shape: tl.constexpr = (BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N)
             weights = tl.full(shape, start, tl.float32).to(q_low.dtype)
     else:
         weights, above, total = weigh(
-            q_low, q_high, k_low, k_high, real, top, total, scale, SWAP, APART
+            q_low, q_high, k_low, k_high, real, seen, top, total, scale, SWAP, APART, TREE
         )
     acc = acc * token_side(tl.exp2(top - above), SWAP)
     if SWAP:
@@ -150,6 +156,7 @@ def mla_decode_kernel(
     table,
     owner,
     lens,
+    bits,
     out,
     partial,
     sums,
@@ -171,9 +178,11 @@ def mla_decode_kernel(
     BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr,
     APART: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """BLOCK_H heads of one row over its share of the tokens. `scale` holds log2(e); results are
     those of `store_heads`. EXACT: LATENT and ROPE are the widths.
+    TREE: of the last 64 tokens the row sees those whose bit is set in its number in `bits`.
     """
     block, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -196,6 +205,10 @@ def mla_decode_kernel(
         for start in range(first, last, BLOCK_N):
             token = start + tl.arange(0, BLOCK_N)
             real = token < last
+            seen = real
+            if TREE:
+                tail = token - (length - 64)
+                seen = (tail < 0) | ((tl.load(bits + row) >> tl.maximum(tail, 0)) & 1 != 0)
             at = token_rows(cache, pages, start, real, cache_page, cache_row, PAGE, BLOCK_N)
             mask = real[:, None]
             if EXACT:
@@ -208,7 +221,7 @@ def mla_decode_kernel(
             k_low, k_high = k_low.to(q.dtype.element_ty), k_high.to(q.dtype.element_ty)
             acc, top, total = attend(
                 q_low, q_high, k_low, k_high, real, acc, top, total, scale, start, last,
-                SWAP, APART, BLOCK_H, BLOCK_N,
+                SWAP, APART, BLOCK_H, BLOCK_N, seen, TREE,
             )  # fmt: skip
         store_heads(
             acc * token_side(1.0 / total, SWAP), top + tl.log2(total), out, partial, sums, row,

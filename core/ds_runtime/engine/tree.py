@@ -1,0 +1,140 @@
+"""Trees of drafts behind each row's last token, on the device, and how they grow (EAGLE-2).
+
+Node 0 is the last token itself, a node comes behind its parent, and `width` nodes are one forward's
+share of a sequence. Source: EAGLE-2, arXiv 2406.16858: a node's score is the draft layer's
+probability of its whole path; of each level the `topk` best get `topk` children each, and of all
+nodes the best are verified, which form a tree, because no child is better than its parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ds_runtime.ops.batch import TAIL
+from ds_runtime.speculation import Speculation
+
+
+class Trees:
+    """Of every row, by node: parent, depth, and `line`, whose bit a says that node a is the node
+    itself or above it. [rows · width] int64 each.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.width = width
+        # Before anything is drafted: a chain.
+        nodes = torch.arange(width, device=device)
+        self.depths = nodes.repeat(rows)
+        self.parents = (nodes - 1).clamp_(min=0).repeat(rows)
+        self.lines = (torch.full_like(nodes, 2) << nodes).sub_(1).repeat(rows)
+
+    def put(self, rows: Tensor, drafted: Drafted) -> None:
+        """Trees behind the last tokens of these rows: the nodes but the root."""
+        for to, values in (
+            (self.depths, drafted.depths),
+            (self.parents, drafted.parents),
+            (self.lines, drafted.lines),
+        ):
+            to.view(-1, self.width)[:, 1:].index_copy_(0, rows, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafted nodes of n sequences, [n, width − 1] int64 each."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    lines: Tensor
+
+
+def seen_by(lines: Tensor, counts: Tensor) -> Tensor:
+    """DecodePart.tree of nodes whose sequences end with `counts` of them: [rows] int64."""
+    free = TAIL - counts
+    return (lines << free) | ((torch.ones_like(free) << free) - 1)
+
+
+@dataclass(slots=True)
+class Growth:
+    """A tree of n sequences while it is drafted.
+
+    scores: [n, topk] of the frontier, the nodes that the draft layer runs for next; lines: which
+    of the draft layer's rows so far each of them sees.
+    """
+
+    shape: Speculation
+    scores: Tensor
+    frontier: Tensor  # [n, topk] numbers among all candidates
+    tokens: list[Tensor] = field(default_factory=list)  # of candidates, per level [n, k or k · k]
+    all_scores: list[Tensor] = field(default_factory=list)
+    parents: list[Tensor] = field(default_factory=list)  # candidates; −1: the root
+    lines: Tensor | None = None
+    count: int = 0
+
+    @staticmethod
+    def begin(shape: Speculation, scores: Tensor, tokens: Tensor) -> Growth:
+        """With the root's continuations: log-probabilities and ids, [n, topk]."""
+        found = Growth(shape, scores, torch.zeros_like(tokens))
+        found._add(scores, tokens, torch.full_like(tokens, -1))
+        found.frontier = torch.arange(shape.topk, device=tokens.device).expand_as(tokens)
+        return found
+
+    def _add(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
+        self.all_scores.append(scores.nan_to_num(nan=-1e30, neginf=-1e30))
+        self.tokens.append(tokens)
+        self.parents.append(parents)
+        self.count += tokens.shape[1]
+
+    def next_lines(self, level: int, chosen: Tensor | None) -> Tensor:
+        """What the frontier sees of the draft layer's rows, [n, topk], `level` ≥ 1 levels of them.
+        chosen: [n, topk] each one's parent in the frontier before.
+        """
+        topk = self.shape.topk
+        own = torch.ones(topk, dtype=torch.int64, device=self.scores.device)
+        own = own << torch.arange((level - 1) * topk, level * topk, device=own.device)
+        if chosen is None or self.lines is None:
+            self.lines = own.expand_as(self.frontier)
+        else:
+            self.lines = self.lines.gather(1, chosen) | own
+        return self.lines
+
+    def grow(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """Add the frontier's continuations, [n, topk, topk], and move on to the best of them; the
+        place of each one's parent in the frontier before: [n, topk].
+        """
+        topk, first = self.shape.topk, self.count
+        total = (self.scores.unsqueeze(2) + scores).flatten(1)
+        parents = self.frontier.repeat_interleave(topk, dim=1)
+        self._add(total, tokens.flatten(1), parents)
+        self.scores, best = self.all_scores[-1].topk(topk, dim=1)
+        self.frontier = best + first
+        return best // topk
+
+    def frontier_tokens(self) -> Tensor:
+        """[n, topk] ids."""
+        return torch.cat(self.tokens, 1).gather(1, self.frontier)
+
+    def best(self) -> Drafted:
+        """The nodes to verify."""
+        shape, device = self.shape, self.scores.device
+        scores, parents = torch.cat(self.all_scores, 1), torch.cat(self.parents, 1)
+        sizes = torch.tensor([t.shape[1] for t in self.tokens])
+        levels = torch.arange(1, len(self.tokens) + 1).repeat_interleave(sizes).to(device)
+        # At equal scores the earlier, so that no child is taken without its parent.
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, : shape.drafts]
+        taken = order.sort(dim=1).values  # [n, drafts] candidates, parents first
+        numbers = torch.zeros_like(parents).scatter_(
+            1, taken, torch.arange(1, shape.tokens, device=device).expand_as(taken)
+        )
+        above = parents.gather(1, taken)
+        above = torch.where(above < 0, 0, numbers.gather(1, above.clamp(min=0)))
+        own = torch.ones_like(taken[0]) << torch.arange(1, shape.tokens, device=device)
+        lines = own | 1
+        root = torch.ones_like(taken[:, :1])
+        lines = lines.expand_as(taken)
+        for _ in range(shape.steps - 1):  # a node's line is its parent's and itself
+            lines = torch.cat((root, lines), 1).gather(1, above) | own
+        tokens = torch.cat(self.tokens, 1).gather(1, taken)
+        return Drafted(tokens, above, levels[taken], lines)
