@@ -96,8 +96,8 @@ def check(config: EngineConfig) -> None:
     if found.room > TAIL:
         raise ConfigError(
             f"--speculative-eagle-topk {topk}: with --speculative-num-steps {steps} the draft "
-            f"layer runs for {found.room} tokens of a tree behind the first level, the limit is {TAIL}: "
-            "lower one of them"
+            f"layer runs for {found.room} tokens of a tree behind the first level, the limit is "
+            f"{TAIL}: lower one of them"
         )
     if config.max_step_tokens < tokens:
         raise ConfigError(

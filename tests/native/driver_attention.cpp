@@ -8,6 +8,7 @@ struct Decode {
   std::vector<int32_t> lens;  // rows of the cache that the last new token of a sequence sees
   std::vector<int32_t> news;  // new tokens of each sequence
   int64_t heads, lora, rope, page;
+  std::vector<int64_t> trees = {};  // per new token, which of the last 64 rows it sees
 };
 
 // Pages in a scattered order. Whatever no sequence owns is NaN.
@@ -115,6 +116,7 @@ void attention_cases(std::vector<Case>& to, bool large) {
       {{5, 1, 64}, {1, 1, 1}, 3, 37, 9, 3},
       {{63, 65, 7}, {1, 2, 3}, 5, 33, 7, 16},
       {{200}, {4}, 16, 64, 16, 16},
+      {{200, 9}, {4, 2}, 5, 33, 7, 16, {-15LL << 60, -13LL << 60, -11LL << 60, -5LL << 60, -2, -1}},
   };
   if (large) decodes.push_back({{700, 3, 129}, {1, 3, 2}, 21, 512, 64, 16});
   for (const Decode& d : decodes) {
