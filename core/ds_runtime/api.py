@@ -16,7 +16,9 @@ from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.spec import (
     API_VERSION,
+    FP8_EXPERTS,
     FP8_GROUPS,
+    FP8_ROWS,
     RANK_PLATFORM,
     RANK_PORTABLE,
     RANK_REFERENCE,
@@ -87,7 +89,9 @@ _MODULE = "ceilings"  # the one that is a module itself
 
 __all__ = [
     "API_VERSION",
+    "FP8_EXPERTS",
     "FP8_GROUPS",
+    "FP8_ROWS",
     "OPS",
     "RANK_PLATFORM",
     "RANK_PORTABLE",

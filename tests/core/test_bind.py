@@ -21,6 +21,7 @@ from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
 from ds_runtime.ops.table import OPS
+from ds_runtime.ops.weight import Packed
 from ds_runtime.plan import Plan, check_against, difference, make_rows
 from ds_runtime.plugins import load_plugins
 
@@ -277,6 +278,56 @@ def test_bound_compositions_call_the_bound_parts(sites) -> None:
     torch.testing.assert_close(summed, x + residual)
     with pytest.raises(RuntimeError, match="'route' is not bound at site 'layer 0 block'"):
         ops.route()
+
+
+class _Marked:
+    """A Linear that says who computed, with the weight of whoever packed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pack(self, weight: object, facts: Facts) -> Packed:
+        return Packed(str(weight), (4, 4), {"by": self.name}, 0)
+
+    def apply(self, x: list[int], packed: Packed) -> str:
+        return f"{self.name} of {packed.tensors['by']}"
+
+
+def marked_few(facts: Facts) -> _Marked:
+    return _Marked("few")
+
+
+def marked_many(facts: Facts) -> _Marked:
+    return _Marked("many")
+
+
+def _pair(few_rank: int, many_rank: int, packing: str = "rows.v9") -> list[Kernel]:
+    few = kernel("linear", "few", few_rank, packing="rows.v9")
+    many = kernel("linear", "many", many_rank, packing=packing, from_rows=3)
+    fn = f"{__name__}:marked_"
+    return [replace(few, fn=fn + "few"), replace(many, fn=fn + "many")]
+
+
+@pytest.mark.parametrize("ranks", [(20, 30), (30, 20)])
+def test_two_kernels_of_one_packing_share_a_place(sites, ranks: tuple[int, int]) -> None:
+    import torch
+
+    binding = bind(sites, *_pair(*ranks))
+    said = {"few.marked_few": "many.marked_many from 3 rows on"}
+    said |= {"many.marked_many": "few.marked_few below 3 rows"}
+    rows = [d for d in binding.decisions if d.op == "linear"]
+    assert {d.note for d in rows} == {said[rows[0].kernel]}
+    linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
+    for packing, two, three in (("rows.v9", "few", "many"), ("its own", "few", "few")):
+        packed = linear.pack(packing, BASE)
+        assert linear.apply(torch.zeros(2, 4), packed) == f"{two} of few"
+        assert linear.apply(torch.zeros(3, 4), packed) == f"{three} of few"
+
+
+def test_another_packing_or_a_pin_leaves_one_kernel(sites) -> None:
+    assert not bind(sites, *_pair(20, 30, packing="cols.v9")).pairs
+    binding = bind(sites, *_pair(20, 30), pins=("linear=many",))
+    assert not binding.pairs and chosen(binding, "linear") == {"many.marked_many"}
 
 
 def test_a_kernel_that_cannot_be_imported_is_named(sites) -> None:

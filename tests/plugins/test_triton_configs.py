@@ -82,11 +82,12 @@ def test_lookup_goes_from_the_shape_to_the_generic_entry():
 def test_names_are_parameters_of_the_kernels():
     from ds_runtime_triton.jit import absorb, experts, gemm, index, mha, mla, sparse, topk
 
+    routed = (experts.gate_up_kernel, experts.down_kernel, experts.down_direct_kernel)
     kernels = {
         "linear_dense": [gemm.dense_gemm_kernel],
-        "linear_fp8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel],
-        "experts_dense": [experts.gate_up_kernel, experts.down_kernel],
-        "experts_fp8": [experts.gate_up_kernel, experts.down_kernel],
+        "linear_fp8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel, gemm.fp8_vector_kernel],
+        "experts_dense": [*routed],
+        "experts_fp8": [*routed],
         "absorb": [absorb.absorb_kernel],
         "mla_decode": [mla.mla_decode_kernel],
         "mha_prefill": [mha.mha_prefill_kernel],
@@ -97,7 +98,7 @@ def test_names_are_parameters_of_the_kernels():
     assert set(kernels) == NAMES
     for op, functions in kernels.items():
         known = {"num_warps", "num_stages", "maxnreg"}
-        known |= {"TORCH", "WAVES", "DIRECT", "QUANTISED", "WIDE", "PROGRAMS"}
+        known |= {"TORCH", "WAVES", "DIRECT", "QUANTISED", "WIDE", "VECTOR", "PROGRAMS"}
         for function in functions:
             known |= set(inspect.signature(function.fn).parameters)
         for param in configs(op):

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
@@ -127,6 +127,7 @@ class Binder:
         self.pins = pins
         self.apart = apart
         self.compact = compact
+        self.pairs: dict[tuple[str, int, str], Pair] = {}
         self.by_op: dict[str, list[Kernel]] = {name: [] for name in OPS}
         for kernel in sorted(offers.kernels, key=lambda k: _order(k, offers.third_party)):
             self.by_op[kernel.op.name].append(kernel)
@@ -227,7 +228,10 @@ class Binder:
             if pinned:
                 raise ConfigError(f"--pin: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
-        best = accepted[0]
+        best, note = accepted[0], _note(accepted[0])
+        if (pair := _pair(accepted)) is not None:
+            self.pairs[_place(site)] = pair
+            note = "; ".join(filter(None, (note, pair.beside(best))))
         return best, Decision(
             op.name,
             site,
@@ -236,7 +240,7 @@ class Binder:
             best.rank,
             tuple(refused),
             lost,
-            _note(best),
+            note,
             tag if op.layout else "",
             best.contract,
             converts,
@@ -268,10 +272,37 @@ def _note(kernel: Kernel) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two kernels that share a weight: `many` serves calls of many.from_rows rows or more."""
+
+    few: Kernel
+    many: Kernel
+
+    def beside(self, best: Kernel) -> str:
+        """The other one, and when it serves."""
+        if best is self.few:
+            return f"{self.many.name} from {self.many.from_rows} rows on"
+        return f"{self.few.name} below {self.many.from_rows} rows"
+
+
+def _pair(accepted: Sequence[Kernel]) -> Pair | None:
+    """The best kernel with the next one of its packing that takes the other sizes."""
+    best = accepted[0]
+    for other in accepted[1:]:
+        if best.packing and other.packing == best.packing:
+            if other.from_rows and not best.from_rows:
+                return Pair(best, other)
+            if best.from_rows and not other.from_rows:
+                return Pair(other, best)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Binding:
     """What was decided for every site, and the cache layouts that all agree on.
 
-    index_layout: of the index keys, where attention is sparse.
+    index_layout: of the index keys, where attention is sparse. pairs: places (op, layer, module)
+    that two kernels serve.
     """
 
     base: Facts
@@ -279,6 +310,7 @@ class Binding:
     choices: tuple[tuple[Site, Kernel | None], ...]
     decisions: tuple[Decision, ...]
     index_layout: Layout | None = None
+    pairs: Mapping[tuple[str, int, str], Pair] = field(default_factory=dict)
 
     def tag(self, op: str) -> str:
         """The tag of the layout that the kernels of an op agree on; "" if they share none."""
@@ -337,4 +369,4 @@ def decide_all(
     for pin in pins:
         if not any(s.op == pin.op and fnmatchcase(s.path, pin.glob) for s, _ in choices):
             raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
-    return Binding(base, layout, tuple(choices), tuple(decisions), index_layout)
+    return Binding(base, layout, tuple(choices), tuple(decisions), index_layout, binder.pairs)

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import PluginError
-from ds_runtime.ops.bind import Binding, site_facts
+from ds_runtime.ops.bind import Binding, Pair, site_facts
 from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _ByRows:
+    """Two kernels of one packing behind one contract: by the rows of x, where the weight could be
+    packed so that both read it.
+    """
+
+    def __init__(self, few: Any, many: Any, pair: Pair) -> None:
+        self._few, self._many = few, many
+        self._rows, self._packing = pair.many.from_rows, pair.many.packing
+        self.pack = few.pack
+
+    def apply(self, x: Tensor, *rest: Any) -> Tensor:
+        """x [rows, …] and what else the op's contract says, the Packed last."""
+        shared = x.shape[0] >= self._rows and rest[-1].tag == self._packing
+        out: Tensor = (self._many if shared else self._few).apply(x, *rest)
+        return out
 
 
 class BoundOps:
@@ -31,7 +51,11 @@ class BoundOps:
                 composed.append((site, OPS[site.op]))
                 continue
             place = bound.setdefault((site.layer, site.module), {})
-            place[site.op] = self._load(kernel, key)
+            if (pair := binding.pairs.get(key)) is None:
+                place[site.op] = self._load(kernel, key)
+            else:
+                few, many = self._load(pair.few, key), self._load(pair.many, key)
+                place[site.op] = _ByRows(few, many, pair)
         for site, op in reversed(composed):  # parts of a fusion come after it: bind them first
             place = bound.setdefault((site.layer, site.module), {})
             parts = Ops.of(place, site.path)

@@ -20,6 +20,12 @@ RANK_SPECIALISED = 30
 
 FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys in bfloat16
 
+# Packings that kernels may share (`Kernel.packing`), and what `Packed.tensors` holds under these
+# names: e4m3 values, and a float32 scale for each 128 × 128 block. Whoever packed may keep more.
+FP8_ROWS = "fp8_rows.v1"  # weight [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉]
+FP8_EXPERTS = "fp8_experts.v1"  # gate_up [experts, 2 · I, H] (gate rows first), gate_up_scale,
+# down [experts, H, I], down_scale; H and I in whole blocks
+
 Phase = Literal["any", "prefill", "decode", "verify", "tree"]
 RefusalKind = Literal["absent", "not installed", "unsupported", "not allowed", "broken"]
 
@@ -256,6 +262,9 @@ class Kernel:
     others there are. `workspace(facts, rows)` gives the bytes that a call of so many rows holds at
     most beyond its arguments, weights and results; None says nothing. Conformance holds a kernel
     to both.
+    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
+    two kernels of one packing may serve one place, the one with `from_rows` every call of so many
+    rows or more, the one without the smaller ones.
     """
 
     op: Op
@@ -277,6 +286,8 @@ class Kernel:
     copies: float = 1
     batch_invariant: bool = False
     workspace: Callable[[Facts, int], int] | None = None
+    packing: str = ""
+    from_rows: int = 0
 
     @property
     def name(self) -> str:

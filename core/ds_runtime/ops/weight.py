@@ -80,8 +80,9 @@ class Weight:
 class Packed:
     """What a kernel made of a weight. `apply` refuses a Packed with another kernel's tag.
 
-    tag: kernel and packed layout, e.g. "cpu.linear_prepacked". tensors: whatever the kernel
-    needs. nbytes: bytes held. restore: gives the logical float32 values back.
+    tag: kernel and packed layout, e.g. "cpu.linear_prepacked", or the name of a shared packing.
+    tensors: whatever the kernel needs. nbytes: bytes held. restore: gives the logical float32
+    values back.
     """
 
     tag: str
@@ -96,10 +97,11 @@ class Packed:
             raise TypeError(f"{self.tag} cannot give its values back")
         return self.restore(self)  # type: ignore[no-any-return]
 
-    def expect(self, tag: str) -> None:
+    def expect(self, *tags: str) -> None:
         """Raise if this was packed by another kernel."""
-        if self.tag != tag:
-            raise TypeError(f"packed as {self.tag!r}, but this kernel reads {tag!r}")
+        if self.tag not in tags:
+            read = " or ".join(map(repr, tags))
+            raise TypeError(f"packed as {self.tag!r}, but this kernel reads {read}")
 
 
 class ExpertSource(Protocol):

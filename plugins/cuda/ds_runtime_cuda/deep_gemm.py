@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Weight
+from ds_runtime.api import FP8_EXPERTS, FP8_ROWS, ExpertSource, Facts, Packed, Weight
 from ds_runtime_cuda import blocks, grouped
 from ds_runtime_cuda.quant import quantise
 
@@ -43,11 +43,11 @@ class LinearFp8:
         values, scale = joined
         tensors = {"weight": values, "scale": scale}
         nbytes = values.nbytes + scale.nbytes
-        return Packed(self.tag, weight.shape, tensors, nbytes, blocks.restore)
+        return Packed(FP8_ROWS, weight.shape, tensors, nbytes, blocks.restore)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        if "dense" in packed.tensors:
+        packed.expect(self.tag, FP8_ROWS)
+        if packed.tag != FP8_ROWS:
             return F.linear(x, packed.tensors["dense"])
         out = torch.empty(x.shape[0], packed.shape[0], dtype=torch.bfloat16, device=x.device)
         if x.shape[0]:
@@ -57,8 +57,6 @@ class LinearFp8:
 
 class ExpertsFp8:
     """Routed experts as two grouped matmuls over rows sorted by expert."""
-
-    tag = "cuda.deep_gemm_experts"
 
     def __init__(self, facts: Facts) -> None:
         self._gemm = _library().m_grouped_fp8_gemm_nt_contiguous
@@ -76,10 +74,10 @@ class ExpertsFp8:
                 tensors[name][e].copy_(part)
         shape = (source.num_experts, source.hidden, source.intermediate)
         nbytes = sum(t.nbytes for t in tensors.values())
-        return Packed(self.tag, shape, tensors, nbytes, restore=_restore_gate_up)
+        return Packed(FP8_EXPERTS, shape, tensors, nbytes, restore=_restore_gate_up)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
+        packed.expect(FP8_EXPERTS)
         if not x.shape[0]:
             return torch.empty_like(x)
         held, (experts, hidden, inter) = packed.tensors, packed.shape

@@ -10,6 +10,8 @@ stays behind them. On capability 10, which nobody could run, they are by what th
 from __future__ import annotations
 
 from ds_runtime.api import (
+    FP8_EXPERTS,
+    FP8_ROWS,
     OPS,
     RANK_PLATFORM,
     RANK_PORTABLE,
@@ -140,6 +142,8 @@ def _offer(
     formats: frozenset[str] = frozenset(),
     graph_safe: bool = True,
     note: str = "",
+    packing: str = "",
+    from_rows: int = 0,
 ) -> Kernel:
     fp8, module = formats == _FP8, fn.partition(":")[0]
     return Kernel(
@@ -156,6 +160,8 @@ def _offer(
         note=note,
         numerics="fp8_w8a8" if fp8 else "",
         keeps=_FP8 if fp8 else frozenset(),
+        packing=packing,
+        from_rows=from_rows,
     )
 
 
@@ -251,6 +257,8 @@ MOE: tuple[Kernel, ...] = (
         _expert_blocks,
         formats=_FP8,
         note="fills every expert's rows up to 128: for long prompts",
+        packing=FP8_EXPERTS,
+        from_rows=4096,  # where it takes as long as the portable kernel, 256 experts, top 8
     ),
     _offer(
         "experts",
@@ -271,6 +279,8 @@ LINEAR: tuple[Kernel, ...] = (
         _BF16,
         _blocks(out=8),
         formats=_FP8,
+        packing=FP8_ROWS,
+        from_rows=2,  # one row needs no matrix unit, and no launch that quantises it
     ),
     _offer(
         "linear",

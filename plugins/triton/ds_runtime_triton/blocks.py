@@ -16,6 +16,7 @@ from ds_runtime.api import Weight, WeightPart, decode_scale
 from ds_runtime_triton.launch import cdiv
 
 FP8 = torch.float8_e4m3fn
+BLOCK = 128  # rows and columns of one scale in FP8_ROWS and FP8_EXPERTS
 LEAST_GROUP = 32  # columns of one scale; the matrix unit takes no fewer
 
 

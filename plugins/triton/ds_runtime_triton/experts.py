@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Weight, torch_dtype
+from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import (
+    BLOCK,
     FP8,
     column_group,
     grid_of,
@@ -24,7 +25,7 @@ from ds_runtime_triton.jit.experts import (
     sort_pairs_kernel,
     sum_pairs_kernel,
 )
-from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.launch import COUNTERS, cdiv, counters, pow2
 from ds_runtime_triton.quant import quantise_by_group
 
 _CHUNK = 1024  # pairs that a program of the sort looks at together
@@ -95,6 +96,7 @@ class Layer:
     gate_up: Stack  # [experts, 2, intermediate, hidden]
     down: Stack  # [experts, hidden, intermediate]
     sizes: Sizes
+    arrived: Tensor  # counters of pieces, see jit/gemm.py
     ue8m0: bool = False
     fp8: bool = field(init=False)
 
@@ -127,7 +129,9 @@ class _Experts:
         if layer.fp8:
             layer.ue8m0 = powers_of_two(layer.gate_up.scale) and powers_of_two(layer.down.scale)
         nbytes = layer.gate_up.nbytes + layer.down.nbytes
-        return Packed(self.tag, (count, hidden, inter), {"layer": layer}, nbytes, _restore)
+        tensors = {"layer": layer, **(shared := _shared(layer))}
+        tag = FP8_EXPERTS if shared else self.tag
+        return Packed(tag, (count, hidden, inter), tensors, nbytes, _restore)
 
     def _empty(
         self, count: int, hidden: int, inter: int, weights: tuple[Weight, Weight, Weight]
@@ -135,25 +139,42 @@ class _Experts:
         wide, low = (count, 2, inter, hidden), (count, hidden, inter)
         key = f"E={count},N={inter},K={hidden}"
         gate, up, down = weights
+        values = gate.parts[0].tensors["weight"]
+        device = values.device
         same = column_group(gate) == column_group(up) and row_group_or_0(gate) == row_group_or_0(up)
         if self.keeps_fp8 and same and column_group(gate) and column_group(down):
             sizes = tuned(self.arch, "experts_fp8", key)
-            return Layer(_fp8_stack(wide, gate), _fp8_stack(low, down), sizes)
-        device = gate.parts[0].tensors["weight"].device
+            return Layer(_fp8_stack(wide, gate), _fp8_stack(low, down), sizes, counters(values))
         return Layer(
             _dense_stack(wide, self.dtype, device),
             _dense_stack(low, self.dtype, device),
             tuned(self.arch, "experts_dense", key),
+            counters(values),
         )
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
+        packed.expect(self.tag, FP8_EXPERTS)
         if x.shape[0] == 0 or ids.shape[1] == 0:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
         config = layer.sizes.at(ids.numel())
         run = _direct if config["DIRECT"] else _sorted
         return run(x, weights.contiguous(), ids.contiguous(), layer, config)
+
+
+def _shared(layer: Layer) -> dict[str, Tensor]:
+    """What FP8_EXPERTS holds; nothing for other blocks."""
+    upper, lower = layer.gate_up, layer.down
+    sizes = (*upper.values.shape[2:], *lower.values.shape[1:])
+    blocks = {upper.group_n, upper.group_k, lower.group_n, lower.group_k}
+    if not layer.fp8 or blocks != {BLOCK} or any(n % BLOCK for n in sizes):
+        return {}
+    return {
+        "gate_up": upper.values.flatten(1, 2),
+        "gate_up_scale": upper.scale.flatten(1, 2),
+        "down": lower.values,
+        "down_scale": lower.scale,
+    }
 
 
 def row_group_or_0(weight: Weight) -> int:
@@ -222,10 +243,15 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     out = torch.empty(tokens, n, dtype=given.dtype, device=given.device)
     low = _tile_k(stack, _part(config, "DN_"))
     low.pop("GROUP")
-    down_direct_kernel[(cdiv(n, low["BLOCK_N"]), tokens)](
-        h, h_scale, stack.values, stack.scale, weights, ids, out, pairs, n, k,
-        cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8, TOP_K=ids.shape[1],
-        EVEN=k % low["BLOCK_K"] == 0, **low,
+    tiles = cdiv(n, low["BLOCK_N"])
+    low["SPLIT"] = split = low.get("SPLIT", 1) if tiles * tokens <= COUNTERS else 1
+    pieces = torch.empty(
+        tokens * tiles * split * low["BLOCK_N"], dtype=torch.float32, device=out.device
+    )
+    down_direct_kernel[(tiles, split, tokens)](
+        h, h_scale, stack.values, stack.scale, weights, ids, out, pieces, layer.arrived,
+        pairs, n, k, cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8,
+        TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return out
 

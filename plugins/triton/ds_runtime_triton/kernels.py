@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ds_runtime.api import (
+    FP8_EXPERTS,
     FP8_GROUPS,
+    FP8_ROWS,
     OPS,
     RANK_PORTABLE,
     Facts,
@@ -174,6 +176,7 @@ def _offer_fp8(op: str, fn: str) -> Kernel:
         keeps=_BLOCKS,
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         numerics="fp8_w8a8",
+        packing={"linear": FP8_ROWS, "experts": FP8_EXPERTS}[op],
     )
 
 

@@ -6,27 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Facts, Packed, Weight, torch_dtype
-from ds_runtime_triton.blocks import Blocks, read_blocks, wide_values
+from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
+from ds_runtime_triton.blocks import BLOCK, Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import Config, folder, tuned
-from ds_runtime_triton.jit.gemm import dense_gemm_kernel, fp8_gemm_kernel, fp8_wide_kernel
-from ds_runtime_triton.launch import cdiv
+from ds_runtime_triton.jit.gemm import (
+    dense_gemm_kernel,
+    fp8_gemm_kernel,
+    fp8_vector_kernel,
+    fp8_wide_kernel,
+)
+from ds_runtime_triton.launch import COUNTERS, cdiv, counters
 from ds_runtime_triton.quant import quantise_by_group
 
 _NARROW = frozenset({"WIDE", "SPLIT", "SWAP", "QUANTISED"})  # not of the kernel for many tokens
-_COUNTERS = 4096  # tiles of which the pieces can be summed in one launch
-
-
-def counters(like: Tensor) -> Tensor:
-    """Zeroed counters of arrived pieces. A weight owns its own: launches on two streams at once
-    with one weight would count together."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=like.device)
 
 
 def _grid(config: Config, m: int, n: int) -> tuple[tuple[int, int], int]:
     """(programs, pieces of the inner dimension): one piece where there are too many tiles."""
     tiles = cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
-    split = config["SPLIT"] if tiles <= _COUNTERS else 1
+    split = config["SPLIT"] if tiles <= COUNTERS else 1
     return (tiles, split), split
 
 
@@ -106,10 +104,14 @@ class LinearFp8:
             "tuned": tuned(self.arch, "linear_fp8", f"N={n},K={k}"),
         }
         nbytes = blocks.values.nbytes + blocks.scale.nbytes
-        return Packed(self.tag, (n, k), tensors, nbytes, restore=_restore_fp8)
+        tag = self.tag
+        if blocks.group_n == blocks.group_k == BLOCK:
+            tag = FP8_ROWS
+            tensors |= {"weight": blocks.values, "scale": blocks.scale}
+        return Packed(tag, (n, k), tensors, nbytes, restore=_restore_fp8)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
+        packed.expect(self.tag, FP8_ROWS)
         if packed.tensors["dense"] is not None:
             return self.dense.apply(x, packed.tensors["dense"])
         m, n = x.shape[0], packed.shape[0]
@@ -121,6 +123,9 @@ class LinearFp8:
 
 def _fp8_gemm(x: Tensor, blocks: Blocks, y: Tensor, packed: Packed, config: Config) -> None:
     (m, n), k = y.shape, x.shape[1]
+    if config.get("VECTOR"):
+        _fp8_vector(x, blocks, y, packed, config)
+        return
     grid, split = _grid(config, m, n)
     beforehand = bool(config["QUANTISED"])
     scale = blocks.scale
@@ -138,6 +143,21 @@ def _fp8_gemm(x: Tensor, blocks: Blocks, y: Tensor, packed: Packed, config: Conf
         packed.tensors["arrived"], m, n, k, x.stride(0), GROUP_N=blocks.group_n,
         UE8M0=blocks.ue8m0, BLOCK_K=blocks.group_k, EVEN=k % blocks.group_k == 0,
         **{**{name: v for name, v in config.items() if name != "WIDE"}, "SPLIT": split},
+    )  # fmt: skip
+
+
+def _fp8_vector(x: Tensor, blocks: Blocks, y: Tensor, packed: Packed, config: Config) -> None:
+    (m, n), k = y.shape, x.shape[1]
+    assert m == 1, f"a kernel for one token was chosen for {m}"
+    own = {name: v for name, v in config.items() if name != "VECTOR"}
+    tiles, split = cdiv(n, own["BLOCK_N"]), own["SPLIT"]
+    if tiles > COUNTERS:
+        own["SPLIT"] = split = 1
+    pieces = torch.empty(tiles * split * own["BLOCK_N"], dtype=torch.float32, device=y.device)
+    fp8_vector_kernel[(tiles, split)](
+        x, blocks.values, blocks.scale, y, pieces, packed.tensors["arrived"], n, k,
+        GROUP_N=blocks.group_n, UE8M0=blocks.ue8m0, BLOCK_K=blocks.group_k,
+        EVEN=k % (blocks.group_k * own["GROUPS"]) == 0, **own,
     )  # fmt: skip
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds_runtime_triton.jit.gemm import product, row_scales, row_side, scales_of, token_side
+from ds_runtime_triton.jit.gemm import (
+    product,
+    row_scales,
+    row_side,
+    scales_of,
+    store_line,
+    token_side,
+)
 from ds_runtime_triton.jit.quant import group_scale, to_fp8
 from ds_runtime_triton.jit.small import silu
 
@@ -319,6 +326,8 @@ def down_direct_kernel(
     weights,
     ids,
     out,
+    partial,
+    arrived,
     pairs,
     N,
     K,
@@ -326,49 +335,57 @@ def down_direct_kernel(
     GROUP_N: tl.constexpr,
     FP8: tl.constexpr,
     TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """One token: Σ over its experts of weight · (h · downᵀ), summed in registers: out [tokens, N].
+    """One token: Σ over its experts of weight · (h · downᵀ): out [tokens, N]. Its experts are
+    shared out to SPLIT programs, of which the last to come adds up.
 
     The one token stands BLOCK_M times in the tile: the matrix unit takes no fewer.
     """
-    token = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile, split, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = tl.arange(0, BLOCK_M)
     read = tl.minimum(n, N - 1)
     groups = tl.cdiv(K, BLOCK_K)
+    each: tl.constexpr = (TOP_K + SPLIT - 1) // SPLIT
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
     w_rows = w + read.to(tl.int64)[:, None] * K + k[None, :]
-    w_scales = row_scales(w_scale, tl.program_id(0), read, groups, GROUP_N, BLOCK_N)
-    # One loop over all experts, so that reading ahead goes on from one to the next.
-    for step in range(TOP_K * groups):
-        pair, group = token * TOP_K + step // groups, step % groups
-        expert = tl.load(ids + pair).to(tl.int64)
-        start = group * BLOCK_K
-        x_at = h + (pair * K + start + 0 * row)[:, None] + k[None, :]
-        w_at = w_rows + (expert * N * K + start)
-        if EVEN:
-            a, b = tl.load(x_at), tl.load(w_at)
-        else:
-            inside = (start + k < K)[None, :]
-            a = tl.load(x_at, mask=inside, other=0.0)
-            b = tl.load(w_at, mask=inside, other=0.0)
-        share = tl.load(weights + pair)
-        if FP8:
-            scale = tl.load(h_scale + group * pairs + pair + 0 * row) * share
-            rows = tl.load(w_scales + expert * scale_rows * groups + group)
-            total += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
-        else:
-            total += product(a, b, SWAP) * share
-    at_m, at_n = token_side(row, SWAP), row_side(n, SWAP)
-    to = out + token * N + at_n + 0 * at_m
-    tl.store(to, total.to(out.dtype.element_ty), mask=(at_m == 0) & (at_n < N))
+    w_scales = row_scales(w_scale, tile, read, groups, GROUP_N, BLOCK_N)
+    for i in tl.static_range(each):
+        choice = split * each + i
+        if choice < TOP_K:
+            pair = token.to(tl.int64) * TOP_K + choice
+            expert = tl.load(ids + pair).to(tl.int64)
+            share = tl.load(weights + pair)
+            x_at = h + (pair * K + 0 * row)[:, None] + k[None, :]
+            w_at = w_rows + expert * N * K
+            scales = w_scales + expert * scale_rows * groups
+            for group in range(groups):
+                start = group * BLOCK_K
+                if EVEN:
+                    a, b = tl.load(x_at + start), tl.load(w_at + start)
+                else:
+                    inside = (start + k < K)[None, :]
+                    a = tl.load(x_at + start, mask=inside, other=0.0)
+                    b = tl.load(w_at + start, mask=inside, other=0.0)
+                if FP8:
+                    scale = tl.load(h_scale + group * pairs + pair + 0 * row) * share
+                    rows = tl.load(scales + group)
+                    total += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
+                else:
+                    total += product(a, b, SWAP) * share
+    first = token_side(row, SWAP) == 0
+    line = tl.sum(tl.where(first, total, 0.0), 1 if SWAP else 0)  # [BLOCK_N]
+    place = token * tl.num_programs(0) + tile
+    to = out + token.to(tl.int64) * N + n
+    store_line(line, to, n < N, partial, arrived, place, split, SPLIT, BLOCK_N)
 
 
 @triton.jit

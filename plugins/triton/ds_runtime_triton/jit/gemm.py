@@ -99,6 +99,34 @@ def store_tile(
 
 
 @triton.jit
+def store_line(
+    line,
+    y,
+    mask,
+    partial,
+    arrived,
+    tile,
+    split,
+    SPLIT: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """store_tile for one row: `line` and the pointers `y` are [COLS]."""
+    if SPLIT == 1:
+        tl.store(y, line.to(y.dtype.element_ty), mask=mask)
+    else:
+        pieces = partial + tile.to(tl.int64) * (SPLIT * COLS) + tl.arange(0, COLS)
+        tl.store(pieces + split * COLS, line)
+        tl.debug_barrier()  # all threads have stored before one of them reports it
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == SPLIT - 1:
+            total = tl.zeros((COLS,), tl.float32)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(pieces + i * COLS, cache_modifier=".cg")
+            tl.store(y, total.to(y.dtype.element_ty), mask=mask)
+            tl.store(arrived + tile, 0)
+
+
+@triton.jit
 def dense_gemm_kernel(
     x,
     w,
@@ -218,6 +246,56 @@ def fp8_gemm_kernel(
         acc, to, mask, partial, arrived, tile, split, SPLIT,
         BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N,
     )  # fmt: skip
+
+
+@triton.jit
+def fp8_vector_kernel(
+    x,
+    w,
+    w_scale,
+    y,
+    partial,
+    arrived,
+    N,
+    K,
+    GROUP_N: tl.constexpr,
+    UE8M0: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """As fp8_gemm_kernel for a single token, without the matrix unit: GROUPS groups of BLOCK_K
+    columns of BLOCK_N rows are read at once. EVEN: they divide K."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(n, N - 1)
+    group = tl.arange(0, GROUPS)
+    inside = group[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    groups = tl.cdiv(K, BLOCK_K)
+    steps = tl.cdiv(groups, GROUPS)
+    each = tl.cdiv(steps, SPLIT)
+    w_rows = w + (read.to(tl.int64) * K)[:, None, None] + inside[None, :, :]
+    w_scales = w_scale + (read // GROUP_N)[:, None] * groups + group[None, :]
+    line = tl.zeros((BLOCK_N,), tl.float32)
+    for step in range(split * each, tl.minimum((split + 1) * each, steps)):
+        first = step * GROUPS
+        start = first * BLOCK_K
+        if EVEN:
+            b, a = tl.load(w_rows + start), tl.load(x + start + inside)
+            rows = tl.load(w_scales + first)
+        else:
+            real = start + inside < K
+            b = tl.load(w_rows + start, mask=real[None, :, :], other=0.0)
+            a = tl.load(x + start + inside, mask=real, other=0.0)
+            rows = tl.load(w_scales + first, mask=(first + group < groups)[None, :], other=0.0)
+        values = a.to(tl.float32)
+        scale = group_scale(tl.max(tl.abs(values), 1), UE8M0)
+        made = to_fp8(values / scale[:, None], w.dtype.element_ty).to(tl.float32)
+        dots = tl.sum(b.to(tl.float32) * made[None, :, :], 2)  # [BLOCK_N, GROUPS]
+        line += tl.sum(dots * (scale[None, :] * rows), 1)
+    store_line(line, y + n, n < N, partial, arrived, tile, split, SPLIT, BLOCK_N)
 
 
 @triton.jit
