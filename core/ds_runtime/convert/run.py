@@ -21,7 +21,8 @@ from ds_runtime.convert.source import Source, quant_of
 from ds_runtime.convert.targets import Target, find_target
 from ds_runtime.convert.write import PARTIAL, Writer
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.model.checkpoint import INDEX
+from ds_runtime.model.checkpoint import DTYPES, INDEX
+from ds_runtime.model.gguf.folder import LINK
 from ds_runtime.model.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.model.quant import Quant
 from ds_runtime.progress import Progress, amount
@@ -110,18 +111,17 @@ class _Job:
 
     def _items(self) -> Iterator[Item]:
         entries = self.source.checkpoint.entries
-        numbers = self.target.name == "bf16"
+        numbers, own = self.target.name == "bf16", _NAMES[self.source.config.dtype]
         for name in self.source.others():
             entry = entries[name]
-            dtype = "BF16" if numbers and name.endswith(_TABLES) else entry.dtype
+            dtype = entry.dtype if entry.dtype in DTYPES else own
+            dtype = "BF16" if numbers and name.endswith(_TABLES) else dtype
             yield copied(name, dtype, entry.shape)
         for module, stored in self.source.linears.items():
-            dense = _NAMES[self.source.config.dtype]
-            place = self.source.places[module]
-            if self.source.quant.format_of(module) == "dense":
-                dense = entries[place.names[0]].dtype
+            held = entries[self.source.places[module].names[0]].dtype
+            plain = self.source.quant.format_of(module) == "dense" and held in DTYPES
+            dense = "BF16" if numbers else held if plain else own
             rows, cols = stored.shape
-            dense = "BF16" if numbers else dense
             yield linear(module, self.quant, (rows, cols), dense, self.scale)
 
     def run(self, progress: bool) -> Report:
@@ -177,7 +177,7 @@ class _Job:
         """All that lies beside weights; config.json last."""
         where = {t: s.name for s in self.plan for t in s.entries(self.out / s.name)}
         size = sum(item.nbytes for s in self.plan for item in s.items)
-        own = (_CONFIG, INDEX, QUANT_FILE)
+        own = (_CONFIG, INDEX, QUANT_FILE, LINK)
         for path in sorted({p for g in _BESIDE for p in self.source.folder.glob(g)}):
             if path.is_file() and path.name not in own:
                 shutil.copyfile(path, self.out / path.name)

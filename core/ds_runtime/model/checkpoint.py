@@ -1,5 +1,7 @@
 """A folder of safetensors shards: names, shapes, and parts of tensors. Reads no pickle, ever.
 
+A folder that stands for GGUF files (`gguf/folder.py`) has their tensors, by the same names.
+
 Headers are parsed here, so that a damaged shard is found before anything is allocated. Parts are
 read into fresh memory with plain reads: nothing of a file stays mapped, so the process holds
 exactly what the caller keeps.
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import CheckpointError
+from ds_runtime.model.gguf.blocks import BLOCKS, values
+from ds_runtime.model.gguf.folder import LINK, linked_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -58,7 +62,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a shard. dtype as safetensors names it; begin and end are file offsets."""
+    """One tensor in a shard. dtype as safetensors names it, or a type of GGUF's that stores blocks
+    of elements; begin and end are file offsets.
+    """
 
     file: Path
     dtype: str
@@ -88,7 +94,13 @@ class Checkpoint:
         index = folder / INDEX
         if entries is not None:
             return
-        if index.is_file():
+        if (folder / LINK).is_file():
+            found = linked_tensors(folder / LINK)
+            self.entries = {
+                n: Entry(t.file, t.type.name, t.shape, t.begin, t.begin + t.nbytes)
+                for n, t in found.items()
+            }
+        elif index.is_file():
             self._open_index(index)
         else:
             for name in (SINGLE, EXPORTED):
@@ -151,9 +163,15 @@ class Checkpoint:
         """A new tensor with these rows (first dimension) and columns (last) of a tensor.
 
         `index` first picks one matrix of a stack [n, rows, cols]. Slices are within the shape and
-        without a step. Reads from the file only what is asked, strip by strip for columns.
+        without a step. Reads from the file only what is asked, strip by strip for columns. Blocks
+        become float32.
         """
         entry = self.entry(name)
+        if entry.dtype in BLOCKS:
+            assert index is None, name
+            found = values(entry.dtype, self.row_bytes(name, rows))
+            found = found.view(-1, *entry.shape[1:])
+            return found if cols is None else found[..., cols].contiguous()
         dtype = DTYPES[entry.dtype]
         shape, begin = entry.shape, entry.begin
         if index is not None:
@@ -179,6 +197,16 @@ class Checkpoint:
             part = wide[:, c0 * dtype.itemsize : c1 * dtype.itemsize]
             out.view(torch.uint8)[row - r0 : last - r0] = part
         return out
+
+    def row_bytes(self, name: str, rows: slice | None = None) -> Tensor:
+        """The bytes of rows (first dimension) of a tensor that is stored in blocks along the last:
+        [rows · matrices, bytes of a row] uint8."""
+        entry = self.entry(name)
+        r0, r1 = _bounds(rows, entry.shape[0])
+        each = entry.nbytes // max(1, entry.shape[0])
+        data = self._bytes(entry, entry.begin + r0 * each, (r1 - r0) * each)
+        kind = BLOCKS[entry.dtype]
+        return data.view(-1, entry.shape[-1] // kind.elements * kind.nbytes)
 
     def _bytes(self, entry: Entry, begin: int, size: int) -> Tensor:
         """`size` bytes of a shard from file offset `begin`, as a new uint8 tensor."""

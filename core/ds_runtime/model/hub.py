@@ -1,4 +1,7 @@
-"""`--model` → a checkpoint folder: the embedded demo, a folder, or a hub id. Torch-free."""
+"""`--model` → a checkpoint folder: the embedded demo, a folder, a GGUF file or a hub id.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,14 @@ def resolve_model(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        from ds_runtime.model.gguf.folder import folder_of
+
+        return folder_of(folder)
     if folder.exists():
-        raise CheckpointError(f"--model {name}: is a file; give the folder that holds config.json")
+        raise CheckpointError(
+            f"--model {name}: is a file; give the folder that holds config.json, or a .gguf file"
+        )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"--model {name}: no such folder; give a checkpoint folder, a hub id like "

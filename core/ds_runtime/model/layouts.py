@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import CheckpointError
+from ds_runtime.model.gguf.blocks import BLOCKS
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.formats import decode_scale
 from ds_runtime.ops.spec import Encoding
@@ -49,6 +50,8 @@ class Expected:
 
 def expected(encoding: Encoding, shape: tuple[int, ...]) -> Mapping[str, Expected] | None:
     """Component → what its tensor must be; None for a layout that only its loader knows."""
+    if encoding.layout == "blocks":
+        return {"weight": Expected((shape,), tuple(BLOCKS))}
     if encoding.layout not in LAYOUTS:
         return None
     if encoding.format == "dense":

@@ -15,7 +15,8 @@ import torch
 
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.layouts import Expected, expected, read_layout
+from ds_runtime.model.gguf.blocks import BLOCKS
+from ds_runtime.model.layouts import FLOATS, Expected, expected, read_layout
 from ds_runtime.model.manifest import Stored
 from ds_runtime.ops.spec import DENSE, Encoding, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
@@ -131,7 +132,8 @@ def wrong_component(checkpoint: Checkpoint, name: str, want: Expected, stack: bo
         wanted = want.shapes[0]
         said = ["experts", *wanted] if stack else list(wanted)
         return f"{name}: shape {list(entry.shape)} found, {said} expected from config.json"
-    if entry.dtype not in want.dtypes:
+    blocks = want.dtypes == FLOATS and entry.dtype in BLOCKS  # read as numbers
+    if entry.dtype not in want.dtypes and not blocks:
         return f"{name}: dtype {entry.dtype} found, {' or '.join(want.dtypes)} expected"
     return None
 

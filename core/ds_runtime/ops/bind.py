@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.ops.formats import Conversion, conversions
+from ds_runtime.ops.formats import FORMATS, Conversion, conversions
 from ds_runtime.ops.spec import (
     RANK_REFERENCE,
     Decision,
@@ -250,15 +250,19 @@ class Binder:
         self, site: Site, kernels: Sequence[Kernel], tag: str
     ) -> tuple[Conversion, Site, list[Kernel]] | None:
         """The first conversion of the site's weight that a kernel better than the reference
-        reads, the site with it, and those kernels."""
+        reads, the site with it, and those kernels. The reference itself counts for a format that
+        it does not read, as one of a loader's own."""
         if not site.weight_format:
             return None
-        for conversion in conversions(site.weight_format, self.compact):
-            there = replace(site, weight_format=conversion.target, stored=site.weight_format)
-            facts = site_facts(self.base, there)
-            able = [k for k in kernels if k.rank > RANK_REFERENCE and not refusal(k, facts, tag)]
-            if able:
-                return conversion, there, able
+        own = site.weight_format not in FORMATS
+        tried = conversions(site.weight_format, self.compact)
+        for least in (RANK_REFERENCE + 1, *((RANK_REFERENCE,) if own else ())):
+            for conversion in tried:
+                there = replace(site, weight_format=conversion.target, stored=site.weight_format)
+                facts = site_facts(self.base, there)
+                able = [k for k in kernels if k.rank >= least and not refusal(k, facts, tag)]
+                if able:
+                    return conversion, there, able
         return None
 
 

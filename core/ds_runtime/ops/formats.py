@@ -56,6 +56,15 @@ _TABLE = (
     WeightFormat("int8_channel", 8, _INT8, (1, WHOLE), 4, "int8, a scale per row"),
     WeightFormat("int8_block", 8, _INT8, (128, 128), 4, "int8, a scale per 128×128 block"),
     WeightFormat(
+        "int8_group",
+        8,
+        _INT8,
+        (1, 128),
+        4,
+        "int8, with or without zero points; a scale per row and group of columns",
+        any_group=True,
+    ),
+    WeightFormat(
         "int4_group",
         4,
         _INT8,
@@ -131,6 +140,7 @@ _NEAREST: Mapping[str, tuple[str, ...]] = {
     "mxfp8": ("fp8_block", "fp8_channel", "int8_channel"),
     "int8_channel": ("int8_block", "fp8_block", "fp8_channel", "mxfp8"),
     "int8_block": ("int8_channel", "fp8_block", "fp8_channel", "mxfp8"),
+    "int8_group": ("mxfp8", "int8_block", "int8_channel", "fp8_block", "fp8_channel"),
     "int4_group": ("w4afp8", "mxfp8", "fp8_block", "int8_block", "int8_channel"),
     "int4_actorder": ("mxfp8", "fp8_block", "int8_block", "int8_channel", "int4_group"),
     "w4afp8": ("mxfp8", "fp8_block", "int8_block", "int8_channel"),

@@ -47,7 +47,7 @@ def number(tensor: torch.Tensor, row: int, col: int) -> float:
 
 
 @pytest.mark.parametrize("cut", [(0, 0), (3, 5)])
-@pytest.mark.parametrize("fmt", [*BLOCKED, "int4_group zeros"])
+@pytest.mark.parametrize("fmt", [*BLOCKED, "int4_group zeros", "int8_group zeros"])
 def test_a_value_is_its_code_less_zero_times_scale_times_global(
     fmt: str, cut: tuple[int, int]
 ) -> None:

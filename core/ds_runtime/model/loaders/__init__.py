@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.hookspecs import hookimpl
-from ds_runtime.model.loaders import compressed, int4, modelopt, native, quark
+from ds_runtime.model.loaders import compressed, gguf, int4, modelopt, native, quark
 from ds_runtime.ops.spec import Encoding, Facts, QuantLoader
 
 PROVIDER = "checkpoints"
@@ -51,6 +51,7 @@ def _loader(
     name: str,
     owns: Callable[[Quantization], bool],
     encodings: Callable[[Quantization], Callable[[str], Encoding]],
+    read: str = "ds_runtime.model.quant:read_part",
 ) -> QuantLoader:
     def refuse(quantization: Quantization) -> str | None:
         if not owns(quantization):
@@ -64,9 +65,10 @@ def _loader(
     def accepts(quantization: Quantization) -> bool:
         return owns(quantization) and refuse(quantization) is None
 
-    return QuantLoader(name, accepts, encodings, provider=PROVIDER, refuse=refuse)
+    return QuantLoader(name, accepts, encodings, read, PROVIDER, refuse)
 
 
 @hookimpl
 def ds_quant_loaders(facts: Facts) -> Sequence[QuantLoader]:
-    return [_loader(*each) for each in _LOADERS]
+    files = _loader(gguf.METHOD, _method(gguf.METHOD), gguf.gguf, gguf.READ)
+    return [*(_loader(*each) for each in _LOADERS), files]

@@ -23,7 +23,7 @@ from ds_runtime.ops.weight import Weight, WeightPart
 
 BLOCK = (128, 128)
 OTHERS = (  # formats that few kernels read: sampled more briefly
-    *("fp8_tensor", "fp8_channel", "mxfp8", "int8_block"),
+    *("fp8_tensor", "fp8_channel", "mxfp8", "int8_block", "int8_group zeros"),
     *("int4_actorder", "w4afp8", "nvfp4", "mxfp4"),
 )
 
@@ -160,7 +160,7 @@ class Maker:
         if fmt == "dense":
             values = self.normal(*shape, scale=shape[1] ** -0.5, dtype=dtype)
             return WeightPart(name, fmt, shape, {"weight": values})
-        if fmt.startswith(("int8_channel", "int4")):
+        if fmt.startswith(("int8_channel", "int8_group", "int4")):
             return self._integers(name, shape, fmt, offset)
         if fmt != "fp8_block":
             return self._rounded(name, shape, fmt, offset)
@@ -178,11 +178,14 @@ class Maker:
     def _integers(
         self, name: str, shape: tuple[int, int], fmt: str, offset: tuple[int, int]
     ) -> WeightPart:
-        """ "int8_channel", "int4_group" in groups of 32, "int4_group zeros", "int4_actorder"."""
+        """ "int8_channel", groups of 32: "int8_group", "int4_group", each also with "zeros", and
+        "int4_actorder"."""
         rows, cols = shape
         fmt, _, zeros = fmt.partition(" ")
         block = (1, max(1, cols) if fmt == "int8_channel" else 32)
-        low, high = (-127, 128) if fmt == "int8_channel" else (0, 16) if zeros else (-8, 8)
+        low, high = (0, 16) if zeros else (-8, 8)
+        if fmt.startswith("int8"):
+            low, high = (-128 if zeros else -127, 128)
         groups = -(-(cols + offset[1]) // block[1])
         spread = (high - low) * 0.29  # of uniform codes
         scale = (self.uniform(rows, groups) + 0.5) / (spread * cols**0.5)
@@ -191,7 +194,8 @@ class Maker:
             "scale": scale.to(torch.float32),
         }
         if zeros:
-            tensors["zero"] = self.integers(5, 11, rows, groups).to(torch.int8)
+            around = (-20, 21) if fmt.startswith("int8") else (5, 11)
+            tensors["zero"] = self.integers(*around, rows, groups).to(torch.int8)
         if fmt == "int4_actorder":
             tensors["group"] = (self.order(cols) // 32).to(torch.int32)
         return WeightPart(name, fmt, shape, tensors, block, offset)

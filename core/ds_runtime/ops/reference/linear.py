@@ -155,7 +155,7 @@ def _others() -> Iterator[_Sample]:
     for fmt in OTHERS:
         yield f"{fmt} even", (128, 256), (), (0, 0), fmt
         yield f"{fmt} odd", (77, 131), (31, 46), (0, 0), fmt
-        height, width = FORMATS[fmt].block
+        height, width = FORMATS[fmt.partition(" ")[0]].block
         cut = (5 if height > 1 else 0, 7 if width and fmt != "int4_actorder" else 0)
         if any(cut):
             yield f"{fmt} cut", (70, 81), (), cut, fmt

@@ -26,7 +26,7 @@ _CODE_MAX = {"mxfp8": FP8_MAX, "mxfp4": FP4_MAX}
 # The largest error of an element, over the largest magnitude in its block: half a step at the top
 # for floats, a whole one where int4's codes end at 7, and for powers of two what clipping may cost.
 LARGEST_ERROR = {
-    **dict.fromkeys(("int8_channel", "int8_block"), 0.0041),
+    **dict.fromkeys(("int8_channel", "int8_block", "int8_group"), 0.0041),
     **dict.fromkeys(("int4_group", "w4afp8"), 0.13),
     **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block"), 0.04),
     "mxfp8": 0.36,
