@@ -29,7 +29,8 @@ from ds_runtime_rocm import kernels, software
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
 
-KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.TOPK, *kernels.LINEAR)
+ALL = (*kernels.ATTENTION, *kernels.MOE, *kernels.TOPK, *kernels.LINEAR)
+KERNELS = tuple(k for k in ALL if k.provider != "tilelang")
 DEVICES = {"gfx942": "mi300x", "gfx950": "mi355x"}
 
 
@@ -57,7 +58,7 @@ def test_an_adapter_conforms(kernel, gfx):
             results = check_kernel(kernel, facts, offers)
             assert [r for r in results if not r.ok] == [], kernel.fn
     elsewhere = f"not for {gfx}" in (kernel.refuse(facts_for(info, "bfloat16", TRUE_DIMS)) or "")
-    assert ran >= 2 or elsewhere or kernel == by_fn("ExpertsMxfp4"), "no sample was accepted"
+    assert ran >= 2 or elsewhere or kernel == by_fn(":ExpertsMxfp4"), "no sample was accepted"
 
 
 ATTENTION = {"mla_decode": {"aiter.MlaDecode"}, "mha_prefill": {"aiter.mha_prefill"}}
@@ -107,7 +108,7 @@ def test_v3_in_mxfp4(monkeypatch, gfx, tmp_path):
 
 def test_fp4_experts(gfx):
     """The core's samples are narrower than what the library takes."""
-    kernel, facts = by_fn("ExpertsMxfp4"), facts_for(on_host("rocm", "mi355x"), "bfloat16")
+    kernel, facts = by_fn(":ExpertsMxfp4"), facts_for(on_host("rocm", "mi355x"), "bfloat16")
     case = _experts_case(Maker(facts, "wide"), "wide", (3, 512, 256), "mxfp4")
     if gfx == "gfx950":
         check_case(kernel, case).raise_if_failed()
@@ -116,7 +117,7 @@ def test_fp4_experts(gfx):
 
 
 def by_fn(name):
-    return next(k for k in KERNELS if k.fn.endswith(f":{name}"))
+    return next(k for k in ALL if k.fn.endswith(name))
 
 
 def facts(device="mi355x", **changes):
@@ -136,6 +137,7 @@ def facts(device="mi355x", **changes):
         ("LinearMxfp4", "mi355x", {"shape": (512, 80)}, "groups of 128 inputs, and 80 are not"),
         ("LinearFp8", "mi300x", {"shape": (12, 256)}, "a multiple of 16 outputs, not 12"),
         ("LinearFp8", "mi355x", {}, "made for gfx942, not for gfx950"),
+        ("tilelang_dsa:sparse_mla", "mi355x", {}, "tilelang is not installed: pip install"),
     ],
 )
 def test_refusals_are_sentences_with_their_reason(name, device, changes, said):
@@ -150,7 +152,7 @@ def having(*features, **changes):
 
 
 def test_what_is_not_installed_or_too_old_is_named():
-    decode = by_fn("MlaDecode")
+    decode = by_fn(":MlaDecode")
     assert "amd-aiter is not installed: install amd-aiter from source" in decode.refuse(having())
     assert "the installed aiter has no mla.mla_decode_fwd" in decode.refuse(having("aiter"))
     assert "PyPI's, an async iterator: pip uninstall aiter" in decode.refuse(having("aiter:other"))

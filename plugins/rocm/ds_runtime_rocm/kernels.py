@@ -17,13 +17,17 @@ from ds_runtime.api import (
     Kernel,
     gates,
 )
-from ds_runtime_rocm.software import INSTALL
+from ds_runtime_rocm.software import INSTALL, INSTALL_TILELANG
 
 _FP8, _DENSE, _MXFP4 = frozenset({"fp8_block"}), frozenset({"dense"}), frozenset({"mxfp4"})
-_LATENT_PAGES = frozenset({"latent_pages.v1"})
+_LAYOUTS = {
+    "": frozenset[str](),
+    "kv": frozenset({"latent_pages.v1"}),
+    "index": frozenset({"index_pages.v1"}),
+}
 _CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
 _NUMERICS = {_FP8: "fp8_w8a8", _MXFP4: "mxfp4_w4a4"}
-_LATENT, _ROPE = 512, 64
+_LATENT, _ROPE, _INDEX = 512, 64, 128
 _BLOCK, _GROUP = 128, 32
 _MOST_HEADS = 128
 _ARCHS = ("gfx942", "gfx950")
@@ -69,6 +73,12 @@ def _aiter(*functions: str) -> Gate:
     return check
 
 
+def _tilelang(facts: Facts) -> str | None:
+    if "tilelang" in facts.device.features:
+        return None
+    return Fixable("tilelang is not installed", INSTALL_TILELANG)
+
+
 def _latent(facts: Facts) -> str | None:
     latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
     if (latent, rope) != (_LATENT, _ROPE):
@@ -86,6 +96,17 @@ def _same_kv(facts: Facts) -> str | None:
         said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
         return Fixable(said, "pass --kv-cache-dtype auto")
     return None
+
+
+def _same_index(facts: Facts) -> str | None:
+    if facts.index_dtype == facts.dtype:
+        return None
+    return f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
+
+
+def _index_keys(facts: Facts) -> str | None:
+    dim = facts.dims.get("index_dim", 0)
+    return None if dim == _INDEX else f"made for index keys of {_INDEX} values, not {dim}"
 
 
 def _heads_192(facts: Facts) -> str | None:
@@ -134,7 +155,7 @@ def _offer(
         rank=rank,
         refuse=gates(_gpu, *checks),
         formats=formats,
-        layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        layouts=_LAYOUTS[OPS[op].layout],
         phases=frozenset({"prefill", "decode", "verify"}),
         contract=_CONTRACTS.get(op, 1),
         note=note,
@@ -145,6 +166,7 @@ def _offer(
 
 _BF16, _HALVES = _dtype("bfloat16"), _dtype("bfloat16", "float16")
 _MLA = gates(_aiter("mla.mla_decode_fwd"), _BF16, _latent, _same_kv, _heads)
+_SPARSE = gates(_tilelang, _HALVES, _latent, _same_kv)
 _MOE, _SHUFFLE = "fused_moe.fused_moe", "ops.shuffle.shuffle_weight"
 _EXPONENTS = "utility.fp4_utils.e8m0_shuffle"
 
@@ -160,6 +182,17 @@ ATTENTION: tuple[Kernel, ...] = (
     ),
     _offer("sparse_prefill", "aiter_mla:sparse_mla", RANK_PLATFORM, _MLA),
     _offer("sparse_decode", "aiter_mla:sparse_mla", RANK_PLATFORM, _MLA),
+    _offer("sparse_prefill", "tilelang_dsa:sparse_mla", RANK_SPECIALISED, _SPARSE),
+    _offer("sparse_decode", "tilelang_dsa:sparse_mla", RANK_SPECIALISED, _SPARSE),
+    _offer(
+        "index_scores",
+        "tilelang_dsa:index_scores",
+        RANK_SPECIALISED,
+        _tilelang,
+        _HALVES,
+        _same_index,
+        _index_keys,
+    ),
 )
 MOE: tuple[Kernel, ...] = (
     _offer(

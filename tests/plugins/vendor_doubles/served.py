@@ -35,7 +35,9 @@ TRUE: dict[str, Any] = {  # widths that vendors' kernels are made for, in a chec
 INDEXED = {**TRUE, "index_head_dim": 128, "index_n_heads": 16}
 
 
-def on_host(plugin: str, device: str, without: Sequence[str] = ("triton",)) -> DeviceInfo:
+def on_host(
+    plugin: str, device: str, without: Sequence[str] = ("triton", "tilelang")
+) -> DeviceInfo:
     """A device that the plugin describes, of torch's type "cpu"."""
     info = describe(load_plugins([plugin]), device).info()
     return replace(info, type="cpu", features=info.features - set(without))
