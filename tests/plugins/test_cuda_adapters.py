@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from vendor_doubles import cuda, install
 
 from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import DeviceInfo, Offers
+from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
@@ -30,23 +31,25 @@ def device(arch: str, **changes) -> DeviceInfo:
     return replace(describe(PLUGINS, arch).info(), type="cpu", **changes)
 
 
+CACHES = ("", "float8_e4m3fn", FP8_GROUPS)
+
+
 def arch_of(kernel) -> str:
     """A device on which the kernel serves."""
-    facts = facts_for(device("sm90"), "bfloat16", TRUE_DIMS, 64)
-    return "sm90" if kernel.refuse(facts) is None else "sm100"
+    kinds = [facts_for(device("sm90"), "bfloat16", TRUE_DIMS, 64, kv) for kv in CACHES]
+    return "sm90" if any(kernel.refuse(facts) is None for facts in kinds) else "sm100"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op.name}-{k.fn.rpartition('.')[2]}")
 def test_an_adapter_conforms(kernel):
     info, ran = device(arch_of(kernel)), 0
     for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64)):
-        for dtype in ("bfloat16", "float16", "float32"):
-            facts = facts_for(info, dtype, dims, page)
+        for dtype, kv in product(("bfloat16", "float16", "float32"), CACHES):
+            facts = facts_for(info, dtype, dims, page, kv)
             if kernel.refuse(facts) is not None:
                 continue
             ran += len(cases_for((kernel,), facts))
-            offers = Offers(tuple(k for k in KERNELS if k.op.layout), ())
-            results = check_kernel(kernel, facts, offers)
+            results = check_kernel(kernel, facts, load_plugins(()).offers(facts))
             assert [r for r in results if not r.ok] == [], kernel.fn
     assert ran >= 2, "no sample was accepted"
 
@@ -81,6 +84,14 @@ def by_fn(fn):
             {"shape": (512, 200)},
             "groups of 128 inputs, and 200 are not",
         ),
+        ("deep_gemm:index_scores", {}, "scores float8_e4m3fn keys, not bfloat16"),
+        (
+            "deep_gemm:index_scores",
+            {"index_dtype": "float8_e4m3fn", "dims": Dims({"index_heads": 128, "index_dim": 128})},
+            "up to 64 index heads of 32, 64 or 128 values, not 128 of 128",
+        ),
+        ("flash_mla:scaled_sparse_mla", {}, "reads a cache of fp8_groups, not of bfloat16"),
+        ("flash_mla:sparse_mla", {"dtype": "float16"}, "computes in bfloat16, not float16"),
         ("deep_gemm:LinearFp8", {"shape": (12, 256)}, "a multiple of 8 outputs, not 12"),
         ("deep_gemm:ExpertsFp8", {"shape": (8, 192, 256)}, "whole blocks of 128, and 192 are none"),
         ("flashinfer:MlaDecodeTrtllm", {}, "made for sm100 and sm103, not for sm90"),

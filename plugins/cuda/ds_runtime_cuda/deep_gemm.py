@@ -1,4 +1,5 @@
-"""DeepGEMM: dense and grouped FP8 matmuls with 128×128 weight blocks and 1×128 activation groups.
+"""DeepGEMM: dense and grouped FP8 matmuls with 128×128 weight blocks and 1×128 activation groups,
+and the scores of the lightning indexer over FP8 keys.
 
 Source of the calls: github.com/sgl-project/DeepGEMM, the fork on PyPI as sgl-deep-gemm; they are
 compiled for each weight shape when they first run.
@@ -20,6 +21,7 @@ from ds_runtime_cuda.quant import quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
 ALIGN = 128  # rows of one expert begin at multiples of this
+_HEADS = (32, 64)  # of index queries; fewer are filled up with zeros
 
 
 @cache
@@ -94,3 +96,34 @@ class ExpertsFp8:
 
 def _restore_gate_up(packed: Packed) -> Tensor:
     return blocks.spread(packed.tensors["gate_up"], packed.tensors["gate_up_scale"])
+
+
+def index_scores(
+    q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
+) -> Tensor:
+    """IndexScores over FP8 index_pages: over the pages where sequences have a row each, else over
+    a copy of their keys, which many rows then read together."""
+    (rows, heads, dim), page = q.shape, cache.shape[1]
+    sequences, width = page_table.shape[0], page_table.shape[1] * page
+    if not rows:
+        return torch.empty(0, width, dtype=torch.float32, device=q.device)
+    if missing := next(n for n in _HEADS if n >= heads) - heads:
+        q = F.pad(q.view(torch.uint8), (0, 0, 0, missing)).view(q.dtype)
+        weights = F.pad(weights, (0, missing))
+    q, weights, lib = q.contiguous(), weights.contiguous(), _library()
+    scores: Tensor
+    if rows > sequences:
+        both = cache.flatten(1).index_select(0, page_table.flatten())
+        keys = both[:, : page * dim].reshape(-1, dim).view(torch.float8_e4m3fn)
+        scales = both[:, page * dim :].contiguous().view(torch.float32).flatten()
+        first = owners * width
+        scores = lib.fp8_mqa_logits(
+            q, (keys, scales), weights, first, first + lens, max_seqlen_k=width
+        )
+        return scores
+    seen, table = lens.view(rows, 1), page_table.index_select(0, owners)
+    plan = lib.get_paged_mqa_logits_metadata(seen, page, lib.get_num_sms())
+    scores = lib.fp8_paged_mqa_logits(
+        q.unsqueeze(1), cache.unsqueeze(2), weights, seen, table, plan, width
+    )
+    return scores

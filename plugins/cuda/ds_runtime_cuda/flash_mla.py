@@ -1,4 +1,4 @@
-"""FlashMLA: absorbed MLA decode over 64-token pages, on compute capability 9.0.
+"""FlashMLA: absorbed MLA decode over 64-token pages, and attention over chosen slots.
 
 Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side keeps these kernels.
 Which tile computes what is planned on the device, from the lengths of the step.
@@ -11,12 +11,15 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import Batch, Facts, Limits
 from ds_runtime_cuda.decode import LATENT, Queries
 
 PAGE = 64
+_HEADS = (64, 128)  # that sparse kernels take; fewer are filled up with zeros
+_SLOTS = 128  # of which a row has a multiple; 64 where keys are FP8
 
 
 @cache
@@ -80,3 +83,59 @@ class MlaDecode:
             use_legacy=True,
         )
         return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
+
+
+def _filled(q: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """(queries with as many heads, slots with as many per row as the kernels take)."""
+    heads, count = q.shape[1], slots.shape[1]
+    wanted = next(n for n in _HEADS if n >= heads)
+    if wanted > heads:
+        q = F.pad(q, (0, 0, 0, wanted - heads))
+    if count % _SLOTS:
+        slots = F.pad(slots, (0, -count % _SLOTS), value=-1)
+    return q.contiguous(), slots.contiguous()
+
+
+def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
+    """SparseMla over latent_pages: the library's prefill, which splits no row's slots."""
+    rows, heads, width = q.shape
+    if not rows:
+        return q.new_empty(0, heads, kv_lora)
+    q, slots = _filled(q, slots)
+    out, _, _ = _library().flash_mla_sparse_fwd(
+        q,
+        cache.view(-1, 1, width),
+        slots.unsqueeze(1),
+        scale,
+        kv_lora,
+        use_legacy=True,
+        return_log2_lse=False,
+    )
+    return out[:, :heads]  # type: ignore[no-any-return]
+
+
+def scaled_sparse_mla(
+    q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float
+) -> Tensor:
+    """SparseMla over latent_fp8_groups: the library's decode, with a sequence per row."""
+    rows, heads, _ = q.shape
+    if not rows:
+        return q.new_empty(0, heads, kv_lora)
+    lib = _library()
+    q, slots = _filled(q, slots)
+    schedule, _ = lib.get_mla_metadata()  # planned anew by each call
+    out, _ = lib.flash_mla_with_kvcache(
+        q.unsqueeze(1),
+        cache.unsqueeze(2),  # [pages, page, 1, bytes]
+        None,
+        None,
+        kv_lora,
+        schedule,
+        None,
+        softmax_scale=scale,
+        causal=False,
+        is_fp8_kvcache=True,
+        indices=slots.unsqueeze(1),
+        use_legacy=True,
+    )
+    return out[:, 0, :heads]  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ds_runtime.api import (
     FP8_EXPERTS,
+    FP8_GROUPS,
     FP8_ROWS,
     OPS,
     RANK_PLATFORM,
@@ -28,6 +29,8 @@ from ds_runtime_cuda.software import INSTALL, LIBRARIES
 RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
 _FP8, _DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
 _LATENT_PAGES = frozenset({"latent_pages.v1"})
+_SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
+_INDEX_PAGES = frozenset({"index_pages.v1"})
 _CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
 _LATENT, _ROPE = 512, 64
 _BLOCK = 128
@@ -82,6 +85,28 @@ def _same_kv(facts: Facts) -> str | None:
     if facts.kv_dtype != facts.dtype:
         said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
         return Fixable(said, "pass --kv-cache-dtype auto")
+    return None
+
+
+def _scaled_kv(facts: Facts) -> str | None:
+    if facts.kv_dtype != FP8_GROUPS:
+        said = f"reads a cache of {FP8_GROUPS}, not of {facts.kv_dtype}"
+        return Fixable(said, "pass --kv-cache-dtype fp8")
+    return None
+
+
+def _most_heads(facts: Facts) -> str | None:
+    heads = facts.dims.get("heads", 0)
+    return f"takes up to 128 heads, not {heads}" if heads > 128 else None
+
+
+def _fp8_keys(facts: Facts) -> str | None:
+    if facts.index_dtype != "float8_e4m3fn":
+        said = f"scores float8_e4m3fn keys, not {facts.index_dtype}"
+        return Fixable(said, "pass --index-cache-dtype fp8")
+    heads, d = facts.dims.get("index_heads", 0), facts.dims.get("index_dim", 0)
+    if heads > 64 or d not in (32, 64, 128):
+        return f"takes up to 64 index heads of 32, 64 or 128 values, not {heads} of {d}"
     return None
 
 
@@ -140,6 +165,7 @@ def _offer(
     rank: int,
     *checks: Gate,
     formats: frozenset[str] = frozenset(),
+    layouts: frozenset[str] = _LATENT_PAGES,
     graph_safe: bool = True,
     note: str = "",
     packing: str = "",
@@ -153,7 +179,7 @@ def _offer(
         rank=rank,
         refuse=gates(_gpu, *checks),
         formats=formats,
-        layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        layouts=layouts if OPS[op].layout else frozenset(),
         phases=frozenset({"prefill", "decode", "verify"}),
         contract=_CONTRACTS.get(op, 1),
         graph_safe=graph_safe,
@@ -171,8 +197,45 @@ _FA3_KV = _library("sgl_kernel", "flash_attn.flash_attn_with_kvcache")
 _TRTLLM_MLA = _library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla")
 _TRTLLM_MOE = _library("flashinfer", "fused_moe.trtllm_fp8_block_scale_routed_moe")
 _FLASH_MLA = _library("flash_mla", "flash_mla_with_kvcache", "get_mla_decoding_metadata")
+_SPARSE = _library("flash_mla", "flash_mla_sparse_fwd")
+_SCALED = _library("flash_mla", "flash_mla_with_kvcache", "get_mla_metadata")
+_MQA_LOGITS = _library(
+    "deep_gemm", "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"
+)
+
+
+def _sparse(op: str) -> tuple[Kernel, Kernel]:
+    """FlashMLA over bfloat16 pages, and over FP8 groups."""
+    here, common = _arch("sm90", "sm100"), (_BF16, _latent, _most_heads)
+    plain = _offer(op, "flash_mla:sparse_mla", RANK_BEHIND, here, _SPARSE, *common, _same_kv)
+    scaled = _offer(
+        op,
+        "flash_mla:scaled_sparse_mla",
+        RANK_BEHIND,
+        here,
+        _SCALED,
+        *common,
+        _scaled_kv,
+        _pages(64),
+        layouts=_SCALED_PAGES,
+    )
+    return plain, scaled
+
 
 ATTENTION: tuple[Kernel, ...] = (
+    *_sparse("sparse_prefill"),
+    *_sparse("sparse_decode"),
+    _offer(
+        "index_scores",
+        "deep_gemm:index_scores",
+        RANK_BEHIND,
+        _arch("sm90"),
+        _MQA_LOGITS,
+        _HALVES,
+        _fp8_keys,
+        _pages(64),
+        layouts=_INDEX_PAGES,
+    ),
     _offer(
         "mla_decode",
         "flashinfer:MlaDecodeTrtllm",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.reference.scaled import decoded
 from vendor_doubles import doubles
 from vendor_doubles.maths import attend, rows_of, spread, varlen
 
@@ -46,6 +47,47 @@ def m_grouped_fp8_gemm_nt_contiguous(a, b, d, grouped_layout):
             d[block : block + 128] = (x[block : block + 128] @ w[expert].T).to(d.dtype)
 
 
+def mqa_scores(q, keys, scales, weights):
+    """q [heads, d], keys [n, d], scales [n], weights [heads]: [n]."""
+    return weights @ (q.float() @ keys.float().T).relu() * scales
+
+
+def fp8_mqa_logits(q, kv, weights, ks, ke, max_seqlen_k):
+    keys, scales = kv
+    assert q.dtype == keys.dtype == FP8 and scales.dtype == weights.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (q, keys, scales, weights)) and max_seqlen_k
+    assert q.shape[1] in (32, 64) and ks.dtype == ke.dtype == torch.int32
+    out = torch.full((q.shape[0], max_seqlen_k), float("nan"))
+    for i, (a, b) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):
+        assert b - a <= max_seqlen_k
+        out[i, : b - a] = mqa_scores(q[i], keys[a:b], scales[a:b], weights[i])
+    return out
+
+
+def get_paged_mqa_logits_metadata(context_lens, block_kv, num_sms):
+    assert context_lens.dtype == torch.int32 and context_lens.ndim == 2 and block_kv == 64
+    return torch.full((num_sms + 1, 2), int(context_lens.sum()), dtype=torch.int32)
+
+
+def fp8_paged_mqa_logits(
+    q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len
+):
+    rows, queries, heads, d = q.shape
+    assert q.dtype == FP8 and queries == 1 and heads in (32, 64) and q.is_contiguous()
+    assert kv_cache.dtype == torch.uint8 and kv_cache.shape[1:] == (64, 1, d + 4)
+    assert context_lens.shape == (rows, 1) and block_table.shape[0] == rows
+    assert context_lens.dtype == block_table.dtype == torch.int32
+    assert weights.shape == (rows, heads) and weights.is_contiguous()
+    assert (schedule_meta == int(context_lens.sum())).all(), "an old schedule"
+    out, flat = torch.full((rows, max_context_len), float("nan")), kv_cache.flatten(1)
+    keys = flat[:, : 64 * d].reshape(-1, 64, d)
+    scales = flat[:, 64 * d :].contiguous().view(torch.float32)
+    for i, n in enumerate(context_lens.flatten().tolist()):
+        held = rows_of(keys, block_table[i], n).view(FP8)
+        out[i, :n] = mqa_scores(q[i, 0], held, rows_of(scales, block_table[i], n), weights[i])
+    return out
+
+
 # ---- flash_mla ----
 
 
@@ -75,10 +117,20 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata,
     num_splits,
     softmax_scale,
+    causal,
+    is_fp8_kvcache,
+    indices,
     use_legacy,
 ):
     batch, queries, heads, width = q.shape
-    assert use_legacy and q.is_contiguous() and queries == 1 and width == 576
+    assert use_legacy and q.is_contiguous() and queries == 1 and width == 576 and not causal
+    if indices is not None:
+        assert block_table is cache_seqlens is num_splits is None and is_fp8_kvcache
+        assert tile_scheduler_metadata.tile_scheduler_metadata is None, "an old schedule"
+        assert k_cache.dtype == torch.uint8 and k_cache.shape[1:] == (64, 1, 656)
+        assert indices.shape[:2] == (batch, 1) and indices.shape[2] % 64 == 0
+        keys = decoded(k_cache.flatten(0, 2), 512)
+        return at_slots(q[:, 0], keys, indices[:, 0], softmax_scale).unsqueeze(1), None
     assert k_cache.shape[1:] == (64, 1, 576) and head_dim_v == 512 and q.dtype == k_cache.dtype
     assert block_table.dtype == cache_seqlens.dtype == torch.int32
     assert block_table.stride(-1) == 1 and block_table.shape[0] == batch
@@ -90,6 +142,24 @@ def flash_mla_with_kvcache(
         keys = rows_of(k_cache, block_table[i], length)[:, 0]
         out[i, 0], lse[i, :, 0] = attend(q[i, 0], keys, keys[:, :512], softmax_scale, length)
     return out.to(q.dtype), lse
+
+
+def at_slots(q, keys, slots, scale):
+    """q [n, heads, 576] over the keys at slots [n, k]; −1 is no key."""
+    assert q.shape[1] in (64, 128) and q.dtype == torch.bfloat16 and slots.dtype == torch.int32
+    out = torch.zeros(*q.shape[:2], 512)
+    for i, row in enumerate(slots):
+        held = keys[row[row >= 0].long()]
+        if len(held):
+            out[i] = attend(q[i], held, held[:, :512], scale, len(held))[0]
+    return out.to(q.dtype)
+
+
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, use_legacy, return_log2_lse):
+    assert use_legacy and return_log2_lse is False and q.is_contiguous() and d_v == 512
+    assert kv.dtype == torch.bfloat16 and kv.shape[1:] == (1, 576)
+    assert indices.shape[:2] == (q.shape[0], 1) and indices.shape[2] % 128 == 0
+    return at_slots(q, kv[:, 0], indices[:, 0], sm_scale), None, None
 
 
 # ---- sgl_kernel ----
@@ -277,8 +347,22 @@ def _scaled_mm(
 
 
 MODULES = {
-    **doubles("deep_gemm", fp8_gemm_nt, m_grouped_fp8_gemm_nt_contiguous),
-    **doubles("flash_mla", get_mla_metadata, get_mla_decoding_metadata, flash_mla_with_kvcache),
+    **doubles(
+        "deep_gemm",
+        fp8_gemm_nt,
+        fp8_mqa_logits,
+        fp8_paged_mqa_logits,
+        get_paged_mqa_logits_metadata,
+        m_grouped_fp8_gemm_nt_contiguous,
+        deep_gemm={"get_num_sms": lambda: 132},  # of its binary, so with no signature
+    ),
+    **doubles(
+        "flash_mla",
+        flash_mla_sparse_fwd,
+        flash_mla_with_kvcache,
+        get_mla_decoding_metadata,
+        get_mla_metadata,
+    ),
     **doubles("sgl_kernel", flash_attn_varlen_func, flash_attn_with_kvcache),
     **doubles(
         "flashinfer",
