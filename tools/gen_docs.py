@@ -125,9 +125,9 @@ def hooks() -> str:
 
 METRICS_HEAD = """\
 `/metrics` answers in Prometheus' text format. Names after `ds_runtime_` are vLLM's where it
-measures the same, with its label `model_name`: in its dashboards, replace `vllm:` by `ds_runtime_`.
-The last column is SGLang's name, after `sglang:`. Counters end in `_total`; histograms have
-`_bucket`, `_sum` and `_count`. Times are in seconds.
+measures the same, with its labels `model_name` and `engine`: in its dashboards, replace `vllm:` by
+`ds_runtime_`. The last column is SGLang's name, after `sglang:`. Counters end in `_total`;
+histograms have `_bucket`, `_sum` and `_count`. Times are in seconds.
 
 No label comes from a request: routes are patterns, and paths that match none are `other`. What
 requests say is nowhere in here. `process_*` are the front end's memory, CPU time and open files.
@@ -159,7 +159,7 @@ def metrics() -> str:
         queue_limit=1,
         plan={"rows": [row]},
     )
-    found = Metrics(EngineView(lambda: Stats(), lambda: ready, lambda: True), "x")
+    found = Metrics([EngineView(lambda: Stats(), lambda: ready, lambda: True)], "x")
     found.finished("stop")
     found.requests.labels("/", "200").inc()
     out = [NOTE, "# Metrics\n\n", METRICS_HEAD, "| name | kind | labels | what | SGLang |\n"]

@@ -212,13 +212,21 @@ class ServerConfig:
         60.0, "seconds for a request's head, and that a client may take in nothing"
     )
     max_body: int = _f(16 << 20, "largest request body, e.g. 16MB", size=True)
+    dp: int = _f(
+        1,
+        "data-parallel replicas of the engine, each of --tp ranks with devices of their own; "
+        "requests go to the one with the least work",
+    )
     on_engine_death: str = _f(
         "restart",
-        "when an engine process dies: start it anew, or end the server",
+        "when an engine process dies or hangs: start it anew, or end the server",
         choices=("restart", "exit"),
     )
     max_engine_restarts: int = _f(
         3, "restarts before the server exits; ten minutes of serving forget them"
+    )
+    watchdog_timeout: float = _f(
+        300.0, "seconds without a sign after which an engine with work hangs (0: wait for ever)"
     )
     shutdown_timeout: float = _f(
         20.0, "seconds that running requests may take after SIGTERM or Ctrl-C; twice: none"
@@ -256,8 +264,8 @@ class ServerConfig:
         _typed(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
-        _positive(self, ("max_body",))
-        for name in ("max_engine_restarts", "shutdown_timeout"):
+        _positive(self, ("max_body", "dp"))
+        for name in ("max_engine_restarts", "watchdog_timeout", "shutdown_timeout"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: must be at least 0")
         for name in ("ssl_keyfile", "ssl_keyfile_password"):

@@ -210,10 +210,6 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
         (["serve", "model"], "unknown argument model"),
-        (
-            ["serve", "--dp", "2"],
-            "unknown flag --dp: a server runs one engine; start one per group",
-        ),
         (["serve", "--enable-dp-attention"], "attention is divided by heads, with --tp"),
         (["generate"], "required: prompt"),
         (["bench"], "required: KIND"),

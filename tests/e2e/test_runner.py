@@ -144,6 +144,9 @@ def test_ranks_on_one_device_share_its_memory(tiny):
 
     alone = make(tiny).memory.free
     assert make(tiny, comm=Quad()).memory.free == pytest.approx(alone / 4, rel=0.3)
+    config = EngineConfig(model=str(tiny), **SETTINGS)
+    second = Runner(assemble(config, SETTINGS), SoloCommunicator(), 1, 2)  # of two engines
+    assert second.memory.free == pytest.approx(alone / 2, rel=0.3)
 
 
 def test_a_cache_below_one_context_is_refused(tiny):

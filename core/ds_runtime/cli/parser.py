@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 _ABSENT = {  # settings of other engines that have no counterpart yet, and what to do instead
-    "dp": "a server runs one engine; start one per group of devices, each with a --port of its "
-    "own, behind a load balancer",
     "enable-dp-attention": "attention is divided by heads, with --tp; leave it out",
 }
 

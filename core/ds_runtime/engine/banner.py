@@ -14,7 +14,7 @@ from ds_runtime.progress import amount
 def banner(assembly: Assembly, runner: Runner) -> str:
     """The start-up text of a loaded engine."""
     device, model, plan = assembly.device, assembly.model, assembly.plan
-    memory = assembly.platform.memory(runner.rank)
+    memory = assembly.platform.memory(runner.local_rank)
     config = assembly.config
     ranks = f", {config.tp} ranks" if config.tp > 1 else ""
     per_rank = " per rank" if config.tp > 1 else ""

@@ -1,12 +1,14 @@
 """The engine's processes: one per rank, watched, and ended together.
 
 A child that fails leaves its reason in the private folder; the watcher ends the others and keeps
-the reason of the first. A child whose parent dies exits at once.
+the reason of the first. A child whose parent dies exits at once. What children write goes where the
+parent's goes, or line by line to whoever asks for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -16,8 +18,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -30,13 +34,22 @@ from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.transport import connect_push, ipc
 
 _GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
+_LONGEST = 1 << 16  # bytes of a line
+_WHERE: int | None = getattr(signal, "SIGUSR1", None)  # has a rank say where each of its threads is
+
+Tell = Callable[[RankSpec, str], None]
+"""Takes one event of a rank's output: a line, or a traceback with all of its lines."""
 
 
 class RankGroup:
-    """Some ranks' processes. `failure` is set once, when one of them dies unasked."""
+    """Some ranks' processes. `failure` is set once, when one of them dies unasked.
 
-    def __init__(self, specs: Sequence[RankSpec]) -> None:
+    `tell` gets what they write, in threads of its own; None: they write where this process does.
+    """
+
+    def __init__(self, specs: Sequence[RankSpec], tell: Tell | None = None) -> None:
         self._specs = list(specs)
+        self._tell = tell
         self._processes: list[BaseProcess] = []
         self._stopping = threading.Event()
         self._failed = threading.Event()
@@ -48,12 +61,29 @@ class RankGroup:
         context = multiprocessing.get_context("spawn")
         with interrupt.ignored():
             for spec in self._specs:
-                process = context.Process(
-                    target=rank_main, args=(spec,), name=f"ds-runtime rank {spec.rank}", daemon=True
-                )
-                process.start()
-                self._processes.append(process)
+                self._processes.append(self._start(context, spec))
         threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
+
+    def _start(self, context: SpawnContext, spec: RankSpec) -> BaseProcess:
+        ours, theirs = (None, None) if self._tell is None else context.Pipe(duplex=False)
+        name = f"ds-runtime rank {spec.rank}"
+        process = context.Process(target=rank_main, args=(spec, theirs), name=name, daemon=True)
+        process.start()
+        if ours is not None and theirs is not None:
+            theirs.close()  # the child has its own: what is read ends with it
+            reader = threading.Thread(
+                target=_pass_on, args=(ours, spec, self._tell), name=f"{name} output", daemon=True
+            )
+            reader.start()
+        return process
+
+    def trace(self) -> None:
+        """Have every process write where each of its threads is."""
+        if _WHERE is None:
+            return
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # it is gone
+                os.kill(pid, _WHERE)
 
     @property
     def pids(self) -> list[int]:
@@ -135,7 +165,8 @@ class EngineProcesses:
     """The engine of a server: every rank in a process of its own.
 
     `folder` is private to this engine (`transport.private_folder`). The front end binds a PULL
-    socket at `from_engine` and sends to `to_engine`, which rank 0 binds.
+    socket at `from_engine` and sends to `to_engine`, which rank 0 binds. It is number `replica` of
+    `replicas` on this machine. `tell`: as for RankGroup.
     """
 
     def __init__(
@@ -144,16 +175,16 @@ class EngineProcesses:
         folder: str | os.PathLike[str],
         explicit: Iterable[str] = (),
         plugins: Iterable[str] = (),
+        replica: int = 0,
+        replicas: int = 1,
+        tell: Tell | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.to_engine = ipc(self.folder, "to_engine")
         self.from_engine = ipc(self.folder, "from_engine")
-        self.group = RankGroup(
-            [
-                RankSpec(config, tuple(explicit), tuple(plugins), self.folder, rank)
-                for rank in range(config.tp)
-            ]
-        )
+        own = config, tuple(explicit), tuple(plugins), self.folder
+        specs = [RankSpec(*own, rank, replica, replicas) for rank in range(config.tp)]
+        self.group = RankGroup(specs, tell)
 
     def start(self) -> None:
         """Start the processes; the engine answers with Ready, or `poll` says why not."""
@@ -168,6 +199,10 @@ class EngineProcesses:
         """The same as an error to raise."""
         return self.group.failure
 
+    def trace(self) -> None:
+        """Have every process write where each of its threads is."""
+        self.group.trace()
+
     def stop(self, timeout: float = 5.0) -> None:
         """Ask the engine to leave, then end what is left."""
         if self.group.poll() is None:
@@ -178,9 +213,18 @@ class EngineProcesses:
         self.group.stop(timeout)
 
 
-def rank_main(spec: RankSpec) -> None:
-    """Entry of a rank's process; leaves the reason in the folder when it fails."""
+def rank_main(spec: RankSpec, output: Connection | None = None) -> None:
+    """Entry of a rank's process; leaves the reason in the folder when it fails.
+
+    `output`: a pipe for what it writes, also below Python.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to leave
+    if output is not None:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        output.close()
+    if _WHERE is not None:
+        faulthandler.register(_WHERE, all_threads=True)
     _exit_with_parent(spec.folder)
     try:
         for name, value in spec.process_env().items():  # before torch loads what reads them
@@ -202,6 +246,30 @@ def rank_main(spec: RankSpec) -> None:
             traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # no clean-up: other ranks may never answer again
+
+
+def _pass_on(pipe: Connection, spec: RankSpec, tell: Tell) -> None:
+    with contextlib.closing(pipe), open(pipe.fileno(), "rb", closefd=False) as file:
+        lines = iter(partial(file.readline, _LONGEST), b"")
+        for event in _events(line.decode(errors="replace").rstrip("\r\n") for line in lines):
+            tell(spec, event)
+
+
+def _events(lines: Iterable[str]) -> Iterator[str]:
+    """The lines that say something; those of a traceback as one."""
+    traceback = ""
+    for line in lines:
+        if traceback:
+            traceback += "\n" + line
+            if not line.startswith(" "):
+                yield traceback
+                traceback = ""
+        elif line.startswith("Traceback "):
+            traceback = line
+        elif line.strip():
+            yield line
+    if traceback:
+        yield traceback
 
 
 def _exit_with_parent(folder: Path) -> None:

@@ -31,7 +31,8 @@ _LEAVE = b""
 def join(spec: RankSpec, assembly: Assembly) -> Communicator:
     """Enter the group of ranks."""
     config = assembly.config
-    assembly.platform.init_worker(spec.rank, spec.size, config.threads)
+    spec.check_device(assembly.platform)
+    assembly.platform.init_worker(spec.local_rank, spec.local_ranks, config.threads)
     if spec.size == 1:
         return SoloCommunicator()
     init_method = f"file://{spec.folder / 'rendezvous'}"
@@ -43,7 +44,7 @@ def start_runner(
 ) -> Runner:
     """Compare plans, load, allocate and run one step."""
     compare_plans(assembly.plan, comm)
-    runner = Runner(assembly, comm, spec.rank, poison=poison)
+    runner = Runner(assembly, comm, spec.local_rank, spec.local_ranks, poison=poison)
     runner.warm_up()
     return runner
 

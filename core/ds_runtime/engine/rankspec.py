@@ -9,24 +9,42 @@ from pathlib import Path
 
 from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.errors import ConfigError
 from ds_runtime.platform.select import select_platform
+from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import load_plugins
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank's process needs to know; picklable. `plugins`: names of modules to add."""
+    """What a rank's process needs to know; picklable. `plugins`: names of modules to add.
+
+    `replica` of `replicas` engines that one server runs on this machine. Their ranks are numbered
+    through: a platform knows a rank by its `local_rank`, which is the index of its device.
+    """
 
     config: EngineConfig
     explicit: tuple[str, ...]
     plugins: tuple[str, ...]
     folder: Path
     rank: int
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def size(self) -> int:
         """Ranks in the group."""
         return self.config.tp
+
+    @property
+    def local_rank(self) -> int:
+        """Of this rank among those of all replicas."""
+        return self.replica * self.size + self.rank
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks of all replicas."""
+        return self.replicas * self.size
 
     def process_env(self) -> Mapping[str, str]:
         """What the platform wants in the environment of a rank's process."""
@@ -39,3 +57,14 @@ class RankSpec:
     def assemble(self) -> Assembly:
         """Decide everything, as every rank does for itself."""
         return assemble(self.config, self.explicit, [import_module(m) for m in self.plugins])
+
+    def check_device(self, platform: Platform) -> None:
+        """ConfigError if there is no device for this rank."""
+        try:
+            platform.info(self.local_rank)
+        except Exception as e:
+            dp = f"--dp {self.replicas} " if self.replicas > 1 else ""
+            raise ConfigError(
+                f"{dp}--tp {self.size}: {self.local_ranks} devices are needed, and number "
+                f"{self.local_rank} cannot be had: {e}; give less, or let more devices be seen"
+            ) from e

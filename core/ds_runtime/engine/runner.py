@@ -43,24 +43,27 @@ class Runner:
 
     Raises ConfigError when the KV cache does not fit, CheckpointError for bad weights. `poison`
     fills the caches with NaN, so that reading a page before writing it shows. `bound`: the ops,
-    where somebody watches them.
+    where somebody watches them. `local_rank` of `local_ranks` on this machine (default: those of
+    the group): the platform's number for the device.
     """
 
     def __init__(
         self,
         assembly: Assembly,
         comm: Communicator,
-        rank: int = 0,
+        local_rank: int = 0,
+        local_ranks: int | None = None,
         *,
         poison: bool = False,
         bound: BoundOps | None = None,
     ) -> None:
         self.assembly = assembly
         self.comm = comm
-        self.rank = rank
+        self.rank = rank = comm.rank
+        self.local_rank, self.local_ranks = local_rank, local_ranks or comm.size
         self.config = assembly.config
         self.platform = assembly.platform
-        self.device = self.platform.device(rank)
+        self.device = self.platform.device(local_rank)
         self.context_length = context_length(assembly)
         self.max_pages = -(-self.context_length // self.config.page_size)
         self.bound = bound or BoundOps(assembly.binding)
@@ -133,7 +136,7 @@ class Runner:
             device=self.device,
             adapts=self.assembly.lora is not None,
         )
-        backend = self.platform.graph_backend(self.rank)
+        backend = self.platform.graph_backend(self.local_rank)
         return DecodeGraphs(place, graph_sizes(self.config), backend)
 
     @property
@@ -145,7 +148,10 @@ class Runner:
         """The pages that every rank can hold: collective."""
         here = (socket.gethostname(), str(self.device))
         sharing = self.comm.gather_objects(here).count(here)  # and all have loaded by now
-        memory = self.platform.memory(self.rank)
+        first = self.local_rank - self.comm.rank  # of this group
+        others = {*range(self.local_ranks)} - {*range(first, first + self.comm.size)}
+        sharing += sum(self.platform.device(rank) == self.device for rank in others)
+        memory = self.platform.memory(self.local_rank)
         free, total = memory.free // sharing, memory.total // sharing
         mine = kv_memory(self.assembly, free, total, self.context_length)
         pages = self.comm.gather_objects(mine.pages)

@@ -133,13 +133,18 @@ class Platform(ABC):
     def init_worker(  # noqa: B027 (optional: most devices need nothing)
         self, rank: int, size: int, threads: int | None = None
     ) -> None:
-        """Called once in each rank's process before any tensor exists (threads, affinity)."""
+        """Called once in each rank's process before any tensor exists (threads, affinity).
+
+        `rank` is the local rank, whose device this process is going to use, of the `size` that
+        share this machine. Where a server runs several engines these are the ranks of all.
+        """
 
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
         """Join the group of `size` ≥ 2 ranks; `init_method` is a torch.distributed address.
 
+        `rank` is the one within its group, whose device is that of this process's `init_worker`.
         `timeout`: seconds that this rank waits for the others, in joining and in collectives.
         A platform that does not override this serves one rank.
         """

@@ -35,16 +35,9 @@ def open_routes(service: Service) -> APIRouter:
     @router.get("/health")
     @router.head("/health", include_in_schema=False)
     async def health() -> Response:
-        """200 when the engine is ready, else 503 and why not; 503 too when the server leaves."""
-        if client.draining:
-            return as_json({"status": "draining"}, 503)
-        if client.restarting is not None:
-            return as_json({"status": "restarting", "reason": client.restarting}, 503)
-        if client.dead is not None:
-            return as_json({"status": "dead", "reason": client.dead}, 503)
-        if client.ready is None:
-            return as_json({"status": "starting"}, 503)
-        return as_json({"status": "ok"})
+        """200 when an engine is ready, else 503 and why not; 503 too when the server leaves."""
+        found = client.health()
+        return as_json(found, 200 if found["status"] == "ok" else 503)
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -131,7 +124,7 @@ def admin_routes(service: Service) -> APIRouter:
 
     @router.post("/start_profile")
     async def start_profile() -> Response:
-        """Begin a trace of rank 0, for `--profile-dir`."""
+        """Begin a trace of the first engine's rank 0, for `--profile-dir`."""
         folder = service.config.profile_dir
         if folder is None:
             raise RequestError("this server writes no traces: start it with --profile-dir DIR")

@@ -48,6 +48,7 @@ from ds_runtime.server.protocol import (
     GenerateRequest,
     TokenizeRequest,
 )
+from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.responses import Kept, ResponsesRequest, responses_job
 from ds_runtime.text.tokenizer import Tokenizer
 
@@ -56,7 +57,7 @@ _BODIES = 16  # of the largest size, in memory at once
 
 
 def create_app(
-    client: EngineClient,
+    client: Replicas,
     tokenizer: Tokenizer,
     config: ServerConfig,
     model: ModelInfo,
@@ -66,7 +67,7 @@ def create_app(
 
     `tell` are called with every exchange that is over, after the metrics and the access log.
     """
-    metrics = Metrics(_view(client), model.name)
+    metrics = Metrics([_view(engine) for engine in client.clients], model.name)
     service = Service(client, tokenizer, config, model, metrics)
     # No redirects: their address would be what the client's Host header says.
     app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)

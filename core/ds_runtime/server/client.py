@@ -39,9 +39,8 @@ _DRAIN = 256  # messages handled before other callbacks of the event loop get a 
 class Flight:
     """The choices of one client request inside the engine. Close it, and what runs is aborted."""
 
-    def __init__(self, client: EngineClient, rids: Iterable[str]) -> None:
-        self._client = client
-        self._running = set(rids)
+    def __init__(self) -> None:
+        self._running: dict[str, EngineClient] = {}
         self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
 
     async def next(self) -> Tokens:
@@ -56,9 +55,9 @@ class Flight:
 
     def drop(self, rid: str) -> None:
         """Abort one choice that has its text already."""
-        if rid in self._running:
-            self._running.discard(rid)
-            self._client.forget([rid], abort=True)
+        client = self._running.pop(rid, None)
+        if client is not None:
+            client.forget([rid], abort=True)
 
     def abort(self) -> None:
         """End what runs here and in the engine: it finishes with "abort" and the text so far."""
@@ -68,19 +67,23 @@ class Flight:
 
     def close(self) -> None:
         """Abort everything that has not finished. May be called twice."""
-        rids, self._running = sorted(self._running), set()
-        if rids:
-            self._client.forget(rids, abort=True)
+        running, self._running = self._running, {}
+        for client in set(running.values()):
+            client.forget([rid for rid, its in running.items() if its is client], abort=True)
+
+    def add(self, rids: Iterable[str], client: EngineClient) -> None:
+        """For the client: these choices are its."""
+        self._running.update(dict.fromkeys(rids, client))
 
     def put(self, message: Tokens | Exception) -> None:
         """For the client: hand over one message."""
         if isinstance(message, Tokens) and message.finish is not None:
-            self._running.discard(message.rid)
+            self._running.pop(message.rid, None)
         self._queue.put_nowait(message)
 
     def lose(self, rid: str) -> None:
         """For the client: the engine refused this choice; there is nothing to abort."""
-        self._running.discard(rid)
+        self._running.pop(rid, None)
 
 
 class EngineClient:
@@ -88,9 +91,11 @@ class EngineClient:
     here). Everything happens on the event loop that called `start`.
 
     `think_id`: the token from which on output stays out of the prefix cache; None keeps all.
-    `ready` is None while the engine loads; `dead` holds the reason once it is gone, and `outlook`
-    tells what then happens. `restarting`: why another is on its way. `draining`: the server takes
-    no request any more. `adapters`: the names of those that are loaded.
+    `adapted`: what was loaded since the start, by name, and with None unloaded; an engine that is
+    restarted is brought to it. `ready` is None while the engine loads; `dead` holds the reason once
+    it is gone, and `outlook` tells what then happens. `restarting`: why another is on its way.
+    `draining`: the server takes no request any more. `adapters`: the names of those that are
+    loaded. `heard` counts messages.
     """
 
     def __init__(self, to_engine: str, from_engine: str, think_id: int | None = None) -> None:
@@ -104,7 +109,8 @@ class EngineClient:
         self.stats = Stats()
         self.restarts = 0
         self.adapters: list[str] = []
-        self._adapted: dict[str, str | None] = {}  # since the start: folder, or None if unloaded
+        self.heard = 0
+        self.adapted: dict[str, str | None] = {}
         self._changed = asyncio.Event()
         self._flights: dict[str, Flight] = {}
         self._answers: dict[str, asyncio.Future[Flushed | Profiled | Adapted]] = {}
@@ -165,21 +171,36 @@ class EngineClient:
             raise NotReadyError("the model is still loading: try again, or poll /health")
         return self.ready
 
-    def open(self, groups: Sequence[SubmitGroup]) -> Flight:
-        """Send the choices of one request to the engine: all of them, or none if this raises."""
-        if self.draining:
-            raise DrainingError(f"{_LEAVING} and takes no more requests")
-        self.require()
-        flight = Flight(self, (rid for g in groups for rid in g.rids))
-        try:
-            for group in groups:
-                group.think_id = self._think_id
-                self._flights.update(dict.fromkeys(group.rids, flight))
-                self._send(group)
-        except BaseException:
-            flight.close()
-            raise
-        return flight
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.ready is not None and self.dead is None and self.restarting is None
+
+    @property
+    def health(self) -> dict[str, str]:
+        """`status`: ok, starting, restarting or dead, with the reason of the latter two."""
+        if self.restarting is not None:
+            return {"status": "restarting", "reason": self.restarting}
+        if self.dead is not None:
+            return {"status": "dead", "reason": self.dead}
+        return {"status": "starting" if self.ready is None else "ok"}
+
+    @property
+    def load(self) -> int:
+        """Choices under way."""
+        return len(self._flights)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the engine owes an answer to somebody."""
+        return bool(self._flights or self._answers)
+
+    def submit(self, group: SubmitGroup, flight: Flight) -> None:
+        """Send the choices of one prompt to the engine."""
+        group.think_id = self._think_id
+        flight.add(group.rids, self)
+        self._flights.update(dict.fromkeys(group.rids, flight))
+        self._send(group)
 
     def forget(self, rids: Sequence[str], abort: bool) -> None:
         """Take no more messages for these choices."""
@@ -214,14 +235,17 @@ class EngineClient:
         assert isinstance(answer, Adapted)
         if answer.refused:
             raise RequestError(answer.refused, "lora_name" if folder is None else "lora_path")
-        self._adapted[name] = folder
+
+    def tell_adapter(self, name: str, folder: str | None) -> None:
+        """The same without an answer, for an engine that others have gone ahead of."""
+        self._send(Adapt(name, folder))
 
     def _adapt_again(self, ready: Ready) -> None:
         """Bring an engine that was restarted to the adapters of the one before."""
         self.adapters = ready.adapters
-        for name in self._adapted.keys() & set(ready.adapters):
+        for name in self.adapted.keys() & set(ready.adapters):
             self._send(Adapt(name))
-        for name, folder in self._adapted.items():
+        for name, folder in self.adapted.items():
             if folder is not None:
                 self._send(Adapt(name, folder))
 
@@ -278,7 +302,9 @@ class EngineClient:
             return
         with contextlib.suppress(zmq.Again):
             for _ in range(_DRAIN):
-                for frame in self._pull.recv_multipart(zmq.NOBLOCK):
+                frames = self._pull.recv_multipart(zmq.NOBLOCK)
+                self.heard += 1
+                for frame in frames:
                     self._receive(decode_from_engine.decode(frame))
             self._loop.call_soon(self._drain)
 

@@ -30,6 +30,10 @@ class Engine(Protocol):
         """Why a process ended, or None while all live."""
         ...
 
+    def trace(self) -> None:
+        """Have the processes write where their threads are."""
+        ...
+
     def stop(self, timeout: float = ...) -> None:
         """End every process within `timeout` seconds."""
         ...

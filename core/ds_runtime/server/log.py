@@ -21,12 +21,25 @@ from ds_runtime.server.exchange import Exchange, current_id
 
 if TYPE_CHECKING:
     from ds_runtime.config import ServerConfig
+    from ds_runtime.engine.rankspec import RankSpec
 
 _WAITING = 10_000  # lines
 _CLOSE_SECONDS = 1.0
 _LONGEST = 200  # characters of what a client chose: a path, its own id
 _OFTEN = frozenset({"/health", "/metrics", "/", "/dashboard/{name}"})  # asked for every second
+_engine = logging.getLogger("ds_runtime.engine")
 _access = logging.getLogger("ds_runtime.access")
+
+
+def engine_output(spec: RankSpec, text: str) -> None:
+    """A line that an engine's process wrote, or its traceback; from any thread."""
+    level = logging.INFO
+    if text.startswith("Traceback "):
+        level = logging.ERROR
+    elif text.startswith("warning: "):
+        level = logging.WARNING
+    facts = {"replica": spec.replica, "rank": spec.rank}
+    _engine.log(level, "%s", text, extra={"beside": facts})
 
 
 def access(exchange: Exchange) -> None:
@@ -114,6 +127,7 @@ class _Json(logging.Formatter):
         }
         if (facts := getattr(record, "facts", None)) is not None:
             return json.dumps(line | facts, ensure_ascii=False)
+        line |= getattr(record, "beside", {})
         line["message"] = record.getMessage()
         if (found := current_id.get()) is not None:
             line["request_id"] = found

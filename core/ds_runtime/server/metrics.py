@@ -1,6 +1,7 @@
 """Prometheus metrics: what clients experience, the engine's own counters, and what was bound.
 
-Names and the label `model_name` are those that operators know; docs/metrics.md has the table.
+Names and the labels `model_name` and `engine`, the number of a replica, are those that operators
+know; docs/metrics.md has the table.
 Labels come from the operator or this code, never from a request, so their number is bounded. A
 token costs one observation; everything else is counted once per request, or read when asked for.
 """
@@ -8,7 +9,7 @@ token costs one observation; everything else is counted once per request, or rea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -99,12 +100,12 @@ class EngineView:
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own."""
+    """One server's metrics, in a registry of their own. `engines`: its replicas, by number."""
 
-    def __init__(self, engine: EngineView, model: str) -> None:
+    def __init__(self, engines: Sequence[EngineView], model: str) -> None:
         self._model = model
         self.registry = CollectorRegistry()
-        self.registry.register(_Engine(engine, model))
+        self.registry.register(_Engines(engines, model))
         ProcessCollector(registry=self.registry)
         self.requests = Counter(
             "ds_runtime_http_requests",
@@ -208,42 +209,52 @@ class Timer:
             metrics.per_token.observe(decode * len(self._last) / later)
 
 
-class _Engine(Collector):
-    """The engine's latest Stats, its state and its plan."""
+class _Engines(Collector):
+    """Every engine's latest Stats and its state, and their plan, which is one."""
 
-    def __init__(self, engine: EngineView, model: str) -> None:
-        self._engine, self._labels = engine, {"model_name": model}
+    def __init__(self, engines: Sequence[EngineView], model: str) -> None:
+        self._engines, self._model = engines, model
 
     def collect(self) -> Iterator[Metric]:
-        engine, stats = self._engine, self._engine.stats()
+        every = [(str(n), engine, engine.stats()) for n, engine in enumerate(self._engines)]
         for field, name, kind, text in _STATS:
-            yield self._one(kind, name, text, getattr(stats, field))
-        used = stats.pages_total - stats.pages_free - stats.pages_cached
-        yield self._one(
+            yield self._family(kind, name, text, {n: getattr(s, field) for n, _, s in every})
+        yield self._family(
             GaugeMetricFamily,
             "kv_cache_usage_perc",
             "share of the KV pages that running requests hold, 0 to 1",
-            used / stats.pages_total if stats.pages_total else 0.0,
+            {n: _usage(stats) for n, _, stats in every},
         )
-        ready = engine.ready()
-        up = ready is not None and engine.alive()
-        yield self._one(GaugeMetricFamily, "engine_up", "1 while the engine can serve", int(up))
-        yield self._one(
+        yield self._family(
+            GaugeMetricFamily,
+            "engine_up",
+            "1 while the engine can serve",
+            {n: int(e.ready() is not None and e.alive()) for n, e, _ in every},
+        )
+        yield self._family(
             CounterMetricFamily,
             "engine_restarts",
             "starts of the engine after its first",
-            engine.restarts(),
+            {n: engine.restarts() for n, engine, _ in every},
         )
         yield _info("build", "this runtime", [{"version": __version__}])
+        ready = next((r for _, engine, _ in every if (r := engine.ready()) is not None), None)
         if ready is not None:
             yield from _plan(ready)
 
-    def _one(self, kind: type[Metric], name: str, text: str, value: float) -> Metric:
-        family = kind(f"ds_runtime_{name}", text, labels=list(self._labels))  # type: ignore[call-arg]
-        family.add_sample(
-            family.name + ("_total" if kind is CounterMetricFamily else ""), self._labels, value
-        )
+    def _family(
+        self, kind: type[Metric], name: str, text: str, values: Mapping[str, float]
+    ) -> Metric:
+        family = kind(f"ds_runtime_{name}", text, labels=["model_name", "engine"])  # type: ignore[call-arg]
+        sample = family.name + ("_total" if kind is CounterMetricFamily else "")
+        for engine, value in values.items():
+            family.add_sample(sample, {"model_name": self._model, "engine": engine}, value)
         return family
+
+
+def _usage(stats: Stats) -> float:
+    used = stats.pages_total - stats.pages_free - stats.pages_cached
+    return used / stats.pages_total if stats.pages_total else 0.0
 
 
 def _plan(ready: Ready) -> Iterator[Metric]:

@@ -15,7 +15,6 @@ from ds_runtime.errors import RequestError, shown
 from ds_runtime.sampling_params import SamplingParams, check_number
 from ds_runtime.server.chat import Prompt, chat_prompt, plain_prompts
 from ds_runtime.server.choice import StartParser
-from ds_runtime.server.client import EngineClient
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import ChatFormat, CompletionFormat, Format, GenerateFormat
 from ds_runtime.server.metrics import Metrics
@@ -27,6 +26,7 @@ from ds_runtime.server.protocol import (
     OpenAIRequest,
     TokenizeRequest,
 )
+from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.rules import chat_rules
 from ds_runtime.server.run import Run
 from ds_runtime.server.sampling import GenerationDefaults, build_params, check_ids, fit
@@ -66,7 +66,7 @@ class Service:
     requests.
     """
 
-    client: EngineClient
+    client: Replicas
     tokenizer: Tokenizer
     config: ServerConfig
     model: ModelInfo

@@ -13,8 +13,8 @@ from ds_runtime.errors import RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
 from ds_runtime.server.choice import Choice, Piece, StartParser, make_choices
-from ds_runtime.server.client import EngineClient
 from ds_runtime.server.metrics import Metrics, Timer
+from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.sampling import draw_seed
 from ds_runtime.text.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ class Run:
         prefix: str,
         prompts: list[tuple[Prompt, SamplingParams]],
         priority: int,
-        client: EngineClient,
+        client: Replicas,
         tokenizer: Tokenizer,
         metrics: Metrics,
         running: dict[str, Run],

@@ -11,7 +11,8 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.peft import AdapterSpec
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.keep import End, Keeper
 from ds_runtime.server.lives import Engine, Lives
-from ds_runtime.server.log import logging_to
+from ds_runtime.server.log import engine_output, logging_to
 from ds_runtime.server.prepare import ModelInfo
+from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.server.tracing import Tracing, start_tracing
 from ds_runtime.server.web import web
@@ -37,14 +40,12 @@ from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
-_LAST_WORDS = 0.5  # seconds for a dying engine's own message to arrive before poll's reason counts
 _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server leaves
 _GRACE_SECONDS = 1.5  # for answers' last bytes; with the engine's share it stays below 5
-_ENGINE_SECONDS = 2.0
-_AT_ONCE = 0.1  # the engine's share when a second signal has come
 
 
-Launch = Callable[[EngineConfig, Path, Collection[str]], Engine]
+Launch = Callable[[EngineConfig, Path, Collection[str], int], Engine]
+"""Makes the engine with a number among the replicas, which is to use a folder."""
 
 
 def serve(
@@ -58,7 +59,7 @@ def serve(
     Raises ConfigError for a port in use and CheckpointError for files that cannot be used, before
     anything is started.
     """
-    start = _processes if launch is None else launch
+    start = _launcher(server_config) if launch is None else launch
     check_tls(server_config)
     address = server_config.host, server_config.port
     with contextlib.closing(listen(*address)) as sock, logging_to(server_config):
@@ -80,23 +81,41 @@ def serve(
             parsers,
         )
         _check_names(engine_config, model.name)
-        lives = Lives(lambda folder: start(engine_config, folder, explicit), server_config)
-        with contextlib.closing(lives), contextlib.ExitStack() as traced:
+        with contextlib.ExitStack() as closed:
             tell: list[Tracing] = []
             if server_config.otlp_endpoint is not None:
                 tell = [start_tracing(server_config.otlp_endpoint, model.name)]
-                traced.enter_context(contextlib.closing(tell[0]))
+                closed.enter_context(contextlib.closing(tell[0]))
+            lives: list[Lives] = []
+            for number in range(server_config.dp):
+                make = partial(_make, start, engine_config, explicit, number)
+                lives.append(closed.enter_context(contextlib.closing(Lives(make, server_config))))
             think_id = tokenizer.token_id("<think>") if server_config.strip_thinking_cache else None
-            client = EngineClient(lives.engine.to_engine, lives.engine.from_engine, think_id)
+            engines = [one.engine for one in lives]
+            client = Replicas([EngineClient(e.to_engine, e.from_engine, think_id) for e in engines])
             app = create_app(client, tokenizer, server_config, model, tell)
             add_routes(app, client, engine_config, server_config.routes)
             return uvloop.run(_Serving(lives, client, app, sock, server_config, model.name).run())
 
 
-def _processes(config: EngineConfig, folder: Path, explicit: Collection[str]) -> Engine:
+def _launcher(server: ServerConfig) -> Launch:
     from ds_runtime.engine.launch import EngineProcesses
 
-    return EngineProcesses(config, folder, explicit)
+    tell = engine_output if server.log_format == "json" else None
+
+    def launch(
+        config: EngineConfig, folder: Path, explicit: Collection[str], replica: int
+    ) -> Engine:
+        count = server.dp
+        return EngineProcesses(config, folder, explicit, (), replica, count, tell)
+
+    return launch
+
+
+def _make(
+    launch: Launch, config: EngineConfig, explicit: Collection[str], number: int, folder: Path
+) -> Engine:
+    return launch(config, folder, explicit, number)
 
 
 def _check_names(config: EngineConfig, served: str) -> None:
@@ -157,7 +176,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def add_routes(
-    app: FastAPI, client: EngineClient, config: EngineConfig, names: Collection[str]
+    app: FastAPI, client: Replicas, config: EngineConfig, names: Collection[str]
 ) -> None:
     """The HTTP routes of the plugins that the operator named, and of no other."""
     if not names:
@@ -179,18 +198,29 @@ def add_routes(
 
 
 class _Serving:
-    """One run of the server, from the engine's start to everybody's end."""
+    """One run of the server, from the engines' start to everybody's end."""
 
     def __init__(
         self,
-        lives: Lives,
-        client: EngineClient,
+        lives: Sequence[Lives],
+        client: Replicas,
         app: FastAPI,
         sock: socket.socket,
         config: ServerConfig,
         name: str,
     ) -> None:
-        self._lives, self._client, self._sock, self._name = lives, client, sock, name
+        self._client, self._sock, self._name = client, sock, name
+        several = len(lives) > 1
+        self._keepers = [
+            Keeper(
+                one,
+                client.clients[n],
+                f"replica {n}: " if several else "",
+                config.watchdog_timeout,
+                self._on_ready,
+            )
+            for n, one in enumerate(lives)
+        ]
         self._in_json = config.log_format == "json"
         self._scheme = "http" if config.ssl_certfile is None else "https"
         self._patience = config.shutdown_timeout
@@ -204,81 +234,65 @@ class _Serving:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
         await self._client.start()
-        task: asyncio.Task[None] | None = None
+        tasks: list[asyncio.Task[Any]] = []
         try:
-            self._start()
-            task = asyncio.create_task(self._web.serve(sockets=[self._sock]))
-            return await self._until_the_end(task)
+            tasks += [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+            tasks.append(asyncio.create_task(self._web.serve(sockets=[self._sock])))
+            return await self._until_the_end(tasks[-1], tasks[:-1])
         finally:
             self._client.end()
             self._web.should_exit = True
-            if task is not None:
-                await asyncio.gather(task, return_exceptions=True)
+            for keeping in tasks[:-1]:
+                keeping.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._client.close()
-            self._lives.engine.stop(_AT_ONCE if self._hurried.is_set() else _ENGINE_SECONDS)
+            hurried = self._hurried.is_set()
+            await asyncio.gather(*(keeper.stop(hurried) for keeper in self._keepers))
 
-    def _start(self) -> None:
-        self._client.outlook = self._lives.outlook
-        self._lives.engine.start()
-
-    async def _until_the_end(self, task: asyncio.Task[None]) -> int:
-        served = False
-        while True:
-            watch = asyncio.create_task(self._watch(self._lives.engine))
-            try:
-                await self._live(task)
-            finally:
-                watch.cancel()
-            if self._signalled.is_set():
-                return 0
-            served = served or self._client.ready is not None
-            if not served:
-                _log.error("the engine did not start: %s", self._client.dead)
-                return 1
-            if not self._lives.may_go_on():
-                self._client.restarting = None
-                _log.error("the engine has stopped: %s; the server exits", self._client.dead)
-                await self._signal_within(_DEAD_SECONDS)
-                return 1
-            await self._restart()
-            if self._signalled.is_set():
-                return 0
-
-    async def _live(self, task: asyncio.Task[None]) -> None:
-        """Until the engine is dead, or a signal and the end of what ran then."""
-        await self._first(task, asyncio.ensure_future(self._client.wait()))
-        if self._signalled.is_set() or self._client.dead is not None:
-            return
-        assert self._client.ready is not None
-        self._lives.ready()
-        self._client.restarting = None
-        serving = f"serving {self._name} at {self._url()} (OpenAI base URL {self._url()}/v1)"
-        if self._in_json:
-            _log.info("%s\n%s", self._client.ready.banner, serving)
-        else:
-            print(self._client.ready.banner)
-            print(serving)
-        sys.stdout.flush()
-        await self._first(task, asyncio.ensure_future(self._client.wait_dead()))
+    async def _until_the_end(
+        self, task: asyncio.Task[None], keeping: Sequence[asyncio.Task[End]]
+    ) -> int:
+        """Until a signal, an engine that is not started again, or the web server's own end."""
+        signalled = asyncio.ensure_future(self._signalled.wait())
+        await asyncio.wait({task, signalled, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
         if self._signalled.is_set():
             await self._drain()
+            return 0
+        if task.done():
+            _log.error("the HTTP server has ended; the engines are stopped")
+            task.result()
+            return 1
+        end = next(one.result() for one in keeping if one.done())
+        if not end.served:
+            _log.error("the engine did not start: %s", end.reason)
+            return 1
+        _log.error("the engine has stopped: %s; the server exits", end.reason)
+        if self._client.serving:
+            await self._drain()
+        else:
+            await self._signal_within(_DEAD_SECONDS)
+        return 1
 
-    async def _restart(self) -> None:
-        """Start the next engine after a while, unless a signal comes first."""
-        delay = self._lives.delay()
-        said = f"{self._client.dead}; {self._lives.plan()}"
-        _log.error("the engine has stopped: %s in %g s", said, delay)
-        self._client.restarting = said
-        await asyncio.to_thread(self._lives.engine.stop, _ENGINE_SECONDS)
-        await self._signal_within(delay)
-        if not self._signalled.is_set():
-            engine = self._lives.renew()
-            self._client.renew(engine.to_engine, engine.from_engine)
-            self._start()
+    def _on_ready(self) -> None:
+        """Say so, once every engine is there."""
+        ready = self._client.ready
+        if ready is None or len(self._client.serving) < len(self._keepers):
+            return
+        banner = ready.banner
+        if len(self._keepers) > 1:
+            banner += f"\nreplicas  {len(self._keepers)}, each as above"
+        serving = f"serving {self._name} at {self._url()} (OpenAI base URL {self._url()}/v1)"
+        if self._in_json:
+            _log.info("%s\n%s", banner, serving)
+        else:
+            print(banner)
+            print(serving)
+        sys.stdout.flush()
 
     async def _drain(self) -> None:
-        """Let running requests end; no longer than the user allows, nor than the engine lives."""
-        self._client.draining = True
+        """Let running requests end; no longer than the user allows, nor than an engine serves."""
+        self._client.drain()
         if running := len(self._running):
             _log.warning(
                 "shutting down: %d requests may take %g s more; a second signal stops at once",
@@ -287,7 +301,7 @@ class _Serving:
             )
         loop = asyncio.get_running_loop()
         end = loop.time() + self._patience
-        while self._running and self._client.dead is None and loop.time() < end:
+        while self._running and self._client.serving and loop.time() < end:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._hurried.wait(), _POLL_SECONDS)
                 return
@@ -295,24 +309,6 @@ class _Serving:
     async def _signal_within(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._signalled.wait(), seconds)
-
-    async def _first(self, task: asyncio.Task[None], event: asyncio.Future[None]) -> None:
-        """Until the event, a signal, or the web server's own end, which is an error."""
-        signalled = asyncio.ensure_future(self._signalled.wait())
-        waited: set[asyncio.Future[Any]] = {task, event, signalled}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        event.cancel()
-        signalled.cancel()
-        if task.done() and not self._signalled.is_set():
-            self._client.fail("the HTTP server ended")
-            task.result()
-
-    async def _watch(self, engine: Engine) -> None:
-        """Turns the end of a process into the client's reason."""
-        while (reason := engine.poll()) is None:
-            await asyncio.sleep(_POLL_SECONDS)
-        await asyncio.sleep(_LAST_WORDS)
-        self._client.fail(reason)
 
     def _on_signal(self) -> None:
         if self._signalled.is_set():

@@ -142,9 +142,12 @@ class CudaPlatform(Platform):
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
+        import torch
+
         from ds_runtime.api import TorchCommunicator
 
-        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=self.device(rank))
+        here = torch.device("cuda", torch.cuda.current_device())  # by init_worker
+        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=here)
 
     def graph_backend(self, rank: int = 0) -> GraphBackend:
         from ds_runtime_cuda.graphs import CudaGraphs

@@ -71,6 +71,7 @@ class FakeEngine:
     profiling: str | None = None
     adapters: list[str] = field(default_factory=list)
     adapts: list[Adapt] = field(default_factory=list)
+    refuses: str = ""
     generated: int = 0
     bytes_in: int = 0
 
@@ -124,8 +125,10 @@ class FakeEngine:
     def adapt(self, message: Adapt) -> None:
         """A folder whose path says bad is refused."""
         self.adapts.append(message)
-        refused = ""
-        if message.folder is None:
+        refused = self.refuses
+        if refused:
+            pass
+        elif message.folder is None:
             if any(j.submit.adapter == message.name for j in self.jobs.values()):
                 refused = "in use"
             else:

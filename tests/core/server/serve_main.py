@@ -37,20 +37,24 @@ def engine_main(model, to_engine, from_engine, mode):
 
 
 class Processes:
-    def __init__(self, config, folder, explicit):
+    def __init__(self, config, folder, replica):
         self.to_engine, self.from_engine = ipc(folder, "to_engine"), ipc(folder, "from_engine")
         args = (config.model, self.to_engine, self.from_engine, sys.argv[3])
+        self.replica = replica
         context = multiprocessing.get_context("spawn")
         self.process = context.Process(target=engine_main, args=args, daemon=True)
         print(f"folder {folder}", flush=True)
 
     def start(self):
         self.process.start()
-        print(f"engine {self.process.pid}", flush=True)
+        print(f"engine {self.process.pid} replica {self.replica}", flush=True)
 
     def poll(self):
         code = self.process.exitcode
         return None if code is None else f"engine rank 0 left with exit code {code}"
+
+    def trace(self):
+        print(f"traced {self.replica}", flush=True)
 
     def stop(self, timeout=5.0):
         self.process.terminate()
@@ -64,7 +68,7 @@ if __name__ == "__main__":
         code = serve(
             EngineConfig(model=sys.argv[1]),
             ServerConfig(port=int(sys.argv[2]), **json.loads(sys.argv[4])),
-            launch=lambda config, folder, explicit: Processes(config, Path(folder), explicit),
+            launch=lambda config, folder, explicit, n: Processes(config, Path(folder), n),
         )
     except DsRuntimeError as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)

@@ -19,6 +19,7 @@ from ds_runtime.engine.transport import ipc, private_folder
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.prepare import ModelInfo
+from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.server.serve import listen
 from ds_runtime.server.web import web as make_web
@@ -30,10 +31,14 @@ from ds_runtime.text.tokenizer import Tokenizer
 @dataclass
 class Served:
     url: str
-    engine: FakeEngine
+    engines: list[FakeEngine]
     http: httpx.Client
     tokenizer: Tokenizer
     app: FastAPI
+
+    @property
+    def engine(self):
+        return self.engines[0]
 
     def post(self, path, **body):
         return self.http.post(path, json=body)
@@ -66,6 +71,7 @@ def serving(
     parsers=None,
     send_buffer=None,
     tell=(),
+    replicas=1,
     **config,
 ):
     tokenizer = Tokenizer.load(folder)
@@ -80,10 +86,12 @@ def serving(
     with private_folder() as sockets, contextlib.closing(listen("127.0.0.1", 0)) as sock:
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        addresses = ipc(sockets, "to_engine"), ipc(sockets, "from_engine")
-        engine = FakeEngine(tokenizer, *addresses, ready=ready, queue_limit=queue_limit)
+        pairs = [[ipc(sockets, f"{way}{n}") for way in ("to", "from")] for n in range(replicas)]
+        engines = [
+            FakeEngine(tokenizer, *pair, ready=ready, queue_limit=queue_limit) for pair in pairs
+        ]
         think_id = tokenizer.token_id("<think>") if server_config.strip_thinking_cache else None
-        client = EngineClient(*addresses, think_id)
+        client = Replicas([EngineClient(*pair, think_id) for pair in pairs])
         app = create_app(client, tokenizer, server_config, model, tell)
         if routes_of is not None:
             routes_of(app)
@@ -91,7 +99,8 @@ def serving(
 
         async def main():
             await client.start()
-            engine.start()
+            for engine in engines:
+                engine.start()
             try:
                 await web.serve(sockets=[sock])
             finally:
@@ -104,9 +113,12 @@ def serving(
         with httpx.Client(base_url=url, timeout=20, verify=False) as http:
             if ready:
                 until(lambda: http.get("/health").status_code == 200)
-            yield Served(url, engine, http, tokenizer, app)
-        engine.alive = False
+                until(lambda: len(client.serving) == replicas)
+            yield Served(url, engines, http, tokenizer, app)
+        for engine in engines:
+            engine.alive = False
         web.should_exit = True
         thread.join(10)
-        engine.thread.join(10)
-        assert not thread.is_alive() and not engine.thread.is_alive()
+        for engine in engines:
+            engine.thread.join(10)
+        assert not any(t.is_alive() for t in (thread, *(e.thread for e in engines)))

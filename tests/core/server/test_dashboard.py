@@ -56,7 +56,7 @@ def run_node(script, *arguments):
 
 @node
 def test_the_page_reads_the_metrics_as_they_are():
-    metrics = Metrics(EngineView(_stats, lambda: None, lambda: True), 'a "quoted\\ name')
+    metrics = Metrics([EngineView(_stats, lambda: None, lambda: True)], 'a "quoted\\ name')
     before = metrics.text().decode()
     for i in range(100):
         metrics.first_token.observe(0.02 if i < 90 else 2.0)

@@ -20,6 +20,7 @@ from ds_runtime.engine.transport import bind_pull, ipc, private_folder
 from ds_runtime.errors import CheckpointError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.sampling import GenerationDefaults
 
 CHAT = '{"messages": [{"role": "user", "content": "[say ok]"}], %s}'
@@ -240,15 +241,16 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind():
             context = zmq.Context()
             addresses = ipc(folder, "to_engine"), ipc(folder, "from_engine")
             inbox = bind_pull(context, addresses[0])
-            client = EngineClient(*addresses)
+            one = EngineClient(*addresses)
+            client = Replicas([one])
             await client.start()
-            client.ready = object()
+            one.ready = object()
             fields = {"prompt": [5], "params": SamplingParams(), "seed": 1}
             good = SubmitGroup(rids=["a", "b"], group="0", **fields)
             bad = SubmitGroup(rids=["c"], group="1", priority=10**30, **fields)
             with pytest.raises(OverflowError):
                 client.open([good, bad])
-            left = dict(client._flights)
+            left = dict(one._flights)
             client.close()
             inbox.close()
             context.destroy()

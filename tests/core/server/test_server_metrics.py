@@ -24,12 +24,13 @@ PLAN = {
 
 
 def scrape(text):
-    """{(sample, labels without the model's): value}; every name belongs to a declared family."""
+    """{(sample, labels without the model's and engine 0's): value}; every family is declared."""
     out = {}
     for family in text_string_to_metric_families(text):
         assert family.type != "unknown", family.name
         for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            usual = {("model_name", sample.labels.get("model_name")), ("engine", "0")}
+            labels = dict(sample.labels.items() - usual)
             out[sample.name.removeprefix("ds_runtime_"), *sorted(labels.items())] = sample.value
     return out
 
@@ -84,7 +85,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         draft_tokens=10,
         accepted_tokens=8,
     )
-    found = scrape(Metrics(view(lambda: stats, lambda: fake_ready), "m").text().decode())
+    found = scrape(Metrics([view(lambda: stats, lambda: fake_ready)], "m").text().decode())
     assert found["num_requests_running",] == 3 and found["num_requests_waiting",] == 2
     assert found["kv_cache_usage_perc",] == 0.5
     assert found["prefix_cache_hits_total",] / found["prefix_cache_queries_total",] == 0.4
@@ -114,7 +115,7 @@ def test_no_figure_of_the_engine_is_forgotten():
 
 def test_an_engine_that_loads_or_died_is_not_up(fake_ready):
     for ready, alive in ((None, True), (fake_ready, False)):
-        one = Metrics(view(ready=lambda r=ready: r, alive=lambda a=alive: a), "m")
+        one = Metrics([view(ready=lambda r=ready: r, alive=lambda a=alive: a)], "m")
         assert scrape(one.text().decode())["engine_up",] == 0
 
 
@@ -132,7 +133,7 @@ def test_what_requests_say_makes_no_series(served):
 
 
 def test_the_time_of_an_answer_has_three_parts():
-    metrics = Metrics(view(), "m")
+    metrics = Metrics([view()], "m")
     timer = Timer(metrics, time.perf_counter() - 1.0)
     timer.tokens("a", 1, 0.25)
     assert timer.queued == pytest.approx(0.75, abs=0.1) and timer.prefill == 0.25
@@ -146,7 +147,7 @@ def test_the_time_of_an_answer_has_three_parts():
 
 
 def test_an_engine_s_clock_that_disagrees_does_no_harm():
-    timer = Timer(Metrics(view(), "m"), time.perf_counter())
+    timer = Timer(Metrics([view()], "m"), time.perf_counter())
     timer.tokens("a", 1, 1e6)
     assert 0 <= timer.queued < 1e-6
 

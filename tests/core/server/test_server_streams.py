@@ -171,5 +171,5 @@ def test_metrics(served):
     assert float(values['ds_runtime_time_to_first_token_seconds_count{model_name="fake"}']) >= 1
     key = 'ds_runtime_request_success_total{finished_reason="stop",model_name="fake"}'
     assert float(values[key]) >= 1
-    assert float(values['ds_runtime_generation_tokens_total{model_name="fake"}']) >= 1
-    assert 'ds_runtime_kv_pages_free{model_name="fake"}' in values
+    assert float(values['ds_runtime_generation_tokens_total{engine="0",model_name="fake"}']) >= 1
+    assert 'ds_runtime_kv_pages_free{engine="0",model_name="fake"}' in values

@@ -1,5 +1,5 @@
 // The tiles: /metrics once a second, the last two minutes as a line.
-import { grown, parse, quantile, read, seconds } from "./metrics.js";
+import { grown, mean, parse, quantile, read, seconds } from "./metrics.js";
 
 const EVERY = 1000, KEPT = 120, WINDOW = 30; // ms, readings drawn, readings a quantile looks back
 
@@ -15,7 +15,7 @@ const TILES = [
   ["Queued", (c) => read(c.now, "num_requests_waiting"), whole],
   ["First token, half / 95 % within", ...latency("time_to_first_token_seconds")],
   ["Between tokens, half / 95 % within", ...latency("inter_token_latency_seconds")],
-  ["KV cache in use", (c) => read(c.now, "kv_cache_usage_perc"), share],
+  ["KV cache in use", (c) => mean(c.now, "kv_cache_usage_perc"), share],
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
 ];
 

@@ -16,7 +16,11 @@ export function parse(text) {
   return found;
 }
 
-export const read = (metrics, name) => metrics[name]?.[0]?.value ?? 0;
+// Of all replicas of the engine together.
+export const read = (metrics, name) =>
+  (metrics[name] ?? []).reduce((sum, sample) => sum + sample.value, 0);
+
+export const mean = (metrics, name) => read(metrics, name) / (metrics[name]?.length || 1);
 
 // How much a counter grew; after a restart of the engine it counts from 0.
 export function grown(now, before, name) {

@@ -1,0 +1,66 @@
+"""How the ranks of several engines on one machine are numbered, and what they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.launch import _events
+from ds_runtime.engine.ranks import join
+from ds_runtime.engine.rankspec import RankSpec
+from ds_runtime.errors import ConfigError
+
+
+class Devices:
+    """A platform with three devices, which notes what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def info(self, rank=0):
+        if rank >= 3:
+            raise RuntimeError(f"there is no device {rank}, only 0 to 2")
+
+    def init_worker(self, rank, size, threads=None):
+        self.told.append((rank, size))
+
+    def communicator(self, rank, size, init_method, timeout):
+        return rank, size, init_method
+
+
+def specs(tp, dp):
+    config = EngineConfig(tp=tp)
+    return [
+        RankSpec(config, (), (), Path(f"/f{replica}"), rank, replica, dp)
+        for replica in range(dp)
+        for rank in range(tp)
+    ]
+
+
+def test_devices_are_numbered_through_and_groups_by_themselves():
+    platform = Devices()
+    assembly = SimpleNamespace(platform=platform, config=EngineConfig(tp=2))
+    every = specs(tp=2, dp=2)
+    joined = [join(spec, assembly) for spec in every[:3]]
+    assert platform.told == [(0, 4), (1, 4), (2, 4)]
+    assert [one[:2] for one in joined] == [(0, 2), (1, 2), (0, 2)]
+    assert joined[0][2] == joined[1][2] != joined[2][2]  # replicas meet nowhere
+    with pytest.raises(ConfigError, match="--dp 2 --tp 2: 4 devices are needed, and number 3"):
+        join(every[3], assembly)
+    with pytest.raises(ConfigError, match=r"^--tp 4: 4 devices .* only 0 to 2; give less"):
+        join(specs(tp=4, dp=1)[3], assembly)
+
+
+def test_a_traceback_is_one_event():
+    text = """warning: first
+Traceback (most recent call last):
+  File "a.py", line 1, in b
+    c()
+ValueError: d
+
+last"""
+    events = list(_events(text.split("\n")))
+    assert events == ["warning: first", text[15:-6], "last"]
