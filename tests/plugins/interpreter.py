@@ -44,6 +44,7 @@ def _torch_dtypes(tl: Any) -> dict[Any, torch.dtype]:
         tl.float64: torch.float64,
         tl.float8e4nv: torch.float8_e4m3fn,
         tl.float8e5: torch.float8_e5m2,
+        tl.int8: torch.int8,
     }
 
 

@@ -80,7 +80,7 @@ def test_lookup_goes_from_the_shape_to_the_generic_entry():
 
 @needs_triton
 def test_names_are_parameters_of_the_kernels():
-    from ds_runtime_triton.jit import absorb, experts, gemm, index, mha, mla, sparse, topk
+    from ds_runtime_triton.jit import absorb, coded, experts, gemm, index, mha, mla, sparse, topk
 
     routed = (experts.gate_up_kernel, experts.down_kernel, experts.down_direct_kernel)
     kernels = {
@@ -88,6 +88,11 @@ def test_names_are_parameters_of_the_kernels():
         "linear_fp8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel, gemm.fp8_vector_kernel],
         "experts_dense": [*routed],
         "experts_fp8": [*routed],
+        "linear_int8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel],
+        "experts_int8": [*routed],
+        "linear_weight_only": [coded.coded_gemm_kernel],
+        "experts_weight_only": [coded.coded_experts_kernel],
+        "experts_w4afp8": [coded.coded_experts_kernel],
         "absorb": [absorb.absorb_kernel],
         "mla_decode": [mla.mla_decode_kernel],
         "mha_prefill": [mha.mha_prefill_kernel],
@@ -168,6 +173,50 @@ def test_experts(size, config, fmt):
     held = wide.pack(SampleExperts(triples), facts("float64"))
     want = wide.apply(x.double(), weights.double(), ids, held)
     close(got, want, 8e-3 if fmt == "dense" else 6e-2)
+
+
+def plain(config):
+    """Without PTX, which the interpreter does not know: what it gives is checked on a GPU."""
+    return {**config, "PTX": 0}
+
+
+@needs_triton
+@pytest.mark.parametrize(("size", "config"), configs("linear_weight_only"))
+def test_linear_weight_only(size, config):
+    from ds_runtime_triton.weight_only import LinearWeightOnly
+
+    rows = min(size, 70)
+    make = Maker(facts(), f"int4 {rows}")
+    weight, x = make.weight(150, 200, "int4_group"), make.normal(rows, 200)
+    kernel = LinearWeightOnly(facts())
+    packed = kernel.pack(weight, facts())
+    packed.tensors["tuned"] = Sizes((1,), (plain(config),))
+    with faithful():
+        got = kernel.apply(x, packed)
+    close(got, x.double() @ weight.dequantise(torch.float64).T, 4e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize(("size", "config"), configs("experts_w4afp8"))
+def test_coded_experts(size, config):
+    from ds_runtime_triton.coded_experts import ExpertsW4AFp8
+
+    tokens = 2 if config["DIRECT"] else min(size, 20)
+    make = Maker(facts(), f"coded experts {tokens}")
+    triples = [
+        tuple(make.weight(*shape, "w4afp8") for shape in ((64, 128), (64, 128), (128, 64)))
+        for _ in range(4)
+    ]
+    kernel = ExpertsW4AFp8(facts())
+    packed = kernel.pack(SampleExperts(triples), facts())
+    packed.tensors["layer"].sizes = Sizes((1,), (plain(config),))
+    x, weights = make.normal(tokens, 128), make.uniform(tokens, 2).float()
+    ids = torch.stack([make.order(4)[:2] for _ in range(tokens)]).int()
+    with faithful():
+        got = kernel.apply(x, weights, ids, packed)
+    wide = moe.ReferenceExperts(facts("float64"))
+    held = wide.pack(SampleExperts(triples), facts("float64"))
+    close(got, wide.apply(x.double(), weights.double(), ids, held), 6e-2)
 
 
 @needs_triton

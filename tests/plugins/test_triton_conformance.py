@@ -29,6 +29,19 @@ SCALED = frozenset({"cache_write", "cache_gather", "sparse_prefill", "sparse_dec
 MATRIX = frozenset({"linear", "experts", "mla_absorb", "mha_prefill", "mla_decode"})
 FLOAT32 = MATRIX | {"router_logits", "logprobs"}
 SHORT = ("0x", "1x", "64x7", "ties", "no ", "negative", "saturated")  # of sample and route
+# Weights of few bits take their time: one case per kind of code and of scale.
+CODED = ("int4 zero", "int4 cut any", "fp8_channel odd", "mxfp8 cut", "nvfp4 cut", "mxfp4 odd")
+CODED_EXPERTS = ("int4_group zeros 77", "nvfp4")
+
+
+def _short(kernel, case):
+    """What the labels of this kernel's cases begin with that do not take long."""
+    if kernel.op.name in ("sample", "route"):
+        return SHORT
+    if kernel.fn.endswith("_weight_only"):
+        coded = CODED if kernel.op.name == "linear" else CODED_EXPERTS
+        return coded if case.facts.dtype == "bfloat16" else ("nvfp4 cut", "int4 zero")
+    return ""
 
 
 def some(ops, dtype, dims=SMALL_DIMS, page=4, kv="", marks=()):
@@ -36,7 +49,7 @@ def some(ops, dtype, dims=SMALL_DIMS, page=4, kv="", marks=()):
     facts = facts_for(DEVICE, dtype, dims, page, kv)
     once = [replace(k, deterministic=False) for k in ALL if k.op.name in ops]
     for kernel, case in cases_for(once, facts):
-        long = kernel.op.name in ("sample", "route") and not case.label.startswith(SHORT)
+        long = not case.label.startswith(_short(kernel, case))
         some_marks = [*marks, pytest.mark.slow] if long else marks
         name = "-".join(filter(None, (case_id(kernel), case_id(case), kv, str(page))))
         yield pytest.param(kernel, case, id=name, marks=some_marks)

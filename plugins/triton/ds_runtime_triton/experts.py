@@ -10,11 +10,12 @@ from torch import Tensor
 from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import (
     BLOCK,
-    FP8,
+    by_row,
     column_group,
     grid_of,
     powers_of_two,
     row_group,
+    scale_step,
     wide_values,
 )
 from ds_runtime_triton.config import Config, Sizes, folder, tuned
@@ -34,13 +35,18 @@ _COLUMNS = 1024  # of one program of the sum
 
 @dataclass
 class Stack:
-    """One matrix of every expert: values [experts, …, rows, cols]; in FP8 with scales
-    [experts, …, ⌈rows / group_n⌉, ⌈cols / group_k⌉], where group_k is not 0."""
+    """One matrix of every expert: values [experts, …, rows, cols]; in FP8 or int8 with scales
+    [experts, …, ⌈rows / group_n⌉, ⌈cols / group_k⌉ or 1], where group_k is not 0."""
 
     values: Tensor
     scale: Tensor
     group_n: int = 1
     group_k: int = 0
+
+    @property
+    def step(self) -> int:
+        """From a group's scale to the next one's."""
+        return scale_step(self.scale, self.values.shape[-1], self.group_k)
 
     @property
     def nbytes(self) -> int:
@@ -62,13 +68,15 @@ def _dense_stack(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     )
 
 
-def _fp8_stack(shape: tuple[int, ...], like: Weight) -> Stack:
+def _scaled_stack(shape: tuple[int, ...], like: Weight) -> Stack:
     """Empty, for weights that are cut like this one."""
     group_n, group_k = row_group(like), column_group(like)
-    device = like.parts[0].tensors["weight"].device
-    grid = (*shape[:-2], cdiv(shape[-2], group_n), cdiv(shape[-1], group_k))
+    values = like.parts[0].tensors["weight"]
+    device = values.device
+    across = 1 if by_row(like) else cdiv(shape[-1], group_k)
+    grid = (*shape[:-2], cdiv(shape[-2], group_n), across)
     return Stack(
-        torch.empty(shape, dtype=FP8, device=device),
+        torch.empty(shape, dtype=values.dtype, device=device),
         torch.empty(grid, dtype=torch.float32, device=device),
         group_n,
         group_k,
@@ -98,17 +106,19 @@ class Layer:
     sizes: Sizes
     arrived: Tensor  # counters of pieces, see jit/gemm.py
     ue8m0: bool = False
-    fp8: bool = field(init=False)
+    scaled: bool = field(init=False)  # codes and scales, not numbers
 
     def __post_init__(self) -> None:
-        self.fp8 = bool(self.gate_up.group_k)
+        self.scaled = bool(self.gate_up.group_k)
 
 
 class _Experts:
-    """What both kernels share: packing in order, and the launches."""
+    """What the kernels share: packing in order, and the launches. keeps: formats that stay as they
+    are."""
 
     tag = ""
-    keeps_fp8 = False
+    keeps: frozenset[str] = frozenset()
+    packing = ""  # of whole blocks
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = torch_dtype(facts.dtype)
@@ -116,6 +126,9 @@ class _Experts:
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         count, hidden, inter = source.num_experts, source.hidden, source.intermediate
+        if self.keeps and source.format not in self.keeps:
+            read = " and ".join(sorted(self.keeps))
+            raise TypeError(f"{self.tag} reads {read}, not {source.format}")
         layer: Layer | None = None
         for e in range(count):
             weights = source.expert(e)
@@ -126,11 +139,12 @@ class _Experts:
             _fill(layer.gate_up, (e, 1), up)
             _fill(layer.down, (e,), down)
         assert layer is not None, "a layer without experts"
-        if layer.fp8:
+        if layer.scaled:
             layer.ue8m0 = powers_of_two(layer.gate_up.scale) and powers_of_two(layer.down.scale)
         nbytes = layer.gate_up.nbytes + layer.down.nbytes
-        tensors = {"layer": layer, **(shared := _shared(layer))}
-        tag = FP8_EXPERTS if shared else self.tag
+        shared = _shared(layer) if self.packing else {}
+        tensors = {"layer": layer, **shared}
+        tag = self.packing if shared else self.tag
         return Packed(tag, (count, hidden, inter), tensors, nbytes, _restore)
 
     def _empty(
@@ -142,9 +156,10 @@ class _Experts:
         values = gate.parts[0].tensors["weight"]
         device = values.device
         same = column_group(gate) == column_group(up) and row_group_or_0(gate) == row_group_or_0(up)
-        if self.keeps_fp8 and same and column_group(gate) and column_group(down):
-            sizes = tuned(self.arch, "experts_fp8", key)
-            return Layer(_fp8_stack(wide, gate), _fp8_stack(low, down), sizes, counters(values))
+        if self.keeps and same and column_group(gate) and column_group(down):
+            sizes = tuned(self.arch, self.tag.removeprefix("triton."), key)
+            stacks = _scaled_stack(wide, gate), _scaled_stack(low, down)
+            return Layer(*stacks, sizes, counters(values))
         return Layer(
             _dense_stack(wide, self.dtype, device),
             _dense_stack(low, self.dtype, device),
@@ -153,7 +168,7 @@ class _Experts:
         )
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag, FP8_EXPERTS)
+        packed.expect(self.tag, self.packing)
         if x.shape[0] == 0 or ids.shape[1] == 0:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
@@ -167,7 +182,7 @@ def _shared(layer: Layer) -> dict[str, Tensor]:
     upper, lower = layer.gate_up, layer.down
     sizes = (*upper.values.shape[2:], *lower.values.shape[1:])
     blocks = {upper.group_n, upper.group_k, lower.group_n, lower.group_k}
-    if not layer.fp8 or blocks != {BLOCK} or any(n % BLOCK for n in sizes):
+    if not layer.scaled or blocks != {BLOCK} or any(n % BLOCK for n in sizes):
         return {}
     return {
         "gate_up": upper.values.flatten(1, 2),
@@ -182,7 +197,7 @@ def row_group_or_0(weight: Weight) -> int:
     return row_group(weight) if column_group(weight) else 0
 
 
-def _part(config: Config, prefix: str) -> dict[str, int]:
+def part_of_config(config: Config, prefix: str) -> dict[str, int]:
     """The entries for one of the two matmuls: named with the prefix, or for both."""
     own = {k.removeprefix(prefix): v for k, v in config.items() if k.startswith(prefix)}
     both = {k: v for k, v in config.items() if k[:3] not in ("UP_", "DN_") and k != "DIRECT"}
@@ -190,16 +205,18 @@ def _part(config: Config, prefix: str) -> dict[str, int]:
 
 
 def _tile_k(stack: Stack, config: dict[str, int]) -> dict[str, int]:
-    """FP8 multiplies one group of columns at a time."""
+    """Codes are multiplied one group of columns at a time."""
     return {**config, "BLOCK_K": stack.group_k} if stack.group_k else config
 
 
 def _hidden(layer: Layer, pairs: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Room for the activations between the matmuls, and their scales."""
     inter = layer.gate_up.values.shape[2]
-    dtype = FP8 if layer.fp8 else like.dtype
-    groups = cdiv(inter, layer.down.group_k) if layer.fp8 else 1
-    scale = torch.empty(groups, pairs if layer.fp8 else 1, dtype=torch.float32, device=like.device)
+    dtype = layer.down.values.dtype if layer.scaled else like.dtype
+    groups = cdiv(inter, layer.down.group_k) if layer.scaled else 1
+    scale = torch.empty(
+        groups, pairs if layer.scaled else 1, dtype=torch.float32, device=like.device
+    )
     return torch.empty(pairs, inter, dtype=dtype, device=like.device), scale
 
 
@@ -221,11 +238,16 @@ def _gate_up(
     config = _tile_k(stack, config)
     gate_up_kernel[(most * cdiv(n, config["BLOCK_N"]),)](
         x, scale, stack.values, stack.scale, out, out_scale, *tiles, ids, pairs, tokens, n, k,
-        x.stride(0), cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8,
+        x.stride(0), cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
         UE8M0=layer.ue8m0, OUT_GROUP=layer.down.group_k or 1, TOP_K=top_k, DIRECT=direct,
         EVEN=k % config["BLOCK_K"] == 0, **config,
     )  # fmt: skip
     return out, out_scale
+
+
+def _quantised(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    stack = layer.gate_up
+    return quantise_by_group(x, stack.group_k, layer.ue8m0, stack.values.dtype)
 
 
 def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
@@ -233,15 +255,24 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     tokens, pairs = x.shape[0], ids.numel()
     x_scale = weights  # not read
     given = x
-    if layer.fp8:
-        x, x_scale = quantise_by_group(x, layer.gate_up.group_k, layer.ue8m0)
+    if layer.scaled:
+        x, x_scale = _quantised(x, layer)
     h, h_scale = _gate_up(
-        x, x_scale, tokens, layer, (ids, ids, ids), ids, _part(config, "UP_"), pairs, given, True
+        x,
+        x_scale,
+        tokens,
+        layer,
+        (ids, ids, ids),
+        ids,
+        part_of_config(config, "UP_"),
+        pairs,
+        given,
+        True,
     )
     stack = layer.down
     n, k = stack.values.shape[1:]
     out = torch.empty(tokens, n, dtype=given.dtype, device=given.device)
-    low = _tile_k(stack, _part(config, "DN_"))
+    low = _tile_k(stack, part_of_config(config, "DN_"))
     low.pop("GROUP")
     tiles = cdiv(n, low["BLOCK_N"])
     low["SPLIT"] = split = low.get("SPLIT", 1) if tiles * tokens <= COUNTERS else 1
@@ -250,7 +281,8 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     )
     down_direct_kernel[(tiles, split, tokens)](
         h, h_scale, stack.values, stack.scale, weights, ids, out, pieces, layer.arrived,
-        pairs, n, k, cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8,
+        pairs, n, k, cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n,
+        SCALED=layer.scaled,
         TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return out
@@ -260,15 +292,13 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     """Tiles of one expert each. Their number is known to the device only; the grid is a bound."""
     tokens, pairs, top_k = x.shape[0], ids.numel(), ids.shape[1]
     experts, device, block = layer.down.values.shape[0], x.device, config["BLOCK_M"]
-    most = pairs // block + min(experts, pairs)
-    order = torch.empty(most * block, dtype=torch.int32, device=device)
-    owner = torch.empty(most, dtype=torch.int32, device=device)
-    used = torch.empty(1, dtype=torch.int32, device=device)
+    tiles, most = _tiles(pairs, experts, block, device)
+    order, owner, used = tiles
     q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
     rows = 1 if tokens <= 64 else 8
-    if layer.fp8:
+    if layer.scaled:
         groups = cdiv(x.shape[1], group)
-        q = torch.empty(x.shape, dtype=FP8, device=device)
+        q = torch.empty(x.shape, dtype=layer.gate_up.values.dtype, device=device)
         x_scale = torch.empty(groups, tokens, dtype=torch.float32, device=device)
         tasks = cdiv(tokens, rows) * groups
     sort_pairs_kernel[(experts + tasks,)](
@@ -276,20 +306,49 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
         EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
         GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=4,
     )  # fmt: skip
-    tiles = (order, owner, used)
     h, h_scale = _gate_up(
-        q, x_scale, tokens, layer, tiles, ids, _part(config, "UP_"), most, x, False
+        q, x_scale, tokens, layer, tiles, ids, part_of_config(config, "UP_"), most, x, False
     )
     stack = layer.down
     n, k = stack.values.shape[1:]
     y = torch.empty(pairs, n, dtype=x.dtype, device=device)
-    low = _tile_k(stack, _part(config, "DN_"))
+    low = _tile_k(stack, part_of_config(config, "DN_"))
     down_kernel[(most * cdiv(n, low["BLOCK_N"]),)](
         h, h_scale, stack.values, stack.scale, weights, y, *tiles, ids, pairs, n, k,
-        cdiv(n, stack.group_n), GROUP_N=stack.group_n, FP8=layer.fp8, TOP_K=top_k,
+        cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled, TOP_K=top_k,
         EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
-    out = torch.empty(tokens, n, dtype=x.dtype, device=device)
+    return sum_of_pairs(y, tokens, top_k)
+
+
+def _tiles(
+    pairs: int, experts: int, block: int, device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Room for (order, owner, used) of sort_pairs_kernel, and how many tiles there are at most."""
+    most = pairs // block + min(experts, pairs)
+    order = torch.empty(most * block, dtype=torch.int32, device=device)
+    owner = torch.empty(most, dtype=torch.int32, device=device)
+    return (order, owner, torch.empty(1, dtype=torch.int32, device=device)), most
+
+
+def sorted_pairs(
+    ids: Tensor, experts: int, block: int
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Tiles of up to `block` pairs of one expert, and how many there are at most."""
+    pairs = ids.numel()
+    tiles, most = _tiles(pairs, experts, block, ids.device)
+    sort_pairs_kernel[(experts,)](
+        ids, *tiles, pairs, experts, ids, ids, ids, 0, 0, 0, EXPERTS=pow2(experts, 2),
+        BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)), GROUP_K=0, UE8M0=False, ROWS=1,
+        num_warps=4,
+    )  # fmt: skip
+    return tiles, most
+
+
+def sum_of_pairs(y: Tensor, tokens: int, top_k: int) -> Tensor:
+    """[tokens · top_k, n] → [tokens, n], each token's rows added."""
+    n = y.shape[1]
+    out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
     width = min(_COLUMNS, pow2(n, 16))
     sum_pairs_kernel[(tokens, cdiv(n, width))](y, out, n, top_k, width, num_warps=4)
     return out
@@ -312,9 +371,18 @@ class ExpertsFp8(_Experts):
     """FP8 weights as they are, activations quantised per token and group before each matmul."""
 
     tag = "triton.experts_fp8"
-    keeps_fp8 = True
+    keeps = frozenset({"fp8_block"})
+    packing = FP8_EXPERTS
+
+
+class ExpertsInt8(_Experts):
+    """As ExpertsFp8, in int8: products are exact, scales by row or by block."""
+
+    tag = "triton.experts_int8"
+    keeps = frozenset({"int8_channel", "int8_block"})
 
 
 # The names that the plan shows.
 experts_dense = ExpertsDense
 experts_fp8 = ExpertsFp8
+experts_int8 = ExpertsInt8

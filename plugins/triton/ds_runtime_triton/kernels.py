@@ -33,6 +33,9 @@ _LAYOUTS = {"": frozenset[str](), "kv": _LATENT_PAGES, "index": frozenset({"inde
 _CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
 _BOTH = frozenset({"dense", "fp8_block"})
 _BLOCKS = frozenset({"fp8_block"})
+_INT8 = frozenset({"int8_channel", "int8_block"})
+_W4AFP8 = frozenset({"w4afp8"})
+_CODED = frozenset({"int4_group", "mxfp4", "nvfp4", "mxfp8", "fp8_channel", "fp8_tensor"} | _W4AFP8)
 _MAX_HEAD = 256  # of a query or value head that prefill keeps on chip
 _MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
 _CONVERTED = "fp8 weights are converted to the compute dtype when packed: twice the bytes"
@@ -117,7 +120,7 @@ def _multiplies_fp8(facts: Facts) -> str | None:
 
 def _rounds(facts: Facts) -> str | None:
     if facts.dtype == "float32":
-        return "float32 asks for products without rounding; this kernel rounds activations to fp8"
+        return "float32 asks for products without rounding; this kernel rounds activations"
     return None
 
 
@@ -125,6 +128,7 @@ _anywhere = gates(_compiles, _dtype)
 _latent_pages = gates(_kv_dtype, _anywhere)
 _mla_decode = gates(_tokens_on_chip, _latent_pages)
 _mha_prefill = gates(_heads_on_chip, _anywhere)
+_int8 = gates(_rounds, _anywhere)
 _fp8 = gates(_multiplies_fp8, _rounds, _anywhere)
 _scaled_pages = gates(_scaled_kv, _anywhere)
 _index_pages = gates(_index_dtype, _index_width, _anywhere)
@@ -164,19 +168,26 @@ def _offer_sparse(op: str) -> tuple[Kernel, Kernel]:
     )
 
 
-def _offer_fp8(op: str, fn: str) -> Kernel:
-    """One rank above the kernel that converts."""
+def _offer_kept(
+    op: str,
+    fn: str,
+    formats: frozenset[str],
+    refuse: Gates = _anywhere,
+    numerics: str = "",
+    packing: str = "",
+) -> Kernel:
+    """Of weights that stay as they are: one rank above the kernel that converts."""
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_triton.{fn}",
         provider=PROVIDER,
         rank=RANK_PORTABLE + 1,
-        refuse=_fp8,
-        formats=_BLOCKS,
-        keeps=_BLOCKS,
+        refuse=refuse,
+        formats=formats,
+        keeps=formats,
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
-        numerics="fp8_w8a8",
-        packing={"linear": FP8_ROWS, "experts": FP8_EXPERTS}[op],
+        numerics=numerics,
+        packing=packing,
     )
 
 
@@ -198,11 +209,16 @@ ATTENTION: tuple[Kernel, ...] = (
     *_offer_sparse("sparse_decode"),
 )
 MOE: tuple[Kernel, ...] = (
-    _offer_fp8("experts", "experts:experts_fp8"),
+    _offer_kept("experts", "experts:experts_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_EXPERTS),
+    _offer_kept("experts", "experts:experts_int8", _INT8, _int8, "int8_w8a8"),
+    _offer_kept("experts", "coded_experts:experts_w4afp8", _W4AFP8, _fp8, "fp8_w8a8"),
+    _offer_kept("experts", "coded_experts:experts_weight_only", _CODED),
     _offer("experts", "experts:experts_dense", note=_CONVERTED),
 )
 LINEAR: tuple[Kernel, ...] = (
-    _offer_fp8("linear", "linear:linear_fp8"),
+    _offer_kept("linear", "linear:linear_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_ROWS),
+    _offer_kept("linear", "linear:linear_int8", _INT8, _int8, "int8_w8a8"),
+    _offer_kept("linear", "weight_only:linear_weight_only", _CODED),
     _offer("linear", "linear:linear_dense", note=_CONVERTED),
 )
 TOPK: tuple[Kernel, ...] = (

@@ -1,4 +1,4 @@
-"""Linear: dense weights, and FP8 weights with activations quantised per token and group."""
+"""Linear: dense weights; FP8 and int8 weights with activations quantised per token and group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ds_runtime_triton.quant import quantise_by_group
 _NARROW = frozenset({"WIDE", "SPLIT", "SWAP", "QUANTISED"})  # not of the kernel for many tokens
 
 
-def _grid(config: Config, m: int, n: int) -> tuple[tuple[int, int], int]:
+def grid_of(config: Config, m: int, n: int) -> tuple[tuple[int, int], int]:
     """(programs, pieces of the inner dimension): one piece where there are too many tiles."""
     tiles = cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
     split = config["SPLIT"] if tiles <= COUNTERS else 1
     return (tiles, split), split
 
 
-def _pieces(config: Config, tiles: int, split: int, like: Tensor) -> Tensor:
+def pieces(config: Config, tiles: int, split: int, like: Tensor) -> Tensor:
     size = tiles * split * config["BLOCK_M"] * config["BLOCK_N"] if split > 1 else 1
     return torch.empty(size, dtype=torch.float32, device=like.device)
 
@@ -65,10 +65,10 @@ class LinearDense:
         y = torch.empty(m, n, dtype=x.dtype, device=x.device)
         if m == 0:
             return y
-        grid, split = _grid(config, m, n)
+        grid, split = grid_of(config, m, n)
         even = k % (config["BLOCK_K"] * split) == 0
         dense_gemm_kernel[grid](
-            x, w, y, _pieces(config, grid[0], split, x), packed.tensors["arrived"],
+            x, w, y, pieces(config, grid[0], split, x), packed.tensors["arrived"],
             m, n, k, x.stride(0), EVEN=even, **{**config, "SPLIT": split},
         )  # fmt: skip
         return y
@@ -86,12 +86,15 @@ class LinearFp8:
     """
 
     tag = "triton.linear_fp8"
+    reads = frozenset({"fp8_block"})
+    packing = FP8_ROWS  # of whole blocks
 
     def __init__(self, facts: Facts) -> None:
         self.dense = LinearDense(facts)
         self.arch = folder(facts.device.arch, facts.dtype)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
+        weight.expect(sorted(self.reads), self.tag)
         blocks = read_blocks(weight)
         if blocks is None:
             inner = self.dense.pack(weight, facts)
@@ -101,17 +104,17 @@ class LinearFp8:
             "dense": None,
             "blocks": blocks,
             "arrived": counters(blocks.values),
-            "tuned": tuned(self.arch, "linear_fp8", f"N={n},K={k}"),
+            "tuned": tuned(self.arch, self.tag.removeprefix("triton."), f"N={n},K={k}"),
         }
         nbytes = blocks.values.nbytes + blocks.scale.nbytes
         tag = self.tag
-        if blocks.group_n == blocks.group_k == BLOCK:
-            tag = FP8_ROWS
+        if blocks.group_n == blocks.group_k == BLOCK and self.packing:
+            tag = self.packing
             tensors |= {"weight": blocks.values, "scale": blocks.scale}
         return Packed(tag, (n, k), tensors, nbytes, restore=_restore_fp8)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag, FP8_ROWS)
+        packed.expect(self.tag, self.packing)
         if packed.tensors["dense"] is not None:
             return self.dense.apply(x, packed.tensors["dense"])
         m, n = x.shape[0], packed.shape[0]
@@ -126,21 +129,22 @@ def _fp8_gemm(x: Tensor, blocks: Blocks, y: Tensor, packed: Packed, config: Conf
     if config.get("VECTOR"):
         _fp8_vector(x, blocks, y, packed, config)
         return
-    grid, split = _grid(config, m, n)
+    grid, split = grid_of(config, m, n)
     beforehand = bool(config["QUANTISED"])
     scale = blocks.scale
     if beforehand:
-        x, scale = quantise_by_group(x, blocks.group_k, blocks.ue8m0)
+        x, scale = quantise_by_group(x, blocks.group_k, blocks.ue8m0, blocks.values.dtype)
     if config.get("WIDE"):
         fp8_wide_kernel[grid](
             x, scale, blocks.values, blocks.scale, y, m, n, k, x.stride(0),
-            GROUP_N=blocks.group_n, BLOCK_K=blocks.group_k, EVEN=k % blocks.group_k == 0,
+            blocks.step, GROUP_N=blocks.group_n, BLOCK_K=blocks.group_k,
+            EVEN=k % blocks.group_k == 0,
             **{name: v for name, v in config.items() if name not in _NARROW},
         )  # fmt: skip
         return
     fp8_gemm_kernel[grid](
-        x, scale, blocks.values, blocks.scale, y, _pieces(config, grid[0], split, y),
-        packed.tensors["arrived"], m, n, k, x.stride(0), GROUP_N=blocks.group_n,
+        x, scale, blocks.values, blocks.scale, y, pieces(config, grid[0], split, y),
+        packed.tensors["arrived"], m, n, k, x.stride(0), blocks.step, GROUP_N=blocks.group_n,
         UE8M0=blocks.ue8m0, BLOCK_K=blocks.group_k, EVEN=k % blocks.group_k == 0,
         **{**{name: v for name, v in config.items() if name != "WIDE"}, "SPLIT": split},
     )  # fmt: skip
@@ -169,6 +173,15 @@ def _restore_fp8(packed: Packed) -> Tensor:
     return wide_values(b.values, b.scale, b.group_n, b.group_k)
 
 
+class LinearInt8(LinearFp8):
+    """As LinearFp8, in int8: products are exact, scales by row or by block."""
+
+    tag = "triton.linear_int8"
+    reads = frozenset({"int8_channel", "int8_block"})
+    packing = ""
+
+
 # The names that the plan shows.
 linear_dense = LinearDense
 linear_fp8 = LinearFp8
+linear_int8 = LinearInt8

@@ -10,15 +10,23 @@ from ds_runtime_triton.jit.quant import quantise_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
 
-def _quantise(x: Tensor, scale: Tensor, group: int, ue8m0: bool, by_group: bool) -> Tensor:
+def _quantise(
+    x: Tensor,
+    scale: Tensor,
+    group: int,
+    ue8m0: bool,
+    by_group: bool,
+    sums: Tensor | None = None,
+    dtype: torch.dtype = FP8,
+) -> Tensor:
     rows, n = x.shape
-    q = torch.empty(rows, n, dtype=FP8, device=x.device)
+    q = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows and n:
         strides = scale.stride() if not by_group else scale.stride()[::-1]
         block = 1 if rows <= 64 else 8
         quantise_kernel[(cdiv(rows, block), cdiv(n, group))](
-            x, q, scale, rows, n, x.stride(0), *strides, group, pow2(group), ue8m0, block,
-            num_warps=1 if block == 1 else 4,
+            x, q, scale, scale if sums is None else sums, rows, n, x.stride(0), *strides, group,
+            pow2(group), ue8m0, sums is not None, block, num_warps=1 if block == 1 else 4,
         )  # fmt: skip
     return q
 
@@ -29,11 +37,21 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return _quantise(x, scale, group, ue8m0, False), scale
 
 
-def quantise_by_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
+def quantise_by_group(
+    x: Tensor, group: int, ue8m0: bool, dtype: torch.dtype = FP8
+) -> tuple[Tensor, Tensor]:
     """As quantize_group, with scales [groups, tokens]: neighbours for the threads of a matmul.
 
-    A last group may be short.
+    dtype: e4m3 or int8. A last group may be short.
     """
     shape = (cdiv(x.shape[1], group), x.shape[0])
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    return _quantise(x, scale, group, ue8m0, True), scale
+    return _quantise(x, scale, group, ue8m0, True, dtype=dtype), scale
+
+
+def quantise_with_sums(x: Tensor, group: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As quantise_by_group, and the sums of the quantised groups, both [groups, tokens]; zeros for
+    groups behind the last column."""
+    make = torch.empty if groups == cdiv(x.shape[1], group) else torch.zeros
+    scale, sums = make(2, groups, x.shape[0], dtype=torch.float32, device=x.device)
+    return _quantise(x, scale, group, False, True, sums), scale, sums

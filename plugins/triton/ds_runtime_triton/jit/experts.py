@@ -17,7 +17,7 @@ from ds_runtime_triton.jit.gemm import (
     store_line,
     token_side,
 )
-from ds_runtime_triton.jit.quant import group_scale, to_fp8
+from ds_runtime_triton.jit.quant import scale_of, to_codes
 from ds_runtime_triton.jit.small import silu
 
 
@@ -82,8 +82,8 @@ def sort_pairs_kernel(
         mask = (token < tokens)[:, None] & (cols < n)[None, :]
         at = token.to(tl.int64)[:, None]
         values = tl.load(x + at * stride_x + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        scale = group_scale(tl.max(tl.abs(values), 1), UE8M0)
-        made = to_fp8(values / scale[:, None], q.dtype.element_ty)
+        scale = scale_of(values, 1, UE8M0, q.dtype.element_ty)
+        made = to_codes(values / scale[:, None], q.dtype.element_ty)
         tl.store(q + at * n + cols[None, :], made, mask=mask)
         tl.store(x_scale + group * tokens + token, scale, mask=token < tokens)
 
@@ -125,7 +125,8 @@ def multiply(
     K,
     k,
     scale_step,
-    FP8: tl.constexpr,
+    step,
+    SCALED: tl.constexpr,
     UNIFORM: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -135,7 +136,7 @@ def multiply(
 ):
     """Sum over the groups of BLOCK_K columns: x rows times w rows."""
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-    if FP8:  # scales are read one group ahead: nothing else hides their latency
+    if SCALED:  # scales are read one group ahead: nothing else hides their latency
         scale, rows = tl.load(x_scales), tl.load(w_scales)
     for group in range(groups):
         start = group * BLOCK_K
@@ -145,9 +146,12 @@ def multiply(
             inside = (start + k < K)[None, :]
             a = tl.load(x_rows + start, mask=inside, other=0.0)
             b = tl.load(w_rows + start, mask=inside, other=0.0)
-        if FP8:
+        if SCALED:
             next = tl.minimum(group + 1, groups - 1)
-            next_scale, next_rows = tl.load(x_scales + next * scale_step), tl.load(w_scales + next)
+            next_scale, next_rows = (
+                tl.load(x_scales + next * scale_step),
+                tl.load(w_scales + next * step),
+            )
             acc += product(a, b, SWAP) * scales_of(scale, rows, SWAP, UNIFORM)
             scale, rows = next_scale, next_rows
         else:
@@ -173,8 +177,9 @@ def gate_up_kernel(
     K,
     stride_x,
     scale_rows,
+    step,
     GROUP_N: tl.constexpr,
-    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     UE8M0: tl.constexpr,
     OUT_GROUP: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -189,8 +194,8 @@ def gate_up_kernel(
     """silu(x · gateᵀ) · (x · upᵀ) of the pairs of a tile: out [pairs, N].
 
     w: [experts, 2, N, K], gate then up; w_scale: [experts, 2, scale_rows, ⌈K / BLOCK_K⌉], a row per
-    GROUP_N. FP8: x is e4m3 with x_scale [groups, tokens], and out is too, with out_scale
-    [⌈N / OUT_GROUP⌉, pairs]; OUT_GROUP divides BLOCK_N.
+    GROUP_N. SCALED: x, w and out are e4m3 or int8, x with x_scale [groups, tokens], out with
+    out_scale [⌈N / OUT_GROUP⌉, pairs]; OUT_GROUP divides BLOCK_N.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = pairs
@@ -207,13 +212,14 @@ def gate_up_kernel(
         x_rows = x + token.to(tl.int64)[:, None] * stride_x + k[None, :]
         gate_rows = w + (expert * 2 * N + read)[:, None] * K + k[None, :]
         up_rows = w + (expert * 2 * N + N + read)[:, None] * K + k[None, :]
-        scales = w_scale + expert * 2 * scale_rows * groups
-        gate_scales = row_scales(scales, tile_n, read, groups, GROUP_N, BLOCK_N)
+        columns = (groups - 1) * step + 1
+        scales = w_scale + expert * 2 * scale_rows * columns
+        gate_scales = row_scales(scales, tile_n, read, columns, GROUP_N, BLOCK_N)
         uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
-        up_scales = gate_scales + scale_rows * groups
+        up_scales = gate_scales + scale_rows * columns
         gate = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
         up = gate
-        if FP8:
+        if SCALED:
             scale = tl.load(x_scale + token)
             gate_row, up_row = tl.load(gate_scales), tl.load(up_scales)
         for group in range(0, groups):
@@ -226,10 +232,11 @@ def gate_up_kernel(
                 a = tl.load(x_rows + start, mask=inside, other=0.0)
                 b = tl.load(gate_rows + start, mask=inside, other=0.0)
                 c = tl.load(up_rows + start, mask=inside, other=0.0)
-            if FP8:
+            if SCALED:
                 next = tl.minimum(group + 1, groups - 1)
                 next_scale = tl.load(x_scale + next * tokens + token)
-                next_gate, next_up = tl.load(gate_scales + next), tl.load(up_scales + next)
+                place = next * step
+                next_gate, next_up = tl.load(gate_scales + place), tl.load(up_scales + place)
                 gate += product(a, b, SWAP) * scales_of(scale, gate_row, SWAP, uniform)
                 up += product(a, c, SWAP) * scales_of(scale, up_row, SWAP, uniform)
                 scale, gate_row, up_row = next_scale, next_gate, next_up
@@ -241,24 +248,24 @@ def gate_up_kernel(
         real_m = token_side(real, SWAP)
         to = out + at_m.to(tl.int64) * N + at_n
         mask = real_m & (at_n < N)
-        if FP8:
+        if SCALED:
             hidden = tl.where(mask, hidden, 0.0)
             parts: tl.constexpr = BLOCK_N // OUT_GROUP
             if SWAP:
                 cut = tl.reshape(hidden, (parts, OUT_GROUP, BLOCK_M))
-                scales = group_scale(tl.max(tl.abs(cut), 1), UE8M0)  # [parts, BLOCK_M]
+                scales = scale_of(cut, 1, UE8M0, out.dtype.element_ty)  # [parts, BLOCK_M]
                 made = tl.reshape(cut / scales[:, None, :], (BLOCK_N, BLOCK_M))
                 part = tile_n * parts + tl.arange(0, parts)[:, None]
                 where, kept = pair[None, :], real[None, :]
             else:
                 cut = tl.reshape(hidden, (BLOCK_M, parts, OUT_GROUP))
-                scales = group_scale(tl.max(tl.abs(cut), 2), UE8M0)  # [BLOCK_M, parts]
+                scales = scale_of(cut, 2, UE8M0, out.dtype.element_ty)  # [BLOCK_M, parts]
                 made = tl.reshape(cut / scales[:, :, None], (BLOCK_M, BLOCK_N))
                 part = tile_n * parts + tl.arange(0, parts)[None, :]
                 where, kept = pair[:, None], real[:, None]
             kept = kept & (part * OUT_GROUP < N)
             tl.store(out_scale + part * pairs + where, scales, mask=kept)
-            tl.store(to, to_fp8(made, out.dtype.element_ty), mask=mask)
+            tl.store(to, to_codes(made, out.dtype.element_ty), mask=mask)
         else:
             tl.store(to, hidden.to(out.dtype.element_ty), mask=mask)
 
@@ -279,8 +286,9 @@ def down_kernel(
     N,
     K,
     scale_rows,
+    step,
     GROUP_N: tl.constexpr,
-    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -299,14 +307,15 @@ def down_kernel(
         k = tl.arange(0, BLOCK_K)
         read = tl.minimum(n, N - 1)
         groups = tl.cdiv(K, BLOCK_K)
+        columns = (groups - 1) * step + 1
         acc = multiply(
             h + pair.to(tl.int64)[:, None] * K + k[None, :],
             h_scale + pair,
             w + (expert * N + read)[:, None] * K + k[None, :],
             row_scales(
-                w_scale + expert * scale_rows * groups, tile_n, read, groups, GROUP_N, BLOCK_N
+                w_scale + expert * scale_rows * columns, tile_n, read, columns, GROUP_N, BLOCK_N
             ),
-            groups, K, k, pairs, FP8, GROUP_N % BLOCK_N == 0, SWAP, EVEN,
+            groups, K, k, pairs, step, SCALED, GROUP_N % BLOCK_N == 0, SWAP, EVEN,
             BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         weight = tl.load(weights + pair)
@@ -332,8 +341,9 @@ def down_direct_kernel(
     N,
     K,
     scale_rows,
+    step,
     GROUP_N: tl.constexpr,
-    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -357,7 +367,8 @@ def down_direct_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
     w_rows = w + read.to(tl.int64)[:, None] * K + k[None, :]
-    w_scales = row_scales(w_scale, tile, read, groups, GROUP_N, BLOCK_N)
+    columns = (groups - 1) * step + 1
+    w_scales = row_scales(w_scale, tile, read, columns, GROUP_N, BLOCK_N)
     for i in tl.static_range(each):
         choice = split * each + i
         if choice < TOP_K:
@@ -366,7 +377,7 @@ def down_direct_kernel(
             share = tl.load(weights + pair)
             x_at = h + (pair * K + 0 * row)[:, None] + k[None, :]
             w_at = w_rows + expert * N * K
-            scales = w_scales + expert * scale_rows * groups
+            scales = w_scales + expert * scale_rows * columns
             for group in range(groups):
                 start = group * BLOCK_K
                 if EVEN:
@@ -375,9 +386,9 @@ def down_direct_kernel(
                     inside = (start + k < K)[None, :]
                     a = tl.load(x_at + start, mask=inside, other=0.0)
                     b = tl.load(w_at + start, mask=inside, other=0.0)
-                if FP8:
+                if SCALED:
                     scale = tl.load(h_scale + group * pairs + pair + 0 * row) * share
-                    rows = tl.load(scales + group)
+                    rows = tl.load(scales + group * step)
                     total += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
                 else:
                     total += product(a, b, SWAP) * share

@@ -1,4 +1,4 @@
-"""Matmul with a weight [N, K]: dense, or FP8 with block scales; the inner dimension may be split.
+"""Matmul with a weight [N, K]: dense, or FP8 or int8 with scales; the inner dimension may be split.
 
 A tile is [BLOCK_M tokens, BLOCK_N rows of the weight], or with SWAP its transpose: few tokens then
 lie on the narrow side of the matrix unit.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ds_runtime_triton.jit.quant import group_scale, to_fp8
+from ds_runtime_triton.jit.quant import group_scale, scale_of, to_codes, to_fp8
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def row_side(values, SWAP: tl.constexpr):
 
 @triton.jit
 def product(x, w, SWAP: tl.constexpr):
-    """x [tokens, k] times w [rows, k] transposed, or its transpose, in fp32."""
+    """x [tokens, k] times w [rows, k] transposed, or its transpose, in fp32; of int8 in int32."""
     if SWAP:
         return tl.dot(w, tl.trans(x), input_precision="ieee")
     else:
@@ -186,6 +186,7 @@ def fp8_gemm_kernel(
     N,
     K,
     stride_x,
+    step,
     GROUP_N: tl.constexpr,
     UE8M0: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -199,8 +200,9 @@ def fp8_gemm_kernel(
 ):
     """y = x · wᵀ where BLOCK_K columns share a scale.
 
-    w_scale: [N / GROUP_N, K / BLOCK_K]. QUANTISED: x is e4m3 with x_scale [K / BLOCK_K, M];
-    otherwise every program quantises the tokens that it reads.
+    w_scale: [N / GROUP_N, K / BLOCK_K], or with step 0 one column for all. QUANTISED: x is
+    quantised like w, with x_scale [K / BLOCK_K, M]; otherwise every program quantises the tokens
+    that it reads.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
@@ -211,19 +213,20 @@ def fp8_gemm_kernel(
     x_rows = x + m_read.to(tl.int64)[:, None] * stride_x + k[None, :]
     w_rows = w + n_read.to(tl.int64)[:, None] * K + k[None, :]
     groups = tl.cdiv(K, BLOCK_K)
-    w_scales = row_scales(w_scale, tile_n, n_read, groups, GROUP_N, BLOCK_N)
+    columns = (groups - 1) * step + 1
+    w_scales = row_scales(w_scale, tile_n, n_read, columns, GROUP_N, BLOCK_N)
     uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     each = tl.cdiv(groups, SPLIT)
     # Scales are read one group ahead: nothing else hides their latency.
     next = tl.minimum(split * each, groups - 1)
-    rows = tl.load(w_scales + next)
+    rows = tl.load(w_scales + next * step)
     scale = tl.zeros((BLOCK_M,), tl.float32)
     if QUANTISED:
         scale = tl.load(x_scale + next * M + m_read)
     for group in range(split * each, tl.minimum((split + 1) * each, groups)):
         next = tl.minimum(group + 1, groups - 1)
-        next_rows, next_scale = tl.load(w_scales + next), scale
+        next_rows, next_scale = tl.load(w_scales + next * step), scale
         if QUANTISED:
             next_scale = tl.load(x_scale + next * M + m_read)
         start = group * BLOCK_K
@@ -235,8 +238,8 @@ def fp8_gemm_kernel(
             b = tl.load(w_rows + start, mask=inside, other=0.0)
         if not QUANTISED:
             values = a.to(tl.float32)
-            scale = group_scale(tl.max(tl.abs(values), 1), UE8M0)
-            a = to_fp8(values / scale[:, None], w.dtype.element_ty)
+            scale = scale_of(values, 1, UE8M0, w.dtype.element_ty)
+            a = to_codes(values / scale[:, None], w.dtype.element_ty)
         acc += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
         rows, scale = next_rows, next_scale
     at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
@@ -309,6 +312,7 @@ def fp8_wide_kernel(
     N,
     K,
     stride_x,
+    step,
     GROUP_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -331,17 +335,19 @@ def fp8_wide_kernel(
     high_rows = w + high.to(tl.int64)[:, None] * K + k[None, :]
     groups = tl.cdiv(K, BLOCK_K)
     uniform: tl.constexpr = GROUP_N % half == 0
-    low_scales = row_scales(w_scale, 2 * tile_n, low, groups, GROUP_N, half)
-    high_scales = row_scales(w_scale, 2 * tile_n + 1, high, groups, GROUP_N, half)
+    columns = (groups - 1) * step + 1
+    low_scales = row_scales(w_scale, 2 * tile_n, low, columns, GROUP_N, half)
+    high_scales = row_scales(w_scale, 2 * tile_n + 1, high, columns, GROUP_N, half)
     if uniform:  # of a tile that begins behind the last row
-        high_scales = w_scale + (tl.minimum((2 * tile_n + 1) * half, N - 1) // GROUP_N) * groups
+        high_scales = w_scale + (tl.minimum((2 * tile_n + 1) * half, N - 1) // GROUP_N) * columns
     low_acc = tl.zeros((BLOCK_M, half), tl.float32)
     high_acc = tl.zeros((BLOCK_M, half), tl.float32)
     low_scale, high_scale = tl.load(low_scales), tl.load(high_scales)
     scale = tl.load(x_scale + m_read)
     for group in range(groups):
         next = tl.minimum(group + 1, groups - 1)
-        next_low, next_high = tl.load(low_scales + next), tl.load(high_scales + next)
+        at = next * step
+        next_low, next_high = tl.load(low_scales + at), tl.load(high_scales + at)
         next_scale = tl.load(x_scale + next * M + m_read)
         start = group * BLOCK_K
         if EVEN:

@@ -1,4 +1,4 @@
-"""FP8 e4m3 quantisation of activations: the scale of a group, and a kernel that applies it."""
+"""Quantisation of activations to FP8 e4m3 or int8: scales of groups, and a kernel for both."""
 
 from __future__ import annotations
 
@@ -23,10 +23,32 @@ def to_fp8(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def scale_of(values, axis: tl.constexpr, UE8M0: tl.constexpr, dtype: tl.constexpr):
+    """Scales of fp32 values along an axis. int8: max |value| / 127, NaN if one is, which integers
+    could not hold."""
+    amax = tl.max(tl.abs(values), axis)
+    if dtype == tl.int8:
+        lost = tl.max((values != values).to(tl.int32), axis)
+        return tl.where(lost > 0, float("nan"), tl.maximum(amax, 1e-30) / 127.0)
+    else:
+        return group_scale(amax, UE8M0)
+
+
+@triton.jit
+def to_codes(values, dtype: tl.constexpr):
+    """fp32 values over their scale, as e4m3 or int8."""
+    if dtype == tl.int8:
+        return tl.floor(tl.minimum(tl.maximum(values, -127.0), 127.0) + 0.5).to(dtype)
+    else:
+        return to_fp8(values, dtype)
+
+
+@triton.jit
 def quantise_kernel(
     x,
     q,
     scale,
+    sums,
     rows,
     n,
     stride,
@@ -35,10 +57,11 @@ def quantise_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     UE8M0: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """BLOCK rows of one group. WIDTH: GROUP rounded up to a power of two. The last group of a
-    row may be short."""
+    row may be short. SUMS: also the sum of what q holds, beside each scale."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     inside = tl.arange(0, WIDTH)
@@ -46,8 +69,10 @@ def quantise_kernel(
     mask = (row < rows)[:, None] & ((inside < GROUP) & (cols < n))[None, :]
     values = tl.load(x + row[:, None] * stride + cols[None, :], mask=mask, other=0.0)
     values = values.to(tl.float32)
-    scales = group_scale(tl.max(tl.abs(values), 1), UE8M0)  # [BLOCK]
-    made = to_fp8(values / scales[:, None], q.dtype.element_ty)
+    scales = scale_of(values, 1, UE8M0, q.dtype.element_ty)  # [BLOCK]
+    made = to_codes(values / scales[:, None], q.dtype.element_ty)
     tl.store(q + row[:, None] * n + cols[None, :], made, mask=mask)
-    place = scale + row * stride_scale_row + group * stride_scale_group
-    tl.store(place, scales, mask=row < rows)
+    place = row * stride_scale_row + group * stride_scale_group
+    tl.store(scale + place, scales, mask=row < rows)
+    if SUMS:
+        tl.store(sums + place, tl.sum(made.to(tl.float32), 1), mask=row < rows)
