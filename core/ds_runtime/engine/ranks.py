@@ -32,6 +32,7 @@ def join(spec: RankSpec, assembly: Assembly) -> Communicator:
     """Enter the group of ranks."""
     config = assembly.config
     spec.check_device(assembly.platform)
+    assembly.platform.local_rank = spec.local_rank
     assembly.platform.init_worker(spec.local_rank, spec.local_ranks, config.threads)
     if spec.size == 1:
         return SoloCommunicator()

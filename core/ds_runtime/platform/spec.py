@@ -88,7 +88,8 @@ class Platform(ABC):
 
     asynchronous: work is queued, and the device computes beside the host. captures:
     `graph_backend` gives one. kv_share: the share of what is free after loading that the KV cache
-    takes where the user says nothing.
+    takes where the user says nothing. local_rank: the index of this process's device, once it is an
+    engine's; where a server runs several engines, their ranks are numbered through.
     """
 
     name: str = ""
@@ -97,6 +98,7 @@ class Platform(ABC):
     asynchronous: bool = False
     captures: bool = False
     kv_share: float = 0.25
+    local_rank: int | None = None
 
     def configure(self, config: EngineConfig) -> None:
         """Take the settings that are about this device; called in every process once it is chosen.
@@ -135,8 +137,7 @@ class Platform(ABC):
     ) -> None:
         """Called once in each rank's process before any tensor exists (threads, affinity).
 
-        `rank` is the local rank, whose device this process is going to use, of the `size` that
-        share this machine. Where a server runs several engines these are the ranks of all.
+        `rank` is `local_rank`, and `size` the ranks of all engines on this machine.
         """
 
     def communicator(
@@ -144,7 +145,7 @@ class Platform(ABC):
     ) -> Communicator:
         """Join the group of `size` ≥ 2 ranks; `init_method` is a torch.distributed address.
 
-        `rank` is the one within its group, whose device is that of this process's `init_worker`.
+        `rank` is the one within its group; its device is that of `local_rank`.
         `timeout`: seconds that this rank waits for the others, in joining and in collectives.
         A platform that does not override this serves one rank.
         """

@@ -29,6 +29,7 @@ from ds_runtime.server.dashboard import dashboard_routes
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error
 from ds_runtime.server.exchange import REQUEST_ID, Exchange, Observe, exchange_of
 from ds_runtime.server.guard import Guard
+from ds_runtime.server.kept import Kept
 from ds_runtime.server.log import access
 from ds_runtime.server.metrics import EngineView, Metrics
 from ds_runtime.server.openapi import describe, request_body
@@ -49,7 +50,7 @@ from ds_runtime.server.protocol import (
     TokenizeRequest,
 )
 from ds_runtime.server.replicas import Replicas
-from ds_runtime.server.responses import Kept, ResponsesRequest, responses_job
+from ds_runtime.server.responses import ResponsesRequest, responses_job
 from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

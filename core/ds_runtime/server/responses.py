@@ -1,30 +1,20 @@
-"""/v1/responses: OpenAI's later protocol over a chat request; answers are kept for a while."""
+"""/v1/responses: requests of OpenAI's later protocol, as chat requests."""
 
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
-from collections.abc import Iterator
-from http import HTTPStatus
 from typing import Annotated, Any, ClassVar
 
-import msgspec
 from pydantic import Field
 
-from ds_runtime.errors import shown
-from ds_runtime.server.blocks import Block, Blocks, blocks_of
 from ds_runtime.server.body import validate
-from ds_runtime.server.choice import Choice, Piece
-from ds_runtime.server.errors import ApiError
-from ds_runtime.server.formats import NamedEvents
+from ds_runtime.server.kept import Kept
 from ds_runtime.server.prepare import Job, Service, chat_job
 from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
-from ds_runtime.server.run import Run
+from ds_runtime.server.responses_format import ResponsesFormat
 from ds_runtime.server.translate import Json, Names, bad, parts_text, present
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
-_KEPT = 1024  # answers
-_KEPT_BYTES = 64 << 20
 _FIELDS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -84,49 +74,6 @@ class ResponsesRequest(Body):
         "top_logprobs": (0,),
         "truncation": ("disabled", "auto"),
     }
-
-
-class Kept:
-    """Answers that may be asked for again, and the conversation up to them; oldest out first."""
-
-    def __init__(self) -> None:
-        self._answers: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
-        self._bytes = 0
-
-    def put(self, response: Json, messages: list[Json]) -> None:
-        """Keep an answer and the messages that a next request goes on from."""
-        self.drop(response["id"])
-        entry = msgspec.json.encode(response), msgspec.json.encode(messages)
-        self._answers[response["id"]] = entry
-        self._bytes += sum(map(len, entry))
-        while len(self._answers) > _KEPT or self._bytes > _KEPT_BYTES:
-            self.drop(next(iter(self._answers)))
-
-    def drop(self, name: str) -> bool:
-        """Forget an answer; whether it was there."""
-        entry = self._answers.pop(name, None)
-        self._bytes -= sum(map(len, entry or ()))
-        return entry is not None
-
-    def response(self, name: str) -> bytes:
-        """The answer as JSON; ApiError 404 if it is not kept."""
-        return self._find(name, "response_id")[0]
-
-    def messages(self, name: str) -> list[Json]:
-        """The conversation up to and with an answer."""
-        found: list[Json] = msgspec.json.decode(self._find(name, "previous_response_id")[1])
-        return found
-
-    def _find(self, name: str, param: str) -> tuple[bytes, bytes]:
-        if (entry := self._answers.get(name)) is None:
-            raise ApiError(
-                404,
-                f"{param} {shown(name)}: no such response is kept; the last {_KEPT} with store "
-                "not false are",
-                param=param,
-                code="response_not_found",
-            )
-        return entry
 
 
 def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
@@ -274,191 +221,3 @@ def _text_format(text: Json | None) -> Json:
         schema = {name: wished.get(name) for name in ("name", "description", "schema", "strict")}
         return {"response_format": {"type": "json_schema", "json_schema": present(schema)}}
     return {"response_format": wished}
-
-
-class ResponsesFormat(NamedEvents):
-    """A response, whole or as the events that build it."""
-
-    def __init__(self, model: str, body: ResponsesRequest, kept: Kept, context: list[Json]) -> None:
-        self._model, self._body = model, body
-        self._kept, self._context = kept, context
-        self._blocks = Blocks()
-        self._number = 0
-
-    def _response(self, run: Run, status: str, output: list[Json]) -> Json:
-        body = self._body
-        return {
-            "id": run.id,
-            "object": "response",
-            "created_at": run.created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "model": self._model,
-            "output": output,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
-            "store": body.store is not False,
-            "temperature": run.choices[0].params.temperature,
-            "text": {"format": {"type": "text"}} | (body.text or {}),
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": body.tools or [],
-            "top_logprobs": 0,
-            "top_p": run.choices[0].params.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
-
-    def _end(self, run: Run, blocks: list[Block]) -> Json:
-        """The finished response; kept, unless the client does not want that."""
-        choice = run.choices[0]
-        status = {"length": "incomplete", "abort": "cancelled"}.get(
-            choice.finish_reason or "", "completed"
-        )
-        output = [_item(run, block, _state(block, status)) for block in blocks]
-        out = self._response(run, status, output)
-        if status == "incomplete":
-            out["incomplete_details"] = {"reason": "max_output_tokens"}
-        out["usage"] = _usage(run)
-        if self._body.store is not False:
-            self._kept.put(out, [*self._context, *_history(blocks)])
-        return out
-
-    def reply(self, run: Run) -> Json:
-        """The response."""
-        return self._end(run, blocks_of(run.choices[0].answer))
-
-    def _event(self, kind: str, **fields: Any) -> Json:
-        self._number += 1
-        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
-
-    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
-        """The response's begin, then its items as they grow."""
-        if piece.first:
-            for kind in ("created", "in_progress"):
-                yield self._event(kind, response=self._response(run, "in_progress", []))
-        for step, block, text in self._blocks.feed(piece.events):
-            yield from self._step(run, step, block, text)
-
-    def _step(self, run: Run, step: str, block: Block, text: str) -> Iterator[Json]:
-        item = _item(run, block, "in_progress")
-        at: Json = {"output_index": block.index}
-        inside = at | {"item_id": item["id"]}
-        part = inside | {"content_index": 0}
-        name = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind)
-        if step == "open":
-            none: Json = {"arguments": ""} if name is None else {"content": []}
-            empty = item | none
-            yield self._event("output_item.added", **at, item=empty)
-            if name is not None:
-                yield self._event("content_part.added", **part, part=_part(block.kind, ""))
-        elif step == "grow" and name is None:
-            yield self._event("function_call_arguments.delta", **inside, delta=text)
-        elif step == "grow":
-            logprobs: Json = {"logprobs": []} if name == "output_text" else {}
-            yield self._event(f"{name}.delta", **part, delta=text, **logprobs)
-        else:
-            yield from self._close(run, block, at, name)
-
-    def _close(self, run: Run, block: Block, at: Json, name: str | None) -> Iterator[Json]:
-        item = _item(run, block, _state(block, "completed"))
-        inside = at | {"item_id": item["id"]}
-        if name is None:
-            done = {"arguments": block.text, "name": block.name}
-            yield self._event("function_call_arguments.done", **inside, **done)
-        else:
-            part = inside | {"content_index": 0}
-            logprobs: Json = {"logprobs": []} if name == "output_text" else {}
-            yield self._event(f"{name}.done", **part, text=block.text, **logprobs)
-            whole = _part(block.kind, block.text)
-            yield self._event("content_part.done", **part, part=whole)
-        yield self._event("output_item.done", **at, item=item)
-
-    def last(self, run: Run) -> Iterator[Json]:
-        """The end of the last item and of the response."""
-        for step, block, text in self._blocks.end():
-            yield from self._step(run, step, block, text)
-        response = self._end(run, self._blocks.every)
-        kind = "incomplete" if response["status"] == "incomplete" else "completed"
-        yield self._event(kind, response=response)
-
-    def failure(self, run: Run, error: ApiError) -> bytes:
-        """The response with what it has got so far, its status "failed" and the reason."""
-        output = [_item(run, block, "incomplete") for block in self._blocks.every]
-        code = "invalid_prompt" if error.status == HTTPStatus.BAD_REQUEST else "server_error"
-        told = {"error": {"code": code, "message": error.message}, "usage": _usage(run)}
-        failed = self._response(run, "failed", output) | told
-        return self.event(self._event("failed", response=failed))
-
-
-def _state(block: Block, status: str) -> str:
-    return "completed" if block.complete and status == "completed" else "incomplete"
-
-
-def _part(kind: str, text: str) -> Json:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _item(run: Run, block: Block, status: str) -> Json:
-    """One block as an output item."""
-    own = f"{run.id.removeprefix('resp_')}_{block.index}"
-    match block.kind:
-        case "reasoning":
-            return {
-                "id": f"rs_{own}",
-                "type": "reasoning",
-                "summary": [],
-                "content": [_part("reasoning", block.text)],
-                "status": status,
-            }
-        case "text":
-            return {
-                "id": f"msg_{own}",
-                "type": "message",
-                "role": "assistant",
-                "content": [_part("text", block.text)],
-                "status": status,
-            }
-        case "call":
-            return {
-                "id": f"fc_{own}",
-                "type": "function_call",
-                "call_id": block.call_id,
-                "name": block.name,
-                "arguments": block.text,
-                "status": status,
-            }
-
-
-def _history(blocks: list[Block]) -> list[Json]:
-    """The assistant's message as a next request has to render it."""
-    out: Json = {"role": "assistant", "content": ""}
-    for block in blocks:
-        if block.kind == "text":
-            out["content"] += block.text
-        elif block.kind == "reasoning":
-            out["reasoning_content"] = out.get("reasoning_content", "") + block.text
-        elif block.complete:
-            function = {"name": block.name, "arguments": block.text}
-            call = {"id": block.call_id, "type": "function", "function": function}
-            out.setdefault("tool_calls", []).append(call)
-    return [out]
-
-
-def _usage(run: Run) -> Json:
-    usage = run.usage()
-    details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": usage["prompt_tokens_details"],
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": details,
-        "total_tokens": usage["total_tokens"],
-    }

@@ -15,10 +15,12 @@ from asyncio import TimerHandle
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ds_runtime.config import ServerConfig
+from ds_runtime.server.errors import ApiError
 
 _HEAD_BYTES = 1 << 16
 _SPARE = 128  # descriptors that are not connections
@@ -66,7 +68,15 @@ class Connection(HttpToolsProtocol):
         if waiting and self in self.door.idle:
             self._head += len(data)
             if self._head > _HEAD_BYTES:
-                self.send_400_response("The request's head is too long.")
+                self.send_400_response(f"the request's head has more than {_HEAD_BYTES} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, in OpenAI's words, and close."""
+        body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
+        head = [b"HTTP/1.1 400 Bad Request", b"content-type: application/json"]
+        head += [b"content-length: %d" % len(body), b"connection: close"]
+        self.transport.write(b"\r\n".join([*head, b"", body]))
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
         """A request begins."""

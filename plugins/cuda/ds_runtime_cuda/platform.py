@@ -142,11 +142,9 @@ class CudaPlatform(Platform):
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:
-        import torch
-
         from ds_runtime.api import TorchCommunicator
 
-        here = torch.device("cuda", torch.cuda.current_device())  # by init_worker
+        here = self.device(rank if self.local_rank is None else self.local_rank)
         return TorchCommunicator("nccl", rank, size, init_method, timeout, device=here)
 
     def graph_backend(self, rank: int = 0) -> GraphBackend:

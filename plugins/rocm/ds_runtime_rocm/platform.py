@@ -174,8 +174,9 @@ class RocmPlatform(Platform):
     ) -> Communicator:
         from ds_runtime.api import TorchCommunicator
 
-        device = self.device(rank)  # RCCL, under the name that torch has for both
-        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=device)
+        here = self.device(rank if self.local_rank is None else self.local_rank)
+        # RCCL, under the name that torch has for both
+        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=here)
 
     def graph_backend(self, rank: int = 0) -> GraphBackend:
         from ds_runtime_rocm.graphs import HipGraphs

@@ -25,6 +25,7 @@ class Devices:
             raise RuntimeError(f"there is no device {rank}, only 0 to 2")
 
     def init_worker(self, rank, size, threads=None):
+        assert self.local_rank == rank
         self.told.append((rank, size))
 
     def communicator(self, rank, size, init_method, timeout):

@@ -149,6 +149,21 @@ def test_a_head_without_end_is_refused(served):
     fine(served)
 
 
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET\r\n\r\n"]
+)
+def test_what_is_no_http_is_refused_in_json(served, sent):
+    with connected(served) as raw:
+        raw.sendall(sent)
+        head, _, body = everything(raw).partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    assert lines[0].startswith(b"HTTP/1.1 400 ") and b"content-length: %d" % len(body) in lines
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error" and error["code"] == "invalid_http"
+    assert "HTTP" in error["message"]
+    fine(served)
+
+
 def test_a_body_that_drips_is_not_waited_for(served, monkeypatch):
     monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.4)
     with connected(served) as raw:
