@@ -11,6 +11,9 @@ import pytest
 
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.memory import kv_memory
+from ds_runtime.model.estimate import sparse_bytes
+from ds_runtime.model.indexing import SCORES
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import load_plugins
 
@@ -19,6 +22,7 @@ LIBRARIES = ("deep_gemm", "flash_mla", "flashinfer", "sgl_kernel")
 OPS = ("mla_decode", "mha_prefill", "linear", "experts")
 FP8 = "deepseek-v3"
 BF16 = "deepseek-v2-lite"
+SPARSE = "deepseek-v3.2"
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +133,26 @@ def test_auto_with_portable_kernels(folder, model, device, without, decode, line
     assert linear in found["linear"] and found["experts"] == {experts}
     assert assembly.facts.graph_capture and not assembly.config.disable_graph
     assert {r.provider for r in assembly.plan.rows} & {"reference"} == set()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="portable kernels want Triton installed")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_sparse_attention_is_captured(folder, kv_cache_dtype):
+    """No op of V3.2 is on the reference, and what choosing tokens holds is kept free."""
+    config = EngineConfig(
+        model=folder(SPARSE),
+        plugins=("cuda", "triton"),
+        strict_ops=True,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    assembly = assemble(config, (), device="h200")
+    assert assembly.facts.graph_capture and not assembly.config.disable_graph
+    assert {r.provider for r in assembly.plan.rows} & {"reference"} == set()
+    assert assembly.plan.kv_layout.startswith(
+        "latent_fp8" if kv_cache_dtype == "fp8" else "latent_p"
+    )
+    assert sparse_bytes(assembly) > 4 * SCORES - 4 * 163840  # whole rows of scores
+    context, free = 163840, 40 << 30
+    found = kv_memory(assembly, free, 2 * free, context)
+    assert found.pages * found.page_bytes < (free - sparse_bytes(assembly)) * 0.85
+    assert (found.pages + 1) * found.page_bytes > (free - sparse_bytes(assembly)) * 0.85

@@ -23,6 +23,7 @@ from ds_runtime.ops.spec import Dims
 from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
 from ds_runtime.testing.inputs import index_pages
 from ds_runtime.testing.numerics import relative_error
+from ds_runtime_triton import workspace
 from ds_runtime_triton.config import Sizes, tuned
 
 FOLDER = files("ds_runtime_triton") / "configs"
@@ -54,6 +55,14 @@ def test_files_are_of_the_documented_form(path):
         assert sizes and all(bound.isdigit() for bound in sizes)
         for config in sizes.values():
             assert all(isinstance(v, int) for v in config.values())
+
+
+def test_configurations_stay_within_the_workspace_that_is_declared():
+    for param in configs("sparse_mla"):
+        config = param.values[1]
+        assert config["WAVES"] <= workspace.WAVES and config["BLOCK_H"] <= workspace.BLOCK_H
+    for param in configs("index_topk"):
+        assert param.values[1]["PROGRAMS"] <= workspace.PROGRAMS
 
 
 def test_every_generic_file_has_a_configuration_for_every_shape():

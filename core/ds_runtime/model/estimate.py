@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.indexing import scored_rows
 from ds_runtime.model.manifest import COLS, ROWS, VOCAB, adaptable_modules
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.sites import INDEXER, vocab_rows
+from ds_runtime.ops.bind import site_facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.spec import Kernel, Site
 
@@ -68,6 +70,25 @@ def page_table_bytes(assembly: Assembly) -> int:
     config = assembly.config
     pages = -(-positions_of(assembly) // config.page_size)
     return config.max_running_requests * pages * 4
+
+
+def sparse_bytes(assembly: Assembly) -> int:
+    """What choosing tokens holds in one step: scores and choices of the rows that are scored
+    together, and the most that a kernel of sparse attention says it holds beside them."""
+    config, indexing = assembly.config, assembly.model.indexing
+    if indexing is None:
+        return 0
+    width = -(-positions_of(assembly) // config.page_size) * config.page_size
+    rows = min(scored_rows(width), config.max_step_tokens)
+    chosen = 2 * config.max_step_tokens * indexing.top_k * 4  # of groups, and joined
+    groups = {"index_scores": rows, "index_topk": rows}
+    groups |= dict.fromkeys(("sparse_prefill", "sparse_decode"), config.max_step_tokens)
+    held = [
+        kernel.workspace(site_facts(assembly.facts, site), groups[site.op])
+        for site, kernel in assembly.binding.choices
+        if site.op in groups and kernel is not None and kernel.workspace is not None
+    ]
+    return rows * width * 4 + chosen + max(held, default=0)
 
 
 def positions_of(assembly: Assembly) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.indexing import scored_rows
 from ds_runtime.model.sites import INDEXER
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
 
 NORM_EPS = 1e-6  # of the key's LayerNorm
-_SCORES = 1 << 25  # rows are scored in groups so that their scores stay below this many: 128 MiB
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Indexer:
     def _best(self, q: Tensor, weights: Tensor, cache: Tensor, part: Part) -> Tensor:
         """Score and choose: [count, top_k] int32."""
         table, chosen = part.page_table, []
-        step = max(1, _SCORES // (table.shape[1] * self.page_size))
+        step = scored_rows(table.shape[1] * self.page_size)
         for first in range(0, q.shape[0], step):
             some = slice(first, first + step)
             owners, lens = part.owners[some], part.lens[some]

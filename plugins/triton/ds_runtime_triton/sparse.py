@@ -46,8 +46,6 @@ def _attend(
     out = torch.empty(rows, heads, kv_lora, dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
-    if q.stride(2) != 1:
-        q = q.contiguous()
     rope = width - kv_lora
     arch = folder(architecture(), str(q.dtype).removeprefix("torch."))
     config = dict(tuned(arch, "sparse_mla", kind).at(rows * heads))
@@ -62,7 +60,7 @@ def _attend(
     low, high = pow2(kv_lora, 16), pow2(rope, 16)
     sparse_mla_kernel[(blocks, splits, rows)](
         q, *parts, slots, out, partial, sums, heads, kv_lora, rope, count, share,
-        scale * log2(e), *q.stride()[:2], slots.stride(0), *strides, PAGE=cache.shape[1],
+        scale * log2(e), *q.stride(), slots.stride(0), *strides, PAGE=cache.shape[1],
         SPLITS=splits, LATENT=low, ROPE=high, GROUPED=kind == "grouped",
         EXACT=low == kv_lora and high == rope, **config,
     )  # fmt: skip

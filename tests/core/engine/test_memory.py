@@ -18,7 +18,7 @@ def assembly(max_positions=1000, **settings):
     layout = SimpleNamespace(bytes_per_token=lambda facts: 100)
     return SimpleNamespace(
         config=EngineConfig(page_size=16, **settings),
-        model=SimpleNamespace(layers=3, max_positions=max_positions),
+        model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None),
         cached_layers=3,
         binding=SimpleNamespace(layout=layout, base=None, index_layout=None),
         platform=SimpleNamespace(kv_share=0.25),

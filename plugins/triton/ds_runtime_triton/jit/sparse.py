@@ -54,6 +54,7 @@ def sparse_mla_kernel(
     scale,
     q_row,
     q_head,
+    q_col,
     slot_row,
     cache_page,
     cache_row,
@@ -84,11 +85,13 @@ def sparse_mla_kernel(
     low, high = tl.arange(0, LATENT), tl.arange(0, ROPE)
     q_at = q + line * q_row + tl.minimum(head, heads - 1)[:, None] * q_head
     if EXACT:
-        q_low = tl.load(q_at + low[None, :])
-        q_high = tl.load(q_at + latent + high[None, :])
+        q_low = tl.load(q_at + low[None, :] * q_col)
+        q_high = tl.load(q_at + (latent + high[None, :]) * q_col)
     else:
-        q_low = tl.load(q_at + low[None, :], mask=(low < latent)[None, :], other=0.0)
-        q_high = tl.load(q_at + latent + high[None, :], mask=(high < rope)[None, :], other=0.0)
+        q_low = tl.load(q_at + low[None, :] * q_col, mask=(low < latent)[None, :], other=0.0)
+        q_high = tl.load(
+            q_at + (latent + high[None, :]) * q_col, mask=(high < rope)[None, :], other=0.0
+        )
     acc = tl.zeros((LATENT, BLOCK_H) if SWAP else (BLOCK_H, LATENT), tl.float32)
     top = tl.full((BLOCK_H,), NOTHING, tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
