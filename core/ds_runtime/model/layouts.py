@@ -4,7 +4,7 @@
 |---|---|
 | rows | one by one, [out, in] |
 | nibbles | two to a byte along the columns, the low one first: [out, in / 2] |
-| words | eight to an int32 along the columns, the lowest bits first: [out, in / 8] |
+| words | eight, or four of 8 bits, to an int32 along the columns, the lowest bits first |
 | awq | [in, out / 8], each int32 in the order of rows 0, 2, 4, 6, 1, 3, 5, 7 |
 | gptq, gptq_v2 | eight rows of [in, out] to an int32; zero points less one, except in v2 |
 
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_runtime.errors import CheckpointError
+from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.model.gguf.blocks import BLOCKS
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.formats import decode_scale
@@ -73,10 +73,11 @@ def _packed(encoding: Encoding, rows: int, cols: int, grid: tuple[int, int]) -> 
     """Codes, scales and zero points."""
     words, layout = ("I32",), encoding.layout
     if layout == "words":
+        pack = _pack(encoding)
         return {
-            "weight": Expected(((rows, -(-cols // _PACK)),), words),
+            "weight": Expected(((rows, -(-cols // pack)),), words),
             "scale": Expected((grid,), _SCALES[:3]),
-            "zero": Expected(((-(-rows // _PACK), grid[1]),), words),
+            "zero": Expected(((-(-rows // pack), grid[1]),), words),
         }
     if layout in ("awq", *_GPTQ):
         packed = (cols, -(-rows // _PACK)) if layout == "awq" else (-(-cols // _PACK), rows)
@@ -95,7 +96,13 @@ def _packed(encoding: Encoding, rows: int, cols: int, grid: tuple[int, int]) -> 
     if layout == "nibbles":
         return {"weight": Expected(((rows, -(-cols // 2)),), ("U8", "I8")), "scale": scale}
     codes = _CODES[FORMATS[encoding.format].codes]
-    return {"weight": Expected(((rows, cols),), codes), "scale": scale}
+    zero = Expected((grid,), ("I8",))
+    return {"weight": Expected(((rows, cols),), codes), "scale": scale, "zero": zero}
+
+
+def _pack(encoding: Encoding) -> int:
+    """Codes in an int32 of the layout "words"."""
+    return 32 // FORMATS[encoding.format].bits
 
 
 def _block(encoding: Encoding, rows: int, cols: int) -> tuple[int, int]:
@@ -212,6 +219,14 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((data & 15, data >> 4), dim=-1).view(rows, 2 * width)
 
 
+def _numbers(part: _Part, packed: Tensor) -> Tensor:
+    """[n, m] int32 → [n, 8m] codes 0 … 15, or [n, 4m] codes −128 … 127 of 8 bits."""
+    if _pack(part.encoding) == _PACK:
+        return unpack(packed).to(torch.int8)
+    data = packed.reshape(-1).view(torch.uint8).view(packed.shape[0], 4 * packed.shape[1])
+    return (data ^ 128).view(torch.int8)
+
+
 def _signed(nibbles: Tensor) -> Tensor:
     """Two's complement of four bits."""
     return ((nibbles ^ 8).to(torch.int8) - 8).contiguous()
@@ -221,7 +236,10 @@ def _rows(part: _Part) -> WeightPart:
     weight = part.read("weight", part.rows, part.cols)
     if part.encoding.format == "dense":
         return WeightPart(part.request.module, "dense", part.shape, {"weight": weight})
-    return part.made({"weight": weight, "scale": part.scales()})
+    tensors = {"weight": weight, "scale": part.scales()}
+    if "zero" in part:
+        tensors["zero"] = part.read("zero", part.down, part.across)
+    return part.made(tensors)
 
 
 def _nibbles(part: _Part) -> WeightPart:
@@ -239,14 +257,15 @@ def _words(part: _Part) -> WeightPart:
             raise CheckpointError(
                 f"{part.name('shape')}: says {stored}, {wanted} expected from config.json"
             )
-    codes = unpack(part.read("weight", part.rows, _covering(part.cols, _PACK)))
-    codes = codes[:, _inside(part.cols, _PACK)].to(torch.int8)
+    pack = _pack(part.encoding)
+    codes = _numbers(part, part.read("weight", part.rows, _covering(part.cols, pack)))
+    codes = codes[:, _inside(part.cols, pack)]
     across = _columns(part)
     tensors = {"scale": part.checked(part.read("scale", part.rows, across))}
     if "zero" in part:
-        zero = unpack(part.read("zero", _covering(part.rows, _PACK), across).T)
-        tensors["zero"] = zero.T[_inside(part.rows, _PACK)].to(torch.int8).contiguous()
-    else:
+        zero = _numbers(part, part.read("zero", _covering(part.rows, pack), across).T)
+        tensors["zero"] = zero.T[_inside(part.rows, pack)].contiguous()
+    elif pack == _PACK:
         codes = codes - 8
     return part.made({"weight": codes.contiguous(), **tensors, **_group(part)})
 
@@ -307,6 +326,33 @@ LAYOUTS: Mapping[str, Callable[[_Part], WeightPart]] = {
     "gptq": _gptq,
     "gptq_v2": _gptq,
 }
+
+
+def with_order(part: WeightPart, rows: Tensor) -> WeightPart:
+    """The part with its rows in another order: new row → old row.
+
+    UnsupportedError where rows would leave the block whose scale they share with others.
+    """
+    rows = rows.to(part.tensors["weight"].device)
+    tensors = {**part.tensors, "weight": _rows_of(part.tensors["weight"], rows)}
+    if part.block is not None and part.block[0] == 1:
+        grids = {"scale", "zero"} & part.tensors.keys()
+        tensors |= {name: _rows_of(part.tensors[name], rows) for name in grids}
+    elif part.block is not None:
+        height, first = part.block[0], part.offset[0]
+        places = torch.arange(len(rows), device=rows.device)
+        if not torch.equal((rows + first) // height, (places + first) // height):
+            raise UnsupportedError(
+                f"config.json: rope_interleave false with {part.format} weights is not supported "
+                f"where rotated rows lie in two blocks of {height} rows, as those of {part.name}; "
+                "convert the checkpoint to bfloat16"
+            )
+    return replace(part, tensors=tensors)
+
+
+def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
+    """These rows, by their bytes: not every dtype can be indexed."""
+    return tensor.contiguous().view(torch.uint8)[rows].view(tensor.dtype)
 
 
 def with_rows(part: WeightPart, rows: int) -> WeightPart:

@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.adapted import AdaptedExperts
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.layers import Absorb, Embedding, Experts, Linear
-from ds_runtime.model.layouts import with_rows
+from ds_runtime.model.layouts import with_order, with_rows
 from ds_runtime.model.lora import Delta, LoraSlots
 from ds_runtime.model.manifest import (
     COLS,
@@ -240,12 +239,7 @@ class Loader:
         rows = paired_rows(self.config, part.name, part.shape[0])
         if rows is None:
             return part
-        if part.format != "dense":
-            raise UnsupportedError(
-                f"config.json: rope_interleave false with {part.format} weights is not supported; "
-                "convert the checkpoint to bfloat16"
-            )
-        return replace(part, tensors={"weight": part.tensors["weight"][rows]})
+        return with_order(part, rows)
 
 
 class LayerExperts:

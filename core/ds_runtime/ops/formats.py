@@ -52,6 +52,9 @@ _TABLE = (
     WeightFormat("fp8_tensor", 8, _E4M3, (WHOLE, WHOLE), 4, "e4m3, one scale"),
     WeightFormat("fp8_channel", 8, _E4M3, (1, WHOLE), 4, "e4m3, a scale per row"),
     WeightFormat("fp8_block", 8, _E4M3, (128, 128), 4, "e4m3, a scale per 128×128 block"),
+    WeightFormat(
+        "fp8_group", 8, _E4M3, (1, 128), 4, "e4m3, a scale per block of any size", any_group=True
+    ),
     WeightFormat("mxfp8", 8, _E4M3, (1, 32), 1, "e4m3, a power of two per 32 columns of a row"),
     WeightFormat("int8_channel", 8, _INT8, (1, WHOLE), 4, "int8, a scale per row"),
     WeightFormat("int8_block", 8, _INT8, (128, 128), 4, "int8, a scale per 128×128 block"),
@@ -137,6 +140,7 @@ _NEAREST: Mapping[str, tuple[str, ...]] = {
     "fp8_tensor": ("mxfp8", "int8_channel"),
     "fp8_channel": ("mxfp8", "fp8_block", "int8_channel"),
     "fp8_block": ("mxfp8", "fp8_channel", "int8_block", "int8_channel"),
+    "fp8_group": ("mxfp8", "fp8_block", "fp8_channel", "int8_block", "int8_channel"),
     "mxfp8": ("fp8_block", "fp8_channel", "int8_channel"),
     "int8_channel": ("int8_block", "fp8_block", "fp8_channel", "mxfp8"),
     "int8_block": ("int8_channel", "fp8_block", "fp8_channel", "mxfp8"),

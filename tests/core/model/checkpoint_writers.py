@@ -207,6 +207,13 @@ COMPRESSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "int4-channel": (_PACKED, _scheme(4, "int", "channel"), _INT4),
     "int4-zeros": (_PACKED, _scheme(4, "int", "group", **_TWO), _INT4),
     "int8": (IntQuantizationCompressor, _scheme(8, "int", "channel"), _INT8),
+    "int8-zeros": (
+        IntQuantizationCompressor,
+        _scheme(8, "int", "channel", symmetric=False),
+        _INT8,
+    ),
+    "int8-packed": (_PACKED, _scheme(8, "int", "channel"), _INT4),
+    "int8-packed-zeros": (_PACKED, _scheme(8, "int", "group", **_TWO), _INT4),
     "fp8-tensor": (_FLOAT, _scheme(8, "float", "tensor"), _FLOAT8),
     "fp8-channel": (_FLOAT, _scheme(8, "float", "channel"), _FLOAT8),
     "fp8-block": (_FLOAT, _scheme(8, "float", "block", block_structure=[128, 128]), _FLOAT8),
@@ -252,7 +259,7 @@ def compressed(kind: str) -> Writer:
             whole = torch.tensor([6 * 448 / float(abs(values).max())])
             scale = (scale * whole).to(torch.float8_e4m3fn).float()
             state["weight_global_scale"] = whole
-        if kind == "int4-zeros":
+        if kind.endswith("zeros"):
             draw = torch.Generator().manual_seed(values.size)
             zero = torch.randint(-4, 4, scale.shape, generator=draw, dtype=torch.int8)
             state["weight_zero_point"] = zero

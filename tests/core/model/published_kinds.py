@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[Writer, dict[str, Any], tuple[str, ...]]] = {
     "fp8 powers": (fp8("powers"), {**FP8, "scale_fmt": "ue8m0"}, ()),
     "fp8 e8m0": (fp8("e8m0"), {**FP8, "scale_fmt": "ue8m0"}, ()),
     "fp8 bytes": (fp8("byte"), {**FP8, "modules_to_not_convert": ["o_proj"]}, ("o_proj",)),
+    "fp8 64x32": (fp8(block=(64, 32)), {**FP8, "weight_block_size": [64, 32]}, ()),
     "int8 blocks": (
         int8(128, "weight_scale_inv"),
         {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]},

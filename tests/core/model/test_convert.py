@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_writers import e2m1, e4m3, grid_max, spread
-from published_kinds import KINDS, write_kind
+from model_harness import Harness, decide, run_schedule
+from published_kinds import KINDS, hold, write_kind
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -23,6 +24,7 @@ from ds_runtime.convert.source import Source
 from ds_runtime.convert.targets import TARGETS
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.hub import resolve_model
+from ds_runtime.testing.oracle import Oracle
 from ds_runtime.testing.tiny import write_tiny
 
 # Whole blocks of 128, so that transformers' own FP8 reader serves; few enough to be quick.
@@ -211,6 +213,21 @@ def test_codes_that_mean_the_same_are_kept(converted, tmp_path, to):
         assert torch.equal(a.tensors["weight"].view(torch.uint8), b.tensors["weight"].view(
             torch.uint8)), module  # fmt: skip
         np.testing.assert_allclose(a.dequantise(), b.dequantise(), 2e-7)
+
+
+@pytest.mark.parametrize("to", ["fp8", "int8", "mxfp4", "nvfp4"])
+def test_half_split_rotation_of_rounded_weights(tmp_path, to):
+    """Rows are reordered with their scales: logits against transformers with the same values."""
+    model = write_tiny(tmp_path / "from", "v3", 4, **SHAPE, rope_interleave=False)
+    convert(tmp_path / "from", to, tmp_path / "out")
+    after = Source(tmp_path / "out")
+    hold(model, {f"{m}.weight": after.part(m).dequantise() for m in after.linears})
+    oracle = Oracle(model)
+    prompt = oracle.draw_prompt(21, 1)
+    (logits,) = run_schedule(Harness(decide(tmp_path / "out")), [prompt], 0, 4)
+    want = oracle.logprobs(prompt).double()[: len(prompt)]
+    got = torch.log_softmax(logits[: len(want)].double(), -1)
+    assert (got - want).abs().max() < 1e-4
 
 
 def contents(folder):

@@ -161,9 +161,11 @@ def test_16_bit_checkpoints_in_float32(change, original):
     assert torch.equal(logits(change(cast)), logits(change(cast_back)))
 
 
-def test_half_split_rotation_needs_dense_weights(tmp_path):
-    write_tiny_fp8(tmp_path, "v3", rope_interleave=False)
-    refused(tmp_path, "rope_interleave false with fp8_block", UnsupportedError)
+def test_half_split_rotation_across_blocks_needs_dense_weights(tmp_path):
+    """Rows 120 to 135 of the first head lie in two blocks of 128."""
+    write_tiny_fp8(tmp_path, "v3", rope_interleave=False, qk_nope_head_dim=120)
+    refused(tmp_path, "rope_interleave false with fp8_block weights .* two blocks of 128 rows, as "
+            "those of model.layers.0.self_attn.q_b_proj", UnsupportedError)  # fmt: skip
 
 
 def test_not_enough_memory(original, monkeypatch):

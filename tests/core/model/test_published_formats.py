@@ -183,6 +183,10 @@ def test_formats_are_what_their_names_say(published):
     expected = {
         "int8 blocks": {"int8_block"},
         "int8 rows": {"int8_channel"},
+        "ct int8-zeros": {"int8_group"},
+        "ct int8-packed": {"int8_channel"},
+        "ct int8-packed-zeros": {"int8_group"},
+        "fp8 64x32": {"fp8_group"},
         "awq": {"int4_group", "dense"},
         "gptq act-order": {"int4_actorder"},
         "ct mixed": {"int4_group", "fp8_channel", "dense"},

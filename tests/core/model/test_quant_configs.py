@@ -127,6 +127,10 @@ BESIDE = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
         ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "bits 8 is not supported"),
         ({"quant_method": "w8a8_int8", "is_dynamic": False}, "is_dynamic False is not supported"),
         ({"quant_method": "blockwise_int8"}, "weight_block_size None is not supported; expected"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 0]},
+            "weight_block_size [128, 0] is not supported; expected [rows, columns]",
+        ),
         ({**COMPRESSED, "format": "marlin-24"}, "format 'marlin-24' is not supported; expected"),
         ({**COMPRESSED, "ignore": "lm_head"}, "ignore 'lm_head' is not supported; expected a list"),
         ({**COMPRESSED, "ignore": ["re:("]}, "ignore: '(' is no regular expression"),

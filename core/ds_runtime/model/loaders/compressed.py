@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.model.loaders.encodings import BLOCK, expect, mapping, rows, with_input_scale
+from ds_runtime.model.loaders.encodings import expect, in_blocks, mapping, rows, with_input_scale
 from ds_runtime.model.loaders.names import Names
 from ds_runtime.ops.spec import DENSE, Encoding
 
@@ -108,14 +108,31 @@ def _group(key: str, weights: Mapping[str, Any]) -> int:
 
 
 def _int8(key: str, weights: Mapping[str, Any], inputs: Mapping[str, Any], format: str) -> Encoding:
-    expect("format", format, "int-quantized", "naive-quantized")
-    expect(f"{key}.symmetric", weights.get("symmetric", True), True)
-    strategy = weights.get("strategy", "channel")
-    expect(f"{key}.strategy", strategy, "channel", "tensor", "block")
+    expect("format", format, "int-quantized", "naive-quantized", "pack-quantized")
+    symmetric, strategy = weights.get("symmetric", True), weights.get("strategy", "channel")
+    expect(f"{key}.symmetric", symmetric, True, False)
+    expect(f"{key}.actorder", weights.get("actorder"), None, False, "weight", "static")
+    expect(f"{key}.strategy", strategy, "channel", "tensor", "block", "group")
+    packed = format == "pack-quantized"
     if strategy == "block":
-        expect(f"{key}.block_structure", weights.get("block_structure"), BLOCK, "128x128")
-        return rows("int8_block")
-    return with_input_scale(rows("int8_channel"))
+        expect("format", format, "int-quantized", "naive-quantized")
+        expect(f"{key}.symmetric", symmetric, True)
+        return in_blocks(f"{key}.block_structure", "int8", weights.get("block_structure"))
+    if strategy == "tensor" and (packed or not symmetric):
+        expect(f"{key}.strategy", strategy, "channel", "group")
+    if strategy != "group" and symmetric and not packed:
+        return with_input_scale(rows("int8_channel"))
+    group = _group(key, weights) if strategy == "group" else 0
+    made = "int8_group" if group or not symmetric else "int8_channel"
+    tensors = {"weight": "weight_packed" if packed else "weight", "scale": "weight_scale"}
+    if packed:
+        tensors["shape"] = "weight_shape"
+    unread: tuple[str, ...] = ("weight_g_idx",)
+    if symmetric:
+        unread += ("weight_zero_point",)
+    else:
+        tensors["zero"] = "weight_zero_point"
+    return Encoding(made, "words" if packed else "rows", tensors, unread=unread, block=(1, group))
 
 
 def _float8(
@@ -126,10 +143,10 @@ def _float8(
     strategy = weights.get("strategy", "tensor")
     expect(f"{key}.strategy", strategy, "tensor", "channel", "block", "group")
     if strategy == "block":
-        expect(f"{key}.block_structure", weights.get("block_structure"), BLOCK, "128x128")
-        return rows("fp8_block")
+        return in_blocks(f"{key}.block_structure", "fp8", weights.get("block_structure"))
+    if strategy == "group" and format != "mxfp8-quantized":
+        return replace(rows("fp8_group"), block=(1, _group(key, weights)))
     if strategy == "group":
-        expect("format", format, "mxfp8-quantized")
         expect(f"{key}.group_size", weights.get("group_size"), 32)
         return rows("mxfp8")
     return with_input_scale(rows(f"fp8_{strategy}"))

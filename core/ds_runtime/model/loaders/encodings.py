@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
@@ -30,6 +31,20 @@ def mapping(key: str, value: object) -> Mapping[str, Any]:
 def rows(format: str, scale: str = "weight_scale") -> Encoding:
     """Codes one by one in [out, in], with scales beside them."""
     return Encoding(format, "rows", {"weight": "weight", "scale": scale})
+
+
+def in_blocks(key: str, kind: str, size: object, scale: str = "weight_scale") -> Encoding:
+    """Codes of a kind, "fp8" or "int8", with a scale per block of `size` rows and columns."""
+    if size == "128x128":
+        size = BLOCK
+    pair = list(size) if isinstance(size, list | tuple) else []
+    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
+        raise UnsupportedError(
+            f"{key} {shown(size)} is not supported; expected [rows, columns], such as {BLOCK}"
+        )
+    if pair == BLOCK:
+        return rows(f"{kind}_block", scale)
+    return replace(rows(f"{kind}_group", scale), block=(pair[0], pair[1]))
 
 
 def with_input_scale(encoding: Encoding, name: str = "input_scale") -> Encoding:

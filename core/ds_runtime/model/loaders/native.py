@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_runtime.model.loaders.encodings import BLOCK, FP8_BLOCK, expect, rows
+from ds_runtime.model.loaders.encodings import expect, in_blocks, rows
 from ds_runtime.model.loaders.names import Names, kept_dense
 from ds_runtime.ops.spec import DENSE, Encoding
 
-_INT8 = {
-    "blockwise_int8": rows("int8_block", "weight_scale_inv"),
-    "w8a8_int8": rows("int8_channel"),
-}
 _KEPT = ("modules_to_not_convert", "ignored_layers", "ignore")
 
 
@@ -22,23 +18,24 @@ def plain(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
 
 
 def fp8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
-    """DeepSeek's own: e4m3 in blocks of 128×128, scales as floats or as exponent bytes."""
+    """DeepSeek's own: e4m3 in blocks, scales as floats or as exponent bytes."""
     get = quantization.get
-    expect("weight_block_size", _listed(get("weight_block_size")), BLOCK)
+    encoding = in_blocks("weight_block_size", "fp8", get("weight_block_size"), "weight_scale_inv")
     expect("fmt", get("fmt", "e4m3"), "e4m3")
     expect("activation_scheme", get("activation_scheme", "dynamic"), "dynamic")
-    return all_but(FP8_BLOCK, quantization)
+    return all_but(encoding, quantization)
 
 
 def int8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
-    """int8 with a scale per row, or per 128×128 block; activations are rounded as they come."""
-    method = quantization["quant_method"]
-    if method == "blockwise_int8":
-        expect("weight_block_size", _listed(quantization.get("weight_block_size")), BLOCK)
+    """int8 with a scale per row, or per block; activations are rounded as they come."""
+    encoding = rows("int8_channel")
+    if quantization["quant_method"] == "blockwise_int8":
+        size = quantization.get("weight_block_size")
+        encoding = in_blocks("weight_block_size", "int8", size, "weight_scale_inv")
     scheme = quantization.get("activation_scheme", "dynamic")
     expect("activation_scheme", scheme, "dynamic")
     expect("is_dynamic", quantization.get("is_dynamic", True), True)
-    return all_but(_INT8[method], quantization)
+    return all_but(encoding, quantization)
 
 
 def mxfp8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:

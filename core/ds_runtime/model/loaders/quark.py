@@ -10,6 +10,7 @@ from ds_runtime.model.loaders.encodings import (
     BLOCK,
     MXFP4,
     expect,
+    in_blocks,
     mapping,
     rows,
     with_input_scale,
@@ -54,9 +55,7 @@ def _encoding(key: str, config: object) -> Encoding:
         expect(f"{key}.scale_format", spec.get("scale_format", "e8m0"), "e8m0")
         return MXFP4
     if dtype in _FLOAT8 and scheme == "per_block":
-        size = spec.get("block_size", BLOCK)
-        expect(f"{key}.block_size", list(size) if isinstance(size, tuple) else size, BLOCK)
-        return rows("fp8_block")
+        return in_blocks(f"{key}.block_size", "fp8", spec.get("block_size", BLOCK))
     if dtype in _FLOAT8 and scheme == "per_group":
         expect(f"{key}.group_size", spec.get("group_size"), 32)
         return rows("mxfp8")

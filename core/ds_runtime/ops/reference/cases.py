@@ -23,7 +23,7 @@ from ds_runtime.ops.weight import Weight, WeightPart
 
 BLOCK = (128, 128)
 OTHERS = (  # formats that few kernels read: sampled more briefly
-    *("fp8_tensor", "fp8_channel", "mxfp8", "int8_block", "int8_group zeros"),
+    *("fp8_tensor", "fp8_channel", "fp8_group", "mxfp8", "int8_block", "int8_group zeros"),
     *("int4_actorder", "w4afp8", "nvfp4", "mxfp4"),
 )
 

@@ -28,7 +28,7 @@ _CODE_MAX = {"mxfp8": FP8_MAX, "mxfp4": FP4_MAX}
 LARGEST_ERROR = {
     **dict.fromkeys(("int8_channel", "int8_block", "int8_group"), 0.0041),
     **dict.fromkeys(("int4_group", "w4afp8"), 0.13),
-    **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block"), 0.04),
+    **dict.fromkeys(("fp8_tensor", "fp8_channel", "fp8_block", "fp8_group"), 0.04),
     "mxfp8": 0.36,
     "nvfp4": 0.18,
     "mxfp4": 0.5,
