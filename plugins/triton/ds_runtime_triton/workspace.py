@@ -7,8 +7,8 @@ from ds_runtime.api import Facts
 SPLITS = 32  # pieces of one row of sparse attention, at most
 WAVES, BLOCK_H = 2, 64  # of its configurations, at most
 DIGITS, BINS = 4, 256  # of a score, and values of one
-CHUNKS = 32  # of one row of scores, at most; their counts are read at once
-PROGRAMS = 512  # that count scores, where rows are few
+CHUNKS = 64  # of one row of scores, at most; their counts are read at once
+PROGRAMS = 2048  # that count scores, where rows are few, at most
 _ROUNDED = 512  # an allocation's size is a multiple of this
 
 
