@@ -102,8 +102,37 @@ def test_answers_are_those_of_eager_steps(tiny, recorded):
     assert found[1] == found[0]
     assert re.fullmatch("(a|bc){20,30}", outputs[8].text) and outputs[9].text in ("alpha", "beta")
     sizes = graph_sizes(EngineConfig(**SETTINGS))
-    assert sizes == (1, 2, 4, 6) and len(platform.backend.replays) == 4
-    assert all(count > 0 for count in platform.backend.replays)
+    assert sizes == (1, 2, 4, 6) and len(platform.backend.replays) == 8
+    assert all(count > 0 for count in platform.backend.replays[::2])  # those of the model
+    assert any(count > 0 for count in platform.backend.replays[1::2])  # draws behind masks
+
+
+RULES = OutputRules(regex="(a|bc|[d-k]x){20,30}")
+
+
+@pytest.mark.parametrize(
+    ("extras", "replayed"),
+    [
+        ([{}, {"temperature": 0.9, "seed": 2}, {"logprobs": 1}], False),
+        (
+            [{"rules": RULES, "temperature": 1.0, "seed": 7}, {}, {"rules": RULES, "logprobs": 2}],
+            True,
+        ),
+        ([{}, {"rules": RULES, "temperature": 1.0, "top_p": 0.8, "min_p": 0.1, "seed": 1}], True),
+        ([{"rules": RULES, "frequency_penalty": 0.5}], False),
+    ],
+)
+def test_masks_are_applied_within_captured_steps(tiny, recorded, extras, replayed):
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, **one) for one in extras]
+    found = []
+    for disable_graph in (True, False):
+        settings = {**SETTINGS, "disable_graph": disable_graph}
+        with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
+            outputs = llm.generate([[5 + i, 9] for i in range(len(params))], params)
+            platform = llm._assembly.platform
+            found.append([o.token_ids for o in outputs])
+    assert found[1] == found[0]
+    assert any(platform.backend.replays[1::2]) is replayed
 
 
 def plans(runner, count):

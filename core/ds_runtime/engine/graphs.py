@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.batch import page_table
+from ds_runtime.engine.masked import MaskedDraw
+from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.errors import ConfigError, DsRuntimeError, PluginError
@@ -53,7 +55,7 @@ class Model(Protocol):
 class Place:
     """What all graphs of a runner work on. spare_page: of the caches, zeroed; the last row of
     last_tokens [rows + 1] is spare as well. limits: of the largest step. adapts: rows may have
-    adapters.
+    adapters. sampler: draws behind masks are captured, too.
     """
 
     model: Model
@@ -65,6 +67,7 @@ class Place:
     vocab: int
     device: torch.device
     adapts: bool = False
+    sampler: Sampler | None = None
 
 
 class _Numbers(NamedTuple):
@@ -105,6 +108,8 @@ class DecodeGraph:
         # bytes a row each.
         room = size * (80 + 4 * limits.max_pages_per_sequence) + (1 << 12)
         self.buffer = torch.zeros(room, dtype=torch.uint8, device=place.device)
+        sampler = place.sampler
+        self.masked = None if sampler is None else MaskedDraw(sampler.ops, logits)
         self._every = torch.arange(size, device=place.device)
         self._replay: Callable[[], None] | None = None
 
@@ -175,6 +180,8 @@ class DecodeGraph:
 
         run()
         self._replay = backend.capture(run)
+        if self.masked is not None and place.sampler is not None:
+            self.masked.capture(place.sampler.settings((), self.size), backend)
 
     def replay(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:
         """Logits [works, vocab] of a step whose upload has been sent to `buffer`.

@@ -135,9 +135,16 @@ class Runner:
             vocab=self.assembly.model.vocab_size,
             device=self.device,
             adapts=self.assembly.lora is not None,
+            sampler=self.sampler if self._captures_masks() else None,
         )
         backend = self.platform.graph_backend(self.local_rank)
         return DecodeGraphs(place, graph_sizes(self.config), backend)
+
+    def _captures_masks(self) -> bool:
+        """Whether what draws behind masks can be captured; if not, it runs op by op."""
+        needed = {("mask_logits", "sampler"), ("sample", "sampler")}
+        chosen = [k for s, k in self.assembly.binding.choices if (s.op, s.module) in needed]
+        return all(kernel is not None and kernel.graph_safe for kernel in chosen)
 
     @property
     def kv_tokens(self) -> int:
@@ -203,7 +210,7 @@ class Runner:
         """A step of decode works alone, each with one draw."""
         works, sent = handle.plan.works, Upload(self.device)
         numbers = graph.add(works, sent)
-        draws = self.sampler.prepare(handle.wanted.draws, sent)
+        draws = self.sampler.prepare(handle.wanted.draws, sent, graph.masked)
         sent.send(graph.buffer)
         self._draw(handle, draws, graph.replay(works, sent, numbers), sent)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_runtime.engine.masked import MaskedDraw
 from ds_runtime.engine.messages import TokenLogprob
 from ds_runtime.engine.step import RowInit
 from ds_runtime.engine.transfer import Upload, put
@@ -71,7 +74,8 @@ class Draws:
     """What a step draws. `rows` and `settings` are numbers of arrays in the step's upload.
 
     settings: temperature, top_k, top_p, min_p and uniform; None where every draw is greedy.
-    masks: (masks, which) of MaskLogits on the device; None where every token may be drawn.
+    masks: (masks, which) of MaskLogits on the device; None where every token may be drawn. masked:
+    the captured draw that has been given masks and settings instead.
     """
 
     draws: Sequence[Draw]
@@ -79,6 +83,7 @@ class Draws:
     rows: int
     settings: tuple[int, ...] | None
     masks: tuple[Tensor, Tensor] | None = None
+    masked: MaskedDraw | None = None
 
 
 @dataclass(slots=True)
@@ -181,22 +186,35 @@ class Sampler:
         assert state is not None, f"row {row} is used before it was started"
         return state
 
-    def prepare(self, draws: Sequence[Draw], upload: Upload) -> Draws:
-        """Add what the draws need to a step's upload."""
+    def prepare(
+        self, draws: Sequence[Draw], upload: Upload, masked: MaskedDraw | None = None
+    ) -> Draws:
+        """Add what the draws need to a step's upload. masked: of the captured step that gives their
+        logits, used where there are masks and nothing else changes these.
+        """
         states = [self.row(d.row) for d in draws]
         rows = upload.add(np.array([d.row for d in draws], np.int64))
+        alone = masked is not None and not any(s.extras for s in states)
+        if alone and masked is not None and any(d.mask is not None for d in draws):
+            masked.fill(self.settings(draws, masked.size), [d.mask for d in draws])
+            return Draws(draws, states, rows, None, masked=masked)
         masks = self._masks(draws)
         if not any(s.params.temperature > 0.0 for s in states):
             return Draws(draws, states, rows, None, masks)
+        settings = tuple(upload.add(column) for column in self.settings(draws, len(draws)))
+        return Draws(draws, states, rows, settings, masks)
+
+    def settings(self, draws: Sequence[Draw], count: int) -> list[npt.NDArray[Any]]:
+        """Sample's settings of these draws, filled up to `count` with greedy ones."""
         values: list[tuple[float, ...]] = [
             (p.temperature, min(p.top_k, self.vocab), p.top_p, p.min_p, uniform(s.key, d.position))
-            if (p := s.params).temperature > 0.0
-            else (0.0, 0, 1.0, 0.0, 0.0)
-            for s, d in zip(states, draws, strict=True)
+            if (p := (s := self.row(d.row)).params).temperature > 0.0
+            else _GREEDY
+            for d in draws
         ]
+        values += [_GREEDY] * (count - len(values))
         columns = zip(zip(*values, strict=True), _SETTING_TYPES, strict=True)
-        settings = tuple(upload.add(np.array(c, t)) for c, t in columns)
-        return Draws(draws, states, rows, settings, masks)
+        return [np.array(c, t) for c, t in columns]
 
     def _masks(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | None:
         """Masks on their way to the device. Their size is a vocabulary's: most steps have none,
@@ -227,6 +245,8 @@ class Sampler:
         Order: repetition, frequency and presence penalty, bias, the min_tokens mask, then the
         grammars' masks.
         """
+        if draws.masked is not None:
+            return draws.masked.draw(len(draws.draws))
         if any(s.extras for s in draws.states):
             logits = self._change(logits, draws, drafts, nodes)
         if draws.masks is not None:
@@ -363,4 +383,5 @@ class Sampler:
         self._counts = self._seen = None
 
 
+_GREEDY = (0.0, 0, 1.0, 0.0, 0.0)
 _SETTING_TYPES = (np.float32, np.int32, np.float32, np.float32, np.float64)
