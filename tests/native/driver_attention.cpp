@@ -52,6 +52,9 @@ std::vector<int32_t> starts_of(const std::vector<int32_t>& lens) {
   return starts;
 }
 
+// What a node sees: all but those of the last four rows whose bit is missing.
+int64_t tree(uint64_t last) { return int64_t(last << 60 | ~0ull >> 4); }
+
 template <class T, class C>
 void decode(std::vector<Case>& to, const Decode& d) {
   to.push_back({"mla_decode", [d](const Library& library, Results& results) {
@@ -116,7 +119,8 @@ void attention_cases(std::vector<Case>& to, bool large) {
       {{5, 1, 64}, {1, 1, 1}, 3, 37, 9, 3},
       {{63, 65, 7}, {1, 2, 3}, 5, 33, 7, 16},
       {{200}, {4}, 16, 64, 16, 16},
-      {{200, 9}, {4, 2}, 5, 33, 7, 16, {-15LL << 60, -13LL << 60, -11LL << 60, -5LL << 60, -2, -1}},
+      {{200, 9}, {4, 2}, 5, 33, 7, 16,
+       {tree(0b0001), tree(0b0011), tree(0b0101), tree(0b1011), tree(0b0111), tree(0b1111)}},
   };
   if (large) decodes.push_back({{700, 3, 129}, {1, 3, 2}, 21, 512, 64, 16});
   for (const Decode& d : decodes) {
