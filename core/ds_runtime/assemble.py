@@ -45,7 +45,7 @@ from ds_runtime.plugins import Plugins, load_plugins
 from ds_runtime.speculation import Speculation
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
-_UNCAPTURED = "steps that verify drafts run op by op"
+_UNCAPTURED = "steps that verify trees of drafts run op by op"
 _THREADS = 64  # per rank are fine on the smallest machine
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
@@ -121,7 +121,7 @@ def assemble(
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _ONE_BY_ONE))
-    if captures and config.speculative_algorithm is not None:
+    if captures and (config.speculative_eagle_topk or 1) > 1:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _UNCAPTURED))
     facts = replace(_facts(config, model, info), graph_capture=captures)

@@ -130,6 +130,11 @@ class EngineConfig:
         None,
         "tokens verified per sequence and step, the last one drawn included (default: all drafted)",
     )
+    speculative_adaptive: bool = _f(
+        False,
+        "draft as many tokens as pay, none if none do, from measured step times and from how many "
+        "drafts were right",
+    )
     speculative_draft_model_path: str | None = _f(
         None, "folder or hub id with the draft layer, where the checkpoint itself has none"
     )

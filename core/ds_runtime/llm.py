@@ -133,6 +133,12 @@ class LLM:
         """
         self._alive().runner.simulated = probability
 
+    def force_drafts(self, count: int | None) -> None:
+        """Draft so many tokens per step, whatever pays; None: as was settled. For measurements."""
+        pace = self._alive().scheduler.limits.pace
+        assert pace is not None, "this engine does not draft"
+        pace.forced = count
+
     def flush_cache(self) -> int:
         """Empty the prefix cache; pages freed."""
         return self._alive().flush()

@@ -21,16 +21,26 @@ MOST_TOKENS = TAIL = 64  # that one forward verifies of a sequence, and that a t
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """topk 1 is a chain, and then tokens = steps + 1; more is a tree."""
+    """topk 1 is a chain, and then tokens = steps + 1; more is a tree. adaptive: a step may draft
+    less.
+    """
 
     steps: int
     topk: int
     tokens: int
+    adaptive: bool = False
 
     @property
     def drafts(self) -> int:
         """Drafted tokens that one forward verifies, per sequence."""
         return self.tokens - 1
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """How many tokens a step may draft, rising."""
+        if not self.adaptive:
+            return (self.drafts,)
+        return (0, self.drafts) if self.topk > 1 else tuple(range(self.drafts + 1))
 
     @property
     def room(self) -> int:
@@ -49,7 +59,7 @@ class Speculation:
             steps = DEFAULT_STEPS if tokens is None or topk > 1 else tokens - 1
         if tokens is None:
             tokens = steps + 1 if topk == 1 else min(MOST_TOKENS, _nodes(steps, topk))
-        return Speculation(steps, topk, tokens)
+        return Speculation(steps, topk, tokens, config.speculative_adaptive)
 
 
 def _nodes(steps: int, topk: int) -> int:
@@ -67,6 +77,7 @@ def check(config: EngineConfig) -> None:
     }
     found = Speculation.of(config)
     if found is None:
+        given["--speculative-adaptive"] = config.speculative_adaptive or None
         for flag, value in given.items():
             if value is not None:
                 raise ConfigError(

@@ -6,9 +6,12 @@ On the demo model, whose draft layer is trained and right about half of the time
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
@@ -92,6 +95,21 @@ def test_answers_are_those_without(plain, settings):
     assert stats.steps < plain[2].steps or settings.get("max_step_tokens") == 9
 
 
+@pytest.fixture(scope="module")
+def recorded():
+    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
+    try:
+        import recorded
+
+        yield recorded
+    finally:
+        sys.path.pop(0)
+
+
+def shortened(params, most):
+    return structs.replace(params, max_tokens=min(params.max_tokens or most, most))
+
+
 TREE = {**NEXTN, "speculative_eagle_topk": 3, "speculative_num_steps": 2}
 
 
@@ -155,3 +173,18 @@ def test_overlap_and_aborts(runner):
 def test_two_ranks_draft_and_verify_alike(plain):
     found, _, stats = answers(**NEXTN, tp=2)
     assert found == plain[0] and stats.accepted_tokens > 0
+
+
+def test_captured_cycles_answer_as_plain_steps_do(recorded, plain):
+    """Every kind of request, in batches between and at the captured sizes."""
+    settings = {**SETTINGS, **NEXTN, "platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
+    settings |= {"speculative_num_steps": 2, "max_running_requests": 3}
+    with LLM("demo", extra_plugins=[recorded], **settings) as llm:
+        prompts, params = asked(llm)
+        outputs = llm.generate(prompts, [shortened(p, 10) for p in params])
+        backend, stats = llm._assembly.platform.backend, llm.stats()
+    for ours, theirs in zip(outputs, plain[0], strict=False):
+        assert ours.token_ids == theirs[0][: len(ours.token_ids)]
+    assert stats.accepted_tokens > 0
+    # Per size a verification, the draft layer behind it, and the chain.
+    assert len(backend.replays) == 6 and all(backend.replays)

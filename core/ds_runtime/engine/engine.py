@@ -18,6 +18,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.engine.adapters import Adapters
 from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
+from ds_runtime.engine.pace import Pace
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.ranks import Leader
@@ -61,6 +62,7 @@ class Engine:
             eos=eos_tokens(assembly.folder, assembly.model),
             drafts=runner.width - 1,
             draft_room=runner.speculation.room if runner.speculation else 0,
+            pace=Pace(runner.speculation) if runner.speculation else None,
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, Future[LLMatcher]]] = []
@@ -157,7 +159,10 @@ class Engine:
 
     def _collect(self) -> list[Tokens | Failed]:
         done, handle = self._launched.popleft()
-        return self.scheduler.update(done, self.runner.collect(handle))
+        result = self.runner.collect(handle)
+        if (pace := self.scheduler.limits.pace) is not None:
+            pace.note(done, result, time.perf_counter())
+        return self.scheduler.update(done, result)
 
     def _compiled(self) -> list[Tokens | Failed]:
         """Queue what has its grammar; with nothing else to do, wait a little for the next."""

@@ -70,6 +70,23 @@ class Place:
     sampler: Sampler | None = None
 
 
+def captured(run: Callable[[], None], backend: GraphBackend, size: int) -> Callable[[], None]:
+    """What runs it again: after a first run that is not recorded, in which kernels are made ready.
+
+    Raises PluginError where it cannot be captured. size: its requests.
+    """
+    try:
+        run()
+        return backend.capture(run)
+    except DsRuntimeError:
+        raise
+    except Exception as e:
+        raise PluginError(
+            f"a decode step of {size} requests cannot be captured: {type(e).__name__}: {e}; "
+            "--disable-graph runs without"
+        ) from e
+
+
 class _Numbers(NamedTuple):
     """A step's arrays, by their numbers in an upload. All but the table lie at fixed places."""
 
@@ -178,8 +195,7 @@ class DecodeGraph:
             hidden = place.model.forward(batch, place.caches)
             place.model.logits(hidden, self._logits, batch.adapters)
 
-        run()
-        self._replay = backend.capture(run)
+        self._replay = captured(run, backend, self.size)
         if self.masked is not None and place.sampler is not None:
             self.masked.capture(place.sampler.settings((), self.size), backend)
 
@@ -210,15 +226,7 @@ class DecodeGraphs:
         total = len(self._graphs)
         with Progress("capturing decode steps", total, "steps", enabled=progress) as bar:
             for graph in reversed(self._graphs):
-                try:
-                    graph.capture(self._backend)
-                except DsRuntimeError:
-                    raise
-                except Exception as e:
-                    raise PluginError(
-                        f"a decode step of {graph.size} requests cannot be captured: "
-                        f"{type(e).__name__}: {e}; --disable-graph runs without"
-                    ) from e
+                graph.capture(self._backend)
                 bar.advance(1)
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.pace import Pace
 from ds_runtime.errors import RequestError
 
 
@@ -14,7 +15,7 @@ class SchedulerLimits:
     """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority".
 
     `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places behind it that
-    drafting them takes.
+    drafting them takes; `pace`: how many a step drafts, where that varies.
     """
 
     context_length: int
@@ -28,6 +29,7 @@ class SchedulerLimits:
     eos: tuple[int, ...] = ()
     drafts: int = 0
     draft_room: int = 0
+    pace: Pace | None = None
 
 
 def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> None:

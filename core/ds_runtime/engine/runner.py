@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.engine.batch import build_batch
+from ds_runtime.engine.cycle import Cycles, VerifyGraph
 from ds_runtime.engine.graphs import DecodeGraph, DecodeGraphs, Place, graph_sizes
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
@@ -108,7 +109,23 @@ class Runner:
         self.num_pages = self.memory.pages
         captures = self.bound.base.graph_capture
         self.caches = self._allocate(self.num_pages + captures, poison)
-        self.graphs = self._graphs() if captures else None
+        self.graphs: DecodeGraphs | None = None
+        self.cycles: Cycles | None = None
+        if captures and self.speculator is not None and self.speculation is not None:
+            layers, behind = assembly.model.layers, assembly.cached_layers
+            self.cycles = Cycles.of(
+                self._place(),
+                self.speculator.draft,
+                self.sampler,
+                [*self.caches[:layers], *self.caches[behind:]],
+                self.caches[layers],
+                self.speculation,
+                graph_sizes(self.config),
+                self.platform.graph_backend(local_rank),
+            )
+        elif captures:
+            backend = self.platform.graph_backend(local_rank)
+            self.graphs = DecodeGraphs(self._place(), graph_sizes(self.config), backend)
 
     def _limits(self) -> Limits:
         return Limits(
@@ -121,11 +138,11 @@ class Runner:
             max_queries=self.width,
         )
 
-    def _graphs(self) -> DecodeGraphs:
-        """For decode steps, with the last page as the spare one."""
+    def _place(self) -> Place:
+        """Of captured steps, with the last page as the spare one."""
         for cache in self.caches:
             cache[-1].zero_()
-        place = Place(
+        return Place(
             model=self.model,
             stateful=self.bound.stateful,
             caches=self.caches,
@@ -137,8 +154,6 @@ class Runner:
             adapts=self.assembly.lora is not None,
             sampler=self.sampler if self._captures_masks() else None,
         )
-        backend = self.platform.graph_backend(self.local_rank)
-        return DecodeGraphs(place, graph_sizes(self.config), backend)
 
     def _captures_masks(self) -> bool:
         """Whether what draws behind masks can be captured; if not, it runs op by op."""
@@ -195,14 +210,18 @@ class Runner:
         for init in plan.init:
             self.sampler.start(init)
         handle = Handle(plan, sort_rows(plan, lambda row: self.sampler.row(row).prompt))
-        graph = None
+        graph, cycle = None, None
         if self.graphs is not None and caches is self.caches:
             graph = self.graphs.fitting(plan)
+        if self.cycles is not None and caches is self.caches:
+            cycle = self.cycles.fitting(plan)
         if graph is not None:
             self._replay(graph, handle)
+        elif cycle is not None:
+            self._replay_cycle(cycle, handle)
         else:
             self._run(handle, caches)
-        if self.rank == 0:  # nobody collects elsewhere
+        if self.rank == 0 and handle.arriving is None:  # nobody collects elsewhere
             handle.download()
         return handle
 
@@ -213,6 +232,26 @@ class Runner:
         draws = self.sampler.prepare(handle.wanted.draws, sent, graph.masked)
         sent.send(graph.buffer)
         self._draw(handle, draws, graph.replay(works, sent, numbers), sent)
+
+    def _replay_cycle(self, graph: VerifyGraph, handle: Handle) -> None:
+        """A step of decode works alone, some with drafts."""
+        works, sent, plan = handle.plan.works, Upload(self.device), handle.plan
+        numbers = graph.add(works, sent)
+        draws = self.sampler.prepare(handle.wanted.draws, sent)
+        claims = claim(plan, handle.wanted, self.width, sent, self.simulated)
+        rows = [i * graph.queries + j for i, w in enumerate(works) for j in range(w.length)]
+        places = sent.add(np.array(rows, np.int64))
+        sent.send(graph.buffer)
+        logits = graph.verify(works, sent, numbers)
+        whole = len(rows) == graph.queries * len(works)  # then all lie together
+        logits = logits[: len(rows)] if whole else logits[sent[places]]
+        branch = self._draw(handle, draws, logits, sent, claims)
+        assert branch is not None and self.speculator is not None and self.cycles is not None
+        if plan.drafts:
+            graph.ids.index_copy_(0, sent[places], handle.tokens[0])
+            firsts = torch.arange(0, graph.ids.shape[0], graph.queries, device=self.device)
+            torch.add(firsts[: len(works)], branch.accepted, out=graph.last[: len(works)])
+            self.speculator.replay(handle, branch, graph, self.cycles, self.rank == 0)
 
     def _draw(
         self,
@@ -285,7 +324,8 @@ class Runner:
         if speculator is not None:
             if branch is not None and batch.decode is not None and batch.decode.tree is not None:
                 self.model.move(layers, *moves(branch, batch.slots))
-            speculator.run(handle, follow, batch, found, branch, sent, caches[drafts])
+            if handle.plan.drafts or batch.prefill is not None:
+                speculator.run(handle, follow, batch, found, branch, sent, caches[drafts])
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""
@@ -325,7 +365,7 @@ class Runner:
         """Leave the group of ranks. Captured steps go first: while one could replay a collective,
         its group does not end.
         """
-        self.graphs = None
+        self.graphs = self.cycles = None
         self.comm.close()
 
     def warm_up(self) -> None:
@@ -360,6 +400,8 @@ class Runner:
         self.last_tokens.zero_()
         if self.graphs is not None:
             self.graphs.capture(progress=self.rank == 0)
+        if self.cycles is not None:
+            self.cycles.capture(progress=self.rank == 0)
 
     def _check(self, result: StepResult) -> None:
         entry = result.works[0].logprobs[0]

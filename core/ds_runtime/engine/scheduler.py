@@ -43,6 +43,7 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
         self._num_guided = 0
+        self._drafts = limits.drafts  # of the step that is planned
         self._stats = Stats(pages_total=pool.num_pages)
 
     # ---- requests come and go ----
@@ -140,10 +141,11 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can be computed before an update or a submit."""
-        budget, drafts = self.limits.max_step_tokens, self.limits.drafts
-        plan = StepPlan(step=self._stats.steps, works=[], drafts=drafts)
+        budget, pace = self.limits.max_step_tokens, self.limits.pace
         planned: list[Request] = []
         decodes = [r for r in self.running if r.can_decode][:budget]
+        self._drafts = pace.choose(len(decodes)) if pace else self.limits.drafts
+        plan = StepPlan(step=self._stats.steps, works=[], drafts=self._drafts)
         spare = budget - len(decodes)  # for drafts
         for request in decodes:
             if request.is_running and self._grow(request):
@@ -182,7 +184,7 @@ class Scheduler:
         stop = start + length
         sample = decodes or stop == request.total_len
         asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
-        drafts = self.limits.drafts if sample else 0
+        drafts = self._drafts if sample else 0
         if drafts:  # the draft layer goes on behind the last token
             self._cover(request, length + self.limits.draft_room)
         work = Work(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.batch import build_batch
+from ds_runtime.engine.cycle import Cycles, VerifyGraph
 from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.sampler import Draw, Draws, Sampler
 from ds_runtime.engine.step import StepPlan, Work
@@ -111,9 +112,25 @@ class Speculator:
             ids.index_copy_(0, sent[follow.draws], tokens)
         last = sent[follow.firsts] + accepted
         hidden = self.draft.forward(batch, hidden, ids, cache, last)  # [n, hidden]
-        if handle.wanted.samplers:
+        if handle.wanted.samplers and handle.plan.drafts:
             draft = self._chain if self._trees is None else self._tree
             draft(handle, hidden, arriving.wait()[0].tolist(), cache)
+
+    def replay(
+        self, handle: Handle, branch: Branch, graph: VerifyGraph, cycles: Cycles, collects: bool
+    ) -> None:
+        """As `run`, behind a captured verification whose `ids` and `last` are set."""
+        arriving = Download([branch.accepted])
+        tells = any(w.tell_drafts for w in handle.plan.works)
+        if collects and not tells:  # what was drawn is on its way while drafts are made
+            handle.download()
+        graph.follow()
+        works, ends = self._ends(handle, arriving.wait()[0].tolist())
+        chain = cycles.chain(len(works), handle.plan.drafts)
+        assert chain is not None, "a step drafts as many as were planned"
+        drafts = chain.replay(works, ends)
+        if tells:
+            handle.drafts = [drafts]
 
     def _branches(
         self, handle: Handle, branch: Branch, hidden: Tensor, tokens: Tensor

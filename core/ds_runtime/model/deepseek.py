@@ -67,7 +67,7 @@ class DeepSeekModel:
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
         self.config = config
         self.comm = load.comm
-        self.captured = load.bound.base.graph_capture
+        self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
         self.cos_sin = cos_sin_table(config, positions, load.device)
         self.embed = load.embedding()
         self.blocks = [Block(config, load, layer) for layer in range(config.layers)]

@@ -51,7 +51,9 @@ def model_sites(
     rows = vocab_rows(config, tp)
     head = format_of("lm_head")
     sites.append(Site("linear", -1, "lm_head", weight_format=head, shape=(rows, config.hidden)))
-    sites += [Site(op, -1, "sampler", captured=False) for op in SAMPLER_OPS]
+    # Drafts are drawn within captured steps.
+    inside = {"sample"} if verify else set()
+    sites += [Site(op, -1, "sampler", captured=op in inside) for op in SAMPLER_OPS]
     return sites + [delta for site in sites if (delta := _delta(site, adapted)) is not None]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ds_runtime.api import OPS, Kernel, hookimpl
+from ds_runtime.api import OPS, Kernel, hookimpl, rows_of
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.testing.replay import ReplayBackend
@@ -41,16 +41,16 @@ class MlaDecode:
         self.kv_lora = facts.dims["kv_lora"]
 
     def state(self, limits):
-        shape = limits.max_sequences, limits.max_pages_per_sequence
+        shape = limits.max_sequences * limits.max_queries, limits.max_pages_per_sequence
         table = torch.zeros(shape, dtype=torch.int64, device=limits.device)
         return table, torch.ones_like(table[:, :1])
 
     def prepare(self, state, batch):
         if (part := batch.decode) is not None:
-            assert not part.q_lens
             table, lens = state
-            table.zero_()[: part.size, : part.page_table.shape[1]].copy_(part.page_table)
-            lens[: part.size, 0].copy_(part.kv_lens)
+            owner, seen = (torch.tensor(x) for x in zip(*rows_of(part), strict=True))
+            table.zero_()[: part.rows, : part.page_table.shape[1]].copy_(part.page_table[owner])
+            lens[: part.rows, 0].copy_(seen)
 
     def run(self, state, q, cache, scale):
         table, lens = (t[: q.shape[0]] for t in state)
@@ -96,7 +96,18 @@ def _refuse(facts):
 
 
 def offer(op, name, **extra):
-    return Kernel(OPS[op], f"recorded:{name}", "recorded", 40, _refuse, **extra)
+    phases = frozenset({"prefill", "decode", "verify"})
+    contract = OPS[op].version
+    return Kernel(
+        OPS[op],
+        f"recorded:{name}",
+        "recorded",
+        40,
+        _refuse,
+        phases=phases,
+        contract=contract,
+        **extra,
+    )
 
 
 @hookimpl
