@@ -146,6 +146,7 @@ int main(int argc, char** argv) {
   small_cases(cases, large);
   matmul_cases(cases, large);
   attention_cases(cases, large);
+  sparse_cases(cases, large);
   for (const char* path : paths) {
     const Library library = open(path);
     if (!wrong.empty())

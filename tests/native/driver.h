@@ -42,6 +42,11 @@ namespace driver {
   X(experts)                \
   X(mla_decode_memory)      \
   X(mla_decode)             \
+  X(compact_slots)          \
+  X(index_prologue)         \
+  X(index_scores_memory)    \
+  X(index_scores)           \
+  X(index_topk)             \
   X(mha_prefill_memory)     \
   X(mha_prefill)
 
@@ -194,5 +199,6 @@ struct Case {
 void small_cases(std::vector<Case>& to, bool large);
 void matmul_cases(std::vector<Case>& to, bool large);
 void attention_cases(std::vector<Case>& to, bool large);
+void sparse_cases(std::vector<Case>& to, bool large);
 
 }  // namespace driver

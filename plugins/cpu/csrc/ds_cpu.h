@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define DS_CPU_ABI 5
+#define DS_CPU_ABI 7
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -142,10 +142,10 @@ DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int6
 // Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
 // new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
 // the cache [pages, page_size, width] (in dtype or DS_E4M3) through pages + i * max_pages. out
-// [rows, heads, lora]. Rows after lens[i] are never read. tree: null, or per row which of the last
-// 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b; those before it sees
-// all. memory: as many bytes as
-// mla_decode_memory says for these sequences and the threads of now.
+// [rows, heads, lora]; zeros where lens[i] is 0. Rows after lens[i] are never read. tree: null, or per
+// row which of the last 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b;
+// those before it sees all. memory: as many bytes as mla_decode_memory says for these sequences and
+// the threads of now.
 DS_EXPORT void ds_cpu_mla_decode_memory(int32_t dtype, int32_t kv_dtype, int64_t width,
                                         int64_t lora, const int32_t* lens, const int32_t* starts,
                                         int64_t sequences, int64_t heads, int64_t* bytes);
@@ -156,6 +156,40 @@ DS_EXPORT void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q,
                                  const int32_t* starts, double scale, void* out,
                                  int64_t sequences, int64_t heads, void* memory, int64_t bytes,
                                  const int64_t* tree);
+// Lists of slots [rows, n] at ld without their negative entries: out [rows, n] contiguous, of which row
+// r fills the first lens[r]. Chosen slots are the page table of a cache with pages of one row.
+DS_EXPORT void ds_cpu_compact_slots(const int32_t* slots, int64_t ld, int64_t n, int32_t* out,
+                                    int32_t* lens, int64_t rows);
+// The indexer's queries [rows, heads, d] and keys k [rows, d], in dtype with strides: layer norm of the
+// key (weight and bias [d]), both rotated in their first `rope` dimensions (as pairs if interleaved,
+// else as halves) and multiplied by the Hadamard matrix of size d, a power of two of at most 1024,
+// over sqrt(d). index_dtype: dtype or e4m3, there divided by scale, a power of two. queries contiguous
+// in it, scale [rows, heads]; keys go to slots >= 0 of cache [pages, page_size, d], in e4m3 of bytes
+// [pages, page_size * (d + 4)] with a page's keys before its scales.
+DS_EXPORT void ds_cpu_index_prologue(int32_t dtype, int32_t index_dtype, const void* q,
+                                     int64_t q_row, int64_t q_head, int64_t heads, const void* k,
+                                     int64_t k_row, int64_t d, const float* norm_weight,
+                                     const float* norm_bias, double eps, const int64_t* positions,
+                                     const float* cos_sin, int64_t rope, int32_t interleaved,
+                                     void* cache, int64_t page_size, const int64_t* slots,
+                                     void* queries, float* scale, int64_t rows);
+// out [rows, width] at columns [0, lens[r]): key scale times the sum over heads of relu(q . k) times
+// weights [rows, heads]; what is behind means nothing. q [rows, heads, d] contiguous, the cache as
+// above, through pages + owners[r] * max_pages; owners do not fall. memory: as index_scores_memory
+// says for these rows and the threads of now.
+DS_EXPORT void ds_cpu_index_scores_memory(int32_t index_dtype, int64_t heads, int64_t d,
+                                          const int32_t* owners, const int32_t* lens, int64_t rows,
+                                          int64_t* bytes);
+DS_EXPORT void ds_cpu_index_scores(int32_t index_dtype, const void* q, int64_t heads, int64_t d,
+                                   const float* weights, int64_t ld_weights, const void* cache,
+                                   int64_t page_size, const int32_t* pages, int64_t max_pages,
+                                   const int32_t* owners, const int32_t* lens, float* out,
+                                   int64_t width, int64_t rows, void* memory, int64_t bytes);
+// slots [rows, k]: where the k best of scores[r, :lens[r]] lie, of equal ones the first, by rising
+// token; all and then -1 where a row sees fewer.
+DS_EXPORT void ds_cpu_index_topk(const float* scores, int64_t ld, const int32_t* lens,
+                                 const int32_t* owners, const int32_t* pages, int64_t max_pages,
+                                 int64_t page_size, int64_t k, int32_t* slots, int64_t rows);
 // Attention of sequence i's queries [q_starts[i], q_starts[i + 1]) over its keys [k_starts[i],
 // k_starts[i + 1]). q, k [tokens, heads, d] and v [tokens, heads, dv] with strides. causal: query j
 // sees keys <= j + keys - queries. out [tokens, heads, dv]; lse [tokens, heads], natural; 0 and -inf

@@ -1,6 +1,6 @@
 // Small operations over rows: activation, embedding, FP8 quantisation; and housekeeping.
 #include "ds_cpu.h"
-#include "e4m3.h"
+#include "fp8_scale.h"
 #include "parallel.h"
 #include "silu.h"
 
@@ -19,30 +19,6 @@ void silu_mul(const void* x, int64_t ldx, void* out, int64_t rows, int64_t n) {
       silu_mul_row(gate, gate + n, (T*)out + r * n, n);
     }
   });
-}
-
-// The scale of one group: largest magnitude over 448, as a power of two from above if `ue8m0`. NaN
-// among the values makes it NaN.
-template <class T>
-float group_scale(const T* x, int64_t n, bool ue8m0) {
-  int32_t most = 0;  // the bits of magnitudes order as they do, NaN on top
-  for (int64_t i = 0; i < n; ++i) {
-    const float value = to_float(x[i]);
-    int32_t bits;
-    std::memcpy(&bits, &value, 4);
-    bits &= 0x7fffffff;
-    most = bits > most ? bits : most;
-  }
-  float amax;
-  std::memcpy(&amax, &most, 4);
-  const float scale = (amax < 1e-4f ? 1e-4f : amax) / 448.0f;
-  uint32_t u;
-  std::memcpy(&u, &scale, 4);
-  if (!ue8m0 || u >= 0x7f800000) return scale;
-  u = (u + 0x7fffff) & 0xff800000;
-  float power;
-  std::memcpy(&power, &u, 4);
-  return power;
 }
 
 template <class T>

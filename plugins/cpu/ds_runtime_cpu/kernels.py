@@ -26,13 +26,14 @@ from ds_runtime_cpu import machine, native
 
 _FORMATS = frozenset({"dense", "fp8_block", "int8_channel", "int4_group"})
 _DENSE = frozenset({"dense", "fp8_block"})
-_LATENT_PAGES = frozenset({"latent_pages.v1"})
+_LAYOUTS = {"kv": frozenset({"latent_pages.v1"}), "index": frozenset({"index_pages.v1"})}
 _CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _PANELS = "fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns"
 _A8 = "activations are rounded to int8, by token or by token and group"
 _KV_B = "kv_b is kept twice: whole for prefill, and per head for decode"
 _MAX_EXPERTS = 1024  # of the native router's buffers
+_MAX_INDEX = 1024  # of the native index prologue's
 
 
 def _on_cpu(facts: Facts) -> str | None:
@@ -64,6 +65,15 @@ def _same_kv(facts: Facts) -> str | None:
         return None
     said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
     return Fixable(said, "pass --kv-cache-dtype auto")
+
+
+def _index(facts: Facts) -> str | None:
+    if facts.index_dtype not in (facts.dtype, "float8_e4m3fn"):
+        said = f"knows index keys of {facts.dtype} or float8_e4m3fn, not {facts.index_dtype}"
+        return Fixable(said, "pass --index-cache-dtype auto")
+    if facts.dims["index_dim"] > _MAX_INDEX:
+        return f"knows index keys of at most {_MAX_INDEX}, not {facts.dims['index_dim']}"
+    return None
 
 
 def _experts(facts: Facts) -> str | None:
@@ -113,6 +123,7 @@ def _packs(facts: Facts) -> str | None:
 _torch_only = gates(_dtype, _on_cpu)
 _needs_native = gates(_torch_only, _library)
 _native_cache = gates(_kv_dtype, _needs_native)
+_native_index = gates(_index, _needs_native)
 _native_route = gates(_experts, _needs_native)
 _matmul_decode = gates(_same_kv, _torch_only)
 _onednn = gates(_x86, _packs, _torch_only)
@@ -128,7 +139,7 @@ def _offer(op: str, fn: str, rank: int, refuse: Gates, note: str = "") -> Kernel
         rank=rank,
         refuse=refuse,
         formats=_FORMATS if owns_weights else frozenset(),
-        layouts=_LATENT_PAGES if OPS[op].layout else frozenset(),
+        layouts=_LAYOUTS.get(OPS[op].layout, frozenset()),
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         contract=_CONTRACTS.get(op, 1),
         note=_FP8 if owns_weights and not note else note,
@@ -174,6 +185,11 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("mla_absorb", "absorb:mla_absorb_matmul", RANK_PLATFORM, _onednn, _KV_B),
     _offer("cache_write", "prologue:cache_write", RANK_SPECIALISED, _native_cache),
     _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
+    _offer("index_prologue", "sparse:index_prologue", RANK_SPECIALISED, _native_index),
+    _offer("index_scores", "sparse:index_scores", RANK_SPECIALISED, _native_index),
+    _offer("index_topk", "sparse:index_topk", RANK_SPECIALISED, _needs_native),
+    _offer("sparse_prefill", "sparse:sparse_mla", RANK_SPECIALISED, _native_cache),
+    _offer("sparse_decode", "sparse:sparse_mla", RANK_SPECIALISED, _native_cache),
 )
 MOE: tuple[Kernel, ...] = (
     _panels("experts", "experts:experts_native"),

@@ -26,7 +26,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 5
+ABI_VERSION = 7
 NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -60,6 +60,14 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "linear": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _I, _I, _P),
     "mla_decode_memory": (_T, _T, _I, _I, _P, _P, _I, _I, _P),
     "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P, _I, _P),
+    "compact_slots": (_P, _I, _I, _P, _P, _I),
+    "index_prologue": (
+        *(_T, _T, _P, _I, _I, _I, _P, _I, _I, _P, _P, _D),
+        *(_P, _P, _I, _T, _P, _I, _P, _P, _P, _I),
+    ),
+    "index_scores_memory": (_T, _I, _I, _P, _P, _I, _P),
+    "index_scores": (_T, _P, _I, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P, _I, _I, _P, _I),
+    "index_topk": (_P, _I, _P, _P, _P, _I, _I, _I, _P, _I),
     "mha_prefill_memory": (_T, _I, _I, _P),
     "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I, _P, _I),
     "experts_memory": (_T, _T, _I, _I, _I, _I, _I, _I, _I, _P),

@@ -1,0 +1,167 @@
+// Queries in the lanes of vectors, and their products with keys that are broadcast from where they
+// lie: keys are never transposed, and nothing is summed across lanes.
+#pragma once
+
+#include "words.h"
+
+namespace ds {
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+inline void transpose16(__m512i* r) {  // 16 by 16 words
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + 2 + j]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + 2 + j]);
+    }
+  // r[4 g + c]: rows 4 g to 4 g + 3 of columns c, c + 4, c + 8, c + 12
+  for (int c = 0; c < 4; ++c) {
+    t[c] = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);       // columns c and c + 8
+    t[4 + c] = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);   // c + 4 and c + 12
+    t[8 + c] = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+    t[12 + c] = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+  }
+  for (int c = 0; c < 4; ++c) {
+    r[c] = _mm512_shuffle_i32x4(t[c], t[8 + c], 0x88);
+    r[8 + c] = _mm512_shuffle_i32x4(t[c], t[8 + c], 0xdd);
+    r[4 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0x88);
+    r[12 + c] = _mm512_shuffle_i32x4(t[4 + c], t[12 + c], 0xdd);
+  }
+}
+#endif
+
+// Rows that the next block reads, fetched into the second cache while this one is computed. Spread
+// evenly over its time: a burst of fetches would hold up every load behind it.
+class Ahead {
+ public:
+  Ahead() = default;
+  template <class K, class V>
+  Ahead(const K* const* keys, int64_t key_elements, const V* const* values, int64_t value_elements,
+        int count)
+      : lists_{{(const char* const*)keys, count, key_elements * int64_t(sizeof(K))},
+               {(const char* const*)values, count, value_elements * int64_t(sizeof(V))}} {
+    if (count <= 0) return;
+    for (const List& list : lists_) lines_ += count * ((list.bytes + 63) / 64);
+    open();
+  }
+  // How many units of work the block has in all.
+  void pace(int64_t units) { units_ = units > 0 ? units : 1; }
+  // `units` of them are about to be done.
+  void step(int64_t units) {
+#if defined(__GNUC__)
+    for (owed_ += units * lines_; owed_ >= units_; owed_ -= units_) {
+      __builtin_prefetch(at_, 0, 2);
+      if ((at_ += 64) >= end_) open();
+    }
+#else
+    (void)units;
+#endif
+  }
+
+ private:
+  struct List {
+    const char* const* rows;
+    int64_t count, bytes;
+  };
+  void open() {  // the next row; after all rows, nothing is owed any more
+    if (lists_[0].count <= 0 || lists_[0].bytes <= 0) {
+      lists_[0] = lists_[1];
+      lists_[1].count = 0;
+      if (lists_[0].count <= 0 || lists_[0].bytes <= 0) {
+        lines_ = owed_ = 0;
+        return;
+      }
+    }
+    at_ = *lists_[0].rows++;
+    end_ = at_ + lists_[0].bytes;
+    --lists_[0].count;
+  }
+  List lists_[2] = {};
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t lines_ = 0, units_ = 1, owed_ = 0;
+};
+
+template <class C, class T>
+inline void put_converted(C* to, const T* from) {
+  if (from)
+    widen_row(from, to, 1);
+  else
+    put(to, 0.0f);
+}
+
+// to [words][padded]: query(m) for m < rows, two neighbours of a bfloat16 query to a word, zeros in
+// what is padding.
+template <class C, class T, class Query>
+inline void pack_queries(Query query, int64_t rows, int64_t padded, int64_t d, int64_t words,
+                         C* queries) {
+  constexpr int N = Word<C>::N, L = F::W;
+  for (int64_t m0 = 0; m0 < padded; m0 += L) {
+    const T* q[L];
+    for (int64_t i = 0; i < L; ++i) q[i] = m0 + i < rows ? query(m0 + i) : nullptr;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    if constexpr (sizeof(T) == sizeof(C)) {
+      for (int64_t w = 0; w < words; w += 16) {
+        const int64_t left = d - w * N;
+        const __mmask32 some = left >= 16 * N ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
+        __m512i r[16];
+        for (int64_t i = 0; i < 16; ++i) {
+          const T* from = q[i] ? q[i] + w * N : nullptr;
+          if constexpr (N == 1)
+            r[i] = _mm512_maskz_loadu_epi32(__mmask16(from ? some : 0), from);
+          else
+            r[i] = _mm512_maskz_loadu_epi16(from ? some : 0, from);
+        }
+        transpose16(r);
+        for (int64_t i = 0; i < 16; ++i)
+          _mm512_storeu_si512(queries + ((w + i) * padded + m0) * N, r[i]);
+      }
+      continue;
+    }
+#endif
+    for (int64_t m = 0; m < L; ++m)
+      for (int64_t i = 0; i < words * N; ++i)
+        put_converted(queries + (i / N * padded + m0 + m) * N + i % N,
+                      q[m] && i < d ? q[m] + i : nullptr);
+  }
+}
+
+constexpr int SCORE_STEP = 8;  // words between two looks at what is to be fetched
+
+// Dot products of `count` <= K keys with NV vectors of packed queries: to [count][padded].
+template <int K, int NV, class C>
+inline void score_tile(const C* queries, int64_t d, int64_t padded, const C* const* key, int count,
+                       Ahead& ahead, float* to) {
+  using W = Word<C>;
+  constexpr int N = W::N, L = F::W;
+  const C* k[K];
+  F acc[K][NV];
+  for (int j = 0; j < K; ++j) {
+    k[j] = key[j < count ? j : count - 1];  // scores of the excess are dropped
+    for (int v = 0; v < NV; ++v) acc[j][v] = F::zero();
+  }
+  const C* q = queries;
+  const int64_t step = padded * N;
+  int64_t i = 0;
+  auto one = [&](auto word) {
+    typename W::V x[NV];
+    for (int v = 0; v < NV; ++v) x[v] = W::load(q + v * L * N);
+    for (int j = 0; j < K; ++j) {
+      const typename W::V y = word(k[j] + i);
+      for (int v = 0; v < NV; ++v) acc[j][v] = W::mac(acc[j][v], x[v], y);
+    }
+  };
+  for (; i + N <= d;) {
+    const int64_t end = i + SCORE_STEP * N <= d ? i + SCORE_STEP * N : d - d % N;
+    ahead.step(SCORE_STEP);
+    for (; i < end; i += N, q += step) one([](const C* p) { return W::all(p); });
+  }
+  if (i < d) one([](const C* p) { return W::half(p); });  // what follows a row may be NaN
+  for (int j = 0; j < count; ++j)
+    for (int v = 0; v < NV; ++v) acc[j][v].store(to + j * padded + v * L);
+}
+
+}  // namespace ds
