@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 REPO = Path(__file__).resolve().parent.parent
-DIM, TOP_K = 128, 256
+DIM, TOP_K = 128, 128
 LENGTH = 2048  # tokens of a row: as far as the demo model was trained
 GROUP = 512  # queries whose masks are made at a time
 NORM_EPS = 1e-6
@@ -259,7 +259,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--base", type=Path, default=REPO / "core/ds_runtime/demo", help="--dsa: of what"
     )
-    p.add_argument("--heads", type=int, default=4, help="--dsa: index heads, 4 or 8")
+    p.add_argument("--heads", type=int, default=8, help="--dsa: index heads, 4 or 8")
     p.add_argument("--rows", type=int, default=LENGTH, help="--dsa: queries of a text, a step")
     p.add_argument("--top-k", type=int, default=TOP_K, help="--dsa: index_topk")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.base import part_of
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.outputs import Completion, Job, RequestOutput
@@ -28,7 +29,7 @@ class JobMaker:
     def __init__(self, assembly: Assembly) -> None:
         self._folder, self._override = assembly.folder, assembly.config.chat_template
         self._family = find_family(assembly.folder, assembly.config.model)
-        file = self._folder / "tokenizer.json"
+        file = part_of(self._folder, "tokenizer.json")
         self._tokenizer = Tokenizer.load(self._folder) if file.is_file() else None
         self._template: Template | None = None
         self._served = 0

@@ -12,8 +12,9 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ds_runtime.bench import scoring
 from ds_runtime.bench.record import environment, peak_bytes
@@ -22,6 +23,7 @@ from ds_runtime.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from ds_runtime.llm import LLM, RequestOutput
 
+Score: TypeAlias = "tuple[dict[str, Any], list[RequestOutput]]"
 LIMITS = {"sums": 96, "tools": 160}  # tokens; correct answers of the demo model need fewer
 
 
@@ -34,6 +36,25 @@ def load_heldout(path: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{path}: its hash is not the one in {recorded.name}; restore it")
     held: dict[str, Any] = json.loads(data)
     return held, digest
+
+
+def behind(
+    llm: LLM, entries: Sequence[Mapping[str, Any]], prose: Sequence[str], tokens: int
+) -> list[dict[str, Any]]:
+    """The entries with a system text before their tools: so much prose that a prompt has about
+    `tokens` tokens in all. Each begins with another passage."""
+    made, encode = [], llm.tokenizer.encode
+    for i, entry in enumerate(entries):
+        said = json.dumps(entry.get("tools", [])) + json.dumps(entry["messages"])
+        room = max(0, tokens - len(encode(said)))
+        ids: list[int] = []
+        for passage in islice(cycle(prose), i, None):
+            if len(ids) >= room:
+                break
+            ids += encode(passage + "\n\n")
+        system = {"role": "system", "content": llm.tokenizer.decode(ids[:room])}
+        made.append({**entry, "messages": [system, *entry["messages"]]})
+    return made
 
 
 def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[RequestOutput]:
@@ -95,37 +116,53 @@ def draft_agreement(
     }
 
 
-def run(settings: Mapping[str, Any], limit: int | None = None, mtp: bool = True) -> dict[str, Any]:
-    """Load the engine with these EngineConfig fields and score it; `limit` entries per kind."""
+def score(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> Score:
+    """The runtime's answers, and how many of them are right."""
+    start = time.perf_counter()
+    done = answers(llm, folder, kind, entries)
+    spent = time.perf_counter() - start
+    good = sum(right(kind, o.text, e) for o, e in zip(done, entries, strict=True))
+    share = good / len(entries)
+    return {"right": good, "of": len(entries), "share": share, "seconds": spent}, done
+
+
+def run(
+    settings: Mapping[str, Any],
+    limit: int | None = None,
+    mtp: bool = True,
+    lengths: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Load the engine with these EngineConfig fields and score it; `limit` entries per kind.
+
+    lengths: ask for tool calls behind prose, too, in prompts of so many tokens.
+    """
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")
+    if bad := [n for n in lengths if n < 1]:
+        raise ConfigError(f"--behind {bad[0]}: must be at least 1 token")
     from ds_runtime import LLM
+    from ds_runtime.base import part_of
     from ds_runtime.model.hub import resolve_model
 
     model = str(settings.get("model", "demo"))
     folder = resolve_model(model)
-    path = folder / "heldout.json"
+    path = part_of(folder, "heldout.json")
     heldout, digest = load_heldout(path if path.is_file() else resolve_model("demo") / path.name)
     scores: dict[str, Any] = {}
     outputs: list[RequestOutput] = []
     with LLM(**settings) as llm:
         for kind in LIMITS:
-            entries = heldout[kind][:limit]
-            start = time.perf_counter()
-            done = answers(llm, folder, kind, entries)
-            spent = time.perf_counter() - start
-            good = sum(right(kind, o.text, e) for o, e in zip(done, entries, strict=True))
-            scores[kind] = {
-                "right": good,
-                "of": len(entries),
-                "share": good / len(entries),
-                "seconds": spent,
-            }
+            scores[kind], done = score(llm, folder, kind, heldout[kind][:limit])
             outputs += done
         tokenizer = llm.tokenizer
         start_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         prose = [start_ids + tokenizer.encode(p["text"]) for p in heldout["prose"][:limit]]
         scores["prose"] = perplexity(llm, prose)
+        texts = [p["text"] for p in heldout["prose"]]
+        scores["behind"] = {
+            n: score(llm, folder, "tools", behind(llm, heldout["tools"][:limit], texts, n))[0]
+            for n in lengths
+        }
     if mtp:
         scores["mtp"] = draft_agreement(folder, outputs, prose)
     return {
@@ -143,8 +180,9 @@ def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     scores = report["scores"]
     lines = [f"{report['model']}, held-out set {report['heldout_sha256'][:12]}"]
-    for kind, name in (("sums", "sums"), ("tools", "tool calls")):
-        s = scores[kind]
+    shown = [("sums", scores["sums"]), ("tool calls", scores["tools"])]
+    shown += [(f"tool calls behind {n:,} tokens", s) for n, s in scores["behind"].items()]
+    for name, s in shown:
         lines.append(
             f"{name}: {s['right']} of {s['of']} right ({s['share']:.1%}) in {s['seconds']:.1f} s"
         )

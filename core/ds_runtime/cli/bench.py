@@ -171,6 +171,8 @@ def _accuracy(kinds: _SubParsersAction[Any]) -> None:
         default=True,
         help="also compare the MTP layer's drafts (default: on)",
     )
+    about = "also ask for tool calls behind prose, in prompts of N tokens"
+    parser.add_argument("--behind", type=int, nargs="+", default=[], metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="one JSON line")
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run_accuracy)
@@ -226,7 +228,7 @@ def run_accuracy(args: Namespace) -> int:
     given = settings(args)
     from ds_runtime.bench import accuracy
 
-    return _show(accuracy.run(given, args.limit, args.mtp), args.json, accuracy.render)
+    return _show(accuracy.run(given, args.limit, args.mtp, args.behind), args.json, accuracy.render)
 
 
 def run_host(args: Namespace) -> int:

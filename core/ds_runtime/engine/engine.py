@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.base import part_of
 from ds_runtime.engine.adapters import Adapters
 from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
@@ -234,5 +235,5 @@ def _call(observer: Any, method: str, argument: Any) -> None:
 
 def eos_tokens(folder: Path, model: ModelConfig) -> tuple[int, ...]:
     """The ids that end a text: generation_config.json's and config.json's together."""
-    ids = dict.fromkeys([*eos_ids(folder / "generation_config.json"), *model.eos_tokens])
+    ids = dict.fromkeys([*eos_ids(part_of(folder, "generation_config.json")), *model.eos_tokens])
     return tuple(i for i in ids if 0 <= i < model.vocab_size)

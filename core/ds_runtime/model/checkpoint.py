@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.base import base_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.gguf.blocks import BLOCKS, values
 from ds_runtime.model.gguf.folder import LINK, linked_tensors
@@ -79,7 +80,7 @@ class Entry:
 
 
 class Checkpoint:
-    """All tensors of a checkpoint folder, checked against the files' true lengths.
+    """All tensors of a checkpoint folder and of its base, checked against the files' true lengths.
 
     `entries`: those of other files than a checkpoint's, from `read_header`. `on_read`, if set, is
     called with the number of bytes of each read.
@@ -91,9 +92,14 @@ class Checkpoint:
         self.on_read: Callable[[int], None] | None = None
         self._files: dict[Path, int] = {}  # open descriptors
         weakref.finalize(self, _close, self._files)
-        index = folder / INDEX
         if entries is not None:
             return
+        self._open(folder)
+        if (base := base_of(folder)) is not None:
+            self.entries = {**Checkpoint(base).entries, **self.entries}
+
+    def _open(self, folder: Path) -> None:
+        index = folder / INDEX
         if (folder / LINK).is_file():
             found = linked_tensors(folder / LINK)
             self.entries = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ds_runtime.errors import CheckpointError
 
+EMBEDDED = {"demo": "ds_runtime.demo", "demo-v32": "ds_runtime.demo_v32"}
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # data only: no code, no pickle
 
 
@@ -19,8 +20,8 @@ def resolve_model(name: str) -> Path:
 
     Raises CheckpointError with the command to run when it is neither here nor reachable.
     """
-    if name == "demo":
-        return Path(str(importlib.resources.files("ds_runtime.demo")))
+    if name in EMBEDDED:
+        return Path(str(importlib.resources.files(EMBEDDED[name])))
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -35,7 +36,7 @@ def resolve_model(name: str) -> Path:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"--model {name}: no such folder; give a checkpoint folder, a hub id like "
-            "deepseek-ai/DeepSeek-V2-Lite, or 'demo'"
+            f"deepseek-ai/DeepSeek-V2-Lite, or {' or '.join(map(repr, EMBEDDED))}"
         )
     return _from_hub(name)
 

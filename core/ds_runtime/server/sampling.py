@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ds_runtime.base import part_of
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import CheckpointError, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
@@ -31,7 +32,7 @@ class GenerationDefaults:
     @classmethod
     def load(cls, folder: str | Path) -> GenerationDefaults:
         """From the checkpoint folder; a file without the fields, or no file, is fine."""
-        path = Path(folder) / "generation_config.json"
+        path = part_of(Path(folder), "generation_config.json")
         found = read_json(path)
         values: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):

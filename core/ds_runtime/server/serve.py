@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.model.hub import EMBEDDED, resolve_model
 from ds_runtime.model.peft import AdapterSpec
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
@@ -127,9 +127,9 @@ def _check_names(config: EngineConfig, served: str) -> None:
 
 
 def model_name(model: str) -> str:
-    """The name in the API: a folder's own name; a hub id or 'demo' as it is."""
+    """The name in the API: a folder's own name; a hub id or an embedded model as it is."""
     path = Path(model).expanduser()
-    return path.resolve().name if model != "demo" and path.is_dir() else model
+    return path.resolve().name if model not in EMBEDDED and path.is_dir() else model
 
 
 def check_tls(config: ServerConfig) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.base import base_of
 from ds_runtime.text.tokenizer import read_json
 
 Tools = Sequence[Mapping[str, Any]]
@@ -74,11 +75,12 @@ _R1_NAME = re.compile(r"(?<![a-z0-9])r1(?![0-9a-z])")
 
 
 def find_family(folder: str | Path, model: str = "") -> Family | None:
-    """The family of a checkpoint, from config.json and its name; None if it is no DeepSeek.
+    """The family of a checkpoint, from config.json and its name; None if it is no DeepSeek. One
+    with a base speaks as the base does.
 
     `model`: the hub id or path that the user gave.
     """
-    config = read_json(Path(folder) / "config.json")
+    config = read_json((base_of(Path(folder)) or Path(folder)) / "config.json")
     name = Path(model or folder).name.lower()
     kind = str(config.get("model_type", "")).replace("-", "_")
     if kind == "deepseek_v2":

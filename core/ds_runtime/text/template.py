@@ -17,6 +17,7 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
+from ds_runtime.base import part_of
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError
 from ds_runtime.text.dsml import DsmlEncoding
 from ds_runtime.text.families import Family, tool_format
@@ -186,11 +187,11 @@ def load_template(
         if not path.is_file():
             raise ConfigError(f"--chat-template {override}: no such file")
         return _single(path, special, family)
-    path = Path(folder) / "chat_template.jinja"
+    path = part_of(Path(folder), "chat_template.jinja")
     if path.is_file():
         return _single(path, special, family)
     found = tokenizer.settings.get("chat_template")
-    origin = str(Path(folder) / "tokenizer_config.json")
+    origin = str(part_of(Path(folder), "tokenizer_config.json"))
     if isinstance(found, str):
         return ChatTemplate({"default": found}, special, origin, family)
     if isinstance(found, list):

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from ds_runtime.base import part_of
 from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
 
@@ -44,7 +45,7 @@ class Tokenizer:
     def load(cls, folder: str | Path) -> Tokenizer:
         """Read tokenizer.json and its neighbours; CheckpointError names what is missing."""
         root = Path(folder)
-        path = root / "tokenizer.json"
+        path = part_of(root, "tokenizer.json")
         if not path.is_file():
             raise CheckpointError(
                 f"{root}: no tokenizer.json. Copy tokenizer.json and tokenizer_config.json of the "
@@ -57,8 +58,8 @@ class Tokenizer:
             raise CheckpointError(f"{path} cannot be read: {e}. Download the file again") from e
         eos: list[int] = []
         for name in ("generation_config.json", "config.json"):
-            eos += eos_ids(root / name)
-        settings = read_json(root / "tokenizer_config.json")
+            eos += eos_ids(part_of(root, name))
+        settings = read_json(part_of(root, "tokenizer_config.json"))
         return cls(backend, settings=settings, eos_ids=eos)
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:

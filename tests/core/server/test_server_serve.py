@@ -161,7 +161,7 @@ def test_listen():
 def test_model_name(tmp_path):
     (tmp_path / "v2-lite").mkdir()
     assert model_name(str(tmp_path / "v2-lite") + "/") == "v2-lite"
-    assert model_name("demo") == "demo"
+    assert [model_name(m) for m in ("demo", "demo-v32")] == ["demo", "demo-v32"]
     assert model_name("deepseek-ai/DeepSeek-V2-Lite") == "deepseek-ai/DeepSeek-V2-Lite"
 
 
