@@ -16,13 +16,22 @@ from ds_runtime.ops.weight import Weight
 from ds_runtime.testing.conformance import facts_for
 
 pytestmark = needs_triton
-READ = ("int4_group", "w4afp8", "nvfp4", "mxfp4", "mxfp8", "fp8_channel", "fp8_tensor")
+READ = (
+    "int4_group",
+    "int8_group",
+    "w4afp8",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8",
+    "fp8_channel",
+    "fp8_tensor",
+)
 FACTS = facts_for(DEVICE, "bfloat16")
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    fmt=st.sampled_from((*READ, "int4_group zeros")),
+    fmt=st.sampled_from((*READ, "int4_group zeros", "int8_group zeros")),
     rows=st.integers(1, 40),
     cols=st.integers(1, 300),
     left=st.integers(0, 200),

@@ -30,7 +30,15 @@ MATRIX = frozenset({"linear", "experts", "mla_absorb", "mha_prefill", "mla_decod
 FLOAT32 = MATRIX | {"router_logits", "logprobs"}
 SHORT = ("0x", "1x", "64x7", "ties", "no ", "negative", "saturated")  # of sample and route
 # Weights of few bits take their time: one case per kind of code and of scale.
-CODED = ("int4 zero", "int4 cut any", "fp8_channel odd", "mxfp8 cut", "nvfp4 cut", "mxfp4 odd")
+CODED = (
+    "int4 zero",
+    "int4 cut any",
+    "fp8_channel odd",
+    "mxfp8 cut",
+    "nvfp4 cut",
+    "mxfp4 odd",
+    "int8_group zeros odd",
+)
 CODED_EXPERTS = ("int4_group zeros 77", "nvfp4")
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from ds_runtime.api import Weight, WeightPart, decode_scale
 from ds_runtime_triton.launch import cdiv
 
-INT4, E2M1, E4M3 = 0, 1, 2  # CODES of jit/coded.py
+INT4, E2M1, E4M3, INT8 = 0, 1, 2, 3  # CODES of jit/coded.py
 CODES = {
     "int4_group": INT4,
     "w4afp8": INT4,
+    "int8_group": INT8,
     "mxfp4": E2M1,
     "nvfp4": E2M1,
     "mxfp8": E4M3,
@@ -52,7 +53,7 @@ class Form:
 
     @property
     def bits(self) -> int:
-        return 8 if self.codes == E4M3 else 4
+        return 8 if self.codes in (E4M3, INT8) else 4
 
     @property
     def span(self) -> int:
@@ -149,13 +150,13 @@ def form_of(weight: Weight, bytes_for_fp8: bool = False) -> Form | None:
         return None
     (codes,), (group, lead) = kinds, found
     asym = any("zero" in p.tensors for p in weight.parts)
-    planes = 2 if codes == E4M3 or bytes_for_fp8 else 4
+    planes = 2 if codes in (E4M3, INT8) or bytes_for_fp8 else 4
     least = 32 if bytes_for_fp8 else 16
     if bytes_for_fp8 and (codes != INT4 or asym or lead or not group):
         return None
     scales, width, shift = 1, _SPAN // planes, 0
     if not group:
-        scales = 1 if codes == INT4 else 0
+        scales = 1 if codes in (INT4, INT8) else 0
     elif group >= 64:
         width = min(group, _SPAN) // planes
     elif group >= least:
@@ -259,8 +260,10 @@ def _part_of(part: WeightPart, form: Form) -> Coded:
         else:
             scale = _padded(scale, form.groups, 1.0)
         if form.asym:
-            zero = torch.full((part.shape[0], form.groups), _SYMMETRIC, dtype=torch.int8,
-                              device=device)  # fmt: skip
+            neutral = _SYMMETRIC if form.codes == INT4 else 0
+            zero = torch.full(
+                (part.shape[0], form.groups), neutral, dtype=torch.int8, device=device
+            )
             if "zero" in part.tensors:
                 own = _grid(part, "zero", form).to(torch.int8)
                 zero[:, : own.shape[1]] = own
@@ -313,9 +316,10 @@ def wide_values(held: Coded) -> Tensor:
         table = torch.tensor((0, 0.5, 1, 1.5, 2, 3, 4, 6), device=codes.device)
         values = torch.cat((table, -table))[codes.to(torch.int64)]
     else:
-        values = codes.to(torch.float32)
-        zero = _by_column(held.zero, form) if form.asym else _SYMMETRIC
-        values = values - zero
+        signed = codes.to(torch.uint8).view(torch.int8) if form.codes == INT8 else codes
+        none = 0 if form.codes == INT8 else _SYMMETRIC
+        zero = _by_column(held.zero, form) if form.asym else none
+        values = signed.to(torch.float32) - zero
     if form.scales:
         values = values * _by_column(_scale_numbers(held), form)
     return values * held.row_scale[:, None] if form.by_row else values.view(rows, -1)

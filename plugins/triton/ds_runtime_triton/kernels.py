@@ -1,8 +1,9 @@
 """The triton plugin's whole offer on one page: portable kernels, torch-free to decide.
 
 They serve every device whose platform lists the feature "triton" (a Triton compiler makes code for
-it). FP8 arithmetic is offered where the device multiplies float8_e4m3fn; elsewhere FP8 weights are
-converted to the compute dtype when they are packed.
+it). FP8 arithmetic is offered where the device multiplies float8_e4m3fn; elsewhere weights in FP8
+blocks are converted to the compute dtype when they are packed. Weights of other formats stay as
+they are (docs/formats.md).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _BOTH = frozenset({"dense", "fp8_block"})
 _BLOCKS = frozenset({"fp8_block"})
 _INT8 = frozenset({"int8_channel", "int8_block"})
 _W4AFP8 = frozenset({"w4afp8"})
-_CODED = frozenset({"int4_group", "mxfp4", "nvfp4", "mxfp8", "fp8_channel", "fp8_tensor"} | _W4AFP8)
+_BY_ROW = frozenset({"fp8_channel", "fp8_tensor"})
+_GROUPED = frozenset({"int8_group", "int4_group", "mxfp8", "mxfp4", "nvfp4"})
+_CODED = _GROUPED | _W4AFP8 | _BY_ROW
 _MAX_HEAD = 256  # of a query or value head that prefill keeps on chip
 _MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
 _CONVERTED = "fp8 weights are converted to the compute dtype when packed: twice the bytes"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Facts, Packed, Weight, torch_dtype
-from ds_runtime_triton.coded import CODES, E2M1, E4M3, Coded, Form, coded, form_of, wide_values
+from ds_runtime_triton.coded import CODES, INT4, INT8, Coded, Form, coded, form_of, wide_values
 from ds_runtime_triton.config import Config, folder, tuned
 from ds_runtime_triton.jit.coded import coded_gemm_kernel
 from ds_runtime_triton.launch import counters
@@ -15,8 +15,8 @@ from ds_runtime_triton.linear import LinearDense, grid_of, pieces
 
 def ptx(config: Config, form: Form, dtype: torch.dtype) -> bool:
     """Whether words are decoded in PTX. It makes bfloat16, and multiplies floats by scales far too
-    large: only those that are relative to their row's do not overflow."""
-    fits = form.codes not in (E2M1, E4M3) or form.scales < 2 or form.shift > 0
+    large: only those that are relative to their row's do not overflow. It has no int8."""
+    fits = form.codes != INT8 and (form.codes == INT4 or form.scales < 2 or form.shift > 0)
     return bool(config.get("PTX")) and dtype == torch.bfloat16 and fits
 
 

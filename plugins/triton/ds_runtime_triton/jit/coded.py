@@ -16,6 +16,7 @@ from ds_runtime_triton.jit.decode import (
     decode_e2m1,
     decode_e4m3,
     decode_int4,
+    decode_int8,
 )
 from ds_runtime_triton.jit.experts import place_of, tile_rows
 from ds_runtime_triton.jit.gemm import row_side, store_tile, tile_place, token_side
@@ -70,12 +71,15 @@ def plane_scale(
 
 
 @triton.jit
-def plane_zero(at, plane: tl.constexpr, N, ASYM: tl.constexpr, PTX: tl.constexpr):
-    """[rows, 1]: what is subtracted from codes."""
+def plane_zero(
+    at, plane: tl.constexpr, N, SCALES: tl.constexpr, ASYM: tl.constexpr, NONE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """[rows, 1]: what is subtracted from codes. NONE: where nothing is given."""
     if ASYM:
-        return number(tl.load(at + plane * N), PTX)[:, None]
+        return number(tl.load(at + (plane * N if SCALES > 1 else 0)), PTX)[:, None]
     else:
-        return number(tl.full((1, 1), 8, tl.int8), PTX)
+        return number(tl.full((1, 1), NONE, tl.int8), PTX)
 
 
 @triton.jit
@@ -97,7 +101,12 @@ def span_of_numbers(
     s0 = plane_scale(scale_at, scales, 0, N, SCALES, SHIFT, more, PTX)
     s1 = plane_scale(scale_at, scales, 1, N, SCALES, SHIFT, more, PTX)
     if PLANES == 2:
-        w0, w1 = decode_e4m3(word, s0, s1, PTX, dtype)
+        if CODES == 3:
+            z0 = plane_zero(zero_at, 0, N, SCALES, ASYM, 0, PTX)
+            z1 = plane_zero(zero_at, 1, N, SCALES, ASYM, 0, PTX)
+            w0, w1 = decode_int8(word, z0, z1, s0, s1, dtype)
+        else:
+            w0, w1 = decode_e4m3(word, s0, s1, PTX, dtype)
         acc = product_into(acc, a0, w0, SWAP)
         return product_into(acc, a1, w1, SWAP)
     else:
@@ -106,15 +115,15 @@ def span_of_numbers(
         s2 = plane_scale(scale_at, scales, 2, N, SCALES, SHIFT, more, PTX)
         s3 = plane_scale(scale_at, scales, 3, N, SCALES, SHIFT, more, PTX)
         if CODES == 0:
-            z0 = plane_zero(zero_at, 0, N, ASYM, PTX)
+            z0 = plane_zero(zero_at, 0, N, SCALES, ASYM, 8, PTX)
             if SCALES < 2:
                 w0, w1, w2, w3 = decode_int4(
                     word, z0, z0, z0, z0, s0, s1, s2, s3, False, PTX, dtype
                 )
             else:
-                z1 = plane_zero(zero_at, 1, N, ASYM, PTX)
-                z2 = plane_zero(zero_at, 2, N, ASYM, PTX)
-                z3 = plane_zero(zero_at, 3, N, ASYM, PTX)
+                z1 = plane_zero(zero_at, 1, N, SCALES, ASYM, 8, PTX)
+                z2 = plane_zero(zero_at, 2, N, SCALES, ASYM, 8, PTX)
+                z3 = plane_zero(zero_at, 3, N, SCALES, ASYM, 8, PTX)
                 w0, w1, w2, w3 = decode_int4(word, z0, z1, z2, z3, s0, s1, s2, s3, True, PTX, dtype)
         else:
             w0, w1, w2, w3 = decode_e2m1(word, s0, s1, s2, s3, PTX, dtype)

@@ -132,6 +132,14 @@ def decode_e4m3(word, s0, s1, PTX: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def decode_int8(word, z0, z1, s0, s1, dtype: tl.constexpr):
+    """Two planes (code − z) · s."""
+    code = word.to(tl.int32)
+    w0, w1 = (code << 24) >> 24, (code << 16) >> 24
+    return ((w0 - z0) * s0).to(dtype), ((w1 - z1) * s1).to(dtype)
+
+
+@triton.jit
 def decode_bytes(word, PTX: tl.constexpr, dtype: tl.constexpr):
     """Words of 8 bits, two planes of 4: codes 0 … 15 as e4m3 numbers code · 2^-9. The bits of an
     e4m3 number below 2^-5 are that integer, so a mask is all it takes."""
