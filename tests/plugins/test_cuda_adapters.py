@@ -14,9 +14,9 @@ from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
-from ds_runtime_cuda import kernels
+from ds_runtime_cuda import blackwell, kernels
 
-KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
+KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR, *blackwell.ALL)
 PLUGINS = load_plugins(["cuda"])
 
 
@@ -108,9 +108,9 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     arch = arch_of(kernel)
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
-    module = kernel.fn.partition(".")[2].partition(":")[0]
+    module = kernel.provider
     said = kernel.refuse(bare)
-    if module == "torch_ops":
+    if module == "cuda":
         assert said is None
         return
     names = {"deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla"}

@@ -40,6 +40,9 @@ for tokens, n in ((1, 128), (3, 1408), (17, 2048)):
     near((got, scale), want, x.float().cpu())
     if exact:
         assert (got.view(torch.uint8).cpu() != want[0].view(torch.uint8)).float().mean() < 1e-3
+    if tokens == 3:
+        jit.quantise_rows(x, got, scale, powers=True)
+        near((got, scale), quant.quantise(x.cpu(), powers=True), x.float().cpu(), rtol=0)
 
 for tokens, experts, top_k, align in ((1, 4, 2, 128), (7, 9, 4, 128), (33, 5, 5, 1)):
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().to(device)

@@ -35,30 +35,33 @@ def ds_platform() -> Platform | Refusal:
 
 @hookimpl
 def ds_attention(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cuda.kernels import ATTENTION
+    from ds_runtime_cuda import blackwell, kernels
 
-    return ATTENTION
+    return (*kernels.ATTENTION, *blackwell.ATTENTION)
 
 
 @hookimpl
 def ds_moe(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cuda.kernels import MOE
+    from ds_runtime_cuda import blackwell, kernels
 
-    return MOE
+    return (*kernels.MOE, *blackwell.MOE)
 
 
 @hookimpl
 def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cuda.kernels import LINEAR
+    from ds_runtime_cuda import blackwell, kernels
 
-    return LINEAR
+    return (*kernels.LINEAR, *blackwell.LINEAR)
 
 
 @hookimpl
 def ds_defaults(facts: Facts) -> Sequence[Change]:
     if not facts.device.arch.startswith("sm"):  # others' GPUs have torch's type "cuda", too
         return []
+    from ds_runtime_cuda import blackwell
+
     return [
+        *blackwell.defaults(facts),
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
         Change(
             "max_running_requests", 256, "a GPU decodes hundreds of requests in little more time"

@@ -21,6 +21,8 @@ from ds_runtime_cuda.quant import quantise
 
 _WORKSPACE = 128 << 20  # bytes, as the library advises
 _LN2 = 0.6931471805599453
+_SLOTS = 128  # of which a row has a multiple
+_NOPE = 128  # DeepSeek's, by which the library tells its kernels apart
 
 
 @cache
@@ -158,6 +160,31 @@ class MlaDecodeTrtllm:
             bmm2_scale=1.0,
         )
         return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
+
+
+def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
+    """SparseMla with TensorRT-LLM's generated kernels: a sequence per row, of its slots alone."""
+    rows, heads, _ = q.shape
+    if not rows:
+        return q.new_empty(0, heads, kv_lora)
+    slots = torch.nn.functional.pad(slots, (0, -slots.shape[1] % _SLOTS), value=-1)
+    chosen = slots.sort(dim=-1, descending=True).values  # those that are none come last
+    counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+    out: Tensor = _library("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla(
+        query=q.contiguous().unsqueeze(1),  # [rows, 1, heads, 576]
+        kv_cache=cache,
+        workspace_buffer=_workspace(q.device),
+        qk_nope_head_dim=_NOPE,
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE,
+        block_tables=chosen.unsqueeze(1),
+        seq_lens=counts.clamp(min=1),
+        max_seq_len=chosen.shape[1],
+        sparse_mla_top_k=chosen.shape[1],
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+    )
+    return out.view(rows, heads, kv_lora).masked_fill((counts == 0)[:, None, None], 0.0)
 
 
 def mha_prefill(

@@ -50,7 +50,7 @@ def most_rows(pairs: int, experts: int, align: int) -> int:
     return (min(pairs, experts) + pairs // align) * align
 
 
-def scatter(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def scatter(x: Tensor, rows: Rows, powers: bool = False) -> tuple[Tensor, Tensor]:
     """x [tokens, n] quantised to its rows: (e4m3 [rows, n], scales as quant.quantise)."""
     count, n = rows.owner.shape[0], x.shape[1]
     q = torch.empty(count, n, dtype=torch.float8_e4m3fn, device=x.device)
@@ -58,16 +58,16 @@ def scatter(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         from ds_runtime_cuda.jit import quantise_to
 
-        quantise_to(x, rows.of, q, scale)
+        quantise_to(x, rows.of, q, scale, powers)
     else:
-        values, sizes = groups_of(x)
+        values, sizes = groups_of(x, powers)
         for i in range(rows.of.shape[1]):
             q.view(torch.uint8)[rows.of[:, i]] = values.reshape(x.shape).view(torch.uint8)
             scale[rows.of[:, i]] = sizes
     return q, scale
 
 
-def silu(gate_up: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+def silu(gate_up: Tensor, rows: Rows, powers: bool = False) -> tuple[Tensor, Tensor]:
     """silu(gate) · up of owned rows, quantised: [rows, 2n] → (e4m3 [rows, n], scales)."""
     count, n = gate_up.shape[0], gate_up.shape[1] // 2
     q = torch.empty(count, n, dtype=torch.float8_e4m3fn, device=gate_up.device)
@@ -75,12 +75,12 @@ def silu(gate_up: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     if gate_up.is_cuda:
         from ds_runtime_cuda.jit import silu_quantise
 
-        silu_quantise(gate_up, rows.owner, q, scale)
+        silu_quantise(gate_up, rows.owner, q, scale, powers)
     else:
         own = rows.owner >= 0
         gate, up = gate_up[own].to(torch.float32).chunk(2, -1)
         product = (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
-        values, sizes = groups_of(product)
+        values, sizes = groups_of(product, powers)
         q.view(torch.uint8)[own] = values.reshape(-1, n).view(torch.uint8)
         scale[own] = sizes
     return q, scale

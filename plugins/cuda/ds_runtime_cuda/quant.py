@@ -22,10 +22,10 @@ def scale_columns(tokens: int, groups: int, device: torch.device) -> Tensor:
     return held.as_strided((tokens, groups), (1, aligned))
 
 
-def quantise(x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, rows: int | None = None, powers: bool = False) -> tuple[Tensor, Tensor]:
     """x [tokens, n], n a multiple of 128, rows may be strided → (e4m3 [rows, n], scales).
 
-    rows: at least the tokens; the rest holds whatever was there.
+    rows: at least the tokens; the rest holds whatever was there. powers: scales are powers of two.
     """
     tokens, n = x.shape
     count = tokens if rows is None else rows
@@ -34,17 +34,25 @@ def quantise(x: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
     if x.is_cuda:
         from ds_runtime_cuda.jit import quantise_rows
 
-        quantise_rows(x, q, scale)
+        quantise_rows(x, q, scale, powers)
     elif tokens:
-        values, sizes = groups_of(x)
+        values, sizes = groups_of(x, powers)
         q[:tokens].copy_(values.reshape(tokens, n))
         scale[:tokens].copy_(sizes)
     return q, scale
 
 
-def groups_of(x: Tensor) -> tuple[Tensor, Tensor]:
+def groups_of(x: Tensor, powers: bool = False) -> tuple[Tensor, Tensor]:
     """(e4m3 [tokens, groups, 128], float32 scales [tokens, groups]) in torch."""
     values = x.to(torch.float32).reshape(x.shape[0], -1, GROUP)
     scale = values.abs().amax(-1).clamp(min=_LEAST) / MAX
+    if powers:
+        scale = power_above(scale)
     q = (values / scale.unsqueeze(-1)).clamp(-MAX, MAX)
     return q.to(torch.float8_e4m3fn), scale
+
+
+def power_above(scale: Tensor) -> Tensor:
+    """The power of two that is not below, of positive normal float32: their bits, rounded up."""
+    bits = scale.view(torch.int32) + 0x7FFFFF & ~0x7FFFFF
+    return bits.view(torch.float32)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.reference.scaled import decoded
-from vendor_doubles import doubles
+from vendor_doubles import blackwell, doubles
+from vendor_doubles.blackwell import packed_words
 from vendor_doubles.maths import attend, rows_of, spread, varlen
 
 FP8 = torch.float8_e4m3fn
@@ -16,11 +17,16 @@ FP8 = torch.float8_e4m3fn
 
 def check_operands(a, b):
     (q, q_scale), (w, w_scale) = a, b
-    assert q.dtype == w.dtype == FP8 and q_scale.dtype == w_scale.dtype == torch.float32
+    assert q.dtype == w.dtype == FP8 and q_scale.dtype == torch.float32
     assert q.is_contiguous() and w.is_contiguous(), "K-major operands"
     k = q.shape[-1]
     assert k % 128 == 0 and q_scale.shape == (*q.shape[:-1], k // 128)
     assert q_scale.stride(-2) == 1 and q_scale.stride(-1) % 4 == 0, "transposed, 16-byte columns"
+    if w_scale.dtype == torch.int32:  # on compute capability 10
+        bits = q_scale.contiguous().view(torch.int32)
+        cut = (bits & 255 << 23).view(torch.float32)  # to powers, when the library packs them
+        return spread(q, cut, 1, 128), spread(w, packed_words(w_scale, *w.shape[-2:]), 1, 128)
+    assert w_scale.dtype == torch.float32
     assert w_scale.shape == (*w.shape[:-2], -(-w.shape[-2] // 128), k // 128)
     return spread(q, q_scale, 1, 128), spread(w, w_scale, 128, 128)
 
@@ -273,6 +279,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     block_tables,
     seq_lens,
     max_seq_len,
+    sparse_mla_top_k,
     bmm1_scale,
     bmm2_scale,
 ):
@@ -281,9 +288,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
     assert kv_cache.shape[1] in (32, 64) and bmm2_scale == 1.0 and query.shape[1] == 1
     assert block_tables.dtype == seq_lens.dtype == torch.int32
     assert int(seq_lens.max()) <= max_seq_len
+    assert query.dtype == kv_cache.dtype and query.is_contiguous() and query.shape[2] <= 128
     found = torch.empty(*query.shape[:3], 512)
+    if sparse_mla_top_k:
+        assert block_tables.shape == (len(query), 1, sparse_mla_top_k)
     for i, length in enumerate(seq_lens.tolist()):
-        keys = rows_of(kv_cache, block_tables[i], length)
+        if sparse_mla_top_k:  # the first `length` slots of the row
+            keys = kv_cache.flatten(0, 1)[block_tables[i, 0, :length].long()]
+        else:
+            keys = rows_of(kv_cache, block_tables[i], length)
         found[i, 0] = attend(query[i, 0], keys, keys[:, :512], bmm1_scale, length)[0]
     return found.to(query.dtype)
 
@@ -371,8 +384,9 @@ MODULES = {
         trtllm_batch_decode_with_kv_cache_mla,
         gemm_fp8_nt_groupwise,
         trtllm_fp8_block_scale_routed_moe,
+        *blackwell.FLASHINFER,
+        flashinfer={"SfLayout": blackwell.SfLayout},
     ),
 }
-ADAPTERS = tuple(
-    f"ds_runtime_cuda.{n}" for n in ("deep_gemm", "flash_mla", "flashinfer", "sgl_kernel")
-)
+_OF = ("deep_gemm", "flash_mla", "flashinfer", "flashinfer_fp4", "sgl_kernel")
+ADAPTERS = tuple(f"ds_runtime_cuda.{n}" for n in _OF)

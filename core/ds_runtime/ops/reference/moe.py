@@ -204,5 +204,5 @@ def experts_samples(facts: Facts) -> Iterator[Case]:
         sizes = (3, 160, 72)
         yield _experts_case(Maker(facts, label := f"{fmt} 160x72"), label, sizes, fmt)
     for fmt in ("mxfp8", "nvfp4", "mxfp4"):  # matrix units of these want whole tiles
-        label = f"{fmt} 256x128"
-        yield _experts_case(Maker(facts, label), label, (3, 256, 128), fmt)
+        label = f"{fmt} 256x256"
+        yield _experts_case(Maker(facts, label), label, (3, 256, 256), fmt)
