@@ -16,12 +16,17 @@ SHORT = ["--context-length", "64", "--threads", "1", "--runs", "1", "--output-le
 
 def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*COMMON, *SHORT, "--input-len", "8", "--batch-size", "1", "2", "--steps", "2", "--json"]
+    argv += ["--topk", "1", "2", "--draft-tokens", "5"]
     assert main([*argv, "--simulate-acceptance", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [(r["batch_size"], r["steps"]) for r in report["results"]] == [
-        (1, 0), (2, 0), (1, 2), (2, 2),
+    assert [(r["batch_size"], r["steps"], r["topk"]) for r in report["results"]] == [
+        (1, 0, 1), (2, 0, 1),
+        (1, 2, 1), (1, None, 1), (2, 2, 1), (2, None, 1),
+        (1, 2, 2), (2, 2, 2),
     ]  # fmt: skip
-    assert [r["length"] for r in report["results"]] == [1, 1, 3, 3]
+    fixed = [r["length"] for r in report["results"] if r["steps"] is not None]
+    assert fixed == [1, 1, 3, 3, 3, 3]
+    assert report["results"][-1]["draft_tokens"] == 5
     assert all(r["tokens_per_s"] > 0 for r in report["results"]) and report["simulated"] == 1
 
 
@@ -31,6 +36,9 @@ def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixt
         (["--simulate-acceptance", "2"], "--simulate-acceptance 2: must be a probability"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--output-len", "1"], "--output-len 1: must be at least 2"),
+        (["--topk", "0"], "--topk 0: must be at least 1"),
+        (["--draft-tokens", "1"], "--draft-tokens 1: must be at least 2"),
+        (["--topk", "2", "--steps", "1", "--draft-tokens", "9"], "has 3 tokens: give at most that"),
     ],
 )
 def test_bad_values(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which speculation pays: chains of several lengths beside plain decode, in one run.
+"""Which speculation pays: chains and trees of several sizes beside plain decode, in one run.
 
 Prompts are the checkpoint's held-out tool calls, where it has some, and random ones else, for which
 an acceptance can be simulated. A figure is decode alone: the time of all tokens less that of the
@@ -26,10 +26,14 @@ PROMPTS = 8  # held-out prompts per batch slot
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One setting at one batch size. steps 0: plain decode. length: tokens per verification."""
+    """One setting at one batch size. steps 0: plain decode; None: as many as --speculative-adaptive
+    chooses. length: tokens per verification.
+    """
 
     batch_size: int
-    steps: int
+    steps: int | None
+    topk: int
+    draft_tokens: int | None  # verified, the last one drawn included
     tokens_per_s: float
     length: float
     acceptance: float
@@ -43,18 +47,24 @@ def run(
     lens: tuple[int, int],
     runs: int,
     simulated: float | None = None,
+    topks: Sequence[int] = (1,),
+    nodes: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Load the engine plainly and with every number of steps. lens: input (of random prompts) and
-    output.
+    """Load the engine plainly, once for all chains, and once per tree; first of all every setting
+    is looked at. lens: input (of random prompts) and output. nodes: tokens that trees verify; none:
+    whole trees.
     """
     for name, value in (
         ("--batch-size", min(batch_sizes, default=0)),
         ("--steps", min(steps, default=0)),
+        ("--topk", min(topks, default=0)),
+        ("--draft-tokens", min(nodes, default=2) - 1),
         ("--runs", runs),
         ("--input-len", lens[0]),
     ):
         if value < 1:
-            raise ConfigError(f"{name} {value}: must be at least 1")
+            least = 2 if name == "--draft-tokens" else 1
+            raise ConfigError(f"{name} {value + least - 1}: must be at least {least}")
     if lens[1] < 2:
         raise ConfigError(f"--output-len {lens[1]}: must be at least 2")
     if simulated is not None and not 0.0 <= simulated <= 1.0:
@@ -65,21 +75,22 @@ def run(
     folder = resolve_model(str(settings.get("model", "demo")))
     given = {"disable_radix_cache": True, "speculative_algorithm": "NEXTN", **settings}
     found, answers = [], dict[int, list[list[int]]]()
-    for count in (0, *sorted(set(steps))):
-        chosen = {**given, "speculative_num_steps": count}
-        if not count:
-            chosen = {k: v for k, v in given.items() if not k.startswith("speculative_")}
+    for chosen, forced in _engines(given, sorted(set(steps)), sorted(set(topks)), nodes):
         with LLM(**chosen) as llm:
-            if count and simulated is not None:
+            drafts = "speculative_algorithm" in chosen
+            if drafts and simulated is not None:
                 llm.simulate_acceptance(simulated)
             for size in batch_sizes:
                 prompts = _prompts(llm, folder, size, lens[0], simulated)
-                figure, ids = _measure(llm, prompts, size, count, lens[1], runs)
-                found.append(figure)
-                same = answers.setdefault(size, ids) == ids
-                found_same = same or simulated is not None
-                if not found_same and given.get("dtype") == "float32":
-                    raise ConfigError(f"batch {size}, {count} steps: greedy answers differ")
+                for count, shape in forced.items():
+                    if drafts:
+                        llm.force_drafts(count)
+                    figure, ids = _measure(llm, prompts, size, shape, lens[1], runs)
+                    found.append(figure)
+                    same = answers.setdefault(size, ids) == ids or simulated is not None
+                    if not same and given.get("dtype") == "float32":
+                        said = _named(asdict(figure))
+                        raise ConfigError(f"batch {size}, {said}: greedy answers differ")
     return {
         "bench": "speculative",
         "model": str(settings.get("model", "demo")),
@@ -88,6 +99,55 @@ def run(
         "results": [asdict(f) for f in found],
         **environment(),
     }
+
+
+Shape = tuple[int | None, int, int | None]  # steps, topk, tokens verified, as in Figure
+
+
+def _engines(
+    given: Mapping[str, Any], steps: Sequence[int], topks: Sequence[int], nodes: Sequence[int]
+) -> list[tuple[dict[str, Any], dict[int | None, Shape]]]:
+    """Settings of the engines to load, each with what it is measured as: forced drafts → shape."""
+    from ds_runtime.config import EngineConfig
+    from ds_runtime.speculation import Speculation
+
+    plain = {k: v for k, v in given.items() if not k.startswith("speculative_")}
+    found: list[tuple[dict[str, Any], dict[int | None, Shape]]] = [(plain, {None: (0, 1, 1)})]
+    if 1 in topks:
+        longest = {"speculative_num_steps": max(steps), "speculative_adaptive": True}
+        chains: dict[int | None, Shape] = {n: (n, 1, n + 1) for n in steps}
+        found.append(({**given, **longest}, {**chains, None: (None, 1, None)}))
+    for count in steps:
+        for topk in topks:
+            for tokens in (nodes or (None,)) if topk > 1 else ():
+                tree = {"speculative_num_steps": count, "speculative_eagle_topk": topk}
+                chosen = {**given, **tree, "speculative_num_draft_tokens": tokens}
+                shape = Speculation.of(EngineConfig(**chosen))
+                assert shape is not None
+                found.append((chosen, {shape.drafts: (count, topk, shape.tokens)}))
+    return found
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """A setting in words."""
+    if row["steps"] is None:
+        return "adaptive"
+    if not row["steps"]:
+        return "plain"
+    tree = f", top-k {row['topk']}, {row['draft_tokens']} tokens" if row["topk"] > 1 else ""
+    return f"{row['steps']} steps{tree}"
+
+
+def _flags(row: Mapping[str, Any]) -> str:
+    if row["steps"] is None:
+        return "--speculative-adaptive"
+    if not row["steps"]:
+        return "no speculation"
+    found = f"--speculative-num-steps {row['steps']}"
+    if row["topk"] > 1:
+        found += f" --speculative-eagle-topk {row['topk']}"
+        found += f" --speculative-num-draft-tokens {row['draft_tokens']}"
+    return found
 
 
 def _prompts(
@@ -108,7 +168,7 @@ def _prompts(
 
 
 def _measure(
-    llm: LLM, prompts: Sequence[Sequence[int]], size: int, steps: int, output_len: int, runs: int
+    llm: LLM, prompts: Sequence[Sequence[int]], size: int, shape: Shape, output_len: int, runs: int
 ) -> tuple[Figure, list[list[int]]]:
     from ds_runtime.sampling_params import SamplingParams
 
@@ -134,7 +194,7 @@ def _measure(
     accepted = after.accepted_tokens - before.accepted_tokens
     return Figure(
         size,
-        steps,
+        *shape,
         tokens / max(seconds, 1e-9),
         1 + accepted / verified if verified else 1.0,
         accepted / drafted if drafted else 0.0,
@@ -147,15 +207,14 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [f"{report['model']}: decode with and without speculation"]
     for size in sorted({r["batch_size"] for r in report["results"]}):
         rows = [r for r in report["results"] if r["batch_size"] == size]
-        plain = next(r for r in rows if not r["steps"])["tokens_per_s"]
+        plain = next(r for r in rows if r["steps"] == 0)["tokens_per_s"]
+        width = max(len(_named(r)) for r in rows)
         for r in rows:
-            how = f"{r['steps']} steps" if r["steps"] else "plain"
             lines.append(
-                f"batch {size:>3}, {how:<8} {r['tokens_per_s']:>10,.1f} tokens/s  "
+                f"batch {size:>3}, {_named(r):<{width}} {r['tokens_per_s']:>10,.1f} tokens/s  "
                 f"{r['tokens_per_s'] / plain:.2f} ×  acceptance length {r['length']:.2f} "
                 f"({r['acceptance']:.0%} of drafts)"
             )
         best = max(rows, key=lambda r: r["tokens_per_s"])
-        said = f"--speculative-num-steps {best['steps']}" if best["steps"] else "no speculation"
-        lines.append(f"batch {size:>3}: best with {said}")
+        lines.append(f"batch {size:>3}: best with {_flags(best)}")
     return "\n".join(lines)

@@ -53,6 +53,17 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
         "--steps", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="(default: 1 2 3)"
     )
     parser.add_argument(
+        "--topk", type=int, nargs="+", default=[1], metavar="N", help="1: chains (default: 1)"
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="that trees verify, the last one drawn included (default: whole trees)",
+    )
+    parser.add_argument(
         "--input-len", type=int, default=512, metavar="N", help="of random prompts (default: 512)"
     )
     parser.add_argument("--output-len", type=int, default=128, metavar="N", help="(default: 128)")
@@ -218,7 +229,14 @@ def run_speculative(args: Namespace) -> int:
 
     lens = (args.input_len, args.output_len)
     report = speculative.run(
-        given, args.batch_size, args.steps, lens, args.runs, args.simulate_acceptance
+        given,
+        args.batch_size,
+        args.steps,
+        lens,
+        args.runs,
+        args.simulate_acceptance,
+        args.topk,
+        args.draft_tokens,
     )
     return _show(report, args.json, speculative.render)
 
