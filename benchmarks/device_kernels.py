@@ -1,8 +1,8 @@
 """Heavy ops on the accelerator that is here: every kernel that serves, one against the other.
 
-python benchmarks/device_kernels.py [linear] [experts] [decode]. Times are medians of ten replays of
-a capture, in microseconds per call; weights and caches take turns, so that none stays in the
-chip's cache. A figure counts all launches of the call, such as the quantisation of activations.
+python benchmarks/device_kernels.py [linear] [experts] [decode] [sparse]. Times are medians of ten
+replays of a capture, in microseconds per call; weights and caches take turns, so that none stays in
+the chip's cache. A figure counts all launches of the call, such as the quantisation of activations.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 
+from ds_runtime.bench.sparse_subjects import INPUTS
+from ds_runtime.bench.subjects import Memory, Place
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import Dims, Facts, Kernel, load_attr
+from ds_runtime.ops.spec import FP8_GROUPS, Dims, Facts, Kernel, load_attr
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import GraphBackend
@@ -33,6 +36,8 @@ LINEARS = (
 )
 EXPERTS = ((256, 7168, 256, 8, "fp8_block"), (64, 2048, 1408, 6, "dense"))
 DECODES = ((128, 1, 512), (128, 32, 512), (128, 128, 512), (128, 32, 8192), (16, 32, 8192))
+INDEX = {"index_heads": 64, "index_dim": 128, "index_topk": 2048}
+SPARSE_ROWS, SPARSE_CONTEXT = 32, 65536
 _CACHE_BYTES = 200 << 20  # more than any chip's cache
 _MOST_OUTPUT = 6e8  # elements
 
@@ -49,7 +54,8 @@ class Bench:
         self.facts = Facts(
             self.platform.info(), DIMS, "bfloat16", "bfloat16", page_size=64, graph_capture=True
         )
-        self.kernels = self.plugins.offers(self.facts).kernels
+        offers = self.plugins.offers(self.facts)
+        self.kernels, self.layouts = offers.kernels, offers.layouts
 
     def serving(self, op: str, facts: Facts) -> Iterator[Kernel]:
         """Kernels of `op` that accept these facts, references left out."""
@@ -136,6 +142,30 @@ class Bench:
                 us = self.time([lambda c=c: made.run(state, q, c, 0.07) for c in caches])  # type: ignore[misc]  # noqa: B023
                 rate = f"{nbytes / us / 1e6:.2f} TB/s, {flops / us / 1e6:.0f} TF"
                 what = f"decode {heads} heads, {batch} x {length}"
+                print(f"{what} {kernel.name}: {us:.1f} ({rate})", flush=True)
+
+    def sparse(self) -> None:
+        """A row per sequence; keys of the index in FP8, both kinds of latents."""
+        for op, kv_dtype in product(INPUTS, ("bfloat16", FP8_GROUPS)):
+            facts = replace(
+                self.facts,
+                dims=Dims({**DIMS, **INDEX}),
+                kv_dtype=kv_dtype,
+                index_dtype="float8_e4m3fn",
+            )
+            if kv_dtype == FP8_GROUPS and not op.startswith("sparse"):
+                continue
+            for kernel in self.serving(op, facts):
+                tags = kernel.layouts or {self.layouts[0].tag}
+                layout = next(x for x in self.layouts if x.tag in tags)
+                place = Place(
+                    kernel, facts, 0, None, layout, SPARSE_CONTEXT, 0, self.device, Memory(0, 0, 0)
+                )
+                args, todo = INPUTS[op](place, SPARSE_ROWS)
+                made = place.made()
+                us = self.time([lambda: made(*args)])  # noqa: B023
+                rate = f"{todo.nbytes / us / 1e6:.2f} TB/s, {todo.flops / us / 1e6:.0f} TF"
+                what = f"{op} {SPARSE_ROWS} x {SPARSE_CONTEXT}, latents {kv_dtype}"
                 print(f"{what} {kernel.name}: {us:.1f} ({rate})", flush=True)
 
     def _step(self, batch: int, length: int, pages: int) -> Batch:
