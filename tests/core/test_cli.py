@@ -210,7 +210,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
         (["serve", "model"], "unknown argument model"),
-        (["serve", "--enable-dp-attention"], "attention is divided by heads, with --tp"),
+        (["serve", "--enable-dp-attention"], "within --tp attention is divided by heads"),
         (["generate"], "required: prompt"),
         (["bench"], "required: KIND"),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +78,14 @@ def serving(model: Path | str, *flags: str) -> Iterator[Serving]:
         yield one
     finally:
         one.end()
+
+
+def rests(process: psutil.Process) -> bool:
+    """Whether a process comes to use no processor: spinning threads and last words take a while."""
+    for _ in range(8):
+        before = process.cpu_times()
+        time.sleep(0.5)
+        after = process.cpu_times()
+        if after.user + after.system - before.user - before.system < 0.05:
+            return True
+    return False

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from served import rests
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
@@ -46,11 +47,6 @@ def prompts(count):
     return [[draw.randrange(2, 258) for _ in range(draw.randint(1, 50))] for _ in range(count)]
 
 
-def cpu_seconds(process):
-    times = process.cpu_times()
-    return times.user + times.system
-
-
 def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tiny):
     with LLM(tiny, **SETTINGS) as single:
         expected = single.generate(prompts(6), PARAMS)
@@ -70,10 +66,7 @@ def test_two_ranks_give_the_tokens_and_logprobs_of_one_and_wait_without_work(tin
         with pytest.raises(ConfigError, match="close the other engine first"):
             TorchCommunicator("gloo", 0, 2, "file:///nowhere")
         child = psutil.Process(pair.pids[0])
-        time.sleep(0.3)
-        before = cpu_seconds(child)
-        time.sleep(1.0)
-        assert cpu_seconds(child) - before < 0.1
+        assert rests(child)
         assert pair.generate([5])[0].token_ids
     assert not psutil.pid_exists(child.pid)
 
@@ -131,7 +124,7 @@ def test_a_killed_rank_ends_the_engine_within_seconds_and_says_which(tiny):
     with pytest.raises(EngineDeadError, match="rank 1 was ended by SIGKILL"):
         for _ in stream:
             pass
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30, "half of --dist-timeout"
     assert not psutil.pid_exists(pid)
     with pytest.raises(EngineDeadError, match="rank 1"):
         engine.generate("x")

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 _ABSENT = {  # settings of other engines that have no counterpart yet, and what to do instead
-    "enable-dp-attention": "attention is divided by heads, with --tp; leave it out",
+    "enable-dp-attention": "within --tp attention is divided by heads; leave it out, or have --dp "
+    "run whole replicas",
 }
 
 

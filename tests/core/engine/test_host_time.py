@@ -27,13 +27,13 @@ def test_scheduling_64_requests_is_cheap():
     last_tokens = torch.zeros(64, dtype=torch.int64)
     seconds = []
     while scheduler.has_work:
-        before = time.perf_counter()
+        before = time.thread_time()
         plan = scheduler.schedule()
         batch = build_batch(plan, 16, 256, last_tokens, Upload(torch.device("cpu")), 4096)
         works = [WorkResult(rid=w.rid, tokens=[7] * w.draws) for w in plan.works]
         scheduler.update(plan, StepResult(step=plan.step, works=works))
         if batch.num_decode == 64:
-            seconds.append(time.perf_counter() - before)
+            seconds.append(time.thread_time() - before)
     assert len(seconds) > 100
     # The budget is 3 ms for the whole loop on an idle machine; test machines are busy.
     assert statistics.median(seconds) < 6e-3

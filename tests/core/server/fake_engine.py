@@ -152,6 +152,8 @@ class FakeEngine:
             table = {self.tokenizer.token_bytes(t): t for t in reversed(range(VOCAB))}
             script = [*(table[bytes([b])] for b in wanted), EOS]
         self.jobs[submit.rid] = Job(submit, script, order)
+        if order == "hang":
+            self.send(Stats(running=len(self.jobs)))
 
     def step(self) -> None:
         """One token for every job."""

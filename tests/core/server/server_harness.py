@@ -53,7 +53,7 @@ class Served:
         return list(self.engine.aborted)
 
 
-def until(condition, seconds=5.0):
+def until(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

@@ -140,7 +140,7 @@ def engines(process, count):
 
 
 def until_ok(http, count):
-    until(lambda: len(http.get("/health").json().get("down", ())) == count, 10)
+    until(lambda: len(http.get("/health").json().get("down", ())) == count)
 
 
 def test_a_killed_replica_comes_back_while_the_other_serves(bpe_folder):
@@ -168,7 +168,7 @@ def test_a_killed_replica_comes_back_while_the_other_serves(bpe_folder):
             read_until(process, r"serving")
             until_ok(http, 0)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(15) == 0
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_a_replica_that_dies_for_good_ends_the_server_once_others_are_done(bpe_f
             os.kill(pids[1], signal.SIGKILL)  # the first request is the other's
             read_errors(process, "replica 1: .* -9; the server exits")
             assert list(lines)[-2:] == ["data: [DONE]", ""]
-        assert process.wait(5) == 1
+        assert process.wait(15) == 1
 
 
 def test_an_engine_that_hangs_is_started_anew(bpe_folder):
@@ -204,7 +204,7 @@ def test_an_engine_that_hangs_is_started_anew(bpe_folder):
             read_until(process, "serving")
             assert http.post("/v1/completions", json={"prompt": "[say so]"}).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
+        assert process.wait(15) == 0
 
 
 class Client:

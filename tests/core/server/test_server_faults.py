@@ -96,7 +96,7 @@ def test_a_killed_engine_is_restarted_and_its_requests_told(run):
     reply = served.http.post("/v1/chat/completions", json=chat("[say here again]"))
     assert reply.json()["choices"][0]["message"]["content"] == "here again"
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(5) == 0
+    assert served.process.wait(15) == 0
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_restarts_are_bounded_and_health_says_why(run, bpe_folder):
         status, body = served.health()
         assert (status, body["status"]) == (503, "dead") and "exit code 4" in body["reason"]
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(5) == 1
+        assert served.process.wait(15) == 1
     finally:
         marker.unlink()
 
@@ -131,7 +131,7 @@ def test_a_signal_ends_the_wait_for_a_restart(run, bpe_folder):
         os.kill(served.pid, signal.SIGKILL)
         read_errors(served.process, "restart 2 of 3")
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(5) == 0
+        assert served.process.wait(15) == 0
     finally:
         (bpe_folder / "died").unlink()
 
@@ -150,15 +150,14 @@ def test_sigterm_drains_then_stops(run):
     body = box[0].json()
     assert body["choices"][0]["finish_reason"] == "length"
     assert body["usage"]["completion_tokens"] == 500
-    assert served.process.wait(5) == 0
+    assert served.process.wait(15) == 0
 
 
 @pytest.mark.slow
 def test_the_grace_has_a_limit(run):
     served = run(shutdown_timeout=0.3)
     thread, box = served.asks("[hang]")
-    time.sleep(0.2)
-    until(lambda: served.http.get("/metrics").status_code == 200)
+    served.wait_running(1)
     begin = time.monotonic()
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(8) == 0

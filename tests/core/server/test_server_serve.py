@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import types
 from functools import partial
 from pathlib import Path
@@ -76,13 +75,11 @@ def test_serves_and_ends_with_every_process_and_file(bpe_folder):
             with http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 lines = reply.iter_lines()
                 next(lines)
-                begin = time.monotonic()
                 process.send_signal(signal.SIGINT)
                 read_errors(process, "shutting down: 1 requests may take 20 s more")
                 process.send_signal(signal.SIGINT)
                 rest = list(lines)
-        assert process.wait(5) == 0
-        assert time.monotonic() - begin < 5
+        assert process.wait(15) == 0, "and not after 20 s"
         assert '"code":"shutting_down"' in "".join(rest)
         until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert not folder.exists()
@@ -96,10 +93,8 @@ def test_sigterm_while_loading_and_with_a_stubborn_engine(bpe_folder, mode):
         engine = psutil.Process(int(read_until(process, r"engine (\d+)")[1]))
         if mode == "stubborn":
             read_until(process, "serving")
-        begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 0
-        assert time.monotonic() - begin < 5
+        assert process.wait(15) == 0
         until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
         assert not folder.exists()
 
@@ -130,7 +125,7 @@ def test_an_engine_that_dies_later(bpe_folder):
             assert http.get("/health").json()["status"] == "dead"
             assert "exit code -9" in http.get("/health").json()["reason"]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(5) in (0, 1)
+        assert process.wait(15) in (0, 1)
         assert "the engine has stopped: engine rank 0 left with exit code -9" in (
             process.stderr.read()
         )
