@@ -64,8 +64,11 @@ def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
 def ds_defaults(facts: Facts) -> Sequence[Change]:
     if not facts.device.arch.startswith("gfx"):  # others' GPUs have torch's type "cuda", too
         return []
+    older = facts.device.arch == "gfx942"
+    keys = Change("index_cache_dtype", "bfloat16", "gfx942 multiplies e4m3fnuz, not e4m3fn")
     return [
-        Change("page_size", 64, "index scores read whole pages of 64 tokens"),
+        *([keys] if older else []),
+        Change("page_size", 64, "larger pages are fewer entries in every page table"),
         Change(
             "max_running_requests", 256, "a GPU decodes hundreds of requests in little more time"
         ),
