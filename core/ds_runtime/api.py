@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.reference.attention import rows_of, seen_of
     from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
     from ds_runtime.ops.reference.linear import ReferenceLinear
-    from ds_runtime.ops.reference.moe import ReferenceExperts
+    from ds_runtime.ops.reference.moe import ReferenceExperts, route
     from ds_runtime.ops.weight import ExpertSource, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
@@ -80,6 +80,7 @@ _LAZY = {  # where what needs torch comes from
     "WeightPart": "ds_runtime.ops.weight",
     "ceilings": "ds_runtime.platform.ceilings",
     "decode_scale": "ds_runtime.ops.reference.formats",
+    "route": "ds_runtime.ops.reference.moe",
     "rows_of": "ds_runtime.ops.reference.attention",
     "seen_of": "ds_runtime.ops.reference.attention",
     "silu_mul": "ds_runtime.ops.reference.activation",
@@ -146,6 +147,7 @@ __all__ = [
     "package_folder",
     "pci_devices",
     "read_file",
+    "route",
     "rows_of",
     "seen_of",
     "silu_mul",

@@ -121,15 +121,27 @@ def test_a_rocm_gpu_as_kernels_see_it(tmp_path):
 
 def test_npu_stages(tmp_path):
     root = write(tmp_path, pci("0000:c1:00.0", "0x19e5", "0x120000"))
+    chip = "sys/bus/pci/devices/0000:c1:00.0/device"
     assert npu.probe(root, have()).kind == "not installed"
-    write(root, {"dev/davinci0": ""})
+    write(root, {"dev/davinci0": "", chip: "0xd500"})
     assert npu.probe(root, have()).kind == "broken"
     write(root, {"dev/davinci_manager": ""})
     assert "CANN" in npu.probe(root, have()).reason
     write(root, {"usr/local/Ascend/ascend-toolkit/latest/version.cfg": ""})
+    other = npu.probe(root, have())
+    assert other.kind == "unsupported" and "PCI device 0xd500: this release serves" in other.reason
+    write(root, {chip: "0xd802"})
     missing = npu.probe(root, have())
     assert missing.kind == "not installed" and "ds-runtime[npu]" in missing.reason
-    assert npu.probe(root, have("torch-npu")).kind == "unsupported"
+    old = npu.probe(root, {"torch-npu": "2.1.0.post8"}.get)
+    assert old.kind == "unsupported" and "torch-npu 2.1.0.post8 is older than 2.9" in old.reason
+    assert npu.probe(root, {"torch-npu": "2.13.0"}.get) is None
+
+
+def test_an_npu_as_kernels_see_it():
+    known = npu.describe("0xd803", frozenset({"torch_npu"}))
+    assert (known.type, known.arch) == ("npu", "ascend910_93") and "torch_npu" in known.features
+    assert "float8_e4m3fn" not in known.fast_dtypes
 
 
 def test_xpu_stages(tmp_path):

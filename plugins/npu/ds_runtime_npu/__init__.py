@@ -1,10 +1,10 @@
-"""The npu plugin: hooks only. It looks for devices and packages, and brings no kernels yet."""
+"""The npu plugin: hooks only. Decides without torch; torch-npu loads when kernels are bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ds_runtime.api import Refusal, hookimpl
+from ds_runtime.api import Change, Facts, Kernel, Layout, Platform, Refusal, hookimpl
 
 
 def probe() -> Refusal | None:
@@ -18,5 +18,59 @@ PROBE: Callable[[], Refusal | None] = probe
 
 
 @hookimpl
-def ds_platform() -> Refusal | None:
-    return probe()
+def ds_platform() -> Platform | Refusal:
+    from ds_runtime_npu.platform import NpuPlatform
+
+    return probe() or NpuPlatform()
+
+
+@hookimpl
+def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
+    from ds_runtime_npu.kernels import ATTENTION, LATENT_SPLIT
+
+    return [LATENT_SPLIT, *ATTENTION]
+
+
+@hookimpl
+def ds_moe(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_npu.kernels import MOE
+
+    return MOE
+
+
+@hookimpl
+def ds_topk(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_npu.kernels import TOPK
+
+    return TOPK
+
+
+@hookimpl
+def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_npu.kernels import LINEAR
+
+    return LINEAR
+
+
+@hookimpl
+def ds_ops(facts: Facts) -> Sequence[Kernel]:
+    from ds_runtime_npu.kernels import SMALL
+
+    return SMALL
+
+
+@hookimpl
+def ds_defaults(facts: Facts) -> Sequence[Change]:
+    if facts.device.type != "npu":
+        return []
+    eager = Change("disable_graph", True, "fused-infer attention takes lengths from the host")
+    return [
+        *([] if "index_dim" in facts.dims else [eager]),  # sparse attention takes them as tensors
+        Change("page_size", 128, "attention reads pages of a multiple of 16 tokens, best of 128"),
+        Change("index_cache_dtype", "bfloat16", "Ascend 910 multiplies no FP8"),
+        Change(
+            "max_running_requests", 256, "an NPU decodes hundreds of requests in little more time"
+        ),
+        Change("max_step_tokens", 8192, "an NPU is idle below thousands of tokens"),
+        Change("chunked_prefill_size", 8192, "an NPU is idle below thousands of tokens"),
+    ]

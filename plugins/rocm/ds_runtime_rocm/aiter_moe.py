@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import ExpertSource, Facts, Packed, Routing, Weight, torch_dtype
+from ds_runtime.api import route as reference_route
 from ds_runtime_rocm import blocks
 from ds_runtime_rocm.aiter_gemm import fp8_dtype, unshuffle_scale
 
@@ -165,7 +166,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
             routed_scaling_factor=routing.scale,
         )  # fmt: skip
         return weights, ids
-    return _in_torch(logits, bias, routing)
+    return reference_route(logits, bias, routing)
 
 
 def _biased(
@@ -185,21 +186,3 @@ def _biased(
 
 
 _UNNORMALISED = 8192  # tokens; the library's limit is 212 per compute unit
-
-
-def _in_torch(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    soft = routing.scoring == "softmax"
-    scores = logits.softmax(-1) if soft else logits.sigmoid()
-    paired = routing.method == "noaux_tc"
-    choice = scores + bias if paired and bias is not None else scores
-    if routing.method != "greedy" and routing.topk_group < routing.n_group:
-        groups = choice.view(len(choice), routing.n_group, -1)
-        best = groups.topk(min(2 if paired else 1, groups.shape[2]), -1).values.sum(-1)
-        kept = torch.zeros_like(best).scatter_(1, best.topk(routing.topk_group).indices, 1.0)
-        closed = float("-inf") if paired else 0.0
-        choice = groups.masked_fill(kept.unsqueeze(-1) == 0, closed).flatten(1)
-    ids = choice.topk(routing.top_k, -1).indices
-    weights = scores.gather(1, ids)
-    if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * routing.scale, ids.to(torch.int32)

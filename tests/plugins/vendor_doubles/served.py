@@ -19,6 +19,7 @@ from ds_runtime.plugins import load_plugins
 from ds_runtime_cpu.platform import CpuPlatform
 
 LENGTHS = (70, 9, 1)
+COMPILERS = ("triton", "tilelang")  # make no code for the host
 TRUE: dict[str, Any] = {  # widths that vendors' kernels are made for, in a checkpoint of 10 MB
     "hidden_size": 256,
     "kv_lora_rank": 512,
@@ -35,9 +36,7 @@ TRUE: dict[str, Any] = {  # widths that vendors' kernels are made for, in a chec
 INDEXED = {**TRUE, "index_head_dim": 128, "index_n_heads": 16}
 
 
-def on_host(
-    plugin: str, device: str, without: Sequence[str] = ("triton", "tilelang")
-) -> DeviceInfo:
+def on_host(plugin: str, device: str, without: Sequence[str] = COMPILERS) -> DeviceInfo:
     """A device that the plugin describes, of torch's type "cpu"."""
     info = describe(load_plugins([plugin]), device).info()
     return replace(info, type="cpu", features=info.features - set(without))
@@ -71,12 +70,19 @@ class Told:
     kernels: dict[str, set[str]]
 
 
-def serve(folder: Path | str, model: Any, plugin: str, device: str, **settings: Any) -> Told:
+def serve(
+    folder: Path | str,
+    model: Any,
+    plugin: str,
+    device: str,
+    without: Sequence[str] = (),
+    **settings: Any,
+) -> Told:
     """An engine on `plugin` against transformers' float32 `model` of the same values.
 
     A prompt of several chunks and pages, a short one and one of a single token run together.
     """
-    info = on_host(plugin, device)
+    info = on_host(plugin, device, (*COMPILERS, *without))
     given: dict[str, Any] = {
         "platform": "double",
         "plugins": (plugin,),
