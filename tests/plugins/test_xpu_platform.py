@@ -115,6 +115,18 @@ def test_defaults_are_for_intel_gpus_alone():
         assert [c.field for c in ds_defaults(facts)][:2] == fields
 
 
+def test_index_keys_stay_wide_where_nothing_scores_them_in_fp8():
+    scores = frozenset({"vllm_xpu_kernels.fp8_paged_mqa_logits"})
+    for arch, has, wide in (
+        ("xe2-hpg", scores, []),
+        ("xe2-hpg", frozenset(), ["bfloat16"]),
+        ("xe-hpc", scores, ["bfloat16"]),
+    ):
+        device = DeviceInfo("xpu", "x", arch, features=has)
+        changes = ds_defaults(Facts(device, Dims({"index_topk": 2048}), "bfloat16"))
+        assert [c.value for c in changes if c.field == "index_cache_dtype"] == wide
+
+
 def test_memory_and_ranks_go_through_torch(monkeypatch):
     """The calls exist in the torch that is installed, and get what they take."""
     calls = []

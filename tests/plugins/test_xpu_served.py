@@ -31,14 +31,16 @@ def test_v3_in_fp8(tmp_path):
 
 
 def test_v32(tmp_path):
-    """Index scores in FP8 choose other tokens than in float32: the references do so, too."""
+    """Index scores in FP8 choose other tokens than in float32: the references do so, too, and keys
+    that are in bfloat16 before do it again."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "index_n_heads": 64}
     model = write_tiny(tmp_path, "v32", 3, **INDEXED | heads)
     told = serve(tmp_path, model, "xpu", "b60")
     assert told.kernels["index_scores"] == {"vllm_xpu.index_scores"}
+    assert told.kernels["index_prologue"] == {"vllm_xpu.index_prologue"}
     assert told.kernels["sparse_prefill"] == {"sgl_xpu.sparse_mla"}
     assert told.kernels["sparse_decode"] == {"sgl_xpu.sparse_mla"}
-    pins = tuple(f"{op}=reference" for op in ("index_scores", "sparse_prefill", "sparse_decode"))
+    pins = tuple(f"{op}=reference" for op in ("index_prologue", "index_scores", "sparse_prefill"))
     plain = serve(tmp_path, model, "xpu", "b60", pin=pins)
-    assert plain.kernels["sparse_decode"] == {"reference.sparse_mla"}
-    assert told.error < 1.2 * plain.error
+    assert plain.kernels["index_prologue"] == {"reference.index_prologue"}
+    assert told.error < 1.5 * plain.error

@@ -57,7 +57,13 @@ def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
 def ds_defaults(facts: Facts) -> Sequence[Change]:
     if not facts.device.arch.startswith("xe"):
         return []
+    changes = []
+    has_scores = "vllm_xpu_kernels.fp8_paged_mqa_logits" in facts.device.features
+    if "index_topk" in facts.dims and not (facts.device.arch == "xe2-hpg" and has_scores):
+        why = "nothing here scores FP8 index keys, and Triton converts none for this GPU"
+        changes = [Change("index_cache_dtype", facts.dtype, why)]
     return [
+        *changes,
         Change("page_size", 64, "decode and index kernels read whole pages of 64 tokens"),
         Change("max_running_requests", 128, "a GPU decodes many requests in little more time"),
         Change("max_step_tokens", 4096, "a GPU is idle below thousands of tokens"),

@@ -192,6 +192,15 @@ ATTENTION: tuple[Kernel, ...] = (
         for op in ("sparse_prefill", "sparse_decode")
     ),
     _offer(
+        "index_prologue",
+        "vllm_index:index_prologue",
+        RANK_PLATFORM,
+        _package("vllm_xpu_kernels", "per_token_group_fp8_quant", "indexer_k_quant_and_cache"),
+        _HALVES,
+        _index,
+        _pages(64),
+    ),
+    _offer(
         "index_scores",
         "vllm_index:index_scores",
         RANK_SPECIALISED,

@@ -38,6 +38,7 @@ DISTRIBUTIONS = {
 EXPORTS = (
     Export("vllm_xpu_kernels", "fused_moe_interface.py", "class XpuFusedMoe", "XpuFusedMoe"),
     Export("vllm_xpu_kernels", "_C.*so", "per_token_group_fp8_quant(", "per_token_group_fp8_quant"),
+    Export("vllm_xpu_kernels", "_C.*so", "indexer_k_quant_and_cache(", "indexer_k_quant_and_cache"),
     Export("vllm_xpu_kernels", "_xpu_C.*so", "fp8_paged_mqa_logits(", "fp8_paged_mqa_logits"),
     Export("sgl_kernel", "attention.py", "def flash_mla_decode(", "flash_mla_decode"),
     Export("sgl_kernel", "attention.py", "def flash_mla_sparse_fwd(", "flash_mla_sparse_fwd"),

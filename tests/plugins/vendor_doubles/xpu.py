@@ -29,11 +29,31 @@ def per_token_group_fp8_quant(
 ):
     require(input.is_contiguous() and output_q.is_contiguous(), "contiguous rows")
     require(output_s.shape == (input.shape[0], input.shape[1] // group_size), "a scale per group")
-    require(not (scale_ue8m0 or dummy_is_scale_transposed or dummy_is_tma_aligned), "plain scales")
+    require(not (dummy_is_scale_transposed or dummy_is_tma_aligned), "plain scales")
     groups = input.float().view(input.shape[0], -1, group_size)
-    output_s.copy_(groups.abs().amax(-1).clamp(min=eps) / fp8_max)
+    size = groups.abs().amax(-1).clamp(min=eps) / fp8_max
+    output_s.copy_(torch.exp2(torch.ceil(torch.log2(size))) if scale_ue8m0 else size)
     values = (groups / output_s.unsqueeze(-1)).clamp(fp8_min, fp8_max)
     output_q.copy_(values.view(input.shape).to(FP8))
+
+
+def indexer_k_quant_and_cache(k, kv_cache, slot_mapping, quant_block_size, scale_fmt):
+    blocks, page, width = kv_cache.shape
+    d = width - 4
+    require(kv_cache.dtype == torch.uint8 and kv_cache.is_contiguous(), "bytes of keys and scales")
+    require(k.shape == (len(slot_mapping), d) and quant_block_size == d, "a scale per key")
+    require(
+        scale_fmt == "ue8m0" and slot_mapping.dtype == torch.int64, "powers of two, int64 slots"
+    )
+    size = torch.exp2(torch.ceil(torch.log2(k.float().abs().amax(-1).clamp(min=1e-4) / 448)))
+    q = (k.float() / size.unsqueeze(-1)).to(FP8).view(torch.uint8)
+    flat = kv_cache.view(blocks, page * width)
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            p, row = divmod(slot, page)
+            flat[p, row * d : (row + 1) * d] = q[i]
+            at = page * d + 4 * row
+            flat[p, at : at + 4] = size[i : i + 1].view(torch.uint8)
 
 
 def fp8_paged_mqa_logits(
@@ -179,7 +199,13 @@ def scaled_mm(
 
 
 MODULES = {
-    **doubles("vllm_xpu", per_token_group_fp8_quant, fp8_paged_mqa_logits, XpuFusedMoe),
+    **doubles(
+        "vllm_xpu",
+        per_token_group_fp8_quant,
+        indexer_k_quant_and_cache,
+        fp8_paged_mqa_logits,
+        XpuFusedMoe,
+    ),
     **doubles(
         "sgl_kernel_xpu", flash_mla_decode, flash_mla_get_workspace_size, flash_mla_sparse_fwd
     ),
