@@ -44,9 +44,9 @@ SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "thre
 class Front:
     """A front end: an engine's processes and the two sockets to them."""
 
-    def __init__(self, model: Path, folder: Path, **settings):
+    def __init__(self, model: Path, folder: Path, tell=None, **settings):
         config = EngineConfig(model=str(model), **{**SETTINGS, **settings})
-        self.engine = EngineProcesses(config, folder, SETTINGS)
+        self.engine = EngineProcesses(config, folder, SETTINGS, tell=tell)
         self.context = zmq.Context()
         self.inbox = bind_pull(self.context, self.engine.from_engine)
         self.outbox = connect_push(self.context, self.engine.to_engine)
@@ -98,8 +98,13 @@ def front(model, **settings):
 
 @pytest.fixture(scope="module")
 def running(tiny):
-    with front(tiny, max_queued_requests=2, max_running_requests=1) as end:
-        end.ready = end.next(Ready)
+    written = []
+
+    def tell(spec, text):
+        written.append((spec.rank, text))
+
+    with front(tiny, tell=tell, max_queued_requests=2, max_running_requests=1) as end:
+        end.ready, end.written = end.next(Ready), written
         yield end
 
 
@@ -114,6 +119,20 @@ def test_ready_says_what_was_loaded(running):
     assert ready.kv_tokens >= 160 and "DeepseekV3ForCausalLM" in ready.banner
     mode = running.engine.folder.stat().st_mode
     assert stat.S_IMODE(mode) == 0o700
+
+
+def test_what_its_processes_write_is_told_and_where_they_are_on_request(running):
+    def said(text):
+        return any(rank == 0 and text in line for rank, line in running.written)
+
+    assert said("loading weights")
+    running.engine.trace()  # by the C library: Python's own streams are not asked
+    deadline = time.monotonic() + 30
+    while not said("engine/loop.py") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert said("most recent call first") and said("engine/loop.py"), running.written
+    running.send(submit("goes on", 2))
+    running.tokens("goes on")
 
 
 def test_tokens_are_those_of_the_offline_api(running, tiny):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -197,7 +198,8 @@ class DecodeGraph:
 
         self._replay = captured(run, backend, self.size)
         if self.masked is not None and place.sampler is not None:
-            self.masked.capture(place.sampler.settings((), self.size), backend)
+            record = partial(captured, backend=backend, size=self.size)
+            self.masked.capture(place.sampler.settings((), self.size), record)
 
     def replay(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:
         """Logits [works, vocab] of a step whose upload has been sent to `buffer`.

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.ops.table import Ops
-from ds_runtime.platform.spec import GraphBackend
 
 Columns = Sequence[npt.NDArray[Any]]
+Record = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class MaskedDraw:
@@ -48,8 +48,8 @@ class MaskedDraw:
         sent.send(self._buffer)
         return [sent[place] for place in places]
 
-    def capture(self, settings: Columns, backend: GraphBackend) -> None:
-        """Run it once with a mask for every row, then record it."""
+    def capture(self, settings: Columns, record: Record) -> None:
+        """Run it with a mask for every row, and record it."""
         every = [b"\xff" * 4 * self._words] * self.size
         *sampling, which, masks = self.fill(settings, every)
 
@@ -57,8 +57,7 @@ class MaskedDraw:
             allowed = self._ops.mask_logits(self._logits, masks, which)
             self._tokens.copy_(self._ops.sample(allowed, *sampling))
 
-        run()
-        self._replay = backend.capture(run)
+        self._replay = record(run)
 
     def draw(self, count: int) -> Tensor:
         """[count] int64: the first draws' tokens, of the logits that are there and what was filled
