@@ -79,6 +79,11 @@ class Assembly:
         """Layers with a KV cache: the draft layer is one more."""
         return self.model.layers + (self.nextn is not None)
 
+    @property
+    def indexers(self) -> int:
+        """Layers with an index cache, where attention is sparse: the draft layer has one, too."""
+        return self.model.indexers + (self.nextn is not None and self.model.indexing is not None)
+
     def left_out(self) -> list[str]:
         """A sentence per broken plugin: nothing of it was bound."""
         broken = [(name, r) for name, r in self.others if r.kind == "broken"]
@@ -141,10 +146,10 @@ def assemble(
     verify: Verify = ""
     if (speculation := Speculation.of(config)) is not None:
         assert config.speculative_algorithm is not None
-        if model.indexing is not None:
+        if model.indexing is not None and speculation.topk > 1:
             raise UnsupportedError(
-                f"--speculative-algorithm {config.speculative_algorithm}: drafts with sparse "
-                f"attention ({model.architecture}) are not supported; leave it out"
+                f"--speculative-eagle-topk {speculation.topk}: trees of drafts with sparse "
+                f"attention ({model.architecture}) are not supported; leave it out, for a chain"
             )
         path = config.speculative_draft_model_path
         nextn = find_nextn(config.speculative_algorithm, path, folder, model)

@@ -42,7 +42,7 @@ class CyclePlace:
     draft: DraftModel
     sampler: Sampler
     layers: list[Tensor]
-    cache: Tensor
+    draft_caches: Sequence[Tensor]
     width: int
     hidden: Tensor
     logits: Tensor
@@ -182,7 +182,7 @@ class VerifyGraph:
 
         def follow() -> None:
             hidden = place.hidden[:rows]
-            tail = place.draft.forward(batch, hidden, self.ids, place.cache, self.last)
+            tail = place.draft.forward(batch, hidden, self.ids, place.draft_caches, self.last)
             place.tail[: self.size].copy_(tail)
             place.draft.logits(tail, place.tail_logits[: self.size])
 
@@ -209,9 +209,12 @@ class ChainGraph:
         self.size, self.drafts = size, drafts
         self._place = place
         base, key = place.base, place.draft.state_key
-        self._kernel = base.stateful[key]
+        self._kernels = {key: base.stateful[key]} if key else {}  # none where attention is sparse
         bounds = place.limits(size, 1)
-        self._states = [{key: self._kernel.state(bounds)} for _ in range(drafts - 1)]
+        self._states = [
+            {key: kernel.state(bounds) for key, kernel in self._kernels.items()}
+            for _ in range(drafts - 1)
+        ]
         self._table = place.table(size)
         room = size * (drafts * 64 + 128 + 4 * base.limits.max_pages_per_sequence)
         room += (1 << 10) * (drafts + 1)
@@ -249,11 +252,12 @@ class ChainGraph:
         own_rows, compact = sent.add(rows), sent.add(table)
         sent.send(self._buffer)
         self._table[:, : table.shape[1]].copy_(sent[compact])
-        key, batches = place.draft.state_key, []
+        batches = []
         for (at_, slots_, lens_), host, states in zip(numbers, lens, self._states, strict=True):
             part = DecodePart(self._table, sent[lens_], host)
             batch = Batch(sent[at_], sent[at_], sent[slots_], sent[at_], part, states=states)
-            self._kernel.prepare(states[key], batch)
+            for key, kernel in self._kernels.items():
+                kernel.prepare(states[key], batch)
             batches.append(batch)
         return sent[own_rows], batches, [tuple(sent[n] for n in some) for some in settings]
 
@@ -268,7 +272,7 @@ class ChainGraph:
             logits, hidden = place.tail_logits[:size], place.tail[:size]
             found = [sample(logits, *settings[0])]
             for batch, some in zip(batches, settings[1:], strict=True):
-                hidden = place.draft.forward(batch, hidden, found[-1], place.cache, None)
+                hidden = place.draft.forward(batch, hidden, found[-1], place.draft_caches, None)
                 place.draft.logits(hidden, logits)
                 found.append(sample(logits, *some))
             kept.index_copy_(0, rows, torch.stack(found, dim=1))
@@ -309,12 +313,12 @@ class Cycles:
         draft: DraftModel,
         sampler: Sampler,
         layers: list[Tensor],
-        cache: Tensor,
+        draft_caches: Sequence[Tensor],
         shape: Speculation,
         sizes: Sequence[int],
         backend: GraphBackend,
     ) -> Cycles:
-        """With what they share. layers: the model's caches; cache: the draft layer's."""
+        """With what they share. layers: the model's caches; draft_caches: the draft layer's."""
         model, most, queries = draft.model, max(sizes), max(shape.choices) + 1
 
         def made(rows: int, columns: int, kind: torch.dtype) -> Tensor:
@@ -327,7 +331,7 @@ class Cycles:
             draft=draft,
             sampler=sampler,
             layers=layers,
-            cache=cache,
+            draft_caches=draft_caches,
             width=shape.tokens,
             hidden=made(most * queries, width, dtype),
             logits=made(most * queries, base.vocab, torch.float32),

@@ -61,7 +61,7 @@ def kv_memory(assembly: Assembly, free: int, total: int, context: int) -> KvMemo
     facts = assembly.binding.base
     per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.cached_layers
     if (index := assembly.binding.index_layout) is not None:
-        per_token += index.bytes_per_token(facts) * assembly.model.indexers
+        per_token += index.bytes_per_token(facts) * assembly.indexers
     page_bytes = per_token * config.page_size
     one = -(-context // config.page_size)
     share = None

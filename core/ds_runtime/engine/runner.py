@@ -112,13 +112,11 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.cycles: Cycles | None = None
         if captures and self.speculator is not None and self.speculation is not None:
-            layers, behind = assembly.model.layers, assembly.cached_layers
             self.cycles = Cycles.of(
                 self._place(),
                 self.speculator.draft,
                 self.sampler,
-                [*self.caches[:layers], *self.caches[behind:]],
-                self.caches[layers],
+                *self._parts(self.caches),
                 self.speculation,
                 graph_sizes(self.config),
                 self.platform.graph_backend(local_rank),
@@ -185,10 +183,10 @@ class Runner:
     def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:
         """One cache per layer, the draft layer's last; where attention is sparse, behind these
         one of index keys per layer with an indexer."""
-        model, facts = self.assembly.model, self.bound.base
+        facts = self.bound.base
         layouts = [self.bound.layout] * self.assembly.cached_layers
         if self.bound.index_layout is not None:
-            layouts += [self.bound.index_layout] * model.indexers
+            layouts += [self.bound.index_layout] * self.assembly.indexers
         caches: list[Tensor] = []
         enabled = self.rank == 0 and not quiet
         total = pages * self.memory.page_bytes
@@ -200,6 +198,12 @@ class Runner:
                 caches.append(cache)
                 progress.advance(cache.nbytes)
         return caches
+
+    def _parts(self, caches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The model's caches, and the draft layer's: it has the last of either kind."""
+        layers, indexers = self.assembly.model.layers, self.assembly.model.indexers
+        latents, keys = caches[: self.assembly.cached_layers], caches[self.assembly.cached_layers :]
+        return latents[:layers] + keys[:indexers], latents[layers:] + keys[indexers:]
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Every rank launches the same plans in the same order."""
@@ -302,8 +306,7 @@ class Runner:
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
-        drafts, cached = self.assembly.model.layers, self.assembly.cached_layers
-        layers = [*caches[:drafts], *caches[cached:]]  # but the draft layer's
+        layers, behind = self._parts(caches)
         found = self.model.forward(batch, layers, every=speculator is not None)
         # [logit rows, hidden]
         hidden = found if speculator is None else found[batch.logit_rows]
@@ -325,7 +328,7 @@ class Runner:
             if branch is not None and batch.decode is not None and batch.decode.tree is not None:
                 self.model.move(layers, *moves(branch, batch.slots))
             if handle.plan.drafts or batch.prefill is not None:
-                speculator.run(handle, follow, batch, found, branch, sent, caches[drafts])
+                speculator.run(handle, follow, batch, found, branch, sent, behind)
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""

@@ -93,9 +93,9 @@ class Speculator:
         hidden: Tensor,
         branch: Branch | None,
         sent: Upload,
-        cache: Tensor,
+        caches: Sequence[Tensor],
     ) -> None:
-        """Write the step's tokens to the draft layer's cache, and drafts to the rows' places.
+        """Write the step's tokens to the draft layer's caches, and drafts to the rows' places.
 
         hidden: [T, hidden] of the model. branch: what was kept of each sampling work's drafts.
         """
@@ -111,10 +111,10 @@ class Speculator:
         if tokens is not None:
             ids.index_copy_(0, sent[follow.draws], tokens)
         last = sent[follow.firsts] + accepted
-        hidden = self.draft.forward(batch, hidden, ids, cache, last)  # [n, hidden]
+        hidden = self.draft.forward(batch, hidden, ids, caches, last)  # [n, hidden]
         if handle.wanted.samplers and handle.plan.drafts:
             draft = self._chain if self._trees is None else self._tree
-            draft(handle, hidden, arriving.wait()[0].tolist(), cache)
+            draft(handle, hidden, arriving.wait()[0].tolist(), caches)
 
     def replay(
         self, handle: Handle, branch: Branch, graph: VerifyGraph, cycles: Cycles, collects: bool
@@ -176,7 +176,9 @@ class Speculator:
             w.start + w.length - w.draws + right for w, right in zip(works, accepted, strict=True)
         ]
 
-    def _chain(self, handle: Handle, hidden: Tensor, accepted: list[int], cache: Tensor) -> None:
+    def _chain(
+        self, handle: Handle, hidden: Tensor, accepted: list[int], caches: Sequence[Tensor]
+    ) -> None:
         """Draft behind the last kept token of each sampling work, one token after the other."""
         plan = handle.plan
         works, ends = self._ends(handle, accepted)
@@ -193,8 +195,9 @@ class Speculator:
         key = self.draft.state_key
         for step, some in zip(chain, draws[1:], strict=True):
             batch = step.batch(upload, found[-1], self._states)
-            self._kernels[key].prepare(self._states[key], batch)
-            hidden = self.draft.forward(batch, hidden, found[-1], cache, None)
+            if key:
+                self._kernels[key].prepare(self._states[key], batch)
+            hidden = self.draft.forward(batch, hidden, found[-1], caches, None)
             found.append(self._draw(hidden, some, upload))
         drafts = torch.stack(found, dim=1)  # [n, drafts]
         places = self._rows[:, 1 : 1 + plan.drafts]
@@ -202,7 +205,9 @@ class Speculator:
         if any(w.tell_drafts for w in works):
             handle.drafts = [drafts]
 
-    def _tree(self, handle: Handle, hidden: Tensor, accepted: list[int], cache: Tensor) -> None:
+    def _tree(
+        self, handle: Handle, hidden: Tensor, accepted: list[int], caches: Sequence[Tensor]
+    ) -> None:
         """Draft a tree behind the last kept token of each sampling work, level by level."""
         shape, trees = self.shape, self._trees
         assert trees is not None
@@ -223,7 +228,7 @@ class Speculator:
                 batch.decode, tree=seen_by(lines, counts).flatten() | upload[blind]
             )
             self._kernels[key].prepare(self._states[key], batch)
-            hidden = self.draft.forward(batch, hidden, batch.input_ids, cache, None)
+            hidden = self.draft.forward(batch, hidden, batch.input_ids, caches, None)
             scores, tokens = (x.view(-1, shape.topk, shape.topk) for x in self._best(hidden))
             chosen = growth.grow(scores, tokens)
             own = torch.arange(0, hidden.shape[0], shape.topk, device=hidden.device)

@@ -7,6 +7,7 @@ state when it drafts the token after. Source: DeepSeek-V3 technical report, arXi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.model.deepseek import Block, DeepSeekModel
+from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import RmsNorm
 from ds_runtime.ops.batch import Batch
 
@@ -33,25 +35,40 @@ class DraftModel:
         self.join = load.linear(layer, "eh_proj")
         self.block = Block(config, load, layer)
         self.norm = RmsNorm(ops, load.vector(layer, "shared_head.norm"), config.eps)
-        self.state_key = self.block.attention.decode[1]  # of its steps of one token per sequence
-        self.tree_key = self.block.attention.tree[1]  # and of several continuations
+        attention = self.block.attention
+        # Of its steps of one token per sequence, and of several continuations. Sparse attention
+        # has no state.
+        self.state_key, self.tree_key = "", ""
+        if attention.indexer is None:
+            self.state_key, self.tree_key = attention.decode[1], attention.tree[1]
         self.packed_bytes = load.held_bytes
 
     @torch.inference_mode()
     def forward(
-        self, batch: Batch, hidden: Tensor, ids: Tensor, cache: Tensor, rows: Tensor | None
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        ids: Tensor,
+        caches: Sequence[Tensor],
+        rows: Tensor | None,
     ) -> Tensor:
         """[rows, hidden] for `model.logits`, the same on every rank; rows None: of every token.
 
         hidden: [T, hidden] at the batch's positions; ids: [T], the tokens that follow them. Every
-        row's key is written to `cache`, the draft layer's.
+        row's key is written to `caches`: the draft layer's, and where attention is sparse that of
+        its indexer.
         """
         model = self.model
         if batch.adapters is not None:  # they change the model, and drafts need not be right
             batch = replace(batch, adapters=None)
         embedded = model.comm.all_reduce(model.embed(ids))
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        x, residual = self.block(self.join(both), None, batch, cache, model.cos_sin, rows)
+        selection, index = None, None
+        if (indexing := model.config.indexing) is not None:
+            selection, index = Selection.of(batch, indexing.top_k, model.captured), caches[1]
+        x, residual = self.block(
+            self.join(both), None, batch, caches[0], model.cos_sin, rows, index, selection
+        )
         normed, _ = self.norm.add(x, residual)
         return normed
 

@@ -95,7 +95,7 @@ def block_sites(
     one_by_one: its routed experts have slots for adapters.
     """
     sites = [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
-    if verify == "verify":
+    if verify == "verify" and config.indexing is None:
         sites.append(Site("mla_decode", layer, VERIFY, verify))
     sites += _attention(config, layer, format_of, tp, fuse)
     if verify == "tree":

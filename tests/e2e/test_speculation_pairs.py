@@ -1,0 +1,92 @@
+"""Drafts beside what else may be on: FP8, adapters, sparse attention, several ranks. Answers are
+those without drafts, token for token, in float32.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.bench import shapes
+from ds_runtime.bench.checkpoint import make_checkpoint
+from ds_runtime.errors import UnsupportedError
+from ds_runtime.model.hf import load_config
+from ds_runtime.model.hub import resolve_model
+from ds_runtime.testing.adapters import write_adapter
+
+SETTINGS = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "kv_memory": 8_000_000,
+    "context_length": 192,
+    "threads": 1,
+    "max_running_requests": 3,
+    "chunked_prefill_size": 16,
+    "page_size": 8,
+}
+CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+ADAPTIVE = {**CHAIN, "speculative_adaptive": True}
+
+
+def answers(model, vocab=400, adapters=(None,), **settings):
+    """Greedy and sampled, behind prompts shorter and longer than an index choice."""
+    prompts = [[(7 * i + j * j) % vocab for j in range(n)] for i, n in enumerate((5, 40, 21, 60))]
+    params = [
+        SamplingParams(max_tokens=14, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    names = [adapters[i % len(adapters)] for i in range(len(prompts))]
+    with LLM(str(model), **{**SETTINGS, **settings}) as llm:
+        outputs = llm.generate(prompts, params, **({"lora": names} if any(names) else {}))
+        again = llm.generate(prompts[:2], params[:2], **({"lora": names[:2]} if any(names) else {}))
+        return [o.token_ids for o in (*outputs, *again)], llm.stats()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Random checkpoints with a draft layer, by the name of their shape."""
+    with pytest.MonkeyPatch.context() as patch:
+        folders = {}
+        for shape, dtype in (("tiny-v3", "fp8"), ("tiny-v32", "float32")):
+            raw = {**shapes.SHAPES[shape], "num_nextn_predict_layers": 1}
+            patch.setattr(shapes, "SHAPES", {**shapes.SHAPES, shape: raw})
+            folders[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype)
+        return folders
+
+
+@pytest.mark.parametrize(
+    ("shape", "drafting"),
+    [("tiny-v3", TREE), ("tiny-v32", CHAIN), ("tiny-v32", ADAPTIVE)],
+    ids=("fp8-tree", "sparse-chain", "sparse-adaptive"),
+)
+def test_with_formats_and_sparse_attention(made, shape, drafting):
+    plain, _ = answers(made[shape])
+    found, stats = answers(made[shape], **drafting)
+    assert found == plain
+    assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
+
+
+def test_trees_with_sparse_attention_are_refused(made):
+    with pytest.raises(UnsupportedError, match="trees of drafts with sparse attention"):
+        answers(made["tiny-v32"], **TREE)
+
+
+@pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=("chain", "tree"))
+def test_with_adapters(tmp_path, drafting):
+    """They change the model and not the drafts: fewer are right, and answers are the adapter's."""
+    config = load_config(resolve_model("demo"))
+    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
+    settings = {"lora": (f"a={tmp_path / 'a'}",)}
+    plain, _ = answers("demo", adapters=("a", None), **settings)
+    found, stats = answers("demo", adapters=("a", None), **settings, **drafting)
+    assert found == plain and stats.accepted_tokens > 0
+    assert plain != answers("demo")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", [CHAIN, TREE, ADAPTIVE], ids=("chain", "tree", "adaptive"))
+def test_with_two_ranks(made, drafting):
+    plain, _ = answers(made["tiny-v3"])
+    found, stats = answers(made["tiny-v3"], tp=2, **drafting)
+    assert found == plain and stats.draft_tokens > 0
