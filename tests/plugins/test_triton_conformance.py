@@ -39,7 +39,7 @@ CODED = (
     "mxfp4 odd",
     "int8_group zeros odd",
 )
-CODED_EXPERTS = ("int4_group zeros 77", "nvfp4")
+CODED_EXPERTS = ("int4_group zeros 77", "mxfp8 160")
 
 
 def _short(kernel, case):

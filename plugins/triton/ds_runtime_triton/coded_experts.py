@@ -138,10 +138,10 @@ class ExpertsWeightOnly:
         if x.shape[0] == 0 or ids.shape[1] == 0:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
-        return _run(x, weights.contiguous(), ids.contiguous(), layer, layer.sizes.at(ids.numel()))
+        return run(x, weights.contiguous(), ids.contiguous(), layer, layer.sizes.at(ids.numel()))
 
 
-def _run(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
+def run(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
     pairs, top_k = ids.numel(), ids.shape[1]
     if config["DIRECT"]:
         tiles, most = (ids, ids, ids), pairs
@@ -149,13 +149,13 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) 
         tiles, most = sorted_pairs(ids, layer.down.words.shape[0], config["BLOCK_M"])
     inter, hidden = layer.gate_up.rows // 2, layer.down.rows
     h = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
-    _multiply(x, layer.gate_up, weights, h, tiles, ids, most, part_of_config(config, "UP_"), True)
+    multiply(x, layer.gate_up, weights, h, tiles, ids, most, part_of_config(config, "UP_"), True)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    _multiply(h, layer.down, weights, y, tiles, ids, most, part_of_config(config, "DN_"), False)
+    multiply(h, layer.down, weights, y, tiles, ids, most, part_of_config(config, "DN_"), False)
     return sum_of_pairs(y, x.shape[0], top_k)
 
 
-def _multiply(
+def multiply(
     x: Tensor,
     stack: Stack,
     weights: Tensor,
