@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from vendor_doubles import install, records, torch_npu
-from vendor_doubles.served import INDEXED, TRUE, on_host, serve
+from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims, Offers
@@ -95,6 +95,12 @@ def test_v32_sparse(tmp_path):
     plain = serve(tmp_path, model, "npu", "910b", without=("torch_npu",))
     assert plain.kernels["sparse_decode"] == {"reference.sparse_mla"}
     assert error < 1.2 * plain.error
+
+
+def test_the_demo_model_adds():
+    """Its heads are narrower than what attention takes: experts and the rest are the vendor's."""
+    text, providers = demo("npu", "910b")
+    assert text.endswith("579") and "npu" in providers
 
 
 def by_fn(name):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from vendor_doubles import aiter, install, records
-from vendor_doubles.served import INDEXED, TRUE, on_host, serve
+from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Maker
@@ -114,6 +114,13 @@ def test_fp4_experts(gfx):
         check_case(kernel, case).raise_if_failed()
     else:
         assert "no FP4 on gfx942" in check_case(kernel, case).failure
+
+
+@pytest.mark.parametrize("gfx", ["gfx950"], indirect=True)
+def test_the_demo_model_adds(gfx):
+    """Its heads are narrower than what attention takes: experts and the rest are the vendor's."""
+    text, providers = demo("rocm", DEVICES[gfx])
+    assert text.endswith("579") and "aiter" in providers
 
 
 def by_fn(name):

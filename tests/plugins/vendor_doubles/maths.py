@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -22,13 +24,17 @@ def varlen(q, k, v, cu_q, cu_k, scale, causal):
     """(out [Tq, h, dv], lse [Tq, h]); queries without keys give 0 and +inf, as the libraries do."""
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = torch.full(q.shape[:2], float("inf"))
-    pairs = zip(cu_q.tolist(), cu_q.tolist()[1:], cu_k.tolist(), cu_k.tolist()[1:], strict=False)
-    for q0, q1, k0, k1 in pairs:
-        for i in range(q0, q1):
-            seen = (k1 - k0) - (q1 - 1 - i) if causal else k1 - k0
-            for h in range(q.shape[1] if seen > 0 else 0):
-                got = attend(q[i, h : h + 1], k[k0:k1, h], v[k0:k1, h], scale, seen)
-                out[i, h], lse[i, h] = got[0][0], got[1][0]
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        scores = torch.einsum("qhd,khd->qhk", q[q0:q1].float(), k[k0:k1].float()) * scale
+        if causal:  # aligned at the ends
+            first = torch.arange(q1 - q0) + (k1 - k0) - (q1 - q0)
+            hidden = torch.arange(k1 - k0) > first.unsqueeze(1)
+            scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
+        sums = scores.logsumexp(-1)
+        seen = torch.isfinite(sums)
+        found = torch.einsum("qhk,khv->qhv", scores.softmax(-1), v[k0:k1].float())
+        out[q0:q1] = torch.where(seen.unsqueeze(-1), found, 0.0)
+        lse[q0:q1] = torch.where(seen, sums, float("inf"))
     return out.to(q.dtype), lse
 
 

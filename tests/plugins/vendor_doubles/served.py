@@ -105,6 +105,15 @@ def serve(
     return Told(statistics.mean(_errors(model, outputs)), kernels)
 
 
+def demo(plugin: str, device: str) -> tuple[str, set[str]]:
+    """What the embedded demo model answers to a sum there, and the providers that computed."""
+    given = {"platform": "double", "plugins": (plugin,), "threads": 1, "dtype": "bfloat16"}
+    with LLM("demo", **given, extra_plugins=[_platform(on_host(plugin, device))]) as llm:
+        messages = [{"role": "user", "content": "What is 123 + 456?"}]
+        (output,) = llm.chat(messages, SamplingParams(max_tokens=64, temperature=0))
+        return output.text, {row.provider for row in llm.plan.rows}
+
+
 def _errors(model: Any, outputs: Sequence[Any]) -> Iterator[float]:
     for output in outputs:
         tokens = [*output.prompt_token_ids, *output.token_ids]
