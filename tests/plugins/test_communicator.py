@@ -8,10 +8,15 @@ import traceback
 import pytest
 import torch
 
+from ds_runtime import api
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import Platform
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_cuda.platform import CudaPlatform
+from ds_runtime_npu.platform import NpuPlatform
+from ds_runtime_rocm.platform import RocmPlatform
+from ds_runtime_xpu.platform import XpuPlatform
 
 
 def worker(rank: int, size: int, address: str, results) -> None:
@@ -62,3 +67,18 @@ def test_one_rank_needs_no_group():
 def test_a_platform_without_communicator_serves_one_rank():
     with pytest.raises(UnsupportedError, match="--tp 2: platform cpu connects no ranks"):
         Platform.communicator(CpuPlatform(), 0, 2, "unused")
+
+
+@pytest.mark.parametrize("kind", [CudaPlatform, NpuPlatform, RocmPlatform, XpuPlatform])
+@pytest.mark.parametrize(("local", "device"), [(None, 1), (3, 3)])
+def test_a_group_is_joined_with_the_device_of_the_local_rank(monkeypatch, kind, local, device):
+    """Where several engines run, rank 1 of the second group has another device than that of the
+    first.
+    """
+    told = []
+    monkeypatch.setattr(api, "TorchCommunicator", lambda *a, **k: told.append((a[1:3], k)))
+    monkeypatch.setattr(kind, "device", lambda self, rank=0: f"device {rank}")
+    platform = kind()
+    platform.local_rank = local
+    platform.communicator(1, 2, "file:///nowhere")
+    assert told == [((1, 2), {"device": f"device {device}"})]

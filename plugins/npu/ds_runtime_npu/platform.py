@@ -135,7 +135,8 @@ class NpuPlatform(Platform):
     ) -> Communicator:
         from ds_runtime.api import TorchCommunicator
 
-        return TorchCommunicator("hccl", rank, size, init_method, timeout, device=self.device(rank))
+        here = self.device(rank if self.local_rank is None else self.local_rank)
+        return TorchCommunicator("hccl", rank, size, init_method, timeout, device=here)
 
     def graph_backend(self, rank: int = 0) -> GraphBackend:
         from ds_runtime_npu.graphs import NpuGraphs

@@ -62,7 +62,7 @@ def test_the_page_reads_the_metrics_as_they_are():
         metrics.first_token.observe(0.02 if i < 90 else 2.0)
     found = run_node(
         """
-        const { parse, quantile, read, grown } = await import(`${pages}/metrics.js`);
+        const { parse, quantile, read, grown, mean } = await import(`${pages}/metrics.js`);
         const [before, now] = process.argv.slice(1).map(parse);
         const q = (p) => quantile(now, before, "time_to_first_token_seconds", p);
         console.log(JSON.stringify({
@@ -71,7 +71,12 @@ def test_the_page_reads_the_metrics_as_they_are():
           running: read(now, "num_requests_running"),
           grown: grown(now, before, "generation_tokens_total"),
           restarted: grown(parse("ds_runtime_a_total 5"), parse("ds_runtime_a_total 9"), "a_total"),
+          each: grown(engines(5, 30), engines(9, 10), "a"),
+          both: [read(engines(5, 30), "a"), mean(engines(5, 30), "a"), mean(now, "missing")],
         }));
+        function engines(...values) {
+          return parse(values.map((v, n) => `ds_runtime_a{engine="${n}"} ${v}`).join("\\n"));
+        }
         """,
         before,
         metrics.text().decode(),
@@ -79,6 +84,8 @@ def test_the_page_reads_the_metrics_as_they_are():
     assert 0.01 < found["half"] <= 0.025 and 1 < found["most"] <= 2.5 and found["none"] is None
     assert found["name"] == 'a "quoted\\ name' and found["running"] == 3
     assert found["grown"] == 0 and found["restarted"] == 5
+    assert found["each"] == 5 + 20, "one was restarted"
+    assert found["both"] == [35, 17.5, 0]
 
 
 def _stats():

@@ -22,10 +22,13 @@ export const read = (metrics, name) =>
 
 export const mean = (metrics, name) => read(metrics, name) / (metrics[name]?.length || 1);
 
-// How much a counter grew; after a restart of the engine it counts from 0.
+// How much a counter grew; after a restart of an engine it counts from 0.
 export function grown(now, before, name) {
-  const a = read(now, name), b = read(before, name);
-  return a >= b ? a - b : a;
+  const old = new Map((before[name] ?? []).map((s) => [s.labels.engine, s.value]));
+  return (now[name] ?? []).reduce((sum, { labels, value }) => {
+    const was = old.get(labels.engine) ?? 0;
+    return sum + (value >= was ? value - was : value);
+  }, 0);
 }
 
 // The q-quantile, in seconds, of what a histogram saw between the readings; null if nothing.
