@@ -9,21 +9,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_runtime.api import RANK_PLATFORM, RANK_SPECIALISED, Change, Facts, Gate, Kernel
-from ds_runtime_cuda.kernels import (
-    _BF16,
-    _arch,
-    _blocks,
-    _expert_blocks,
-    _latent,
-    _library,
-    _offer,
-    _pages,
-    _same_kv,
+from ds_runtime_cuda.gates import (
+    BF16,
+    FP8,
+    arch,
+    blocks,
+    expert_blocks,
+    latent,
+    library,
+    most_heads,
+    offer,
+    pages,
+    same_kv,
 )
 
 ARCHITECTURES = ("sm100", "sm103")
-_HERE = _arch(*ARCHITECTURES)
-_NVFP4, _FP8 = frozenset({"nvfp4"}), frozenset({"fp8_block"})
+_HERE = arch(*ARCHITECTURES)
+_NVFP4 = frozenset({"nvfp4"})
 _MXFP8, _MXFP4 = frozenset({"mxfp8"}), frozenset({"mxfp4"})
 _SHUFFLE = ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_a", "shuffle_matrix_sf_a")
 _FP4_MOE = "fused_moe.trtllm_fp4_block_scale_routed_moe"
@@ -46,51 +48,46 @@ def _tiles(rows: int, cols: int) -> Gate:
     return check
 
 
-def _sparse_heads(facts: Facts) -> str | None:
-    heads = facts.dims.get("heads", 0)
-    return f"takes up to 128 heads, not {heads}" if heads > 128 else None
-
-
 def _few_bits(
     op: str, fn: str, rank: int, formats: frozenset[str], *checks: Gate, numerics: str = ""
 ) -> Kernel:
     """A kernel of fp4's formats, whose adapter lies in flashinfer_fp4.py."""
-    made = _offer(op, f"flashinfer_fp4:{fn}", rank, _HERE, *checks, _BF16, formats=formats)
+    made = offer(op, f"flashinfer_fp4:{fn}", rank, _HERE, *checks, BF16, formats=formats)
     return replace(made, provider="flashinfer", numerics=numerics, keeps=formats)
 
 
 def _packed(op: str, fn: str, *checks: Gate) -> Kernel:
     note = "scales are powers of two: others are rounded up, and codes with them"
-    made = _offer(
+    made = offer(
         op,
         f"deep_gemm_packed:{fn}",
         RANK_PLATFORM,
         _HERE,
         *checks,
-        _BF16,
-        formats=_FP8,
+        BF16,
+        formats=FP8,
         note=note,
     )
     return replace(made, provider="deep_gemm")
 
 
 def _sparse(op: str) -> Kernel:
-    return _offer(
+    return offer(
         op,
         "flashinfer:sparse_mla",
         RANK_SPECIALISED,
         _HERE,
-        _library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla"),
-        _BF16,
-        _latent,
-        _sparse_heads,
-        _same_kv,
-        _pages(32, 64),
+        library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla"),
+        BF16,
+        latent,
+        most_heads,
+        same_kv,
+        pages(32, 64),
     )
 
 
-_QUANTISE = _library("flashinfer", "nvfp4_quantize", "block_scale_interleave", "gemm.mm_fp4")
-_QUANTISE_MX = _library("flashinfer", "mxfp8_quantize", "block_scale_interleave", "gemm.mm_mxfp8")
+_QUANTISE = library("flashinfer", "nvfp4_quantize", "block_scale_interleave", "gemm.mm_fp4")
+_QUANTISE_MX = library("flashinfer", "mxfp8_quantize", "block_scale_interleave", "gemm.mm_mxfp8")
 
 ATTENTION: tuple[Kernel, ...] = (_sparse("sparse_prefill"), _sparse("sparse_decode"))
 MOE: tuple[Kernel, ...] = (
@@ -99,7 +96,7 @@ MOE: tuple[Kernel, ...] = (
         "ExpertsNvfp4",
         RANK_SPECIALISED,
         _NVFP4,
-        _library("flashinfer", "nvfp4_quantize", _FP4_MOE, *_SHUFFLE),
+        library("flashinfer", "nvfp4_quantize", _FP4_MOE, *_SHUFFLE),
         _tiles(0, 128),
         numerics="mxfp4_w4a4",
     ),
@@ -108,7 +105,7 @@ MOE: tuple[Kernel, ...] = (
         "ExpertsNvfp4Cutlass",
         RANK_PLATFORM,
         _NVFP4,
-        _library("flashinfer", "block_scale_interleave", "fused_moe.cutlass_fused_moe"),
+        library("flashinfer", "block_scale_interleave", "fused_moe.cutlass_fused_moe"),
         _tiles(0, 128),
         numerics="mxfp4_w4a4",
     ),
@@ -117,15 +114,15 @@ MOE: tuple[Kernel, ...] = (
         "ExpertsMxfp4",
         RANK_SPECIALISED,
         _MXFP4,
-        _library("flashinfer", "mxfp8_quantize", _FP4_MOE, *_SHUFFLE),
+        library("flashinfer", "mxfp8_quantize", _FP4_MOE, *_SHUFFLE),
         _tiles(0, 256),
         numerics="fp8_w8a8",
     ),
     _packed(
         "experts",
         "ExpertsFp8Packed",
-        _library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
-        _expert_blocks,
+        library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
+        expert_blocks,
     ),
 )
 LINEAR: tuple[Kernel, ...] = (
@@ -147,7 +144,7 @@ LINEAR: tuple[Kernel, ...] = (
         _tiles(32, 128),
         numerics="fp8_w8a8",
     ),
-    _packed("linear", "LinearFp8Packed", _library("deep_gemm", "fp8_gemm_nt"), _blocks(out=8)),
+    _packed("linear", "LinearFp8Packed", library("deep_gemm", "fp8_gemm_nt"), blocks(out=8)),
 )
 ALL = ATTENTION + MOE + LINEAR
 

@@ -25,10 +25,10 @@ def _library() -> Any:
 @cache
 def _hadamard(d: int, device: torch.device) -> Tensor:
     """Sylvester's matrix of size d times d^-½, float32."""
-    made = torch.ones(1, 1, device=device)
+    made: Tensor = torch.ones(1, 1, device=device)
     while made.shape[0] < d:
         made = torch.cat((torch.cat((made, made), 1), torch.cat((made, -made), 1)))
-    return made * d**-0.5
+    return torch.mul(made, d**-0.5)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
