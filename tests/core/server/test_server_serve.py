@@ -21,8 +21,10 @@ from fastapi.testclient import TestClient
 from server_harness import until
 
 from ds_runtime import hookimpl, plugins
-from ds_runtime.config import EngineConfig
+from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.engine.transport import ipc
 from ds_runtime.errors import ConfigError
+from ds_runtime.server import serve as serve_module
 from ds_runtime.server.serve import add_routes, listen, model_name
 
 MAIN = Path(__file__).with_name("serve_main.py")
@@ -129,6 +131,52 @@ def test_an_engine_that_dies_later(bpe_folder):
         assert "the engine has stopped: engine rank 0 left with exit code -9" in (
             process.stderr.read()
         )
+
+
+class Silent:
+    """An engine that loads for ever."""
+
+    def __init__(self, folder, made):
+        self.to_engine, self.from_engine = ipc(folder, "to_engine"), ipc(folder, "from_engine")
+        self.calls = []
+        made.append(self)
+
+    def start(self):
+        self.calls.append("start")
+
+    def poll(self):
+        return None
+
+    def stop(self, timeout=5.0):
+        self.calls.append("stop")
+
+
+@pytest.mark.parametrize("fault", [None, OSError("no more files")])
+def test_the_end_of_the_web_server_is_an_end_and_restarts_no_engine(
+    bpe_folder, monkeypatch, capfd, fault
+):
+    class Ended:
+        async def serve(self, sockets):
+            if fault is not None:
+                raise fault
+
+    made = []
+    monkeypatch.setattr(serve_module, "web", lambda *args, **kwargs: Ended())
+
+    def run():
+        return serve_module.serve(
+            EngineConfig(model=str(bpe_folder)),
+            ServerConfig(port=0),
+            launch=lambda config, folder, explicit, n: Silent(folder, made),
+        )
+
+    if fault is None:
+        assert run() == 1
+    else:
+        with pytest.raises(OSError, match="no more files"):
+            run()
+    assert [engine.calls for engine in made] == [["start", "stop"]]
+    assert "the HTTP server has ended; the engines are stopped" in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_found_before_anything_starts(bpe_folder):
