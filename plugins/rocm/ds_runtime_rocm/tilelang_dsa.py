@@ -1,7 +1,7 @@
 """DeepSeek's sparse attention with the kernels in jit/: index scores, attention over chosen slots.
 
 Tiles are by what is on chip: 64 KB on gfx942, 160 KB on gfx950, 227 KB on compute capability 9.0,
-where the kernels can be tested.
+where the kernels were tested (benchmarks/results/rocm_tilelang.md).
 """
 
 from __future__ import annotations
