@@ -137,7 +137,7 @@ def test_captured_steps_serve_adapters_that_are_loaded_later(tiny, adapted, reco
         llm.load_lora_adapter("b", adapted.folders["b"])
         names = names_for(4)
         adapted.check(llm.generate(prompts(4, seed=3), PARAMS, lora=names), names)
-        assert all(count > 0 for count in backend.replays[1:])
+        assert sum(count > 0 for count in backend.replays) >= 2  # without masks, of 2 and 4 rows
 
 
 def test_adapters_of_routed_experts_are_not_captured_and_the_plan_says_so(tiny, adapted, recorded):

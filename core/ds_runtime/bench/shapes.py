@@ -113,7 +113,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 1,
     },
-    "v3-slice": {**_V3, "num_hidden_layers": 4, "first_k_dense_replace": 1},
+    "v3-slice": {
+        **_V3,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+    },
     "tiny-v32": {
         **_V32,
         **_TINY,

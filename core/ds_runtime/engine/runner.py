@@ -6,7 +6,6 @@ the loop may schedule the next step in between.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
 from pathlib import Path
@@ -27,8 +26,7 @@ from ds_runtime.engine.step import PutAdapter, RowInit, StepPlan, StepResult, Wo
 from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
-from ds_runtime.errors import CheckpointError, DsRuntimeError
-from ds_runtime.model.adapter import Adapter
+from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.bound import BoundOps
@@ -344,21 +342,8 @@ class Runner:
         Raises CheckpointError, on every rank alike, if one of them could not read it; the slot is
         then as it was. Steps that were launched before are not disturbed.
         """
-        slots = self.model.lora
-        assert slots is not None, "an engine without slots was sent an adapter"
-        staged, said = None, ""
-        try:
-            with contextlib.closing(Adapter(Path(message.folder), slots.modules)) as adapter:
-                staged = slots.stage(adapter)
-        except DsRuntimeError as e:
-            said = str(e)
-        except Exception as e:  # of the file system, or for want of memory
-            said = f"{message.folder}: {type(e).__name__}: {e}"
-        for other in self.comm.gather_objects(said):
-            if other:
-                raise CheckpointError(other)
-        assert staged is not None
-        slots.put(message.slot, staged)
+        assert self.model.lora is not None, "an engine without slots was sent an adapter"
+        self.model.lora.read(message.slot, Path(message.folder), self.comm)
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a launched step's results; steps launched after it are not waited for."""

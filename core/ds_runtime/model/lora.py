@@ -6,13 +6,15 @@ read and checked as a whole (`stage`) before any slot changes (`put`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_runtime.errors import CheckpointError
+from ds_runtime.errors import CheckpointError, DsRuntimeError
 from ds_runtime.model.adapter import Adapter
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import COLS, ROWS, VOCAB, Stored
@@ -21,6 +23,7 @@ from ds_runtime.model.rope import paired_rows
 from ds_runtime.model.sites import vocab_rows
 from ds_runtime.ops.lora import LoraDelta
 from ds_runtime.parallel.layout import Shard
+from ds_runtime.platform.spec import Communicator
 
 Staged = dict[str, tuple[Tensor, Tensor]]  # module → this rank's (A [r, in], B [out, r])
 
@@ -182,6 +185,26 @@ class LoraSlots:
         )
         self._held(module, pairs)
         return AbsorbDelta(op, pairs)
+
+    def read(self, slot: int, folder: Path, comm: Communicator) -> None:
+        """Read an adapter into a slot, on every rank or on none: collective.
+
+        Raises CheckpointError, on every rank alike, if one of them could not read it; the slot is
+        then as it was.
+        """
+        staged, said = None, ""
+        try:
+            with contextlib.closing(Adapter(folder, self.modules)) as adapter:
+                staged = self.stage(adapter)
+        except DsRuntimeError as e:
+            said = str(e)
+        except Exception as e:  # of the file system, or for want of memory
+            said = f"{folder}: {type(e).__name__}: {e}"
+        for other in comm.gather_objects(said):
+            if other:
+                raise CheckpointError(other)
+        assert staged is not None
+        self.put(slot, staged)
 
     def stage(self, adapter: Adapter) -> Staged:
         """This rank's shards of an adapter, on the host in the compute dtype.
