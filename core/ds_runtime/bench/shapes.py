@@ -102,6 +102,7 @@ _TINY: Mapping[str, Any] = {
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny-v2-lite": {**_V2_LITE, **_TINY, "rope_scaling": _yarn(0.707, 256, 8)},
     "tiny-v3": {**_V3, **_TINY, "q_lora_rank": 96, "rope_scaling": _yarn(1.0, 256, 8)},
+    "lite-2": {**_V2_LITE, "num_hidden_layers": 2},
     "lite-8": {**_V2_LITE, "num_hidden_layers": 8},
     "v2-lite": _V2_LITE,
     "v3-narrow": {

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,9 @@ _MALFORMED = (  # what reading a hostile JSON header can raise; 1e400 overflows,
     OverflowError,
     RecursionError,
 )
+_READERS = 4  # threads at most, and at least so many bytes for each
+_SHARE = 1 << 20
+_LARGE = 32 << 20  # bytes from which memory always comes from the system
 _READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -91,6 +98,7 @@ class Checkpoint:
         self.entries: dict[str, Entry] = entries or {}
         self.on_read: Callable[[int], None] | None = None
         self._files: dict[Path, int] = {}  # open descriptors
+        self._readers: ThreadPoolExecutor | None = None
         weakref.finalize(self, _close, self._files)
         if entries is not None:
             return
@@ -219,24 +227,59 @@ class Checkpoint:
         file = self._files.get(entry.file)
         if file is None:
             file = self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
-        out = torch.empty(size, dtype=torch.uint8)
+        out = _room(size)
         view = memoryview(out.numpy().data)
-        done = 0
-        while done < size:
-            got = os.preadv(file, [view[done : done + _READ]], begin + done)
-            if got == 0:
-                raise CheckpointError(
-                    f"{entry.file}: became shorter while it was read ({done} of {size} bytes at "
-                    f"{begin}); restore the file and start again"
-                )
-            done += got
+        count = max(1, min(torch.get_num_threads(), _READERS, size // _SHARE))
+        edges = [size * i // count for i in range(count + 1)]
+        parts = [(view[a:b], begin + a) for a, b in pairwise(edges)]
+        others = [self._pool().submit(_fill, file, entry.file, *part) for part in parts[1:]]
+        try:
+            _fill(file, entry.file, *parts[0])
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
         if self.on_read is not None:
             self.on_read(size)
         return out
 
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads that read beside the caller: one copies from the page cache slower than memory
+        allows."""
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(_READERS - 1, "checkpoint")
+        return self._readers
+
     def close(self) -> None:
         """Close the shards; reading opens them again."""
+        if self._readers is not None:
+            self._readers.shutdown()
+            self._readers = None
         _close(self._files)
+
+
+def _room(size: int) -> Tensor:
+    """New memory for bytes. For large tensors the system is asked for large pages: thousands of
+    small ones cost more than reading into them."""
+    if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    room = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a wish: a kernel without them refuses
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.uint8)
+
+
+def _fill(file: int, name: Path, view: memoryview, begin: int) -> None:
+    """Read from an offset of an open file until the view is full."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(file, [view[done : done + _READ]], begin + done)
+        if got == 0:
+            raise CheckpointError(
+                f"{name}: became shorter while it was read ({done} of {len(view)} bytes at "
+                f"{begin}); restore the file and start again"
+            )
+        done += got
 
 
 def _close(files: dict[Path, int]) -> None:

@@ -83,6 +83,43 @@ void put_row(const typename P::Element* from, int64_t sk, int64_t have, int64_t 
     for (int64_t j = 0; j < P::RUN && i + j < n; ++j) to[j] = i + j < have ? from[(i + j) * sk] : E{};
 }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+// Rows whose elements put_rows moves at once: those of a line of 64 bytes.
+template <class P>
+constexpr int64_t LINE = P::RUN * sizeof(typename P::Element) == 2 ? 32 : 16;
+
+// put_row for LINE rows, sn apart, 64 bytes of each at a time; returns how many elements.
+template <class P>
+int64_t put_rows(const typename P::Element* from, int64_t sn, int64_t have,
+                 typename P::Element* to) {
+  using E = typename P::Element;
+  constexpr int64_t STEP = 64 / int64_t(sizeof(E)), RUNS = 4 / (P::RUN * int64_t(sizeof(E)));
+  int64_t i = 0;
+  for (; i + STEP <= have; i += STEP, to += STEP / P::RUN * P::STRIDE) {
+    __m512i a[16];
+    for (int64_t c = 0; c < 16; ++c) a[c] = _mm512_loadu_si512(from + c * sn + i);
+    transpose16(a);
+    if constexpr (RUNS == 1) {
+      for (int64_t w = 0; w < 16; ++w) _mm512_storeu_si512(to + w * P::STRIDE, a[w]);
+    } else {  // two runs to a word; of 32 columns four and four lie side by side (fp8_place)
+      __m512i b[16];
+      for (int64_t c = 0; c < 16; ++c) b[c] = _mm512_loadu_si512(from + (16 + c) * sn + i);
+      transpose16(b);
+      const __m512i low = _mm512_set1_epi32(0xffff);
+      for (int64_t w = 0; w < 16; ++w) {
+        const __m512i first =
+            _mm512_packus_epi32(_mm512_and_si512(a[w], low), _mm512_and_si512(b[w], low));
+        const __m512i second =
+            _mm512_packus_epi32(_mm512_srli_epi32(a[w], 16), _mm512_srli_epi32(b[w], 16));
+        _mm512_storeu_si512(to + 2 * w * P::STRIDE, first);
+        _mm512_storeu_si512(to + (2 * w + 1) * P::STRIDE, second);
+      }
+    }
+  }
+  return i;
+}
+#endif
+
 template <class P>
 void pack(const Source& s, void* panels) {
   using E = typename P::Element;
@@ -99,9 +136,21 @@ void pack(const Source& s, void* panels) {
       constexpr int64_t CHUNK = 256 / int64_t(sizeof(E));  // so that the panel's lines stay near
       for (int64_t k = k0; k < end; k += CHUNK, to += CHUNK / P::RUN * P::STRIDE) {
         const int64_t n = end - k < CHUNK ? end - k : CHUNK, have = s.k - k;
-        for (int64_t c = c0; c < c2; ++c)
-          put_row<P>(from + (c - c0) * s.sn + k * s.sk, s.sk, c >= c1 ? 0 : have < n ? have : n, n,
-                     to + P::column(c));
+        const int64_t whole = have < n ? have : n;
+        for (int64_t c = c0; c < c2; ++c) {
+          const E* row = from + (c - c0) * s.sn + k * s.sk;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+          if (s.sk == 1 && c % LINE<P> == 0 && c + LINE<P> <= c1) {
+            const int64_t done = put_rows<P>(row, s.sn, whole, to + P::column(c));
+            for (const int64_t last = c + LINE<P>; c < last; ++c, row += s.sn)
+              put_row<P>(row + done, 1, whole - done, n - done,
+                         to + P::column(c) + done / P::RUN * P::STRIDE);
+            --c;
+            continue;
+          }
+#endif
+          put_row<P>(row, s.sk, c >= c1 ? 0 : whole, n, to + P::column(c));
+        }
       }
       if constexpr (P::HEAD > 0)
         for (int64_t c = c0; c < c2; ++c)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ds_runtime.errors import CheckpointError
+from ds_runtime.model import checkpoint as module
 from ds_runtime.model.checkpoint import DTYPES, INDEX, SINGLE, Checkpoint
 
 
@@ -74,6 +75,27 @@ def test_columns_in_strips(tmp_path, monkeypatch):
     checkpoint.on_read = read.append
     assert torch.equal(checkpoint.read("t", slice(3, 44), slice(2, 5)), values[3:44, 2:5])
     assert max(read) <= 100 and sum(read) == 41 * 9 * 4
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 9])
+def test_several_threads_read_a_tensor(tmp_path, monkeypatch, threads):
+    """Any number of bytes, cut where they fall; one that finds the file short ends the read."""
+    monkeypatch.setattr(module, "_SHARE", 7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    values = {str(n): content(torch.int8, n) for n in (0, 1, 13, 14, 15, 29, 1000)}
+    save_file(values, tmp_path / SINGLE)
+    checkpoint, seen = Checkpoint(tmp_path), []
+    checkpoint.on_read = seen.append
+    for name, want in values.items():
+        assert torch.equal(checkpoint.read(name), want)
+    assert seen == [int(n) for n in values]
+    checkpoint.close()
+    assert torch.equal(checkpoint.read("1000"), values["1000"])  # opens it again
+    with (tmp_path / SINGLE).open("r+b") as file:
+        file.truncate(checkpoint.entry("1000").end - 3)
+    with pytest.raises(CheckpointError, match="became shorter while it was read"):
+        checkpoint.read("1000")
+    checkpoint.close()
 
 
 def test_nothing_stays_mapped(folder):

@@ -1,0 +1,105 @@
+"""How fast a checkpoint in the page cache becomes packed weights on the CPU.
+
+    ds-runtime bench make-checkpoint --shape lite-2 DIR
+    python benchmarks/cpu_loading.py DIR [DIR …] [--runs N] [--threads N]
+
+From the first open to the last packed tensor, in a fresh process per run, beside the rate at which
+two threads copy memory, measured before each. Rows go to benchmarks/results/cpu_loading.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_runtime.bench.record import append, environment
+
+RESULTS = Path(__file__).parent / "results" / "cpu_loading.jsonl"
+COPIED = 1 << 28  # bytes per thread and copy
+LOAD = """
+import json, sys, time, torch
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.model.weights import load_model
+from ds_runtime.ops.bound import BoundOps
+from ds_runtime.parallel.group import SoloCommunicator
+
+torch.set_num_threads(int(sys.argv[2]))
+assembly = assemble(EngineConfig(model=sys.argv[1], platform="cpu", context_length=2048))
+bound = BoundOps(assembly.binding)
+begin = time.perf_counter()
+model = load_model(assembly, bound, SoloCommunicator(), torch.device("cpu"))
+print(json.dumps({"seconds": time.perf_counter() - begin, "layers": len(model.blocks)}))
+"""
+
+
+def memcpy_rate(threads: int = 2, runs: int = 7) -> float:
+    """Bytes per second that so many threads copy between them, into memory already touched."""
+    pairs = [(np.ones(COPIED, np.uint8), np.zeros(COPIED, np.uint8)) for _ in range(threads)]
+    rates = []
+    for _ in range(runs):
+        workers = [threading.Thread(target=np.copyto, args=(b, a)) for a, b in pairs]
+        begin = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        rates.append(threads * COPIED / (time.perf_counter() - begin))
+    return statistics.median(rates)
+
+
+def measure(folder: Path, runs: int, threads: int) -> dict[str, Any]:
+    """Medians over runs, each with its own copy rate."""
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(f.stat().st_size for f in files)
+    for file in files:  # into the page cache
+        with file.open("rb") as handle:
+            while handle.read(1 << 24):
+                pass
+    copies, loads = [], []
+    for _ in range(runs):
+        copies.append(memcpy_rate())
+        command = [sys.executable, "-c", LOAD, str(folder), str(threads)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        loads.append(size / json.loads(done.stdout.splitlines()[-1])["seconds"])
+    return {
+        "bench": "cpu_loading",
+        "model": folder.name,
+        "threads": threads,
+        "bytes": size,
+        "rates": loads,
+        "memcpy": copies,
+        "share": statistics.median(a / b for a, b in zip(loads, copies, strict=True)),
+        **environment(),
+    }
+
+
+def main() -> int:
+    """Measure, record and print."""
+    parser = argparse.ArgumentParser(description="Loading speed from the page cache, on the CPU.")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="checkpoints")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="(default: 2)")
+    parser.add_argument("--dry", action="store_true", help="record nothing")
+    args = parser.parse_args()
+    for folder in args.folders:
+        row = measure(folder, args.runs, args.threads)
+        if not args.dry:
+            append(RESULTS, row)
+        rate, copy = (statistics.median(row[k]) / 1e9 for k in ("rates", "memcpy"))
+        print(f"{row['model']}: {row['bytes'] / 1e9:.2f} GB at {rate:.2f} GB/s, two threads copy "
+              f"{copy:.2f} GB/s: {row['share']:.0%}", flush=True)  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
