@@ -23,6 +23,7 @@ OPS = ("mla_decode", "mha_prefill", "linear", "experts")
 FP8 = "deepseek-v3"
 BF16 = "deepseek-v2-lite"
 SPARSE = "deepseek-v3.2"
+OPS_SPARSE = ("index_scores", "sparse_prefill", "sparse_decode")
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,10 @@ def test_sparse_attention_is_captured(folder, kv_cache_dtype):
     assembly = assemble(config, (), device="h200")
     assert assembly.facts.graph_capture and not assembly.config.disable_graph
     assert {r.provider for r in assembly.plan.rows} & {"reference"} == set()
+    bound = {op: {r.kernel for r in assembly.plan.rows if r.op == op} for op in OPS_SPARSE}
+    flash = "flash_mla.scaled_sparse_mla" if kv_cache_dtype == "fp8" else "flash_mla.sparse_mla"
+    assert bound["index_scores"] == {"deep_gemm.index_scores"}
+    assert bound["sparse_decode"] == bound["sparse_prefill"] == {flash}
     assert assembly.plan.kv_layout.startswith(
         "latent_fp8" if kv_cache_dtype == "fp8" else "latent_p"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Call, Case, Saved
 from ds_runtime.ops.spec import Facts, Kernel, Offers, load_attr, load_kernel
 from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.testing.comparers import only_defined
 from ds_runtime.testing.conformance import CaseResult, same_bits
 from ds_runtime.testing.inputs import CacheCodec, for_kernel
 from ds_runtime.testing.memory import allocated
@@ -60,8 +62,9 @@ def _failure(kernel: Kernel, case: Case, backend: GraphBackend, offers: Offers) 
                 saved[call.save] = function(*args)
                 steps.see(call.method, args)
             elif said := _replays(
-                function, args, call, backend, steps.other(target, call, args), device
-            ):
+                kernel.op.name, function, args, call, backend,
+                steps.other(target, call, args), device,
+            ):  # fmt: skip
                 return f"call {i} ({call.method or kernel.op.name}): {said}"
     except Exception:  # whatever a kernel raises is its result
         return "raised\n" + traceback.format_exc()
@@ -109,6 +112,7 @@ class _Steps:
 
 
 def _replays(
+    op: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     call: Call,
@@ -136,7 +140,8 @@ def _replays(
             _poison(tensor)
     replay()
     written = [(args[i], copies[i]) for i in call.written]
-    pairs = [*zip(captured, wanted, strict=True), *written]
+    defined = partial(only_defined, op, args)
+    pairs = [*zip(map(defined, captured), map(defined, wanted), strict=True), *written]
     if not all(same_bits(a, b) for a, b in pairs):
         seen_by = " (recorded were torch's ops alone)" if isinstance(backend, ReplayBackend) else ""
         return f"a replay gives other bits than a call{seen_by}"

@@ -101,13 +101,20 @@ def _compare_index_prologue(
     return disagreement(made, want[0] * want[1].unsqueeze(-1), max(tolerance, rounding))
 
 
+def only_defined(op: str, args: Sequence[Any], result: Tensor) -> Tensor:
+    """The result without what its contract leaves undefined: scores of tokens that a row does not
+    see."""
+    if op != "index_scores":
+        return result
+    columns = torch.arange(result.shape[1], device=result.device)
+    return result.masked_fill(columns >= args[5].unsqueeze(1), 0.0)
+
+
 def _compare_scores(
     args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
 ) -> Verdict:
-    """What a row does not see is undefined."""
-    unseen = torch.arange(want[0].shape[1]) >= args[5].unsqueeze(1)
-    made = got[0].cpu().masked_fill(unseen, 0.0)
-    return disagreement(made, want[0].masked_fill(unseen, 0.0), tolerance)
+    made, right = (only_defined("index_scores", args, t[0].cpu()) for t in (got, want))
+    return disagreement(made, right, tolerance)
 
 
 def _compare_slots(

@@ -21,6 +21,7 @@ from ds_runtime_cuda.quant import quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
 ALIGN = 128  # rows of one expert begin at multiples of this
+_MANY = 16  # rows of a sequence that are worth a copy of its keys
 _HEADS = (32, 64)  # of index queries; fewer are filled up with zeros
 
 
@@ -101,8 +102,8 @@ def _restore_gate_up(packed: Packed) -> Tensor:
 def index_scores(
     q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
 ) -> Tensor:
-    """IndexScores over FP8 index_pages: over the pages where sequences have a row each, else over
-    a copy of their keys, which many rows then read together."""
+    """IndexScores over FP8 index_pages: over the pages where sequences have few rows, else over a
+    copy of their keys, which many rows then read together."""
     (rows, heads, dim), page = q.shape, cache.shape[1]
     sequences, width = page_table.shape[0], page_table.shape[1] * page
     if not rows:
@@ -112,7 +113,7 @@ def index_scores(
         weights = F.pad(weights, (0, missing))
     q, weights, lib = q.contiguous(), weights.contiguous(), _library()
     scores: Tensor
-    if rows > sequences:
+    if rows >= _MANY * sequences:
         both = cache.flatten(1).index_select(0, page_table.flatten())
         keys = both[:, : page * dim].reshape(-1, dim).view(torch.float8_e4m3fn)
         scales = both[:, page * dim :].contiguous().view(torch.float32).flatten()

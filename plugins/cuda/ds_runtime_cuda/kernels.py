@@ -2,9 +2,10 @@
 
 Each library is an adapter and a provider of its own, so that pins may name it. What is installed,
 and which functions it exports, are features of the device (software.py); what is missing is refused
-with the package's name. Ranks on compute capability 9.0 are by measurement
-(benchmarks/results/cuda_kernels.md): what was not faster than portable kernels, or was not run,
-stays behind them. On capability 10, which nobody could run, they are by what the libraries say.
+with the package's name. Ranks on compute capability 9.0 are by measurement (cuda_kernels.md and
+sparse_attention.md in benchmarks/results): what was not faster than portable kernels, or was not
+run, stays behind them. On capability 10, which nobody could run, they are by what the libraries
+say.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ _MQA_LOGITS = library(
 def _sparse(op: str) -> tuple[Kernel, Kernel]:
     """FlashMLA over bfloat16 pages, and over FP8 groups."""
     here, common = arch("sm90", "sm100"), (BF16, latent, most_heads)
-    plain = offer(op, "flash_mla:sparse_mla", RANK_BEHIND, here, _SPARSE, *common, same_kv)
+    plain = offer(op, "flash_mla:sparse_mla", RANK_PLATFORM, here, _SPARSE, *common, same_kv)
     scaled = offer(
         op,
         "flash_mla:scaled_sparse_mla",
-        RANK_BEHIND,
+        RANK_PLATFORM,
         here,
         _SCALED,
         *common,
@@ -80,7 +81,7 @@ ATTENTION: tuple[Kernel, ...] = (
     offer(
         "index_scores",
         "deep_gemm:index_scores",
-        RANK_BEHIND,
+        RANK_PLATFORM,
         arch("sm90"),
         _MQA_LOGITS,
         HALVES,
