@@ -306,8 +306,7 @@ class Runner:
             kernel.prepare(self.states[key], batch)
         layers, behind = self._parts(caches)
         found = self.model.forward(batch, layers, every=speculator is not None)
-        # [logit rows, hidden]
-        hidden = found if speculator is None else found[batch.logit_rows]
+        hidden = found if speculator is None else found[batch.logit_rows]  # [logit rows, hidden]
         assert hidden.shape[0] == wanted.rows, f"{hidden.shape[0]} rows, {wanted.rows} are due"
         adapters = None
         if batch.adapters is not None:  # as many as logit rows
