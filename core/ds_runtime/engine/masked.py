@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.transfer import Upload
+from ds_runtime.ops.bind import Binding
 from ds_runtime.ops.table import Ops
 
 Columns = Sequence[npt.NDArray[Any]]
 Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def can_capture(binding: Binding) -> bool:
+    """Whether the kernels that draw behind masks can be captured; if not, they run op by op."""
+    needed = {("mask_logits", "sampler"), ("sample", "sampler")}
+    chosen = [kernel for site, kernel in binding.choices if (site.op, site.module) in needed]
+    return all(kernel is not None and kernel.graph_safe for kernel in chosen)
 
 
 class MaskedDraw:

@@ -19,6 +19,7 @@ from ds_runtime.engine.batch import build_batch
 from ds_runtime.engine.cycle import Cycles, VerifyGraph
 from ds_runtime.engine.graphs import DecodeGraph, DecodeGraphs, Place, graph_sizes
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
+from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
 from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
@@ -148,14 +149,8 @@ class Runner:
             vocab=self.assembly.model.vocab_size,
             device=self.device,
             adapts=self.assembly.lora is not None,
-            sampler=self.sampler if self._captures_masks() else None,
+            sampler=self.sampler if can_capture(self.assembly.binding) else None,
         )
-
-    def _captures_masks(self) -> bool:
-        """Whether what draws behind masks can be captured; if not, it runs op by op."""
-        needed = {("mask_logits", "sampler"), ("sample", "sampler")}
-        chosen = [k for s, k in self.assembly.binding.choices if (s.op, s.module) in needed]
-        return all(kernel is not None and kernel.graph_safe for kernel in chosen)
 
     @property
     def kv_tokens(self) -> int:
