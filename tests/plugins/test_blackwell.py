@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ from vendor_doubles.blackwell import packed_words
 from vendor_doubles.served import INDEXED, TRUE, on_host, serve
 
 from ds_runtime.ops.bind import refusal
-from ds_runtime.testing import tiny
+from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
 from ds_runtime_cuda import blackwell, blocks, deep_gemm_packed, ds_defaults, quant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
+
+FIXTURES = Path(published_kinds.__file__).parent / "fixtures"
 
 MLA = {"mla_decode": {"flashinfer.MlaDecodeTrtllm"}}
 
@@ -88,6 +91,32 @@ def test_v32_sparse(tmp_path):
     pins = tuple(f"{op}=reference.sparse_mla" for op in ("sparse_prefill", "sparse_decode"))
     plain = serve(tmp_path, model, "cuda", "b200", kv_cache_dtype="auto", pin=pins)
     assert told.error < 1.2 * plain.error
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*self_attn*"]}
+MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "without", "linear", "experts"),
+    [
+        (NVFP4, (), "flashinfer.LinearNvfp4", "flashinfer.ExpertsNvfp4"),
+        (NVFP4, ("flashinfer",), "triton.", "triton."),
+        (MXFP8, (), "flashinfer.LinearMxfp8", "triton."),
+    ],
+)
+def test_auto_takes_the_matrix_units_of_a_format(tmp_path, config, without, linear, experts):
+    raw = json.loads((FIXTURES / "deepseek-v3.json").read_text())
+    raw |= {"num_hidden_layers": 4, "first_k_dense_replace": 2, "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plan = fake.plan(str(tmp_path), "sm100", without=without).plan
+    (row,) = (r for r in plan.rows if r.op == "experts")
+    assert row.kernel.startswith(experts)
+    mlp = {r.kernel for r in plan.rows if r.op == "linear" and any("mlp" in s for s in r.sites)}
+    assert all(kernel.startswith(linear) for kernel in mlp) and mlp
+    if without:
+        said = dict(row.refused)["flashinfer.ExpertsNvfp4"]
+        assert said == 'flashinfer-python is not installed: pip install "ds-runtime[cuda]"'
 
 
 def test_fp8_latents_are_wished_for_where_attention_is_sparse():
