@@ -100,7 +100,7 @@ def stack(kind: str, rows: int, cols: int, count: int, device: str) -> coded_exp
         scale = (byte * (0x01010101 if form.planes == 4 else 0x0101)).to(word)
     else:
         scale = torch.rand(count, form.groups, rows, device=device) * 1e-2
-    words = random_codes(form, (count, rows, form.spans * form.width), device)
+    words = random_codes(form, (count, form.spans, rows, form.width), device)
     zero = torch.zeros(count, 1, dtype=torch.int8, device=device)
     return coded_experts.Stack(form, rows, words, scale, zero, row)
 

@@ -99,8 +99,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Coded:
-    """words [rows, spans · width]; scale [groups, rows], of bytes a word per span [spans, rows];
-    zero [groups, rows] int8; row_scale [rows] float32. What a form has not is one element."""
+    """words [spans, rows, width]: what a tile reads lies together; scale [groups, rows], of bytes a
+    word per span [spans, rows]; zero [groups, rows] int8; row_scale [rows] float32. What a form has
+    not is one element."""
 
     form: Form
     words: Tensor
@@ -198,22 +199,22 @@ def _padded(grid: Tensor, count: int, value: float) -> Tensor:
 
 
 def _packed(bits: Tensor, form: Form) -> Tensor:
-    """uint8 codes [rows, cols] as words [rows, spans · width]."""
+    """uint8 codes [rows, cols] as words [spans, rows, width]."""
     rows = bits.shape[0]
     whole = F.pad(bits, (form.lead, form.spans * form.span - form.lead - form.cols))
     planes = whole.view(rows, form.spans, form.planes, form.width).to(torch.int32)
     words = torch.zeros(rows, form.spans, form.width, dtype=torch.int32, device=bits.device)
     for plane in range(form.planes):
         words |= planes[:, :, plane] << (form.bits * plane)
-    return words.view(rows, -1).to(form.word)
+    return words.to(form.word).transpose(0, 1).contiguous()
 
 
 def unpacked(words: Tensor, form: Form) -> Tensor:
     """The inverse: codes in int32 [rows, cols]."""
-    wide = words.to(torch.int32).view(words.shape[0], form.spans, 1, form.width)
+    wide = words.to(torch.int32).transpose(0, 1).unsqueeze(2)  # [rows, spans, 1, width]
     shifts = torch.arange(form.planes, device=words.device, dtype=torch.int32) * form.bits
     codes = (wide >> shifts[:, None]) & ((1 << form.bits) - 1)
-    return codes.reshape(words.shape[0], -1)[:, form.lead : form.lead + form.cols]
+    return codes.reshape(words.shape[1], -1)[:, form.lead : form.lead + form.cols]
 
 
 def _byte_scales(part: WeightPart, bits: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,7 +282,7 @@ def joined(parts: Sequence[Coded]) -> Coded:
         zero = torch.cat([p.zero for p in parts], dim=1)
     if form.by_row:
         row = torch.cat([p.row_scale for p in parts])
-    words = torch.cat([p.words for p in parts])
+    words = torch.cat([p.words for p in parts], dim=1)
     return Coded(form, words, scale.contiguous(), zero.contiguous(), row.contiguous())
 
 
@@ -294,7 +295,7 @@ def taking_turns(first: Coded, second: Coded) -> Coded:
 
     return replace(
         first,
-        words=torch.stack((first.words, second.words), 1).flatten(0, 1),
+        words=torch.stack((first.words, second.words), 2).flatten(1, 2),
         scale=both(first.scale, second.scale, form.scales > 0),
         zero=both(first.zero, second.zero, form.asym),
         row_scale=both(first.row_scale, second.row_scale, form.by_row),
@@ -308,7 +309,7 @@ def coded(weight: Weight, form: Form) -> Coded:
 
 def wide_values(held: Coded) -> Tensor:
     """[rows, cols] float32."""
-    form, rows = held.form, held.words.shape[0]
+    form, rows = held.form, held.words.shape[1]
     codes = unpacked(held.words, form)
     if form.codes == E4M3:
         values = codes.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)

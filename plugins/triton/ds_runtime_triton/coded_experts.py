@@ -41,7 +41,7 @@ class Stack:
         """Room for `count` of these."""
         tensors = (held.words, held.scale, held.zero, held.row_scale)
         made = [t.new_empty((count, *t.shape)) for t in tensors]
-        return Stack(held.form, held.words.shape[0], *made)
+        return Stack(held.form, held.words.shape[1], *made)
 
     @property
     def nbytes(self) -> int:

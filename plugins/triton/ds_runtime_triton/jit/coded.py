@@ -1,8 +1,8 @@
 """Matmul with packed weights that become numbers on chip: one product, for linears and experts.
 
-Columns come in spans of PLANES · WIDTH, a row's span being WIDTH words (jit/decode.py); words of
-rows and spans behind the end hold codes of nothing. SCALES per span: 0 (only a row has one), 1 (the
-sum over the span is multiplied), or one per plane (weights are, before the product).
+Columns come in spans of PLANES · WIDTH, a row's span being WIDTH words (jit/decode.py); the rows of
+a span lie together, so that a tile reads one piece of memory. SCALES per span: 0 (only a row has
+one), 1 (the sum over the span is multiplied), or one per plane (weights are, before the product).
 """
 
 from __future__ import annotations
@@ -175,14 +175,14 @@ def coded_product(
     """Tokens at x_rows times weight rows n, over spans first … last − 1: fp32 [BLOCK_M, BLOCK_N],
     or with SWAP its transpose.
 
-    words [N, spans · WIDTH]; scale [groups, N], or of bytes [spans, N] with those of a span in one
+    words [spans, N, WIDTH]; scale [groups, N], or of bytes [spans, N] with those of a span in one
     word; zero [groups, N] int8; row_scale [N]. lead: columns of nothing before the first. A8: x is
     e4m3 with x_scale and x_sum [groups, tokens].
     """
     span_columns: tl.constexpr = PLANES * WIDTH
     groups: tl.constexpr = SCALES if SHIFT == 0 else 1  # rows of `scale` per span
     lane = tl.arange(0, WIDTH)
-    w_at = words + n.to(tl.int64)[:, None] * (spans * WIDTH) + lane[None, :]
+    w_at = words + n[:, None] * WIDTH + lane[None, :]
     x_at = x + x_rows[:, None] + (lane - lead)[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -191,7 +191,7 @@ def coded_product(
     if ahead:  # scales are read one span ahead: nothing else hides their latency
         scales = tl.load(scale + (tl.minimum(first, spans - 1) // SPANS_PER_SCALE) * N + n)
     for span in range(first, last):
-        word = tl.load(w_at + span * WIDTH)
+        word = tl.load(w_at + tl.cast(span, tl.int64) * (N * WIDTH))
         k = span * span_columns + lane - lead
         group = (span // SPANS_PER_SCALE) * groups
         scale_at = scale + group * N + n
