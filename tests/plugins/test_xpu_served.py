@@ -15,6 +15,7 @@ def doubles(monkeypatch):
     xpu.install_ops(monkeypatch)
 
 
+@pytest.mark.slow
 def test_v3_in_bfloat16(tmp_path):
     told = serve(tmp_path, write_tiny(tmp_path, "v3", 3, **TRUE), "xpu", "b60")
     assert told.kernels["linear"] == {"xpu.LinearOneDnn"}
