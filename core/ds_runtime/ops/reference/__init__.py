@@ -18,7 +18,7 @@ PROVIDER = "reference"
 _OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb"})
 _HOST_LOOPS = frozenset(  # references that read the device to decide what to do
     {"mla_decode", "experts", "mha_prefill", "cache_gather", "sample", "logprobs"}
-    | {"cache_write", "mla_prologue", "index_prologue", "index_scores"}
+    | {"cache_write", "cache_move", "mla_prologue", "index_prologue", "index_scores"}
 )
 # A row's bits are its own. Where rows are summed, torch's order depends on how many there are.
 _NO_SUMS = frozenset({"embed", "rope", "quantize_group"})
