@@ -41,10 +41,11 @@ class LinearWeightOnly:
         tensors = {
             "dense": None,
             "coded": held,
-            "arrived": counters(held.words),
+            "arrived": (arrived := counters(held.words)),
             "tuned": tuned(self.arch, "linear_weight_only", f"N={n},K={k}"),
         }
-        return Packed(self.tag, (n, k), tensors, held.nbytes, restore=_restore)
+        nbytes = held.nbytes + arrived.nbytes
+        return Packed(self.tag, (n, k), tensors, nbytes, restore=_restore)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
