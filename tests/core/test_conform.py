@@ -96,7 +96,10 @@ def test_the_command_tests_names_and_writes_no_receipt_of_a_part(
         (["--mode", "perf", "--op", "silu"], "--op 'silu'"),
         (["--mode", "support", "nobody"], "no such plugin"),
         (["--mode", "support", "--op", "silu"], "--op 'silu'"),
-        (["--mode", "support", "npu"], "no such kernel serves a described device"),
+        (
+            ["--mode", "support", "npu", "--op", "sample"],
+            "no such kernel serves a described device",
+        ),
         (["--case", "/nowhere"], "is no case"),
     ],
 )

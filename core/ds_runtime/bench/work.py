@@ -319,6 +319,7 @@ WORK: Mapping[str, Callable[..., Work]] = {
         lora_delta,
         cache_write,
         cache_gather,
+        cache_move,
         mla_prologue,
         mla_absorb,
         mha_prefill,

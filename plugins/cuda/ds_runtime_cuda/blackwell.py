@@ -31,7 +31,7 @@ _SHUFFLE = ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_a", "shuffle_matr
 _FP4_MOE = "fused_moe.trtllm_fp4_block_scale_routed_moe"
 
 
-def _tiles(rows: int, cols: int) -> Gate:
+def _tiles(cols: int, rows: int = 1) -> Gate:
     """Multiples that both dims of a weight, or of an expert's, must be of."""
 
     def check(facts: Facts) -> str | None:
@@ -97,7 +97,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         _NVFP4,
         library("flashinfer", "nvfp4_quantize", _FP4_MOE, *_SHUFFLE),
-        _tiles(0, 128),
+        _tiles(128),
         numerics="mxfp4_w4a4",
     ),
     _few_bits(
@@ -106,7 +106,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_PLATFORM,
         _NVFP4,
         library("flashinfer", "block_scale_interleave", "fused_moe.cutlass_fused_moe"),
-        _tiles(0, 128),
+        _tiles(128),
         numerics="mxfp4_w4a4",
     ),
     _few_bits(
@@ -115,7 +115,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         _MXFP4,
         library("flashinfer", "mxfp8_quantize", _FP4_MOE, *_SHUFFLE),
-        _tiles(0, 256),
+        _tiles(256),
         numerics="fp8_w8a8",
     ),
     _packed(
@@ -132,7 +132,7 @@ LINEAR: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         _NVFP4,
         _QUANTISE,
-        _tiles(32, 64),
+        _tiles(64, rows=32),
         numerics="mxfp4_w4a4",
     ),
     _few_bits(
@@ -141,7 +141,7 @@ LINEAR: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         _MXFP8,
         _QUANTISE_MX,
-        _tiles(32, 128),
+        _tiles(128, rows=32),
         numerics="fp8_w8a8",
     ),
     _packed("linear", "LinearFp8Packed", library("deep_gemm", "fp8_gemm_nt"), blocks(out=8)),

@@ -177,7 +177,7 @@ def test_loaders_accept_what_they_read_and_nothing_else() -> None:
     assert fp8.accepts(V3) and fp8.accepts({**V3, "scale_fmt": "ue8m0"})
     assert not fp8.accepts({})
     for wrong in (
-        {"weight_block_size": [64, 64]},
+        {"weight_block_size": [64, 0]},
         {"weight_block_size": None},
         {"fmt": "e5m2"},
         {"activation_scheme": "static"},
@@ -191,7 +191,7 @@ def test_loaders_accept_what_they_read_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"weight_block_size": [64, 64]}, "weight_block_size [64, 64] is not supported; expected"),
+        ({"weight_block_size": [64, 0]}, "weight_block_size [64, 0] is not supported; expected"),
         ({"fmt": "e5m2"}, "fmt 'e5m2' is not supported; expected 'e4m3'"),
         ({"activation_scheme": "static"}, "activation_scheme 'static' is not supported"),
         ({"quant_method": "exl2"}, "quant_method 'exl2'"),
