@@ -106,6 +106,8 @@ def serving(reply):
             task.cancel()
             with pytest.raises((asyncio.CancelledError, Exception)):
                 loop.run_until_complete(task)
+        for _ in range(3):  # a transport that is closing closes its socket in the next round
+            loop.run_until_complete(asyncio.sleep(0))
         loop.close()
 
 

@@ -168,16 +168,17 @@ def scripted(*answers):
         def serve():
             for answer in answers:
                 peer, _ = server.accept()
-                with peer:
-                    peer.recv(65536)
+                with peer, peer.makefile("rb") as asked:
+                    # The whole request is read: closing before would be a reset, not an end.
+                    lines = list(iter(asked.readline, b"\r\n"))
+                    sizes = [n.split(b":")[1] for n in lines if n.lower().startswith(b"content-l")]
+                    asked.read(int(sizes[0]) if sizes else 0)
                     peer.sendall(answer)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        finally:
-            thread.join()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
 
 
 def events(*chunks):
