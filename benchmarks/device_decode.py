@@ -55,9 +55,10 @@ def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
     }
 
 
-def device_spans(llm: LLM, batch: int, vocab: int, tokens: int) -> list[tuple[float, float, str]]:
+def device_spans(
+    llm: LLM, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[tuple[float, float, str]]:
     """(start, end, name) in microseconds of all that the device did for one generate()."""
-    prompts = random_prompts(batch, PROMPT, vocab)
     seconds(llm, prompts, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run:
         seconds(llm, prompts, tokens)
@@ -70,7 +71,7 @@ def device_spans(llm: LLM, batch: int, vocab: int, tokens: int) -> list[tuple[fl
 
 def profile_prefill(llm: LLM, batch: int, vocab: int) -> dict[str, Any]:
     """Microseconds of a whole prefill by kernel."""
-    spans = device_spans(llm, batch, vocab, 1)
+    spans = device_spans(llm, random_prompts(batch, PROMPT, vocab), 1)
     by_name: Counter[str] = Counter()
     launches: Counter[str] = Counter()
     for start, end, name in spans:
@@ -84,14 +85,19 @@ def profile_prefill(llm: LLM, batch: int, vocab: int) -> dict[str, Any]:
     }
 
 
-def profile(llm: LLM, batch: int, vocab: int, steps: int = 32) -> dict[str, Any]:
+def profile(llm: LLM, batch: int, vocab: int) -> dict[str, Any]:
     """Microseconds per step by kernel, of the steps at the end of a run."""
-    spans = device_spans(llm, batch, vocab, steps + 16)
+    return {"batch": batch, **step_profile(llm, random_prompts(batch, PROMPT, vocab))}
+
+
+def step_profile(llm: LLM, prompts: Sequence[Sequence[int]], steps: int = 32) -> dict[str, Any]:
+    """The same of the last `steps` steps of these prompts."""
+    spans = device_spans(llm, prompts, steps + 16)
     # A step samples once: the last launch of a name that occurs once per step marks its end.
     counts = Counter(name for _, _, name in spans)
     once = [n for n, c in counts.items() if steps + 14 <= c <= steps + 17]
     if not once:
-        return {"batch": batch, "note": "no kernel runs once per step"}
+        return {"note": "no kernel runs once per step"}
     ends = [end for _, end, name in spans if name == once[-1]]
     begin, finish = ends[-1 - steps], ends[-1]
     busy, until, gap = 0.0, begin, dict.fromkeys(ends[-1 - steps :], 0.0)
@@ -107,7 +113,6 @@ def profile(llm: LLM, batch: int, vocab: int, steps: int = 32) -> dict[str, Any]
             gap[step_end] = max(gap[step_end], start - until)
             until = max(until, end)
     return {
-        "batch": batch,
         "step_us": (finish - begin) / steps,
         "idle_us": (finish - begin - busy) / steps,
         "largest_gap_us": statistics.median(list(gap.values())[1:]),

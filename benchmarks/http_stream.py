@@ -100,6 +100,9 @@ class NullEngine:
         code = self._process.exitcode
         return None if code is None else f"the null engine left with {code}"
 
+    def trace(self) -> None:
+        return None
+
     def stop(self, timeout: float = 5.0) -> None:
         self._process.terminate()
         self._process.join(timeout)
@@ -113,7 +116,7 @@ def server_main(port: int, rate: float, profile: str | None) -> None:
     serve(
         EngineConfig(),
         ServerConfig(port=port),
-        launch=lambda config, folder, explicit: NullEngine(Path(folder), rate),
+        launch=lambda config, folder, explicit, replica: NullEngine(Path(folder), rate),
     )
     if profile:
         profiler.disable()

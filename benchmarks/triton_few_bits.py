@@ -1,10 +1,10 @@
 """Experts and linears with weights of few bits, against FP8: times on the accelerator that is here.
 
-python benchmarks/triton_few_bits.py OUT [SECONDS]. V3's experts (256 of 7168 × 2048, 8 per token)
-and its output projection, random codes. Every configuration is compiled by all cores first,
-compared with the same product unpacked without PTX, and timed in a capture: the median of
-replays, all launches of a call counted. One JSON line per configuration goes to OUT; the best are
-printed.
+python benchmarks/triton_few_bits.py OUT [SECONDS] [KIND[:TOKENS] …]. V3's experts (256 of
+7168 × 2048, 8 per token) and its output projection, random codes. Every configuration is compiled
+by all cores first (the environment's WORKERS, if it says how many), compared with the product in
+float32 of the numbers that the codes mean, and timed in a capture: the median of replays, all
+launches of a call counted. One JSON line per configuration goes to OUT; the best are printed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +21,19 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton_tune import _At, _NoDevice, facts, measure
 
 from ds_runtime.ops.weight import Packed
 from ds_runtime_triton import coded_experts, experts
 from ds_runtime_triton.blocks import Blocks
-from ds_runtime_triton.coded import E2M1, E4M3, INT4, Coded, Form
+from ds_runtime_triton.coded import E2M1, E4M3, INT4, Coded, Form, wide_values
 from ds_runtime_triton.config import Sizes, tuned
 from ds_runtime_triton.launch import counters
 from ds_runtime_triton.linear import LinearFp8
+from ds_runtime_triton.quant import quantise_by_group
 from ds_runtime_triton.weight_only import LinearWeightOnly
 
 E, I, H, TOP_K = 256, 2048, 7168, 8  # noqa: E741
@@ -48,6 +51,7 @@ FORMS: dict[str, Callable[[int], Form]] = {
     "mxfp8": lambda cols: Form(E4M3, 2, 32, 2, 32, 7, False, cols, 0),
 }
 TILES = ((64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 4, 6), (128, 8, 4), (256, 8, 3))
+FEW = ((64, 4, 4), (128, 4, 3), (128, 4, 4))  # for kinds that are not searched thoroughly
 
 
 @dataclass(frozen=True)
@@ -67,17 +71,33 @@ def config(block_m: int, tile: tuple[int, int, int], **more: int) -> Config:
     return {**sides, **dict(zip(names, tile, strict=True)), **more}
 
 
-def problems() -> Iterator[Problem]:
-    few = tuple(config(16, tile) for tile in TILES)
-    many = tuple(config(m, t) for m in (32, 64) for t in ((128, 4, 3), (128, 8, 3), (256, 8, 3)))
+def expert_candidates(kind: str, tokens: int) -> Iterator[Config]:
+    if tokens > 64:
+        for block_m in (32, 64):
+            for tile in ((128, 4, 3), (128, 8, 3), (256, 8, 3)):
+                yield config(block_m, tile)
+        return
+    for step in (1, 2):
+        for tile in TILES if kind == "w4afp8" and tokens == 32 else FEW:
+            yield config(16, tile, STEP=step)
+
+
+def problems(asked: Sequence[str] = ()) -> Iterator[Problem]:
+    """asked: KIND or KIND:TOKENS; none: all."""
+
+    def wanted(kind: str, tokens: int) -> bool:
+        return not asked or kind in asked or f"{kind}:{tokens}" in asked
+
     for kind in FORMS:
         for tokens in (32, 512, 1):
-            some = many if tokens > 64 else few
-            for op in ("gate_up", "down"):
-                yield Problem(op, kind, tokens, some)
+            if wanted(kind, tokens):
+                some = tuple(expert_candidates(kind, tokens))
+                for op in ("gate_up", "down"):
+                    yield Problem(op, kind, tokens, some)
     split = tuple(config(16, t, GROUP=8, SPLIT=s) for t in TILES[:5] for s in (2, 4))
     for kind in ("int4", "nvfp4", "mxfp8"):
-        yield Problem("linear", kind, 16, split)
+        if wanted(kind, 16):
+            yield Problem("linear", kind, 16, split)
 
 
 def random_codes(form: Form, shape: tuple[int, ...], device: str) -> Tensor:
@@ -113,8 +133,11 @@ def routing(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return x.to(device), torch.rand(tokens, TOP_K).to(device), ids.to(device)
 
 
-def expert_run(problem: Problem, device: str) -> tuple[Run, int]:
-    """One of the two matmuls, its sort and quantisation included; and the bytes that it reads."""
+Made = tuple[Run, int, Callable[[], Tensor]]  # what runs, bytes that it reads, what it should give
+
+
+def expert_run(problem: Problem, device: str) -> Made:
+    """One of the two matmuls, its sort and quantisation included."""
     x, weights, ids = routing(problem.tokens, device)
     pairs, up = ids.numel(), problem.op == "gate_up"
     count = E if device != "cpu" else 2
@@ -129,10 +152,23 @@ def expert_run(problem: Problem, device: str) -> tuple[Run, int]:
         coded_experts.multiply(x, held, weights, out, tiles, ids, most, dict(chosen), up)
         return out
 
-    return run, held.nbytes * int(ids.unique().numel()) // count
+    def want() -> Tensor:
+        numbers = x.float()
+        if problem.kind == "w4afp8":
+            q, scale = quantise_by_group(x, 128, False)
+            numbers = (q.float().unflatten(1, (-1, 128)) * scale.T[:, :, None]).flatten(1)
+        owner, found = ids.flatten(), torch.empty(pairs, out.shape[1], device=device)
+        for expert in owner.unique().tolist():
+            own = (owner == expert).nonzero()[:, 0]
+            y = numbers[own // TOP_K if up else own] @ wide_values(held.one(expert)).T
+            gated = F.silu(y[:, ::2]) * y[:, 1::2] if up else y * weights.flatten()[own, None]
+            found[own] = gated
+        return found
+
+    return run, held.nbytes * int(ids.unique().numel()) // count, want
 
 
-def linear_run(problem: Problem, device: str) -> tuple[Run, int]:
+def linear_run(problem: Problem, device: str) -> Made:
     """All copies of the weight, one after the other; and the bytes of all."""
     count, (n, k) = _COPIES if device != "cpu" else 1, LINEAR
     held = stack(problem.kind, n, k, count, device)
@@ -146,10 +182,10 @@ def linear_run(problem: Problem, device: str) -> tuple[Run, int]:
         at.config = chosen
         return [kernel.apply(x, p) for p in packed][-1]
 
-    return run, held.nbytes
+    return run, held.nbytes, lambda: x.float() @ wide_values(parts[-1]).T
 
 
-def made(problem: Problem, device: str) -> tuple[Run, int]:
+def made(problem: Problem, device: str) -> Made:
     return (linear_run if problem.op == "linear" else expert_run)(problem, device)
 
 
@@ -169,12 +205,12 @@ def _compile(task: tuple[Problem, Config]) -> None:
         print("compile", task, str(e)[-200:], flush=True)
 
 
-def compile_all() -> None:
-    begin, tasks = time.time(), [(p, c) for p in problems() for c in p.candidates]
-    tasks += [(p, {**p.candidates[0], "PTX": 0}) for p in problems()]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+def compile_all(asked: Sequence[str]) -> None:
+    begin, tasks = time.time(), [(p, c) for p in problems(asked) for c in p.candidates]
+    workers = int(os.environ.get("WORKERS", os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
         list(pool.map(_compile, tasks))
-    print(f"{len(tasks)} configurations compiled in {time.time() - begin:.0f} s")
+    print(f"{len(tasks)} configurations compiled in {time.time() - begin:.0f} s", flush=True)
 
 
 def fp8_microseconds() -> Iterator[tuple[str, int, float]]:
@@ -210,17 +246,21 @@ def fp8_microseconds() -> Iterator[tuple[str, int, float]]:
 
 def search(problem: Problem) -> Iterator[dict[str, Any]]:
     """A row per configuration, the fastest first."""
-    run, nbytes = made(problem, "cuda")
-    want, found = run({**problem.candidates[0], "PTX": 0}).float(), []
+    run, nbytes, reference = made(problem, "cuda")
+    want, found = reference(), []
+    copies = _COPIES if problem.op == "linear" else 1
     for candidate in problem.candidates:
-        error = float((run(candidate).float() - want).norm() / want.norm())
-        us = measure([run], candidate) / (_COPIES if problem.op == "linear" else 1)
-        found.append((us, error, candidate))
-    each = nbytes / (_COPIES if problem.op == "linear" else 1)
+        try:
+            error = float((run(candidate).float() - want).norm() / want.norm())
+            found.append((measure([run], candidate) / copies, error, candidate))
+        except (OutOfResources, RuntimeError) as e:
+            if "CUDA error" in str(e):
+                raise
+            print("failed", problem.op, candidate, str(e)[-150:].replace("\n", " "), flush=True)
     for us, error, candidate in sorted(found, key=lambda row: row[0]):
         yield {
             "op": problem.op, "weights": problem.kind, "tokens": problem.tokens,
-            "microseconds": round(us, 1), "tb_per_s": round(each / us / 1e6, 2),
+            "microseconds": round(us, 1), "tb_per_s": round(nbytes / copies / us / 1e6, 2),
             "differs": round(error, 5), "config": candidate,
         }  # fmt: skip
 
@@ -237,8 +277,8 @@ def whole(kind: str, tokens: int, up: Config, down: Config) -> float:
 
 
 def main() -> None:
-    begin, seconds = time.time(), float((*sys.argv, "600")[2])
-    compile_all()
+    begin, seconds, asked = time.time(), float((*sys.argv, "600")[2]), sys.argv[3:]
+    compile_all(asked)
     device = torch.cuda.get_device_name()
     with open(sys.argv[1], "a") as lines:
 
@@ -253,7 +293,7 @@ def main() -> None:
             say(op=op, weights="fp8", tokens=tokens, microseconds=round(us, 1))
             print(f"{op} fp8, {tokens} tokens: {us:.1f} us")
         best: dict[str, Config] = {}
-        for problem in problems():
+        for problem in problems(asked):
             if time.time() - begin > seconds:
                 print("out of time at", problem.op, problem.kind, problem.tokens)
                 return

@@ -247,6 +247,13 @@ class Job:
     problems: int
 
 
+def encoded(tokenizer: Tokenizer, texts: list[str], banned: Banned) -> list[np.ndarray]:
+    """Token ids of the texts, without those in which a reserved pair can be read."""
+    texts = [t for t in texts if not dt.pairs_in(t) & banned.pairs]  # an excerpt may cut
+    done = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [np.array(e.ids, np.uint16) for e in done]
+
+
 def run_job(job: Job) -> tuple[Rows, Rows]:
     """Generate, check, tokenise and pack: rows of 512 and rows of 2048 tokens."""
     rng = random.Random(job.seed)
@@ -255,10 +262,7 @@ def run_job(job: Job) -> tuple[Rows, Rows]:
     prose = "\n\n".join(sources.books[title][0] for title in sorted(sources.books))
 
     def encode(texts: list[str], prompt: int = 10) -> list[tuple[np.ndarray, np.ndarray]]:
-        texts = [t for t in texts if not dt.pairs_in(t) & job.banned.pairs]  # an excerpt may cut
-        done = tokenizer.encode_batch(texts, add_special_tokens=False)
-        arrays = (np.array(e.ids, np.uint16) for e in done)
-        return [(ids, weigh(ids, marks, prompt)) for ids in arrays]
+        return [(ids, weigh(ids, marks, prompt)) for ids in encoded(tokenizer, texts, job.banned)]
 
     short = encode([short_document(rng, sources.words, job.banned)
                     for _ in range(job.short_documents)])  # fmt: skip

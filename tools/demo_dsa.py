@@ -21,15 +21,18 @@ import demo_text as dt
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_corpus import Banned, Job, run_job
+from demo_corpus import Banned, Job
 from demo_files import load_checkpoint, save_tensors, write_json, write_recipe
+from demo_keys import KEYS_TOKENS, SecondJob, reserved, run_second
 from demo_model import Attention, DemoModel, Layer, rotate
+from demo_scores import key_prompts, keys_right
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 REPO = Path(__file__).resolve().parent.parent
 DIM, TOP_K = 128, 128
-LENGTH = 2048  # tokens of a row: as far as the demo model was trained
+LENGTH = 2048  # tokens of a book's end that perplexity is measured on
 GROUP = 512  # queries whose masks are made at a time
 NORM_EPS = 1e-6
 
@@ -143,37 +146,37 @@ def query_latent(layer: Layer, x: Tensor) -> Tensor:
 
 
 def distil(
-    model: DemoModel, rows: np.ndarray, args: argparse.Namespace
+    model: DemoModel, texts: list[tuple[Tensor, Tensor]], args: argparse.Namespace
 ) -> tuple[list[Indexer], list[list[float]]]:
-    """Train on token rows [n, LENGTH], one a step. Returns the indexers and the loss curve: step,
-    then KL divergence by layer, nats."""
+    """Train on texts (token ids [T], positions [P] from which an answer is said), one a step.
+    Returns the indexers and the loss curve: step, then KL divergence by layer, nats."""
     device, c = model.lm_head.weight.device, model.config
     generator = torch.Generator().manual_seed(args.seed)
     indexers = [Indexer(c["hidden_size"], c["q_lora_rank"], args.heads).to(device)
                 for _ in range(c["num_hidden_layers"])]  # fmt: skip
-    cos, sin = model.cos[:LENGTH], model.sin[:LENGTH]
-    tokens = torch.from_numpy(rows.astype(np.int64)).to(device)
-    for indexer, (layer, x) in zip(indexers, inputs(model, tokens[0]), strict=True):
+    for indexer, (layer, x) in zip(indexers, inputs(model, texts[0][0].to(device)), strict=True):
         start_from(indexer, layer, x.float())
     optimizer = torch.optim.Adam([p for i in indexers for p in i.parameters()], betas=(0.9, 0.98))
-    some, curve = torch.arange(LENGTH, device=device), list[list[float]]()
+    curve = list[list[float]]()
     for step in range(args.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args.steps, args.lr)
-        losses = []
-        for indexer, (layer, x) in zip(
-            indexers, inputs(model, tokens[step % len(rows)]), strict=True
-        ):
-            if args.rows < LENGTH:
-                some = torch.randperm(LENGTH, generator=generator)[: args.rows].to(device)
+        tokens, said = texts[step % len(texts)]
+        length = len(tokens)
+        some = torch.cat((said[: args.rows // 8], torch.randperm(length, generator=generator)))
+        some = some[: args.rows].to(device)
+        cos, sin, losses = model.cos[:length], model.sin[:length], []
+        for indexer, (layer, x) in zip(indexers, inputs(model, tokens.to(device)), strict=True):
             wanted = attended(layer.self_attn, x, cos, sin, some)
-            latent, hidden = query_latent(layer, x).float(), unseen(some, LENGTH)
+            latent, hidden = query_latent(layer, x).float(), unseen(some, length)
             scores = indexer(x.float(), latent, cos[:, 0], sin[:, 0], some) + hidden
             shares = scores.log_softmax(-1).clamp(min=-1e4)  # no -inf times 0
             losses.append(F.kl_div(shares, wanted, reduction="batchmean"))
         torch.stack(losses).sum().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if step % 250 == 249:  # what is there if it is stopped
+            save_tensors(export(indexers), args.out / "model.safetensors")
         if step % (args.steps // 20 or 1) == 0 or step == args.steps - 1:
             curve.append([step, *(round(x.item(), 4) for x in losses)])
             print(*curve[-1], flush=True)
@@ -188,10 +191,10 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 @torch.no_grad()
 def sparse_logits(
-    model: DemoModel, indexers: list[Indexer], tokens: Tensor, top_k: int
+    model: DemoModel, indexers: list[Indexer], tokens: Tensor, top_k: int, measure: bool = True
 ) -> tuple[Tensor, list[float]]:
-    """Logits [T, V] of tokens [T] with every row attending its top_k best, and by layer the share
-    of the dense attention's weight that these have, over rows that see more."""
+    """Logits [T, V] of tokens [T] with every row attending its top_k best, and, to `measure`, by
+    layer the share of the dense attention's weight that these have, over rows that see more."""
     x = model.model.embed_tokens(tokens).unsqueeze(0)
     length, shares = len(tokens), []
     cos, sin = model.cos[:length], model.sin[:length]
@@ -207,11 +210,11 @@ def sparse_logits(
             best = scores.topk(min(top_k, length), -1)[1]
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
             mask[0, 0, rows] = chosen & (unseen(rows, length) == 0)
-            late = rows >= top_k
-            if late.any():
-                weight = attended(layer.self_attn, h, cos, sin, rows[late])
-                kept += (weight * chosen[late]).sum().item()
-                count += int(late.sum())
+            late = rows[rows >= top_k]
+            if measure and len(late):
+                weight = attended(layer.self_attn, h, cos, sin, late)
+                kept += (weight * chosen[rows >= top_k]).sum().item()
+                count += len(late)
         shares.append(kept / max(count, 1))
         x, _ = layer(x, cos, sin, mask)
     return model.lm_head(model.model.norm(x))[0], shares
@@ -260,8 +263,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
         "--base", type=Path, default=REPO / "core/ds_runtime/demo", help="--dsa: of what"
     )
     p.add_argument("--heads", type=int, default=8, help="--dsa: index heads, 4 or 8")
-    p.add_argument("--rows", type=int, default=LENGTH, help="--dsa: queries of a text, a step")
+    p.add_argument("--rows", type=int, default=1024, help="--dsa: queries of a text, a step")
     p.add_argument("--top-k", type=int, default=TOP_K, help="--dsa: index_topk")
+    p.add_argument("--every", type=int, default=1, metavar="N", help="--dsa: score every Nth key")
 
 
 def heldout_texts(data: Path, tokenizer: Tokenizer, heldout: dict[str, Any]) -> list[list[int]]:
@@ -272,33 +276,104 @@ def heldout_texts(data: Path, tokenizer: Tokenizer, heldout: dict[str, Any]) -> 
     return [[0, *ids.ids[: LENGTH - 1]] for ids in tokenizer.encode_batch(texts)]
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train, measure and write the sibling."""
-    torch.set_float32_matmul_precision("high")
-    model = load_checkpoint(args.base, args.device)
+def training_texts(
+    args: argparse.Namespace, tokenizer: Tokenizer, heldout: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """Rows of the kinds and lengths of the base's long ones, shuffled: token ids without what
+    fills a row up, and the positions that an answer is said from."""
+    keys = json.loads((args.base / "heldout_keys.json").read_text(encoding="utf-8"))
+    scale = args.scale
+    first = Job(f"dsa-{args.seed}", args.data, tokenizer.to_str(), Banned.of(heldout), 0,
+                int(1500 * scale), int(500 * scale), int(200 * scale))  # fmt: skip
+    rows = run_second(SecondJob(first, reserved(keys), 0, 0, int(800 * scale), 0,
+                                int(800 * scale), int(400 * scale), int(500 * scale)))  # fmt: skip
+    texts = []
+    for part in rows[1:]:
+        for ids, weights in zip(*part, strict=True):
+            used = int(np.flatnonzero(ids != 2)[-1]) + 1  # 2 fills rows up
+            said = np.flatnonzero(weights[1:used] == 100)
+            few = len(said) < used // 2  # of a book all weighs fully
+            texts.append((torch.from_numpy(ids[:used].astype(np.int64)),
+                          torch.from_numpy(said if few else said[:0])))  # fmt: skip
+    np.random.default_rng(args.seed).shuffle(texts)  # type: ignore[arg-type]
+    return texts
+
+
+@torch.no_grad()
+def keys_found(
+    model: DemoModel,
+    indexers: list[Indexer],
+    prompts: list[tuple[list[int], list[int]]],
+    top_k: int,
+) -> dict[str, int]:
+    """How many planted keys greedy decoding finds."""
+
+    def best(ids: list[int]) -> list[int]:
+        tokens = torch.tensor(ids, device=model.lm_head.weight.device)
+        found: list[int] = (
+            sparse_logits(model, indexers, tokens, top_k, False)[0].argmax(-1).tolist()
+        )
+        return found
+
+    found = {"right": keys_right(best, prompts), "of": len(prompts)}
+    print("keys", top_k, found, flush=True)
+    return found
+
+
+def load_indexers(model: DemoModel, folder: Path, heads: int) -> list[Indexer]:
+    """Those of a checkpoint, in float32."""
+    c, device = model.config, model.lm_head.weight.device
+    tensors, made = load_file(folder / "model.safetensors"), list[Indexer]()
+    for i in range(c["num_hidden_layers"]):
+        own = f"model.layers.{i}.self_attn.indexer."
+        indexer = Indexer(c["hidden_size"], c["q_lora_rank"], heads)
+        indexer.load_state_dict({k[len(own) :]: v.float() for k, v in tensors.items() if own in k})
+        made.append(indexer.to(device))
+    return made
+
+
+def evaluate(args: argparse.Namespace, model: DemoModel) -> dict[str, Any]:
+    """What the sibling in args.out costs on held-out prose, by how many tokens a row attends, and
+    how many planted keys it finds."""
+    indexers = load_indexers(model, args.out, args.heads)
     tokenizer = Tokenizer.from_file(str(args.base / "tokenizer.json"))
     heldout = json.loads((args.base / "heldout.json").read_text(encoding="utf-8"))
-    job = Job(f"dsa-{args.seed}", args.data, tokenizer.to_str(), Banned.of(heldout), 0,
-              int(2000 * args.scale), int(600 * args.scale), int(200 * args.scale))  # fmt: skip
-    rows, began = run_job(job)[1][0], time.monotonic()
-    indexers, curve = distil(model, rows, args)
-    seconds = round(time.monotonic() - began, 1)
     texts = heldout_texts(args.data, tokenizer, heldout)
     scores = {k: losses(model, indexers, texts, k) for k in (64, 128, 256)}
-    print(json.dumps(scores, indent=1))
+    print(json.dumps(scores, indent=1), flush=True)
+    prompts = key_prompts(tokenizer, args.base, KEYS_TOKENS)[:: args.every]
+    keys = keys_found(model, indexers, prompts, args.top_k)
+    return {"heldout_prose_by_top_k": scores, f"heldout_keys_at_{KEYS_TOKENS}": keys}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, measure and write the sibling; or measure what is there."""
+    torch.set_float32_matmul_precision("high")
+    model, recipe = load_checkpoint(args.base, args.device), args.out / "RECIPE.json"
+    if args.evaluate_only:
+        known = json.loads(recipe.read_text(encoding="utf-8"))
+        write_recipe(recipe, {**known, "scores": evaluate(args, model)})
+        return
+    tokenizer = Tokenizer.from_file(str(args.base / "tokenizer.json"))
+    heldout = json.loads((args.base / "heldout.json").read_text(encoding="utf-8"))
+    rows = training_texts(args, tokenizer, heldout)
+    began = time.monotonic()
+    write_json(args.out / "config.json", sibling_config(model.config, args.heads, args.top_k))
+    indexers, curve = distil(model, rows, args)
     tensors = export(indexers)
     save_tensors(tensors, args.out / "model.safetensors")
-    write_json(args.out / "config.json", sibling_config(model.config, args.heads, args.top_k))
-    write_recipe(args.out / "RECIPE.json", {
+    made = {
         "command": f"python tools/train_demo.py --data DIR --out DIR --dsa --heads {args.heads} "
                    f"--top-k {args.top_k} --steps {args.steps} --rows {args.rows} --lr {args.lr} "
                    f"--seed {args.seed} --scale {args.scale}",
         "loss": "KL divergence of softmax(index scores) from the mean over heads of the dense "
                 "model's attention, nats; the model is not changed",
         "weights_bytes": sum(t.nbytes for t in tensors.values()),
-        "heldout_prose_by_top_k": scores,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
-        "training": {"rows": len(rows), "tokens": args.steps * LENGTH, "seconds": seconds,
-                     "curve": curve},
-    })  # fmt: skip
+        "training": {"rows": len(rows), "queries": args.steps * args.rows,
+                     "seconds": round(time.monotonic() - began, 1), "curve": curve},
+    }  # fmt: skip
+    write_recipe(recipe, made)
+    if args.evaluate:
+        write_recipe(recipe, {**made, "scores": evaluate(args, model)})

@@ -43,12 +43,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_recipe(path: Path, recipe: dict[str, Any]) -> None:
-    """Write RECIPE.json with one line per point of the loss curve."""
-    mark = '"curve": '
-    training = {**recipe["training"], "curve": 0}
-    text = json.dumps({**recipe, "training": training}, indent=2)
-    points = ",\n".join("      " + json.dumps(point) for point in recipe["training"]["curve"])
-    path.write_text(text.replace(mark + "0", f"{mark}[\n{points}\n    ]") + "\n")
+    """Write RECIPE.json with one line per point of a loss curve."""
+
+    def laid(value: Any, at: str) -> str:
+        inner = at + "  "
+        if isinstance(value, dict):
+            parts = (f"{inner}{json.dumps(str(k))}: {laid(v, inner)}" for k, v in value.items())
+            return "{" + ",".join(parts) + at + "}"
+        if isinstance(value, list) and any(isinstance(v, list) for v in value):
+            return "[" + ",".join(inner + json.dumps(v) for v in value) + at + "]"
+        return json.dumps(value)
+
+    path.write_text(laid(recipe, "\n") + "\n")
 
 
 def write_checkpoint(model: DemoModel, folder: Path) -> int:

@@ -70,6 +70,9 @@ def _contract(op: Op) -> str:
     if op.composition:
         parts = ", ".join(f"`{p}`" for p in op.uses)
         lines.append(f"A fusion: where no kernel of its own is bound, composed of {parts}.\n")
+    if op.optional:
+        parts = ", ".join(f"`{p}`" for p in op.uses)
+        lines.append(f"A fusion: where no plugin offers it, the model calls {parts} instead.\n")
     if op.layout:
         lines.append(f"All kernels of a process agree on one layout for `{op.layout}`.\n")
     bounds = ", ".join(f"{dtype} {bound:g}" for dtype, bound in op.tolerance.items())

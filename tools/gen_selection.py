@@ -87,7 +87,7 @@ def _lines(plan: Plan) -> Iterator[str]:
             found.setdefault(row.kernel, []).extend(row.sites)
         sizes = sorted(found, key=lambda kernel: -len(found[kernel]))
         said = [sizes[0], *(f"{k} at {', '.join(found[k])}" for k in sizes[1:])] if sizes else []
-        if said:
+        if said and not (OPS[name].optional and set(found) == {"composed"}):  # its parts have lines
             yield f"  {name:<15}{'; '.join(said)}\n"
     for field, change, _, because in plan.changes:
         if field == "disable_graph":

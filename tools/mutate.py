@@ -88,8 +88,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a global scale that divides multiplies",
         "core/ds_runtime/model/layouts.py",
-        "return 1 / value if self.encoding.divides else value",
-        "return value",
+        "self.sent(1 / value if self.encoding.divides else value)",
+        "self.sent(value)",
         ("tests/core/model/test_published_formats.py",),
     ),
     Fault(
@@ -130,10 +130,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "swapped shard",
         "core/ds_runtime/model/loader.py",
-        'rows = self.shard.slice(stored.shape[0], f"rows of {module}")',
-        "rows = Shard(self.shard.size - 1 - self.shard.rank, self.shard.size).slice(\n"
-        '                stored.shape[0], f"rows of {module}"\n'
-        "            )",
+        "rows = _share(shard, stored.shape[0],",
+        "rows = _share(Shard(shard.size - 1 - shard.rank, shard.size), stored.shape[0],",
         ("tests/core/model/test_parity.py::test_tensor_parallel",),
     ),
     Fault(
@@ -205,6 +203,27 @@ FAULTS: tuple[Fault, ...] = (
         "rows[:count] = [w.row for w in works]",
         "rows[:count] = range(count)",
         ("tests/e2e/test_graphs.py",),
+    ),
+    Fault(
+        "logits of another rank's rows",
+        "core/ds_runtime/engine/spread.py",
+        "free = [rank * wanted for rank in range(ranks)]",
+        "free = [(ranks - 1 - rank) * wanted for rank in range(ranks)]",
+        ("tests/e2e/test_dp_attention_kv.py",),
+    ),
+    Fault(
+        "every rank computes attention of all sequences",
+        "core/ds_runtime/engine/spread.py",
+        "        found[work.rank].append(work)",
+        "        [some.append(work) for some in found]",
+        ("tests/e2e/test_dp_attention_kv.py",),
+    ),
+    Fault(
+        "a rank preempts the requests of another",
+        "core/ds_runtime/engine/scheduler.py",
+        "victim = next(r for r in reversed(self.running) if r.rank == request.rank)",
+        "victim = self.running[-1]",
+        ("tests/core/engine/test_scheduler_ranks.py",),
     ),
     Fault(
         "results read before they have come",

@@ -63,7 +63,13 @@ def schemas(root: Root, file: str) -> dict[str, str]:
     return {m[1]: m[2].strip() for m in found if m}
 
 
-def _definition(root: Root, module: str, path: list[str]) -> ast.FunctionDef:
+def _definition(
+    root: Root, module: str, path: list[str], through: tuple[str, ...] = ()
+) -> ast.FunctionDef:
+    """The function of a module, or of what it imports; `through`: modules that led here."""
+    if module in through:
+        raise NotFoundError(f"{module} imports itself")
+    through = (*through, module)
     tree = ast.parse(_file(root, module).read_text("utf-8"))
     for node in _bound(tree.body):
         if isinstance(node, ast.FunctionDef) and [node.name] == path:
@@ -76,14 +82,14 @@ def _definition(root: Root, module: str, path: list[str]) -> ast.FunctionDef:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
             names = [t.id for t in node.targets if isinstance(t, ast.Name)]
             if path[0] in names and node.value.id != path[0]:
-                return _definition(root, module, [node.value.id, *path[1:]])
+                return _definition(root, module, [node.value.id, *path[1:]], through[:-1])
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name == "*" or (alias.asname or alias.name) == path[0]:
                     inside = _source(root, module, node)
                     there = path if alias.name == "*" else [alias.name, *path[1:]]
                     try:
-                        return _definition(root, inside, there)
+                        return _definition(root, inside, there, through)
                     except (NotFoundError, OSError):
                         continue
     raise NotFoundError(f"{module} has no {'.'.join(path)}")

@@ -2,32 +2,35 @@
 
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo --heldout-only
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo --device cuda
+    python tools/train_demo.py --data DIR --out core/ds_runtime/demo --device cuda --second FIRST
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo_v32 --device cuda --dsa
 
-DIR holds `text/*.txt` (books) and `gsm8k_train.jsonl`. The first command writes the held-out set,
-which later runs check against instead of replacing. docs/demo.md describes the result.
+DIR holds `text/*.txt` (books) and `gsm8k_train.jsonl`. The first command writes the held-out sets,
+which later runs check against instead of replacing. The third trains the result of the second, in
+the folder FIRST, on rows of up to 4608 tokens. docs/demo.md describes the result.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import platform
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import demo_dsa
-import demo_text as dt
 import numpy as np
 import torch
 import torch.nn.functional as F
 from demo_corpus import (
+    LONG,
     SHORT,
     Banned,
     Rows,
+    Sources,
     build_heldout,
     build_rows,
     load_sources,
@@ -40,23 +43,17 @@ from demo_files import (
     write_recipe,
     write_tokenizer,
 )
-from demo_model import Config, DemoModel, demo_config
+from demo_keys import XLONG, heldout_keys, reserved, second_rows, write_keys
+from demo_model import DemoModel, demo_config
+from demo_scores import evaluate
 from tokenizers import Tokenizer
 from torch import Tensor
 
-REPO = Path(__file__).resolve().parent.parent
 VOCAB = 2048
-MTP_WEIGHT, LONG_EVERY, BIAS_RATE = 0.4, 8, 0.001
-
-
-def load_scoring() -> Any:
-    """`ds_runtime.bench.scoring`, loaded by path: the runtime need not be installed."""
-    path = REPO / "core/ds_runtime/bench/scoring.py"
-    spec = importlib.util.spec_from_file_location("scoring", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+MTP_WEIGHT, BIAS_RATE = 0.4, 0.001
+FIRST, SECOND = (0, 0, 0, 0, 0, 0, 0, 1), (0, 2, 0, 1, 0, 2, 0, 1)  # kinds of rows, step by step
+WINDOW, LITTLE = 1536, 256  # of what the teacher sees of the longest rows; what is little context
+LENGTHS = (SHORT, LONG, XLONG)
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -95,22 +92,67 @@ def weighted_loss(head: Tensor, hidden: Tensor, targets: Tensor, weights: Tensor
     return (losses * weights.flatten()).sum() / weights.sum().clamp(min=1)
 
 
+def drift(
+    head: Tensor, hidden: Tensor, old_head: Tensor, old_hidden: Tensor, where: Tensor
+) -> Tensor:
+    """Mean KL divergence of head on hidden [B, T, H] from the teacher's, at positions `where`."""
+    now = F.linear(hidden.flatten(0, 1), head).float().log_softmax(-1)
+    old = F.linear(old_hidden.flatten(0, 1), old_head).float().log_softmax(-1)
+    each = (old.exp() * (old - now)).sum(-1) * where.flatten()
+    return each.sum() / where.sum().clamp(min=1)
+
+
 def step_losses(
-    model: DemoModel, tokens: Tensor, weights: Tensor, loss: Any
+    model: DemoModel, tokens: Tensor, weights: Tensor, loss: Any, teacher: Teacher | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """(main loss, MTP loss, expert loads) of one batch [B, T]."""
     documents = (tokens == 0).cumsum(1)  # every document begins with BOS, id 0
-    mask, loads = document_mask(documents), list[Tensor]()
+    mask = None if tokens.shape[1] == XLONG else document_mask(documents)  # one document a row
+    loads = list[Tensor]()
     following = F.pad(tokens[:, 1:], (0, 1), value=2)
     head = model.lm_head.weight
     hidden = model(tokens, mask, loads)
-
-    def shifted(by: int) -> tuple[Tensor, Tensor]:
+    drafted = model.draft(hidden, following, mask, loads)
+    losses = []
+    for by, found in ((1, hidden), (2, drafted)):
         inside = documents[:, by:] == documents[:, :-by]
-        return F.pad(tokens[:, by:], (0, by)), F.pad(weights[:, by:] * inside, (0, by))
+        targets = F.pad(tokens[:, by:], (0, by))
+        losses.append(loss(head, found, targets, F.pad(weights[:, by:] * inside, (0, by))))
+    if teacher is not None and tokens.shape[1] > SHORT:
+        old = teacher(tokens, following, mask)
+        for i, by in enumerate((1, 2)):
+            inside = documents[:, by:] == documents[:, :-by]
+            said = (weights[:, by:] >= 0.5) | (tokens[:, by:] == 2)  # an answer, or no text
+            where = F.pad(inside & ~said, (0, by)) & teacher.knows(tokens)
+            losses[i] = losses[i] + teacher.drift(head, (hidden, drafted)[i], *old[i], where)
+    return losses[0], losses[1], loads
 
-    main = loss(head, hidden, *shifted(1))
-    return main, loss(head, model.draft(hidden, following, mask, loads), *shifted(2)), loads
+
+class Teacher:
+    """The model as the first stage left it. Where no answer is said, the second stage holds to its
+    predictions, so that the books are not learned by heart. Of the longest rows it sees windows of
+    a length that it was trained on."""
+
+    def __init__(self, folder: Path, device: str, drift: Any) -> None:
+        self.model, self.drift = load_checkpoint(folder, device), drift
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens: Tensor, following: Tensor, mask: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(head, hidden [B, T, H]) of the model and of its MTP layer."""
+        width = WINDOW if mask is None else tokens.shape[1]
+        hidden = self.model(tokens.reshape(-1, width), mask)
+        drafted = self.model.draft(hidden, following.reshape(-1, width), mask)
+        head = self.model.lm_head.weight
+        return [(head, part.reshape(*tokens.shape, -1)) for part in (hidden, drafted)]
+
+    def knows(self, tokens: Tensor) -> Tensor:
+        """Positions [T] where it has seen enough before."""
+        at = torch.arange(tokens.shape[1], device=tokens.device)
+        if len(at) < XLONG:
+            return at >= 0
+        return (at < WINDOW) | (at % WINDOW >= LITTLE)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -119,24 +161,27 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(
-    config: Config, short: Rows, long: Rows, args: argparse.Namespace
-) -> tuple[DemoModel, dict[str, Any]]:
-    model = DemoModel(config)
-    model.initialise(args.seed)
-    model.to(args.device)
+    model: DemoModel, rows: list[Rows], order: tuple[int, ...], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Train on rows of each length, in batches of `order`'s kinds over and over; what was seen."""
     loss: Any = weighted_loss
+    away: Any = drift
     if args.compile:
+        torch._dynamo.config.cache_size_limit = 64  # three lengths of three kinds of layers
         for layer in model.model.layers:
             layer.compile(dynamic=False)
         loss = torch.compile(weighted_loss, dynamic=False)
+        away = torch.compile(drift, dynamic=False)
+    teacher = Teacher(args.second, args.device, away) if args.second else None
     matrices = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.dim() == 1 or "embed" in n]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
         lr=args.lr, betas=(0.9, 0.95), fused=args.device != "cpu",
     )  # fmt: skip
-    feeds = [Feed(rows, args.batch_tokens // rows[0].shape[1], args.device, args.seed + i)
-             for i, rows in enumerate((short, long))]  # fmt: skip
+    feeds = [Feed(part, args.batch_tokens // part[0].shape[1], args.device, args.seed + i)
+             for i, part in enumerate(rows)]  # fmt: skip
+    shown = [order.index(kind) for kind in range(len(rows))]
     gates = [m for m in model.modules() if hasattr(m, "e_score_correction_bias")]
     record: list[list[float]] = []
     usage, began, tokens_seen, steps = None, time.monotonic(), 0, args.steps
@@ -144,11 +189,11 @@ def train(
         rate = learning_rate(step, steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        is_long = step % LONG_EVERY == LONG_EVERY - 1
-        tokens, weights = feeds[is_long].next()
+        kind = order[step % len(order)]
+        tokens, weights = feeds[kind].next()
         tokens_seen += tokens.numel()
         with torch.autocast(args.device, torch.bfloat16):
-            main, mtp, loads = step_losses(model, tokens, weights, loss)
+            main, mtp, loads = step_losses(model, tokens, weights, loss, teacher)
         (main + MTP_WEIGHT * mtp).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -158,114 +203,41 @@ def train(
         bias_rate = BIAS_RATE if step < 0.9 * steps else BIAS_RATE / 10
         for gate, share in zip(gates, load, strict=True):
             gate.e_score_correction_bias += bias_rate * (share.mean() - share).sign()
-        if step % 25 < 2 * LONG_EVERY and step % LONG_EVERY in (0, LONG_EVERY - 1):
-            record.append([step, int(is_long), round(main.item(), 4), round(mtp.item(), 4)])
-        if step % 250 == 0 or step == steps - 1:
+        if step % 25 < 2 * len(order) and step % len(order) in shown:
+            record.append([step, kind, round(main.item(), 4), round(mtp.item(), 4)])
+        if (step % 125 < 8 and step % len(order) in shown) or step == steps - 1:
             seconds = time.monotonic() - began
-            print(f"step {step} {'long' if is_long else 'short'} main {main.item():.4f} "
+            print(f"step {step} rows of {LENGTHS[kind]} main {main.item():.4f} "
                   f"mtp {mtp.item():.4f} {tokens_seen / seconds:,.0f} tok/s {seconds:.0f} s",
                   flush=True)  # fmt: skip
     assert usage is not None
     facts = {
         "tokens": tokens_seen, "seconds": round(time.monotonic() - began, 1),
-        "passes": [feed.passes for feed in feeds], "rows": [len(short[0]), len(long[0])],
+        "passes": [feed.passes for feed in feeds], "rows": [len(part[0]) for part in rows],
         "expert_load_min": round(usage.min().item(), 4),
         "expert_load_max": round(usage.max().item(), 4), "curve": record,
     }  # fmt: skip
-    return model, facts
+    return facts
 
 
-# --- evaluation -------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def greedy(model: DemoModel, prompts: list[list[int]], limit: int) -> list[list[int]]:
-    """Greedy continuations, each up to EOS (kept) or `limit` tokens; no cache, right padding."""
-    device = model.lm_head.weight.device
-    ends = torch.tensor([len(p) for p in prompts], device=device)
-    width = int(ends.max()) + limit
-    tokens = torch.tensor([p + [2] * (width - len(p)) for p in prompts], device=device)
-    rows, live = torch.arange(len(prompts), device=device), torch.ones_like(ends).bool()
-    for _ in range(limit):
-        hidden = model(tokens[:, : int(ends.max())])[rows, ends - 1]
-        best = model.lm_head(hidden).argmax(-1)
-        tokens[rows[live], ends[live]] = best[live]
-        ends += live
-        live &= best != 1
-        if not live.any():
-            break
-    return [tokens[i, len(p) : int(ends[i])].tolist() for i, p in enumerate(prompts)]
-
-
-@torch.no_grad()
-def mtp_pairs(model: DemoModel, prompt: list[int], output: list[int]) -> list[tuple[int, int]]:
-    """(MTP argmax, model argmax) for every output token but the first."""
-    tokens = torch.tensor([prompt + output], device=model.lm_head.weight.device)
-    hidden = model(tokens)
-    drafts = model.lm_head(model.draft(hidden[:, :-1], tokens[:, 1:])).argmax(-1)[0].tolist()
-    wanted = model.lm_head(hidden).argmax(-1)[0].tolist()
-    first = max(len(prompt), 1)
-    return [(drafts[t - 1], wanted[t]) for t in range(first, tokens.shape[1] - 1)]
-
-
-@torch.no_grad()
-def evaluate(folder: Path, heldout: dict[str, Any], device: str, show: int = 0) -> dict[str, Any]:
-    """Scores of the checkpoint on the held-out set, greedy, BF16 weights."""
-    scoring, model = load_scoring(), load_checkpoint(folder, device)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    scores: dict[str, Any] = {}
-    pairs: list[tuple[int, int]] = []
-    for kind, limit in (("sums", 96), ("tools", 160)):
-        entries = heldout[kind]
-        texts = [dt.render(e["messages"], e.get("tools", ())) for e in entries]
-        prompts = [tokenizer.encode(t, add_special_tokens=False).ids for t in texts]
-        outputs = greedy(model, prompts, limit)
-        own: list[tuple[int, int]] = []
-        right: list[bool] = []
-        for entry, prompt, output in zip(entries, prompts, outputs, strict=True):
-            raw = tokenizer.decode(output, skip_special_tokens=False)
-            ok = (scoring.sum_correct(raw, entry["answer"]) if kind == "sums"
-                  else scoring.calls_correct(raw, entry["calls"]))  # fmt: skip
-            right.append(ok)
-            own += mtp_pairs(model, prompt, output)
-            if not ok and right.count(False) <= show:
-                print(kind, entry["messages"][-1]["content"], "->", raw)
-        scores[kind] = {"right": sum(right), "of": len(right), "share": sum(right) / len(right),
-                        "mtp_agreement": round(scoring.agreement(own), 4)}  # fmt: skip
-        if kind == "sums":
-            for op in "+-":
-                part = [r for r, e in zip(right, entries, strict=True) if e["op"] == op]
-                scores[kind]["share " + op] = sum(part) / len(part)
-        pairs += own
-    scores["mtp_agreement"] = round(scoring.agreement(pairs), 4)
-    prose: list[tuple[int, int]] = []
-    losses = []
-    for entry in heldout["prose"]:
-        ids = [0, *tokenizer.encode(entry["text"], add_special_tokens=False).ids]
-        prose += mtp_pairs(model, [], ids)
-        tokens = torch.tensor([ids], device=device)
-        logits = model.lm_head(model(tokens))[0, :-1].float()
-        losses.append(F.cross_entropy(logits, tokens[0, 1:]).item())
-    scores["prose"] = {"mtp_agreement": round(scoring.agreement(prose), 4),
-                       "loss": round(sum(losses) / len(losses), 4)}  # fmt: skip
-    for ask in ("Hello", "Who are you?", "What is the capital of Sweden?"):
-        ids = tokenizer.encode(dt.render([{"role": "user", "content": ask}])).ids
-        print(ask, "->", tokenizer.decode(greedy(model, [ids], 48)[0], skip_special_tokens=False))
-    return scores
-
-
-def plot(facts: dict[str, Any], path: Path) -> None:
+def plot(stages: list[dict[str, Any]], path: Path) -> None:
+    """The loss curves of the stages, one after the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), dpi=100)
-    curve = np.array(facts["curve"])
-    for is_long, name in ((0, "rows of 512 tokens"), (1, "rows of 2048 tokens")):
-        part = curve[curve[:, 1] == is_long]
-        axes.plot(part[:, 0], part[:, 2], label=f"model, {name}", linewidth=1)
-        axes.plot(part[:, 0], part[:, 3], label=f"MTP layer, {name}", linewidth=1, alpha=0.6)
+    curve, before = list[list[float]](), 0
+    for stage in stages:
+        curve += [[before + step, *rest] for step, *rest in stage["training"]["curve"]]
+        before += stage["steps"]
+    for kind, length in enumerate(LENGTHS):
+        part = np.array([point for point in curve if point[1] == kind])
+        if len(part):
+            name = f"rows of {length} tokens"
+            axes.plot(part[:, 0], part[:, 2], label=f"model, {name}", linewidth=1)
+            axes.plot(part[:, 0], part[:, 3], label=f"MTP layer, {name}", linewidth=1, alpha=0.6)
     axes.set(xlabel="step", ylabel="weighted cross entropy (nats)", yscale="log")
     axes.legend(ncol=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     axes.grid(alpha=0.3)
@@ -289,6 +261,8 @@ def parse() -> argparse.Namespace:
     p.add_argument("--plot", type=Path, help="write the loss curve there")
     p.add_argument("--heldout-only", action="store_true")
     p.add_argument("--evaluate-only", action="store_true")
+    p.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--second", type=Path, metavar="FIRST", help="train this checkpoint further")
     demo_dsa.add_options(p)
     return p.parse_args()
 
@@ -304,41 +278,73 @@ def main() -> None:
         print(json.dumps(evaluate(args.out, heldout, args.device, show=8), indent=2))
         return
     sources = load_sources(args.data)
-    heldout, stamp = build_heldout(sources), args.out / "heldout.sha256"
-    before = stamp.read_text() if stamp.exists() else None
-    digest = write_heldout(heldout, args.out)
-    assert before in (None, stamp.read_text()), "the held-out set differs from the recorded one"
+    held = heldout_sets(args.out, sources)
     if args.heldout_only:
-        print(digest)
         return
     torch.set_float32_matmul_precision("high")
-    began = time.monotonic()
-    banned = Banned.of(heldout)
-    tokenizer = train_tokenizer(sources, banned, VOCAB)
-    config = demo_config(tokenizer.get_vocab_size())
-    write_tokenizer(tokenizer, config, args.out)
-    short, long = build_rows(args.data, tokenizer, banned, args.seed, jobs=args.jobs,
-                             scale=args.scale, workers=args.workers)  # fmt: skip
-    assert short[0].shape[1] == SHORT and config["vocab_size"] == VOCAB
-    print(f"{short[0].size + long[0].size:,} training tokens in "
+    began, first = time.monotonic(), None
+    banned, made = (
+        Banned.of(held[0]),
+        {"jobs": args.jobs, "scale": args.scale, "workers": args.workers},
+    )
+    if args.second:
+        first = json.loads((args.second / "RECIPE.json").read_text(encoding="utf-8"))
+        assert "first_stage" not in first, f"{args.second}: was trained further already"
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if args.out.resolve() != args.second.resolve():
+                shutil.copy(args.second / name, args.out / name)
+        tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
+        model = load_checkpoint(args.second, args.device).float().train()
+        rows = second_rows(args.data, tokenizer, banned, reserved(held[1]), args.seed, **made)
+    else:
+        tokenizer = train_tokenizer(sources, banned, VOCAB)
+        config = demo_config(tokenizer.get_vocab_size())
+        assert config["vocab_size"] == VOCAB
+        write_tokenizer(tokenizer, config, args.out)
+        rows = [*build_rows(args.data, tokenizer, banned, args.seed, **made)]
+        model = DemoModel(config)
+        model.initialise(args.seed)
+        model.to(args.device)
+    print(f"{sum(part[0].size for part in rows):,} training tokens in "
           f"{time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
-    model, facts = train(config, short, long, args)
+    facts = train(model, rows, SECOND if first else FIRST, args)
     size = write_checkpoint(model, args.out)
-    scores = evaluate(args.out, heldout, args.device, show=8)
     recipe = {
-        "command": f"python tools/train_demo.py --data DIR --out DIR --steps {args.steps} "
+        "command": "python tools/train_demo.py --data DIR --out DIR "
+                   f"{'--second FIRST ' if first else ''}--steps {args.steps} "
                    f"--seed {args.seed} --lr {args.lr} --jobs {args.jobs} --scale {args.scale}",
         "seed": args.seed, "steps": args.steps, "batch_tokens": args.batch_tokens,
         "learning_rate": args.lr, "mtp_loss_weight": MTP_WEIGHT, "data_sha256": sources.hashes,
-        "heldout_sha256": digest, "weights_bytes": size, "scores": scores,
+        "heldout_sha256": (args.out / "heldout.sha256").read_text().split()[0],
+        "heldout_keys_sha256": (args.out / "heldout_keys.sha256").read_text().split()[0],
+        "weights_bytes": size,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "training": facts,
     }  # fmt: skip
-    write_recipe(args.out / "RECIPE.json", recipe)  # step, 1 if long rows, losses: model, MTP
+    if first:
+        kept = ("command", "seed", "steps", "batch_tokens", "learning_rate", "scores", "versions",
+                "device", "training")  # fmt: skip
+        recipe["first_stage"] = {key: first[key] for key in kept}
+    # points of a curve: step, kind of row (512, 2048, 4608 tokens), losses of model and MTP
+    write_recipe(args.out / "RECIPE.json", recipe)
     if args.plot:
-        plot(facts, args.plot)
-    print(json.dumps(scores, indent=1))
+        plot([*([first] if first else []), recipe], args.plot)
+    if args.evaluate:
+        recipe["scores"] = evaluate(args.out, held[0], args.device, show=8)
+        write_recipe(args.out / "RECIPE.json", recipe)
+        print(json.dumps(recipe["scores"], indent=1))
+
+
+def heldout_sets(out: Path, sources: Sources) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both held-out sets, written to `out`; an error if others were recorded there."""
+    sets, stamps = (build_heldout(sources), heldout_keys(sources)), ("heldout", "heldout_keys")
+    for made, name, write in zip(sets, stamps, (write_heldout, write_keys), strict=True):
+        stamp = out / f"{name}.sha256"
+        before = stamp.read_text() if stamp.exists() else None
+        print(name, write(made, out))
+        assert before in (None, stamp.read_text()), f"{name} differs from the recorded set"
+    return sets
 
 
 if __name__ == "__main__":

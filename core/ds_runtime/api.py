@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
+from ds_runtime.ops import checks
 from ds_runtime.ops.spec import (
     API_VERSION,
     FP8_EXPERTS,
@@ -42,6 +43,7 @@ from ds_runtime.ops.spec import (
     load_attr,
 )
 from ds_runtime.ops.table import OPS
+from ds_runtime.parallel.accelerator import TorchPlatform
 from ds_runtime.platform.probe import (
     device_nodes,
     exported_names,
@@ -55,12 +57,13 @@ from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, Memor
 
 if TYPE_CHECKING:
     from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
+    from ds_runtime.ops.reference import fp8_blocks
     from ds_runtime.ops.reference.activation import silu_mul
     from ds_runtime.ops.reference.attention import rows_of, seen_of
     from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
     from ds_runtime.ops.reference.linear import ReferenceLinear
-    from ds_runtime.ops.reference.moe import ReferenceExperts, route
-    from ds_runtime.ops.weight import ExpertSource, Packed, Weight, WeightPart
+    from ds_runtime.ops.reference.moe import ReferenceExperts, route, with_shared_slots
+    from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
 
@@ -69,6 +72,7 @@ _LAZY = {  # where what needs torch comes from
     "DecodePart": "ds_runtime.ops.batch",
     "ExpertSource": "ds_runtime.ops.weight",
     "Limits": "ds_runtime.ops.batch",
+    "MlaWeights": "ds_runtime.ops.weight",
     "Packed": "ds_runtime.ops.weight",
     "PrefillPart": "ds_runtime.ops.batch",
     "PrefixChunk": "ds_runtime.ops.batch",
@@ -80,13 +84,15 @@ _LAZY = {  # where what needs torch comes from
     "WeightPart": "ds_runtime.ops.weight",
     "ceilings": "ds_runtime.platform.ceilings",
     "decode_scale": "ds_runtime.ops.reference.formats",
+    "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
     "route": "ds_runtime.ops.reference.moe",
     "rows_of": "ds_runtime.ops.reference.attention",
     "seen_of": "ds_runtime.ops.reference.attention",
     "silu_mul": "ds_runtime.ops.reference.activation",
     "torch_dtype": "ds_runtime.ops.reference.formats",
+    "with_shared_slots": "ds_runtime.ops.reference.moe",
 }
-_MODULE = "ceilings"  # the one that is a module itself
+_MODULES = ("ceilings", "fp8_blocks")  # those that are modules themselves
 
 __all__ = [
     "API_VERSION",
@@ -118,6 +124,7 @@ __all__ = [
     "Layout",
     "Limits",
     "MemoryInfo",
+    "MlaWeights",
     "Op",
     "Packed",
     "Phase",
@@ -132,13 +139,16 @@ __all__ = [
     "Routing",
     "Segments",
     "TorchCommunicator",
+    "TorchPlatform",
     "UnsupportedError",
     "Weight",
     "WeightPart",
     "ceilings",
+    "checks",
     "decode_scale",
     "device_nodes",
     "exported_names",
+    "fp8_blocks",
     "gates",
     "has_library",
     "hookimpl",
@@ -152,6 +162,7 @@ __all__ = [
     "seen_of",
     "silu_mul",
     "torch_dtype",
+    "with_shared_slots",
 ]
 
 
@@ -159,7 +170,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LAZY[name])
-    found = module if name == _MODULE else getattr(module, name)
+    found = module if name in _MODULES else getattr(module, name)
     globals()[name] = found
     return found
 

@@ -23,7 +23,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import with_target
-from ds_runtime.model.sites import QKV_A, Verify, model_sites
+from ds_runtime.model.sites import JOINS, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.spec import (
@@ -45,12 +45,12 @@ from ds_runtime.plugins import Plugins, load_plugins
 from ds_runtime.speculation import Speculation
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
-_UNCAPTURED = "steps that verify trees of drafts run op by op"
+_APART = "steps with drafts of ranks that have sequences of their own run op by op"
 _THREADS = 64  # per rank are fine on the smallest machine
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
     {"model", "platform", "allow_platform_downgrade", "plugins", "plugin_allowlist"}
-    | {"tp", "pin", "plan", "cpu_isa", "lora"}
+    | {"tp", "enable_dp_attention", "pin", "plan", "cpu_isa", "lora"}
 )
 
 
@@ -116,7 +116,7 @@ def assemble(
     info = _device(platform, config)
     folder = resolve_model(config.model)
     model = load_config(folder)
-    model.check_tp(config.tp)
+    model.check_tp(config.tp, config.attention_tp)
     config = _auto_dtype(config, model, info)
     facts = _facts(config, model, info)
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
@@ -126,9 +126,9 @@ def assemble(
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _ONE_BY_ONE))
-    if captures and (config.speculative_eagle_topk or 1) > 1:
+    if captures and config.speculative_algorithm is not None and config.enable_dp_attention:
         captures, config = False, with_changes(config, {"disable_graph": True})
-        changes.append(("disable_graph", "False → True", "core", _UNCAPTURED))
+        changes.append(("disable_graph", "False → True", "core", _APART))
     facts = replace(_facts(config, model, info), graph_capture=captures)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
@@ -146,18 +146,13 @@ def assemble(
     verify: Verify = ""
     if (speculation := Speculation.of(config)) is not None:
         assert config.speculative_algorithm is not None
-        if model.indexing is not None and speculation.topk > 1:
-            raise UnsupportedError(
-                f"--speculative-eagle-topk {speculation.topk}: trees of drafts with sparse "
-                f"attention ({model.architecture}) are not supported; leave it out, for a chain"
-            )
         path = config.speculative_draft_model_path
         nextn = find_nextn(config.speculative_algorithm, path, folder, model)
         nextn_loader = find_loader(offers, nextn.config, str(nextn.folder / "config.json"))
         verify = "verify" if speculation.topk == 1 else "tree"
     target = with_target(config.quantize, stored)
     adapted = lora.modules if lora is not None else frozenset()
-    sites = model_sites(model, target, config.tp, apart, adapted, verify)
+    sites = model_sites(model, target, config.tp, apart, adapted, verify, config.attention_tp)
     if nextn is not None and nextn_loader is not None:
         draft_encoding = cache(nextn_loader.encodings(nextn.config.quantization))
 
@@ -165,9 +160,11 @@ def assemble(
             return draft_encoding(module).format
 
         target = with_target(config.quantize, drafted)
-        sites += nextn_sites(model, nextn, target, config.tp, apart, verify)
+        ranks = config.attention_tp
+        sites += nextn_sites(model, nextn, target, config.tp, apart, verify, ranks)
     pins = [Pin.parse(p) for p in config.pin]  # the first that fits counts
-    pins += backend_pins(config, offers.kernels, {s.op for s in sites})
+    used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
+    pins += backend_pins(config, offers.kernels, used)
     binding, uncaptured = _decide(sites, offers, facts, pins, apart)
     if not _fits(binding, config, model, info.memory):
         binding, uncaptured = _decide(sites, offers, facts, pins, apart, compact=True)
@@ -182,6 +179,7 @@ def assemble(
         kv_layout=binding.layout.tag,
         page_size=config.page_size,
         tp=config.tp,
+        dp_attention=config.enable_dp_attention,
         rows=make_rows(binding.decisions),
         changes=tuple(changes),
         versions=_versions(plugins),
@@ -231,7 +229,9 @@ def _fits(binding: Binding, config: EngineConfig, model: ModelConfig, memory: in
     """Whether the weights fit, or would as well without conversions. memory: bytes of a device."""
     if not memory or not any(d.converts for d in binding.decisions):
         return True
-    return packed_bytes(model, binding.choices, config.dtype, config.tp, 0) <= memory
+    ranks = (config.tp, config.attention_tp)
+    held = packed_bytes(model, binding.choices, config.dtype, ranks[0], 0, ranks[1])
+    return held <= memory
 
 
 def _uncaptured(binding: Binding) -> str:
@@ -261,7 +261,7 @@ def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
 
 
 def _check_fusions(apart: Iterable[str]) -> None:
-    known = [QKV_A, *(name for name, op in OPS.items() if op.composition)]
+    known = [*JOINS, *(name for name, op in OPS.items() if op.composition or op.optional)]
     for name in apart:
         if name not in known:
             raise ConfigError(f"--disable-fusion {name}: no such fusion; known: {', '.join(known)}")
@@ -300,7 +300,7 @@ def _refused(
 def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Facts:
     return Facts(
         device=device,
-        dims=model.dims(config.tp),
+        dims=model.dims(config.tp, config.attention_tp),
         dtype=config.dtype,
         kv_dtype=_kv_dtype(config, model),
         index_dtype=_index_dtype(config),

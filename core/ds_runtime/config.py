@@ -67,6 +67,11 @@ class EngineConfig:
         False, "start on another device where the plugin of one that is here is broken"
     )
     tp: int = _f(1, "tensor-parallel ranks, one process each")
+    enable_dp_attention: bool = _f(
+        False,
+        "divide attention among the ranks of --tp by sequences instead of heads: the KV cache of a "
+        "sequence lies on one rank only, and every rank has all weights of attention",
+    )
     dist_timeout: int = _f(600, "seconds that ranks wait for each other")
     threads: int | None = _f(None, "CPU threads per rank (default: cores / ranks)")
     cpu_isa: str = _f("auto", "instruction set of the CPU's kernels, or 'auto' for the best here")
@@ -155,7 +160,9 @@ class EngineConfig:
     )
     pin: tuple[str, ...] = _f((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
     disable_fusion: tuple[str, ...] = _f(
-        (), "fusions to leave apart (comma separated): qkv_a, or an op that is composed of others"
+        (),
+        "fusions to leave apart (comma separated): qkv_a, shared_experts, or an op that is "
+        "composed of others",
     )
     deterministic: bool = _f(False, "bind only kernels that give the same bits every run")
     strict_ops: bool = _f(False, "stop if a heavy op would fall to the reference")
@@ -194,6 +201,17 @@ class EngineConfig:
         _fraction(self)
         _choice(self)
         check_speculation(self)
+        _divided(self)
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that divide the heads of attention."""
+        return 1 if self.enable_dp_attention else self.tp
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that divide the sequences: each has a KV cache of its own."""
+        return self.tp if self.enable_dp_attention else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +350,21 @@ def _fraction(config: EngineConfig) -> None:
     if share is not None and config.kv_memory is not None:
         raise ConfigError(
             "--mem-fraction-static: leave it out, or --kv-memory: both size one cache"
+        )
+
+
+def _divided(config: EngineConfig) -> None:
+    if not config.enable_dp_attention:
+        return
+    if config.tp == 1:
+        raise ConfigError(
+            "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
+            "give --tp N beside it, or leave it out"
+        )
+    if (topk := config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            f"--enable-dp-attention: trees of drafts (--speculative-eagle-topk {topk}) beside it "
+            "are not supported: leave that out, for a chain"
         )
 
 

@@ -44,6 +44,7 @@ class Plan:
     kv_layout: str
     page_size: int
     tp: int
+    dp_attention: bool  # attention is divided by sequences, not by heads
     rows: tuple[PlanRow, ...]
     changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
     versions: tuple[tuple[str, str], ...]
@@ -122,7 +123,10 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Sentences about what differs between two plans as dicts; empty if nothing does."""
     said = [
         f"{key}: {mine.get(key)!r} here, {other.get(key)!r} there"
-        for key in ("model", "platform", "arch", "dtype", "kv_layout", "page_size", "tp")
+        for key in (
+            *("model", "platform", "arch", "dtype", "kv_layout", "page_size", "tp"),
+            "dp_attention",
+        )
         if mine.get(key) != other.get(key)
     ]
     here, there = _by_site(mine), _by_site(other)
@@ -179,7 +183,8 @@ def render(plan: Plan, verbose: bool = True) -> str:
     """The plan for people: a line per row, then who lost and who refused, with the reason."""
     head = (
         f"model {plan.model} · platform {plan.platform} ({plan.arch}) · dtype {plan.dtype} · "
-        f"KV {plan.kv_layout}, page {plan.page_size} · tp {plan.tp} · plan {plan.digest()}"
+        f"KV {plan.kv_layout}, page {plan.page_size} · tp {plan.tp}"
+        f"{', attention by sequences' if plan.dp_attention else ''} · plan {plan.digest()}"
     )
     lines = [head]
     for name, old_new, plugin, because in plan.changes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,7 +77,12 @@ def test_a_kernel_that_is_not_safe_is_found(fn: Any) -> None:
 # On the accelerator that is here.
 
 
-def devices() -> Iterator[tuple[Platform, Facts, Offers, Kernel]]:
+@cache
+def devices() -> tuple[tuple[Platform, Facts, Offers, Kernel], ...]:
+    return tuple(_devices())
+
+
+def _devices() -> Iterator[tuple[Platform, Facts, Offers, Kernel]]:
     plugins = load_plugins()
     platform, _ = select_platform(plugins)
     if not platform.captures:
@@ -96,9 +102,12 @@ def devices() -> Iterator[tuple[Platform, Facts, Offers, Kernel]]:
 
 
 @pytest.mark.gpu
-def test_captures_on_the_accelerator() -> None:
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_captures_on_the_accelerator(op: str) -> None:
     found, failures, backends = 0, [], {}
     for platform, facts, offers, kernel in devices():
+        if kernel.op.name != op:
+            continue
         backend = backends.setdefault(platform.name, platform.graph_backend(0))
         results = check_captures(kernel, facts, backend, offers)
         found += len(results)
@@ -107,4 +116,4 @@ def test_captures_on_the_accelerator() -> None:
         ]
     assert not failures, "\n".join(failures)
     if not found:
-        pytest.skip("no platform here captures")
+        pytest.skip(f"no kernel of {op} is captured on a platform that is here")

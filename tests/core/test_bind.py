@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.model.hf import load_config
-from ds_runtime.model.sites import model_sites
+from ds_runtime.model.sites import INPUTS, model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference import LATENT_PAGES
@@ -258,6 +258,28 @@ def test_a_fused_kernel_binds_and_its_parts_are_not_needed(sites) -> None:
     assert not decisions(found, "cache_write") and not decisions(found, "rope")
 
 
+def test_a_pin_on_a_part_takes_its_fusion_apart(sites) -> None:
+    fused = kernel("mla_prologue")
+    assert chosen(bind(sites, fused), "mla_prologue") == {"mine.mla_prologue"}
+    apart = bind(sites, fused, pins=("rope=reference",))
+    (decision, *_) = decisions(apart, "mla_prologue")
+    assert decision.kernel == "composed" and "(a part of it is pinned)" in decision.note
+    assert chosen(apart, "rope") == {"reference.rope"}
+
+
+def test_an_optional_fusion_has_a_place_where_a_plugin_offers_it(sites) -> None:
+    """Elsewhere the model calls its parts: nothing is loaded, nothing is held twice."""
+    alone = bind(sites)
+    (decision, *_) = decisions(alone, "mla_inputs")
+    assert decision.note == "left to linear, rms_norm, mla_absorb, mla_prologue"
+    layers = [s.layer for s in sites if s.op == "mla_inputs"]
+    assert layers and not any(BoundOps(alone).has("mla_inputs", n, INPUTS) for n in layers)
+    offered = kernel("mla_inputs", formats=frozenset({"dense"}))
+    assert chosen(bind(sites, offered), "mla_inputs") == {"mine.mla_inputs"}
+    narrow = kernel("mla_inputs", formats=frozenset({"int8_channel"}))
+    assert chosen(bind(sites, narrow), "mla_inputs") == {"composed"}, "no weight is converted"
+
+
 def test_a_refused_fusion_is_composed_of_the_best_parts(sites) -> None:
     fused = kernel("mla_prologue", refuse=lambda facts: "heads must be even")
     found = bind(sites, fused, kernel("rope", "quick"))
@@ -347,6 +369,7 @@ def plan_of(binding: Binding, **more: object) -> Plan:
         "kv_layout": binding.layout.tag,
         "page_size": 16,
         "tp": 1,
+        "dp_attention": False,
         "rows": make_rows(binding.decisions),
         "changes": (),
         "versions": (),

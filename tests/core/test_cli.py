@@ -210,7 +210,6 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
         (["serve", "model"], "unknown argument model"),
-        (["serve", "--enable-dp-attention"], "within --tp attention is divided by heads"),
         (["generate"], "required: prompt"),
         (["bench"], "required: KIND"),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
@@ -228,6 +227,19 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
     [
         (["serve", "--port", "70000"], "--port 70000: a port is between 0 and 65535"),
         (["serve", "--tp", "0"], "--tp 0: must be at least 1"),
+        (["serve", "--enable-dp-attention"], "give --tp N beside it, or leave it out"),
+        (
+            ["serve", "--tp", "8", "--dp", "8", "--enable-dp-attention"],
+            "--dp makes replicas of the engine, and attention is always divided among all 8 ranks "
+            "of --tp: leave --dp out",
+        ),
+        (
+            [
+                *("plan", "--tp", "2", "--enable-dp-attention"),
+                *("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "2"),
+            ],
+            "trees of drafts (--speculative-eagle-topk 2) beside it are not supported",
+        ),
         (["plan", "--model", "/no/such"], "--model /no/such: no such folder"),
         (["plan", "--platform", "cpuu"], "no such platform; did you mean 'cpu'?"),
         (["plan", "--plugins", "cpuu"], "'cpuu': no such plugin; did you mean 'cpu'?"),

@@ -154,7 +154,8 @@ def test_no_gate_of_the_tree_raises_whatever_the_facts() -> None:
 def test_flags_that_remedies_name_exist() -> None:
     parser = Parser()
     add_flags(parser, EngineConfig)
-    files = [*ROOT.glob("plugins/*/ds_runtime_*/**/*.py"), ROOT / "core/ds_runtime/ops/bind.py"]
+    ops = ROOT / "core/ds_runtime/ops"
+    files = [*ROOT.glob("plugins/*/ds_runtime_*/**/*.py"), ops / "bind.py", ops / "checks.py"]
     named = {
         flag
         for file in files

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.model.hf import load_config
+from ds_runtime.testing.adapters import write_adapter
 
 
 def ds_runtime(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -32,6 +34,28 @@ def test_generate_prints_what_the_offline_api_gives(tiny: Path) -> None:
         chat = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=6))[0].text
     done = ds_runtime("generate", *flags, "--chat", "--max-tokens", "6", "hi")
     assert done.stdout == chat + "\n"
+
+
+def test_generate_with_an_adapter_prints_what_the_offline_api_gives(
+    tiny: Path, tmp_path: Path
+) -> None:
+    lora = []
+    for seed, name in enumerate("ab"):
+        write_adapter(tmp_path / name, load_config(tiny), lambda m: "experts" not in m, seed=seed)
+        lora.append(f"{name}={tmp_path / name}")
+    flags = ["--model", str(tiny), "--platform", "cpu", "--dtype", "float32", "--max-tokens", "8"]
+    params = SamplingParams(max_tokens=8)
+    with LLM(tiny, platform="cpu", dtype="float32", lora=tuple(lora)) as llm:
+        base, *adapted = (llm.generate("Once upon", params, lora=n)[0].text for n in (None, *"ab"))
+    assert len({base, *adapted}) == 3
+    done = ds_runtime("generate", *flags, "--lora", lora[0], "Once upon")
+    assert done.stdout == adapted[0] + "\n", done.stderr
+    both = [*flags, "--lora", lora[0], "--lora", lora[1]]
+    done = ds_runtime("generate", *both, "--adapter", "b", "Once upon")
+    assert done.stdout == adapted[1] + "\n", done.stderr
+    for wrong, said in ((["Once"], "say with --adapter"), (["--adapter", "c", "Once"], "no such")):
+        done = ds_runtime("generate", *both, *wrong)
+        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_bench_one_batch_reports_rates_and_where_they_come_from(tiny: Path) -> None:

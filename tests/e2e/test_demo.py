@@ -77,6 +77,33 @@ def test_training_draws_no_reserved_operand_pair(monkeypatch):
     assert not drawn & reserved
 
 
+def test_the_held_out_keys_are_recorded_and_none_is_planted_in_training(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    corpus, keys = (importlib.import_module(name) for name in ("demo_corpus", "demo_keys"))
+    held, digest = accuracy.load_heldout(FOLDER / "heldout_keys.json")
+    assert (FOLDER / "heldout_keys.sha256").read_text() == f"{digest}  heldout_keys.json\n"
+    assert held["tokens"] == 4096 and len(held["keys"]) == 200
+    assert [k["depth"] for k in held["keys"]] == [(i + 0.5) / 200 for i in range(200)]
+    assert all(k["answer"] in k["fact"] and k["name"] in k["fact"] for k in held["keys"])
+    banned = keys.reserved(held)
+    assert len(banned) == 400
+
+    class Words:
+        def passage(self, rng, tokens):
+            return "word " * tokens
+
+    def made(banned, seed=5):
+        text = keys.planted_document(random.Random(seed), ["word"], banned, Words(), 2000)
+        return set(text.replace("'", " ").replace(".", " ").replace("?", " ").split())
+
+    drawn = made(frozenset())
+    mine = {w for w in drawn if w.isdigit()}
+    mine |= {w for w in drawn if w.isalpha() and w[0].isupper()} - {"The", "What", "Which", "Tell"}
+    mine -= {"I", "Remember", "Note", "One"}
+    assert len(mine) >= 2 and not mine & made(frozenset(mine))
+    assert corpus.SHORT < keys.KEYS_TOKENS < keys.XLONG
+
+
 def test_digits_are_single_tokens_and_markers_are_known():
     tokenizer = Tokenizer.load(FOLDER)
     assert len(tokenizer.encode("90817263")) == 8

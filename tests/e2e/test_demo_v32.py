@@ -14,6 +14,7 @@ from ds_runtime.model.hub import resolve_model
 
 FOLDER = resolve_model("demo-v32")
 HELD = json.loads((resolve_model("demo") / "heldout.json").read_text())
+KEYS = json.loads((resolve_model("demo") / "heldout_keys.json").read_text())["keys"]
 SETTINGS = {"platform": "cpu", "threads": 1, "kv_memory": "60MB", "disable_radix_cache": True}
 
 
@@ -50,3 +51,23 @@ def test_it_answers_as_the_dense_demo_behind_long_prose(engines):
     assert all(1400 < len(o.prompt_token_ids) < 1700 for o in outputs)
     (output,) = sparse.generate(["12+30="], SamplingParams(max_tokens=1))
     assert output.prompt_token_ids  # the base's tokenizer
+
+
+def test_it_finds_planted_keys_although_most_tokens_are_dropped(engines):
+    _, sparse = engines
+    prose = [p["text"] for p in HELD["prose"]]
+    asked = accuracy.with_keys(sparse, accuracy.spread(KEYS, 4), prose, 1500)
+    found, outputs = accuracy.score(sparse, FOLDER, "keys", asked)
+    assert found["right"] == 4
+    assert all(1480 < len(o.prompt_token_ids) < 1520 for o in outputs)
+    other = accuracy.with_keys(sparse, KEYS[1::50], prose, 1500)  # other facts, the same questions
+    swapped = [{**o, "answer": a["answer"]} for a, o in zip(asked, other, strict=True)]
+    assert accuracy.score(sparse, FOLDER, "keys", swapped)[0]["right"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", ["demo", "demo-v32"])
+def test_keys_planted_in_4096_tokens_are_found(model):
+    report = accuracy.run({"model": model, "platform": "cpu"}, 40, False, planted=(4096,))
+    assert report["scores"]["planted"][4096]["share"] >= 0.95

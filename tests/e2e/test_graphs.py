@@ -58,13 +58,19 @@ def runner(tiny, recorded):
     return made
 
 
-@pytest.mark.parametrize("op", ["cache_write", "mla_decode", "experts", "sample"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("cache_write", "cache_move", "mla_decode", "index_prologue", "index_scores"),
+        *("experts", "sample", "logprobs"),
+    ],
+)
 def test_the_kernels_of_these_tests_conform(recorded, op):
     facts = facts_for(DeviceInfo("cpu", "host", "any"), "float32")
     offers = [*recorded.ds_attention(facts), *recorded.ds_moe(facts), *recorded.ds_ops(facts)]
     (kernel,) = (k for k in offers if k.op.name == op)
     results = check_kernel(kernel, facts)
-    assert len(results) > 3 and [r.failure for r in results if not r.ok] == []
+    assert len(results) > 1 and [r.failure for r in results if not r.ok] == []
 
 
 def test_answers_are_those_of_eager_steps(tiny, recorded):

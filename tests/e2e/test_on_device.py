@@ -158,18 +158,18 @@ def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable
 
 
 def test_two_devices_give_the_answers_of_one(tiny, platform, kernels):
-    """Collectives inside captured steps."""
+    """Collectives inside captured steps, of heads and of sequences that are divided."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("one device is here")
     params = SamplingParams(max_tokens=40)
     prompts = [[(i * 31 + j * 7) % 250 + 2 for j in range(n)] for i, n in enumerate((1, 20, 70, 5))]
     found = {}
-    for tp, disable_graph in ((1, True), (2, True), (2, False)):
+    for case in ((1, True), (2, True), (2, False), (2, True, True), (2, False, True)):
+        tp, disable_graph, *divided = case
         given = settings(platform, tp=tp, disable_graph=disable_graph)
-        with LLM(tiny, extra_plugins=[kernels], **given) as llm:
-            found[tp, disable_graph] = [o.token_ids for o in llm.generate(prompts, params)]
-    assert found[2, True] == found[1, True]
-    assert found[2, False] == found[1, True]
+        with LLM(tiny, extra_plugins=[kernels], **given, enable_dp_attention=bool(divided)) as llm:
+            found[case] = [o.token_ids for o in llm.generate(prompts, params)]
+    assert all(tokens == found[1, True] for tokens in found.values())
 
 
 def test_replays_allocate_nothing(tiny, platform, kernels):

@@ -95,7 +95,7 @@ def run(made, asked):
         for message in made.step():
             assert not found[message.rid] or found[message.rid][-1].finish is None, "after its end"
             found[message.rid].append(message)
-    assert not made.scheduler.holdings.pool.num_free + made.scheduler.holdings.num_cached < (
+    assert not made.scheduler.holdings.num_free + made.scheduler.holdings.num_cached < (
         made.runner.num_pages
     ), "a page is lost"
     return found

@@ -6,9 +6,7 @@ On the demo model, whose draft layer is trained and right about half of the time
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -21,6 +19,7 @@ from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.runner import Runner
 from ds_runtime.output_rules import OutputRules
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.speculation import Speculation
 from ds_runtime_cpu.platform import CpuPlatform
 
 SETTINGS = {
@@ -91,19 +90,11 @@ def test_answers_are_those_without(plain, settings):
             [x.logprob for x in theirs or ()], abs=1e-4
         )
     assert 0.1 < stats.accepted_tokens / stats.draft_tokens < 0.9
-    assert stats.generated_tokens == plain[2].generated_tokens
+    # Stop strings are found beside the engine, which counts all that a verification gave.
+    steps = Speculation.of(EngineConfig(**NEXTN, **settings)).steps
+    behind = stats.generated_tokens - plain[2].generated_tokens
+    assert 0 <= behind <= steps * sum("stop" in p for p in PARAMS)
     assert stats.steps < plain[2].steps or settings.get("max_step_tokens") == 9
-
-
-@pytest.fixture(scope="module")
-def recorded():
-    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
-    try:
-        import recorded
-
-        yield recorded
-    finally:
-        sys.path.pop(0)
 
 
 def shortened(params, most):
@@ -133,9 +124,9 @@ class Ahead(CpuPlatform):
     asynchronous = True
 
 
-@pytest.fixture(scope="module")
-def runner():
-    settings = {**SETTINGS, **NEXTN}
+@pytest.fixture(scope="module", params=[NEXTN, TREE], ids=("chain", "tree"))
+def runner(request):
+    settings = {**SETTINGS, **request.param}
     made = Runner(assemble(EngineConfig(**settings), settings), SoloCommunicator(), poison=True)
     made.warm_up()
     return made
@@ -163,28 +154,16 @@ def test_overlap_and_aborts(runner):
                 del tokens["2"]
         assert all(len(ids) == 25 for ids in tokens.values()) and len(tokens) == 5
         holdings = engine.scheduler.holdings
-        assert holdings.pool.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
+        assert holdings.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
         engine.close()
         found.append(tokens)
     assert found[1] == found[0]
 
 
 @pytest.mark.slow
-def test_two_ranks_draft_and_verify_alike(plain):
-    found, _, stats = answers(**NEXTN, tp=2)
-    assert found == plain[0] and stats.accepted_tokens > 0
-
-
-def test_captured_cycles_answer_as_plain_steps_do(recorded, plain):
-    """Every kind of request, in batches between and at the captured sizes."""
-    settings = {**SETTINGS, **NEXTN, "platform": "recorded", "plugins": (), "graph_sizes": (1, 3)}
-    settings |= {"speculative_num_steps": 2, "max_running_requests": 3}
-    with LLM("demo", extra_plugins=[recorded], **settings) as llm:
-        prompts, params = asked(llm)
-        outputs = llm.generate(prompts, [shortened(p, 10) for p in params])
-        backend, stats = llm._assembly.platform.backend, llm.stats()
-    for ours, theirs in zip(outputs, plain[0], strict=False):
-        assert ours.token_ids == theirs[0][: len(ours.token_ids)]
-    assert stats.accepted_tokens > 0
-    # Per size a verification, the draft layer behind it, and the chain.
-    assert len(backend.replays) == 6 and all(backend.replays)
+@pytest.mark.parametrize("divided", [False, True])
+def test_two_ranks_draft_and_verify_alike(plain, divided):
+    """By heads, and by sequences: then each drafts for its own."""
+    found, _, stats = answers(**NEXTN, tp=2, enable_dp_attention=divided)
+    assert found == plain[0]
+    assert stats.accepted_tokens > 0.25 * stats.draft_tokens

@@ -4,12 +4,15 @@ those without drafts, token for token, in float32.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.bench import shapes
 from ds_runtime.bench.checkpoint import make_checkpoint
-from ds_runtime.errors import UnsupportedError
+from ds_runtime.errors import ConfigError
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.adapters import write_adapter
@@ -26,6 +29,7 @@ SETTINGS = {
 }
 CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+DIVIDED = {"tp": 2, "enable_dp_attention": True, "dist_timeout": 60}
 ADAPTIVE = {**CHAIN, "speculative_adaptive": True}
 
 
@@ -55,21 +59,37 @@ def made(tmp_path_factory):
         return folders
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+    import recorded
+
+    yield recorded
+    del sys.modules["recorded"]
+
+
 @pytest.mark.parametrize(
-    ("shape", "drafting"),
-    [("tiny-v3", TREE), ("tiny-v32", CHAIN), ("tiny-v32", ADAPTIVE)],
-    ids=("fp8-tree", "sparse-chain", "sparse-adaptive"),
+    ("shape", "drafting", "settings"),
+    [
+        ("tiny-v3", CHAIN, {}),
+        ("tiny-v3", TREE, {}),
+        ("tiny-v3", CHAIN, {"pin": ("mla_decode=reference",)}),
+        ("tiny-v3", TREE, {"pin": ("mla_decode=reference",)}),
+        ("tiny-v32", CHAIN, {}),
+        ("tiny-v32", ADAPTIVE, {}),
+        ("tiny-v32", TREE, {}),
+        ("tiny-v32", TREE, {"kv_cache_dtype": "fp8"}),
+    ],
+    ids=(
+        *("fp8-chain", "fp8-tree", "reference-chain", "reference-tree"),
+        *("sparse-chain", "sparse-adaptive", "sparse-tree", "sparse-tree-scaled"),
+    ),
 )
-def test_with_formats_and_sparse_attention(made, shape, drafting):
-    plain, _ = answers(made[shape])
-    found, stats = answers(made[shape], **drafting)
+def test_with_formats_kernels_and_sparse_attention(made, shape, drafting, settings):
+    plain, _ = answers(made[shape], **settings)
+    found, stats = answers(made[shape], **drafting, **settings)
     assert found == plain
     assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
-
-
-def test_trees_with_sparse_attention_are_refused(made):
-    with pytest.raises(UnsupportedError, match="trees of drafts with sparse attention"):
-        answers(made["tiny-v32"], **TREE)
 
 
 @pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=("chain", "tree"))
@@ -82,6 +102,34 @@ def test_with_adapters(tmp_path, drafting):
     found, stats = answers("demo", adapters=("a", None), **settings, **drafting)
     assert found == plain and stats.accepted_tokens > 0
     assert plain != answers("demo")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "drafting"), [("tiny-v3", CHAIN), ("tiny-v32", CHAIN), ("tiny-v32", ADAPTIVE)]
+)
+def test_with_sequences_divided(made, shape, drafting):
+    plain, _ = answers(made[shape])
+    found, stats = answers(made[shape], **DIVIDED, **drafting)
+    assert found == plain
+    assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
+
+
+@pytest.mark.slow
+def test_with_sequences_and_adapters_divided(tmp_path, recorded):
+    """Steps that could be captured run op by op, and one ahead of the host."""
+    config = load_config(resolve_model("demo"))
+    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
+    settings = {"lora": (f"a={tmp_path / 'a'}",)}
+    plain, _ = answers("demo", adapters=("a", None), **settings)
+    settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
+    found, stats = answers("demo", adapters=("a", None), **settings, **DIVIDED, **CHAIN)
+    assert found == plain and stats.accepted_tokens > 0
+
+
+def test_trees_of_divided_sequences_are_refused():
+    with pytest.raises(ConfigError, match=r"eagle-topk 2\) beside it are not supported"):
+        answers("demo", **DIVIDED, **TREE)
 
 
 @pytest.mark.slow

@@ -237,7 +237,8 @@ def test_steps_ahead_and_preemptions_change_nothing(runner):
     assert run(engine(runner, False), asked) == want
     assert run(engine(runner, True), asked) == want
     small = engine(runner, True)
-    small.scheduler.holdings.pool = type(small.scheduler.holdings.pool)(12)
+    (pages,) = small.scheduler.holdings.ranks
+    pages.pool = type(pages.pool)(12)
     assert run(small, asked) == want
     assert small.scheduler.stats().preemptions > 0
     for rid in ("0", "5"):

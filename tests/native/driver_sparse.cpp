@@ -81,24 +81,34 @@ void index(std::vector<Case>& to, const Shape& s, bool interleaved) {
 
 // Slots with gaps, without them, and attention over pages of one token; a row without slots gives 0.
 template <class T>
-void chosen(std::vector<Case>& to, int64_t rows, int64_t n, int64_t heads, int64_t lora) {
+void chosen(std::vector<Case>& to, int64_t rows, int64_t n, int64_t heads, int64_t lora,
+            bool grouped) {
   to.push_back({"compact_slots", [=](const Library& library, Results& results) {
     Random random(32);
     const int64_t width = lora + 4, held = 2 * n;
-    Matrix<T> q(rows * heads, width), cache(held, width), out(rows * heads, lora);
+    const int64_t size = lora + (lora + 127) / 128 * 4 + 2 * 4;  // of a token, if grouped
+    const int32_t kept = grouped ? DS_GROUPED : code<T>();
+    Matrix<T> q(rows * heads, width), tokens(held, width), out(rows * heads, lora);
+    Matrix<char> bytes_of(grouped ? held : 0, size);
+    Matrix<int64_t> places(1, held);
     Matrix<int32_t> slots(rows, n, n + 2, 1), pages(rows, n), lens(1, rows), starts(1, rows + 1);
     q.fill(random, nan<T>());
-    cache.fill(random, nan<T>());
+    tokens.fill(random, nan<T>());
+    for (int64_t i = 0; i < held; ++i) places.at(0, i) = held - 1 - i;
+    if (grouped)
+      library.cache_write(code<T>(), kept, bytes_of.data, width, tokens.data, tokens.ld, lora,
+                          tokens.data + lora, tokens.ld, places.data, held);
+    const void* cache = grouped ? (const void*)bytes_of.data : tokens.data;
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t i = 0; i < n; ++i)
         slots.at(r, i) = r == 1 || random.below(3) == 0 ? -1 : int32_t((2 * i + r) % held);
     for (int64_t r = 0; r <= rows; ++r) starts.at(0, r) = int32_t(r);
     library.compact_slots(slots.data, slots.ld, n, pages.data, lens.data, rows);
     int64_t bytes = -1;
-    library.mla_decode_memory(code<T>(), code<T>(), width, lora, lens.data, starts.data, rows,
+    library.mla_decode_memory(code<T>(), kept, width, lora, lens.data, starts.data, rows,
                               heads, &bytes);
     Matrix<char> memory(1, bytes);
-    library.mla_decode(code<T>(), code<T>(), q.data, heads * q.ld, q.ld, cache.data, 1, width,
+    library.mla_decode(code<T>(), kept, q.data, heads * q.ld, q.ld, cache, 1, width,
                        lora, pages.data, n, lens.data, starts.data, 0.2, out.data, rows, heads,
                        memory.data, bytes, nullptr);
     results.take(out, "mla_decode of chosen slots");
@@ -121,8 +131,11 @@ void sparse_cases(std::vector<Case>& to, bool large) {
       index<Half, Half>(to, s, interleaved);
       index<Half, unsigned char>(to, s, interleaved);
     }
-  chosen<float>(to, 3, 9, 2, 8);
-  chosen<Half>(to, 2, 400, 17, 32);
+  for (const bool grouped : {false, true}) {
+    chosen<float>(to, 3, 9, 2, 8, grouped);
+    chosen<Half>(to, 2, 400, 17, 32, grouped);
+    chosen<Half>(to, 2, 60, 3, 200, grouped);
+  }
 }
 
 }  // namespace driver

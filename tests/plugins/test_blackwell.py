@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vendor_doubles import cuda, install
 from vendor_doubles.blackwell import packed_words
-from vendor_doubles.served import INDEXED, TRUE, on_host, serve
+from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 
+from ds_runtime.api import fp8_blocks
 from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.spec import Dims
 from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
-from ds_runtime_cuda import blackwell, blocks, deep_gemm_packed, ds_defaults, quant
+from ds_runtime_cuda import blackwell, deep_gemm_packed, ds_defaults, quant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
@@ -67,6 +69,13 @@ def test_v3_in_fp8_with_float_scales_and_with_packed_powers(tmp_path):
             ("experts=ExpertsNvfp4Cutlass",),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "modelopt nvfp4",
+            "ExpertsNvfp4CuteDsl",
+            "LinearNvfp4",
+            ("experts=ExpertsNvfp4CuteDsl",),
+            marks=pytest.mark.slow,
+        ),
         ("quark", "ExpertsMxfp4", None, ()),
     ],
 )
@@ -86,6 +95,42 @@ def test_v3_in_mxfp8(monkeypatch, tmp_path):
     model = published_kinds.write_kind(tmp_path, "mxfp8", 3)
     told = serve(tmp_path, model, "cuda", "b200")
     assert "flashinfer.LinearMxfp8" in told.kernels["linear"] and told.error < 0.3
+
+
+def test_v3_over_a_cache_in_fp8(tmp_path):
+    """Keys of eight bits are 2⁻⁴ from their values, and move tokens to other experts: the
+    reference over such a cache is as far."""
+    model = tiny.write_tiny(tmp_path, "v3", 3, **TRUE)
+    told = serve(tmp_path, model, "cuda", "b200", kv_cache_dtype="fp8")
+    assert told.kernels["mla_decode"] == {"flashinfer.MlaDecodeTrtllmFp8"}
+    pin = ("mla_decode=reference.ReferenceMlaDecode",)
+    plain = serve(tmp_path, model, "cuda", "b200", kv_cache_dtype="fp8", pin=pin)
+    assert told.error < 1.3 * plain.error
+
+
+@pytest.mark.parametrize(
+    ("fn", "changes", "said"),
+    [
+        ("MlaDecodeTrtllm", {"kv_dtype": "float8_e4m3fn"}, "pass --kv-cache-dtype auto"),
+        ("MlaDecodeTrtllmFp8", {}, "reads a cache of float8_e4m3fn, not of bfloat16: pass"),
+        ("MlaDecodeTrtllm", {"heads": 96}, "up to 64 heads, or 128, not 96: choose another --tp"),
+        ("MlaDecodeTrtllmFp8", {"heads": 65}, "up to 64 heads, or 128, not 65"),
+        ("MlaDecodeTrtllm", {"page_size": 16}, "page size 16, takes 32 or 64: pass --page-size 64"),
+        ("sparse_mla", {"heads": 100}, "takes up to 64 heads, or 128, not 100"),
+    ],
+)
+def test_decode_refuses_in_sentences(fn, changes, said):
+    kernel = next(k for k in blackwell.ATTENTION if k.fn.endswith(f":{fn}"))
+    dims = Dims({**TRUE_DIMS, "heads": changes.pop("heads", 128)})
+    facts = facts_for(on_host("cuda", "b200"), "bfloat16", dims, 64)
+    assert said in (refusal(kernel, replace(facts, **changes)) or "")
+
+
+@pytest.mark.slow
+def test_the_demo_model_adds():
+    """Its heads are narrower than what the libraries take: dense matmuls are the platform's."""
+    text, providers = demo("cuda", "b200")
+    assert text.endswith("579") and "cuda" in providers
 
 
 def test_v32_sparse(tmp_path):
@@ -174,7 +219,7 @@ def test_codes_move_to_the_power_above_and_powers_stay(seed):
     moved, power = deep_gemm_packed.rounded(values, scale)
     assert ((power >= scale) & (power < 2 * scale)).all()
     assert torch.equal(power, torch.exp2(torch.ceil(torch.log2(scale.double()))).float())
-    was, now = blocks.spread(values, scale), blocks.spread(moved, power)
+    was, now = fp8_blocks.spread(values, scale), fp8_blocks.spread(moved, power)
     assert ((was - now).norm() / was.norm()) < 0.04
     again = deep_gemm_packed.rounded(moved, power)
     assert torch.equal(again[0].view(torch.uint8), moved.view(torch.uint8))

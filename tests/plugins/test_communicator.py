@@ -8,8 +8,8 @@ import traceback
 import pytest
 import torch
 
-from ds_runtime import api
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.parallel import group as groups
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import Platform
 from ds_runtime_cpu.platform import CpuPlatform
@@ -28,6 +28,11 @@ def worker(rank: int, size: int, address: str, results) -> None:
             part = torch.full((3, 5), 2.0 + rank, dtype=dtype)
             out[str(dtype)] = group.all_reduce(part.T.contiguous().T).tolist()
         out["gather"] = group.all_gather(torch.tensor([[rank, 10.0 + rank], [5.0, 6.0]])).tolist()
+        rows = torch.tensor([[rank, 2], [3, 4]])
+        out["rows"] = group.gather_rows(rows.T.contiguous().T).tolist()
+        for dtype in (torch.float32, torch.bfloat16):
+            parts = torch.arange(size * 2.0).repeat(3, 1).T.to(dtype) + rank  # [size · 2, 3]
+            out[f"part {dtype}"] = group.reduce_scatter(parts).tolist()
         out["objects"] = group.gather_objects({"rank": rank})
         group.close()
         results.put(out)
@@ -50,6 +55,10 @@ def test_every_collective(tmp_path, size):
     total = float(sum(2 + r for r in range(size)))
     for out in found:
         assert out["size"] == size
+        assert out["rows"] == [row for r in range(size) for row in ([r, 2], [3, 4])]
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            sums = [size * (2 * out["rank"] + i) + sum(range(size)) for i in range(2)]
+            assert out[f"part {dtype}"] == [[float(s)] * 3 for s in sums]
         for dtype in ("torch.float32", "torch.bfloat16"):
             assert out[dtype] == [[total] * 5] * 3
         assert out["gather"][0] == [v for r in range(size) for v in (r, 10.0 + r)]
@@ -61,6 +70,7 @@ def test_one_rank_needs_no_group():
     group = SoloCommunicator()
     x = torch.ones(2, 3)
     assert group.size == 1 and group.all_reduce(x) is x and group.all_gather(x) is x
+    assert group.gather_rows(x) is x and group.reduce_scatter(x) is x
     assert group.gather_objects(7) == [7]
 
 
@@ -76,7 +86,7 @@ def test_a_group_is_joined_with_the_device_of_the_local_rank(monkeypatch, kind, 
     first.
     """
     told = []
-    monkeypatch.setattr(api, "TorchCommunicator", lambda *a, **k: told.append((a[1:3], k)))
+    monkeypatch.setattr(groups, "TorchCommunicator", lambda *a, **k: told.append((a[1:3], k)))
     monkeypatch.setattr(kind, "device", lambda self, rank=0: f"device {rank}")
     platform = kind()
     platform.local_rank = local

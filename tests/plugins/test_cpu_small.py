@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -269,6 +270,9 @@ def test_route_among_many(experts):
     weights, ids = routing.route(logits, None, choice)
     assert torch.equal(ids.sort(-1).values, want.indices.int().sort(-1).values)
     close(weights.sort(-1).values, want.values.sort(-1).values)
+    with_shared, slots = routing.route(logits, None, replace(choice, shared=2))
+    assert torch.equal(with_shared[:, :8], weights) and torch.equal(slots[:, :8], ids)
+    assert slots[:, 8:].tolist() == [[experts, experts + 1]] * 7 and (with_shared[:, 8:] == 1).all()
 
 
 def test_more_experts_than_the_buffers_hold_are_refused():

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime_cpu import native, sparse
+from ds_runtime.ops.reference import scaled
+from ds_runtime_cpu import native, prologue, sparse
 
 FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3e38, math.inf, -math.inf, math.nan])
 
@@ -57,6 +58,36 @@ def test_many_slots_and_rows_are_attended_as_in_float64(isa):
     weights = scores.masked_fill(slots[:, None] < 0, -math.inf).softmax(-1).nan_to_num(0.0)
     torch.testing.assert_close(found.double(), weights @ keys[..., :lora], atol=2e-5, rtol=0)
     assert not found[66].any()
+
+
+@pytest.mark.parametrize("isa", native.runnable())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scaled_tokens_are_written_and_attended(isa, dtype):
+    """latent_fp8_groups, bytes as the reference writes them; the latent ends within a group."""
+    torch.manual_seed(7)
+    rows, heads, lora, rope, held = 5, 3, 320, 10, 900
+    latent, key = torch.randn(held, lora).to(dtype), torch.randn(held, rope).to(dtype)
+    latent[3, :128], latent[5, 2] = 0.0, 700.0
+    caches = torch.full((2, 60, 15, scaled.token_bytes(lora, rope)), 7, dtype=torch.uint8)
+    where = torch.randperm(held)
+    where[::50] = -1
+    slots = torch.stack([torch.randperm(held)[:700] for _ in range(rows)]).to(torch.int32)
+    slots[torch.rand(slots.shape) < 0.2] = -1
+    held_ones = torch.zeros(held, dtype=torch.bool).index_fill_(0, where[where >= 0], True)
+    slots[~held_ones[slots.clamp(min=0).long()]] = -1  # of the others' bytes nothing is known
+    q = torch.randn(rows, heads, lora + rope).to(dtype)
+    with native.using(isa):
+        prologue.scaled_cache_write(caches[0], latent, key, where)
+        found = sparse.scaled_sparse_mla(q, caches[0], slots, lora, 0.05)
+    scaled.scaled_cache_write(caches[1], latent, key, where)
+    assert torch.equal(caches[0], caches[1])
+    keys = scaled.decoded(caches[1].flatten(0, 1)[slots.clamp(min=0).long()], lora).double()
+    scores = torch.einsum("rhw,rnw->rhn", q.double(), keys) * 0.05
+    weights = scores.masked_fill(slots[:, None] < 0, -math.inf).softmax(-1)
+    atol, rtol = (
+        (2e-5, 1e-6) if dtype == torch.float32 else (4e-3, 2**-8)
+    )  # half a unit of bfloat16
+    torch.testing.assert_close(found.double(), weights @ keys[..., :lora], atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -31,19 +31,23 @@ def device(arch: str, **changes) -> DeviceInfo:
     return replace(describe(PLUGINS, arch).info(), type="cpu", **changes)
 
 
+MANY_HEADS = Dims({**TRUE_DIMS, "heads": 32})
 CACHES = ("", "float8_e4m3fn", FP8_GROUPS)
 
 
 def arch_of(kernel) -> str:
     """A device on which the kernel serves."""
-    kinds = [facts_for(device("sm90"), "bfloat16", TRUE_DIMS, 64, kv) for kv in CACHES]
+    asked = product((TRUE_DIMS, MANY_HEADS), CACHES)
+    kinds = [facts_for(device("sm90"), "bfloat16", dims, 64, kv) for dims, kv in asked]
     return "sm90" if any(kernel.refuse(facts) is None for facts in kinds) else "sm100"
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op.name}-{k.fn.rpartition('.')[2]}")
 def test_an_adapter_conforms(kernel):
     info, ran = device(arch_of(kernel)), 0
-    for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64)):
+    for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64), (MANY_HEADS, 64)):
+        if ran and dims is MANY_HEADS:
+            break
         for dtype, kv in product(("bfloat16", "float16", "float32"), CACHES):
             facts = facts_for(info, dtype, dims, page, kv)
             if kernel.refuse(facts) is not None:
@@ -93,9 +97,13 @@ def by_fn(fn):
         ("flash_mla:scaled_sparse_mla", {}, "reads a cache of fp8_groups, not of bfloat16"),
         ("flash_mla:sparse_mla", {"dtype": "float16"}, "computes in bfloat16, not float16"),
         ("deep_gemm:LinearFp8", {"shape": (12, 256)}, "a multiple of 8 outputs, not 12"),
-        ("deep_gemm:ExpertsFp8", {"shape": (8, 192, 256)}, "whole blocks of 128, and 192 are none"),
+        (
+            "deep_gemm:ExpertsFp8",
+            {"shape": (8, 192, 256)},
+            "in multiples of 128, and 192 is none",
+        ),
         ("flashinfer:MlaDecodeTrtllm", {}, "made for sm100 and sm103, not for sm90"),
-        ("sgl_kernel:mha_prefill", {"dims": SMALL_DIMS}, "made for heads of 192 and 128 dims"),
+        ("sgl_kernel:mha_prefill", {"dims": SMALL_DIMS}, "made for heads of 128 + 64 and 128 dims"),
         ("torch_ops:ExpertsGroupedMm", {"shape": (8, 64, 33)}, "whole 16 bytes, and 33 values"),
     ],
 )

@@ -13,7 +13,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.memory import kv_memory
 from ds_runtime.model.estimate import sparse_bytes
-from ds_runtime.model.indexing import SCORES
+from ds_runtime.ops.sparse import SCORES
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import load_plugins
 
@@ -57,7 +57,7 @@ TABLE = [
      "cuda.LinearScaledMm", "cuda.ExpertsGroupedMm"),
     (FP8, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", f"{FI}.LinearGroupwise",
      f"{FI}.ExpertsTrtllm"),
-    (BF16, "h200", (), FLASH, f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "h200", (), "flash_mla.MlaDecodeFewHeads", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "a100", (), f"{FI}.MlaDecode", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "a100", LIBRARIES, "reference.ReferenceMlaDecode", "reference.mha_prefill", CUBLAS,
@@ -121,7 +121,7 @@ def test_described_software_is_all_that_kernels_look_for():
         (FP8, "h200", LIBRARIES, "triton.mla_decode", "cuda.LinearScaledMm", "triton.experts_fp8"),
         (FP8, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.LinearGroupwise", f"{FI}.ExpertsTrtllm"),
         (FP8, "sm100", LIBRARIES, "triton.mla_decode", "triton.linear_fp8", "triton.experts_fp8"),
-        (BF16, "h200", (), FLASH, "triton.linear_dense", "triton.experts_dense"),
+        (BF16, "h200", (), "triton.mla_decode", "triton.linear_dense", "triton.experts_dense"),
         (BF16, "a100", (), "triton.mla_decode", "triton.linear_dense", "triton.experts_dense"),
     ],
 )

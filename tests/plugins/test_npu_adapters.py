@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 from vendor_doubles import install, records, torch_npu
 from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
+from vendor_doubles.served import platform as served_platform
 
+from ds_runtime.bench import shapes
+from ds_runtime.bench.checkpoint import make_checkpoint
+from ds_runtime.config import EngineConfig
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims, Offers
-from ds_runtime.testing import tiny
+from ds_runtime.testing import fake, tiny
+from ds_runtime.testing.bisect import bisect
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_npu import kernels
 
@@ -39,10 +44,14 @@ def label(kernel):
     return f"{kernel.op.name}-{kernel.fn.rpartition('.')[2]}"
 
 
+PROLOG_DIMS = Dims({**TRUE_DIMS, "hidden": 6144, "q_lora": 1536})
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=label)
 def test_an_op_conforms(kernel):
     ran = 0
-    for dims, page in ((SMALL_DIMS, 16), (TRUE_DIMS, 64)):
+    sizes = ((SMALL_DIMS, 16), (TRUE_DIMS, 64))
+    for dims, page in ((PROLOG_DIMS, 16),) if kernel.op.name == "mla_inputs" else sizes:
         for dtype in ("bfloat16", "float16"):
             facts = facts_for(on_host("npu", "910b"), dtype, dims, page)
             ran += len(cases_for((kernel,), facts))
@@ -51,7 +60,8 @@ def test_an_op_conforms(kernel):
 
 
 ATTENTION = {"mla_decode": {"npu.MlaDecode"}, "mha_prefill": {"npu.mha_prefill"}}
-SPARSE = {"sparse_decode": {"npu.sparse_mla"}, "sparse_prefill": {"npu.sparse_mla"}}
+SPARSE = {op: {"npu.sparse_mla"} for op in ("sparse_decode", "sparse_prefill")}
+SPARSE["index_select"] = {"npu.index_select"}
 SMALL = {k.op.name: {k.name} for k in kernels.SMALL}
 
 
@@ -67,6 +77,22 @@ def served(folder, model, experts, linear="npu.LinearDense", attention=ATTENTION
 def test_v3_in_bfloat16(tmp_path):
     model = tiny.write_tiny(tmp_path, "v3", 3, **TRUE)
     assert served(tmp_path, model, "npu.Experts") < 0.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "sizes"), [("v3", TRUE), ("v32", INDEXED)])
+def test_with_the_prolog(tmp_path, shape, sizes):
+    """The op is made for the widths of V3; a step that only decodes uses it, prefill does not. The
+    indexer reads the query latent that it gives."""
+    wide = {"hidden_size": 6144, "q_lora_rank": 1536, "n_routed_experts": 8, "n_group": 2}
+    wide |= {"moe_intermediate_size": 64, "intermediate_size": 64, "topk_group": 1}
+    model = tiny.write_tiny(tmp_path, shape, 3, **sizes | wide)
+    given = {"page_size": 128, "index_cache_dtype": "bfloat16"}
+    told = serve(tmp_path, model, "npu", "910b", **given)
+    assert told.kernels["mla_inputs"] == {"npu.MlaProlog"}
+    apart = serve(tmp_path, model, "npu", "910b", disable_fusion=("mla_inputs",), **given)
+    assert apart.kernels["mla_inputs"] == {"composed"}
+    assert told.error < 1.1 * apart.error < (0.1 if shape == "v3" else 0.5)
 
 
 def test_v2_with_an_odd_number_of_heads(tmp_path):
@@ -91,8 +117,9 @@ def test_v3_in_int8(monkeypatch, tmp_path):
 def test_v32_sparse(tmp_path):
     """Index scores in bfloat16 choose other tokens than in float32: the references do so, too."""
     model = tiny.write_tiny(tmp_path, "v32", 3, **INDEXED)
-    error = served(tmp_path, model, "npu.Experts", attention=SPARSE)
-    plain = serve(tmp_path, model, "npu", "910b", without=("torch_npu",))
+    keys = {"index_cache_dtype": "bfloat16"}  # as the plugin wishes on its own device
+    error = served(tmp_path, model, "npu.Experts", attention=SPARSE, **keys)
+    plain = serve(tmp_path, model, "npu", "910b", without=("torch_npu",), **keys)
     assert plain.kernels["sparse_decode"] == {"reference.sparse_mla"}
     assert error < 1.2 * plain.error
 
@@ -101,6 +128,35 @@ def test_the_demo_model_adds():
     """Its heads are narrower than what attention takes: experts and the rest are the vendor's."""
     text, providers = demo("npu", "910b")
     assert text.endswith("579") and "npu" in providers
+
+
+WIDE = Dims({**TRUE_DIMS, "index_topk": 2500})
+
+
+@pytest.mark.parametrize(
+    ("backend", "select", "topk"),
+    [("npu", {"npu.index_select"}, set()), ("triton", {"composed"}, {"triton.index_topk"})],
+)
+def test_the_choice_of_tokens_has_a_backend(backend, select, topk):
+    """That of the vendor is the fusion; one of a part alone takes it apart."""
+    rows = fake.plan("demo-v32", "910b", nsa_topk_backend=backend).plan.rows
+    assert {r.kernel for r in rows if r.op == "index_select"} == select
+    assert {r.kernel for r in rows if r.op == "index_topk"} == topk
+
+
+def test_every_call_of_a_model_is_held_against_its_reference(monkeypatch, tmp_path):
+    """`ds-runtime bisect` over the split cache: latents and keys are no one row."""
+    raw = {**shapes.SHAPES["tiny-v3"], **TRUE}
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny-v3": raw})
+    make_checkpoint(tmp_path, "tiny-v3", "bfloat16")
+    given = {"model": str(tmp_path), "platform": "double", "plugins": ("npu",), "threads": 1}
+    given |= {"dtype": "bfloat16", "page_size": 16, "kv_memory": 16 << 20, "context_length": 256}
+    double = served_platform(on_host("npu", "910b"))
+    config = EngineConfig(**given)
+    finding = bisect(config, given, ["12+30=", "7"], 2, tmp_path / "case", [double])
+    asked = {kernel for _, _, kernel in finding.shares}
+    assert finding.culprit is None
+    assert {"npu.MlaDecode", "npu.cache_write", "npu.Experts", "npu.MlaAbsorb"} <= asked
 
 
 def by_fn(name):
@@ -118,10 +174,22 @@ def facts(**changes):
         (":MlaDecode", {"page_size": 2048}, "page size 2048, takes multiples of 16 up to 1024"),
         (":MlaDecode", {"dims": SMALL_DIMS}, "made for 512 latent and 64 rotated values"),
         (":MlaDecode", {"dims": Dims({**TRUE_DIMS, "heads": 160})}, "at most 128 heads, not 160"),
+        (":MlaProlog", {"dims": PROLOG_DIMS, "page_size": 64}, "takes 16 or 128: pass --page-size"),
+        (":MlaProlog", {"dims": Dims({**PROLOG_DIMS, "hidden": 5120})}, "not 5120 and 1536"),
+        (":MlaProlog", {"dims": Dims({**PROLOG_DIMS, "heads": 12})}, "a power of two of heads"),
+        (":MlaProlog", {"dims": PROLOG_DIMS, "dtype": "float16"}, "computes in bfloat16, not"),
+        (":index_select", {"dims": SMALL_DIMS}, "up to 64 index heads of 128 values, not 16 of 32"),
+        (":index_select", {"dims": WIDE}, "or multiples of 1024 up to 8192, not 2500"),
+        (":index_select", {"index_dtype": "float8_e4m3fn"}, "pass --index-cache-dtype bfloat16"),
+        (":index_select", {"page_size": 24}, "takes multiples of 16 up to 1024"),
         (":MlaDecode", {"dtype": "float32"}, "computes in bfloat16 or float16, not float32"),
         (":sparse_mla", {"kv_dtype": "float8_e4m3fn"}, "pass --kv-cache-dtype auto"),
         (":MlaDecode", {"graph_capture": True}, "not safe under graph capture"),
-        (":mha_prefill", {"dims": SMALL_DIMS}, "made for heads of 128 and 64 query and 128 value"),
+        (
+            ":mha_prefill",
+            {"dims": SMALL_DIMS},
+            "made for heads of 128 + 64 and 128 dims, not",
+        ),
         (":MlaAbsorb", {"dims": SMALL_DIMS}, "dims in multiples of 16, and 12 is none"),
         (":ExpertsInt8", {"shape": (8, 48, 256)}, "multiples of 32, and 48 is none"),
         (":LinearInt8", {"shape": (129280, 7168)}, "at most 65535 columns, not 129280"),

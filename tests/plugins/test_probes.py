@@ -131,6 +131,11 @@ def test_npu_stages(tmp_path):
     other = npu.probe(root, have())
     assert other.kind == "unsupported" and "PCI device 0xd500: this release serves" in other.reason
     write(root, {chip: "0xd802"})
+    info = "usr/local/Ascend/ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
+    write(root, {info: "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\narch=aarch64\n"})
+    toolkit = npu.probe(root, have())
+    assert toolkit.kind == "unsupported" and "CANN 8.2.RC1 is older than 8.5" in toolkit.reason
+    write(root, {info: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"})
     missing = npu.probe(root, have())
     assert missing.kind == "not installed" and "ds-runtime[npu]" in missing.reason
     old = npu.probe(root, {"torch-npu": "2.1.0.post8"}.get)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from vendor_doubles import aiter, install, records
-from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
+from vendor_doubles.served import INDEXED, TRUE, answers, demo, on_host, serve
 
+from ds_runtime.bench import shapes
+from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.moe import _experts_case
@@ -94,6 +96,20 @@ def test_v32_sparse(gfx, tmp_path):
     assert error < 1.2 * plain.error
 
 
+@pytest.mark.parametrize("gfx", ["gfx942"], indirect=True)
+def test_drafts_are_verified_by_the_librarys_prefill(monkeypatch, gfx, tmp_path):
+    """Answers with drafts are those without, token for token."""
+    raw = {**shapes.SHAPES["tiny-v3"], **TRUE, "num_nextn_predict_layers": 1}
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny-v3": raw})
+    make_checkpoint(tmp_path, "tiny-v3", "bfloat16")
+    plain, _ = answers(tmp_path, "rocm", DEVICES[gfx])
+    drafted, kernels = answers(
+        tmp_path, "rocm", DEVICES[gfx], speculative_algorithm="NEXTN", speculative_num_steps=2
+    )
+    assert drafted == plain
+    assert kernels["mla_decode"] == {"aiter.MlaDecode", "aiter.MlaVerify"}
+
+
 def test_v3_in_mxfp4(monkeypatch, gfx, tmp_path):
     """Where the GPU multiplies it activations are FP4, too; elsewhere weights are widened."""
     monkeypatch.setattr(published_kinds, "WIDTHS", TRUE)
@@ -138,7 +154,9 @@ def facts(device="mi355x", **changes):
         ("MlaDecode", "mi300x", {"dims": Dims({**TRUE_DIMS, "heads": 160})}, "at most 128 heads"),
         ("MlaDecode", "mi300x", {"dtype": "float16"}, "computes in bfloat16, not float16"),
         ("MlaDecode", "mi300x", {"kv_dtype": "float8_e4m3fn"}, "pass --kv-cache-dtype auto"),
-        ("mha_prefill", "mi300x", {"dims": SMALL_DIMS}, "made for heads of 192 and 128 dims"),
+        ("MlaVerify", "mi300x", {"dims": Dims({**TRUE_DIMS, "heads": 32})}, "or 128, not 32"),
+        ("MlaVerify", "mi300x", {"phase": "decode"}, "does not serve the decode phase"),
+        ("mha_prefill", "mi300x", {"dims": SMALL_DIMS}, "made for heads of 128 + 64 and 128 dims"),
         ("ExpertsFp8", "mi300x", {"shape": (8, 192, 256)}, "multiples of 128, and 192 is none"),
         ("ExpertsMxfp4", "mi300x", {}, "made for gfx950, not for gfx942"),
         ("LinearMxfp4", "mi355x", {"shape": (512, 80)}, "groups of 128 inputs, and 80 are not"),

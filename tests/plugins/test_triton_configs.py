@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 from dataclasses import replace
+from importlib import import_module
 from importlib.resources import files
 
 import pytest
@@ -97,7 +99,18 @@ def test_lookup_goes_from_the_shape_to_the_generic_entry():
 
 @needs_triton
 def test_names_are_parameters_of_the_kernels():
-    from ds_runtime_triton.jit import absorb, coded, experts, gemm, index, mha, mla, sparse, topk
+    from ds_runtime_triton.jit import (
+        absorb,
+        coded,
+        experts,
+        gemm,
+        index,
+        mha,
+        mla,
+        small,
+        sparse,
+        topk,
+    )
 
     routed = (experts.gate_up_kernel, experts.down_kernel, experts.down_direct_kernel)
     kernels = {
@@ -116,6 +129,7 @@ def test_names_are_parameters_of_the_kernels():
         "index_scores": [index.index_scores_kernel],
         "index_topk": [topk.count_kernel, topk.gather_kernel],
         "sparse_mla": [sparse.sparse_mla_kernel],
+        "launch": [small.silu_mul_kernel],
     }
     assert set(kernels) == NAMES
     for op, functions in kernels.items():
@@ -126,6 +140,24 @@ def test_names_are_parameters_of_the_kernels():
         for param in configs(op):
             names = {name.removeprefix("UP_").removeprefix("DN_") for name in param.values[1]}
             assert names <= known, names - known
+
+
+@needs_triton
+def test_whatever_is_launched_waits_first():
+    """A kernel that read before the one in front of it had ended could read old values."""
+    from ds_runtime_triton.jit.entry import Entry
+
+    found = 0
+    for path in sorted((files("ds_runtime_triton") / "jit").glob("*.py")):
+        module = import_module(f"ds_runtime_triton.jit.{path.stem}")
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.endswith("_kernel"):
+                continue
+            body = node.body[1 if ast.get_docstring(node) else 0 :]
+            assert isinstance(getattr(module, node.name), Entry), node.name
+            assert node.args.args[-1].arg == "PDL" and ast.unparse(body[0]) == "follow(PDL)"
+            found += 1
+    assert found > 30
 
 
 def close(got, want, tolerance):

@@ -70,7 +70,11 @@ def test_torch_takes_what_its_stand_in_takes():
         ("sgl_kernel:sparse_mla", {}, "takes multiples of 8 heads, not 4"),
         ("vllm_index:index_scores", {"page": 16}, "page size 16, takes 64: pass --page-size 64"),
         ("vllm_index:index_scores", {"dims": SMALL_DIMS}, "64 index heads of 128 values, not 16"),
-        ("vllm_moe:ExpertsFp8", {"shape": (8, 192, 256)}, "whole blocks of 128, and 192 are none"),
+        (
+            "vllm_moe:ExpertsFp8",
+            {"shape": (8, 192, 256)},
+            "in multiples of 128, and 192 is none",
+        ),
         ("vllm_moe:ExpertsFp8", {"device": {"arch": "xe-hpc"}}, "not for xe-hpc"),
         ("vllm_moe:ExpertsDense", {"shape": (8, 64, 33)}, "whole 16 bytes, and 33 values are none"),
         ("torch_ops:LinearScaledMm", {"shape": (24, 256)}, "a multiple of 16 outputs, not 24"),

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 from vendor_doubles import install, xpu
-from vendor_doubles.served import INDEXED, TRUE, serve
+from vendor_doubles.served import INDEXED, TRUE, demo, serve
 
 from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
+import published_kinds
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +35,25 @@ def test_v3_in_fp8(tmp_path):
     assert told.kernels["linear"] == {"xpu.LinearScaledMm", "xpu.LinearOneDnn"}
     assert told.kernels["experts"] == {"vllm_xpu.ExpertsFp8"}
     assert told.error < 0.3  # activations are rounded, which moves tokens to other experts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "experts"), [("mxfp8", "ExpertsMxfp8"), ("quark", "ExpertsMxfp4")]
+)
+def test_v3_in_few_bits(monkeypatch, tmp_path, kind, experts):
+    """Weights stay what they are in experts, and are widened in other matmuls."""
+    monkeypatch.setattr(published_kinds, "WIDTHS", TRUE)
+    model = published_kinds.write_kind(tmp_path, kind, 3)
+    told = serve(tmp_path, model, "xpu", "b60")
+    assert told.kernels["experts"] == {f"vllm_xpu.{experts}"}
+    assert told.error < 0.15
+
+
+def test_the_demo_model_adds():
+    """Its heads are narrower than what attention takes: experts and matmuls are the vendor's."""
+    text, providers = demo("xpu", "b60")
+    assert text.endswith("579") and {"xpu", "vllm_xpu"} <= providers
 
 
 def test_v32(tmp_path):

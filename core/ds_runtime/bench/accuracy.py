@@ -1,6 +1,8 @@
-"""Scores of the runtime on a held-out set: sums, tool calls, prose, and how often MTP drafts agree.
+"""Scores of the runtime on a held-out set: sums, tool calls, prose, keys planted in long prompts,
+and how often MTP drafts agree.
 
-The set is heldout.json of the checkpoint's folder, or else the demo model's. The runtime generates
+The set is heldout.json of the checkpoint's folder, or else the demo model's; the keys are those of
+heldout_keys.json. The runtime generates
 greedily; answers are scored as raw text. MTP agreement is computed in plain torch on the outputs
 of the runtime, and apart from them on prose.
 """
@@ -12,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Score: TypeAlias = "tuple[dict[str, Any], list[RequestOutput]]"
 LIMITS = {"sums": 96, "tools": 160}  # tokens; correct answers of the demo model need fewer
+KEY_LIMIT = 12
 
 
 def load_heldout(path: Path) -> tuple[dict[str, Any], str]:
@@ -47,14 +49,28 @@ def behind(
     for i, entry in enumerate(entries):
         said = json.dumps(entry.get("tools", [])) + json.dumps(entry["messages"])
         room = max(0, tokens - len(encode(said)))
-        ids: list[int] = []
-        for passage in islice(cycle(prose), i, None):
-            if len(ids) >= room:
-                break
-            ids += encode(passage + "\n\n")
-        system = {"role": "system", "content": llm.tokenizer.decode(ids[:room])}
+        ids = scoring.prose_tokens(prose, i, room, encode)
+        system = {"role": "system", "content": llm.tokenizer.decode(ids)}
         made.append({**entry, "messages": [system, *entry["messages"]]})
     return made
+
+
+def with_keys(
+    llm: LLM, entries: Sequence[Mapping[str, Any]], prose: Sequence[str], tokens: int
+) -> list[dict[str, Any]]:
+    """The entries as prompts of about `tokens` tokens with their keys planted. Each begins with
+    another passage."""
+    encode, decode = llm.tokenizer.encode, llm.tokenizer.decode
+    return [
+        {**entry, "messages": scoring.planted(entry, prose, i, tokens, encode, decode)}
+        for i, entry in enumerate(entries)
+    ]
+
+
+def spread(entries: Sequence[Any], limit: int | None) -> Sequence[Any]:
+    """At most `limit` entries, from the whole sequence at even steps: keys of every depth."""
+    step = max(1, len(entries) // (limit or len(entries)))
+    return entries[::step][:limit]
 
 
 def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[RequestOutput]:
@@ -66,7 +82,8 @@ def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[R
     if template is None:
         raise CheckpointError(f"{folder}: has no chat template, which this measurement needs")
     texts = [template.render(e["messages"], e.get("tools")) for e in entries]
-    params = SamplingParams(max_tokens=LIMITS[kind], skip_special_tokens=False)
+    limit = LIMITS.get(kind, KEY_LIMIT)
+    params = SamplingParams(max_tokens=limit, skip_special_tokens=False)
     return llm.generate([llm.tokenizer.encode(t) for t in texts], params)
 
 
@@ -74,6 +91,8 @@ def right(kind: str, raw: str, entry: Mapping[str, Any]) -> bool:
     """Whether one raw answer is right."""
     if kind == "sums":
         return scoring.sum_correct(raw, entry["answer"])
+    if kind == "keys":
+        return scoring.key_correct(raw, entry["answer"])
     return scoring.calls_correct(raw, entry["calls"])
 
 
@@ -131,23 +150,32 @@ def run(
     limit: int | None = None,
     mtp: bool = True,
     lengths: Sequence[int] = (),
+    planted: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Load the engine with these EngineConfig fields and score it; `limit` entries per kind.
 
     lengths: ask for tool calls behind prose, too, in prompts of so many tokens.
+    planted: ask for keys that are planted in prose, too, in prompts of so many tokens.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: must be at least 1")
     if bad := [n for n in lengths if n < 1]:
         raise ConfigError(f"--behind {bad[0]}: must be at least 1 token")
+    if bad := [n for n in planted if n < 1]:
+        raise ConfigError(f"--planted {bad[0]}: must be at least 1 token")
     from ds_runtime import LLM
     from ds_runtime.base import part_of
     from ds_runtime.model.hub import resolve_model
 
     model = str(settings.get("model", "demo"))
     folder = resolve_model(model)
-    path = part_of(folder, "heldout.json")
-    heldout, digest = load_heldout(path if path.is_file() else resolve_model("demo") / path.name)
+
+    def held(name: str) -> tuple[dict[str, Any], str]:
+        path = part_of(folder, name)
+        return load_heldout(path if path.is_file() else resolve_model("demo") / name)
+
+    heldout, digest = held("heldout.json")
+    keys, keys_digest = held("heldout_keys.json")
     scores: dict[str, Any] = {}
     outputs: list[RequestOutput] = []
     with LLM(**settings) as llm:
@@ -163,6 +191,10 @@ def run(
             n: score(llm, folder, "tools", behind(llm, heldout["tools"][:limit], texts, n))[0]
             for n in lengths
         }
+        asked = spread(keys["keys"], limit)
+        scores["planted"] = {
+            n: score(llm, folder, "keys", with_keys(llm, asked, texts, n))[0] for n in planted
+        }
     if mtp:
         scores["mtp"] = draft_agreement(folder, outputs, prose)
     return {
@@ -170,6 +202,7 @@ def run(
         "model": model,
         "settings": {k: v for k, v in settings.items() if k != "model"},
         "heldout_sha256": digest,
+        "heldout_keys_sha256": keys_digest,
         "scores": scores,
         "peak_bytes": peak_bytes(),
         **environment(),
@@ -182,6 +215,7 @@ def render(report: Mapping[str, Any]) -> str:
     lines = [f"{report['model']}, held-out set {report['heldout_sha256'][:12]}"]
     shown = [("sums", scores["sums"]), ("tool calls", scores["tools"])]
     shown += [(f"tool calls behind {n:,} tokens", s) for n, s in scores["behind"].items()]
+    shown += [(f"planted keys in {n:,} tokens", s) for n, s in scores["planted"].items()]
     for name, s in shown:
         lines.append(
             f"{name}: {s['right']} of {s['of']} right ({s['share']:.1%}) in {s['seconds']:.1f} s"

@@ -191,7 +191,7 @@ class Measurement:
                 yield from self._kernel(group, kernel, tokens)
 
     def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
-        from ds_runtime.bench.subjects import MAKERS
+        from ds_runtime.bench.makers import MAKERS
 
         bound = kernel.name == group.bound.name
         about = (group.op, "", group.what, len(group.sites))
@@ -359,7 +359,7 @@ def step_bytes(
     assembly: Assembly, tokens: Sequence[int], context: int
 ) -> dict[int, dict[str, Work]]:
     """What decode steps of so many sequences must read, by op."""
-    sites = [site for site, _ in assembly.binding.choices]
+    sites = [site for site, kernel in assembly.binding.choices if kernel is not None]
     return {n: decode_step(sites, assembly.binding.base, n, context) for n in tokens}
 
 

@@ -1,4 +1,5 @@
-"""Scores of raw model text: sums and tool calls in the V3 format. Pure functions, no torch.
+"""Scores of raw model text: sums, planted keys and tool calls in the V3 format, and the prompts
+that keys are planted in. Pure functions, no torch.
 
 Raw text is what the model wrote after the prompt with its marker tokens kept; a closing
 end-of-sentence token may or may not be there.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 EOS = "<｜end▁of▁sentence｜>"
@@ -35,6 +37,41 @@ def sum_answer(raw: str) -> int | None:
 def sum_correct(raw: str, expected: int) -> bool:
     """Whether the answer is exactly the expected number (after an optional trace)."""
     return sum_answer(raw) == expected
+
+
+def key_correct(raw: str, expected: str) -> bool:
+    """Whether the answer is exactly the planted key's value."""
+    return final_text(raw) == expected
+
+
+def prose_tokens(
+    prose: Sequence[str], first: int, room: int, encode: Callable[[str], Sequence[int]]
+) -> list[int]:
+    """`room` tokens of the passages, one after another and over again, from passage `first`."""
+    ids: list[int] = []
+    for passage in islice(cycle(prose), first, None):
+        if len(ids) >= room:
+            break
+        ids += encode(passage + "\n\n")
+    return ids[: max(room, 0)]
+
+
+def planted(
+    entry: Mapping[str, Any],
+    prose: Sequence[str],
+    first: int,
+    tokens: int,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[list[int]], str],
+) -> list[dict[str, str]]:
+    """The messages of a prompt of about `tokens` tokens: a system text of the passages from `first`
+    on, in which the entry's fact stands at its depth (0 to 1) where a word ends, then its question.
+    """
+    fact, question = entry["fact"], entry["messages"]
+    said = fact + "".join(m["content"] for m in question)
+    text = decode(prose_tokens(prose, first, tokens - len(encode(said)) - 3, encode))
+    at = max(text.rfind(" ", 0, int(entry["depth"] * len(text)) + 1), 0)
+    return [{"role": "system", "content": f"{text[:at]} {fact}{text[at:]}"}, *question]
 
 
 def parse_calls(raw: str) -> list[dict[str, Any]] | None:

@@ -63,6 +63,12 @@ def _index_topk(p: Place, tokens: int) -> Inputs:
     return args, work.index_topk(k, (p.context,) * tokens)
 
 
+def _index_select(p: Place, tokens: int) -> Inputs:
+    args, scored = _index_scores(p, tokens)
+    k = p.facts.dims["index_topk"]
+    return (*args, k), work.index_select(scored, k, tokens)
+
+
 def _sparse(p: Place, tokens: int) -> Inputs:
     dims, size = p.facts.dims, p.facts.page_size
     heads, lora, rope = (dims[k] for k in ("heads", "kv_lora", "qk_rope"))
@@ -81,6 +87,7 @@ INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "index_prologue": _index_prologue,
     "index_scores": _index_scores,
     "index_topk": _index_topk,
+    "index_select": _index_select,
     "sparse_prefill": _sparse,
     "sparse_decode": _sparse,
 }

@@ -1,8 +1,9 @@
 """Which speculation pays: chains and trees of several sizes beside plain decode, in one run.
 
 Prompts are the checkpoint's held-out tool calls, where it has some, and random ones else, for which
-an acceptance can be simulated. A figure is decode alone: the time of all tokens less that of the
-first, medians over runs.
+an acceptance can be simulated; then requests sample at a temperature of 1, because greedy
+continuations of random weights repeat themselves and so choose fewer experts than real ones. A
+figure is decode alone: the time of all tokens less that of the first, medians over runs.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def run(
                 for count, shape in forced.items():
                     if drafts:
                         llm.force_drafts(count)
-                    figure, ids = _measure(llm, prompts, size, shape, lens[1], runs)
+                    heat = 0.0 if simulated is None else 1.0
+                    figure, ids = _measure(llm, prompts, size, shape, (lens[1], heat), runs)
                     found.append(figure)
                     same = answers.setdefault(size, ids) == ids or simulated is not None
                     if not same and given.get("dtype") == "float32":
@@ -168,19 +170,29 @@ def _prompts(
 
 
 def _measure(
-    llm: LLM, prompts: Sequence[Sequence[int]], size: int, shape: Shape, output_len: int, runs: int
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    size: int,
+    shape: Shape,
+    asked: tuple[int, float],
+    runs: int,
 ) -> tuple[Figure, list[list[int]]]:
+    """asked: tokens of an answer, and the temperature."""
     from ds_runtime.sampling_params import SamplingParams
 
+    output_len, heat = asked
     natural = len(prompts) > size  # held-out answers end where they end
 
     def timed(tokens: int) -> tuple[float, list[list[int]]]:
-        params = SamplingParams(max_tokens=tokens, ignore_eos=not natural)
+        params = [
+            SamplingParams(max_tokens=tokens, ignore_eos=not natural, temperature=heat, seed=i)
+            for i in range(size)
+        ]
         ids: list[list[int]] = []
         start = time.perf_counter()
         for first in range(0, len(prompts), size):
             batch = [list(p) for p in prompts[first : first + size]]
-            ids += [list(o.token_ids) for o in llm.generate(batch, params)]
+            ids += [list(o.token_ids) for o in llm.generate(batch, params[: len(batch)])]
         return time.perf_counter() - start, ids
 
     _, ids = timed(output_len)

@@ -143,7 +143,7 @@ class Function:
         self.call = place.made()
 
     def at(self, tokens: int) -> Iterator[Subject]:
-        args, todo = _INPUTS[self.place.kernel.op.name](self.place, tokens)
+        args, todo = INPUTS[self.place.kernel.op.name](self.place, tokens)
         yield Subject("", [partial(self.call, *args)], todo)
 
 
@@ -195,7 +195,8 @@ class Experts:
         one = 2 * work.matrix_bytes(inter, hidden, fmt, place.facts.dtype)
         one += work.matrix_bytes(hidden, inter, fmt, place.facts.dtype)
         assert place.routing is not None
-        self.top_k = place.routing.top_k
+        self.slots = max(0, count - place.routing.num_experts)  # that every token takes
+        self.top_k = place.routing.top_k + self.slots
         self.count = max(self.top_k, min(count, int(place.memory.most // one)))
         self.note = "" if self.count == count else f"{self.count} of {count} experts fit"
         facts = replace(place.facts, shape=(self.count, inter, hidden))
@@ -221,8 +222,9 @@ class Experts:
         yield subject(place, "", calls, todo, self.packed, self.note)
 
     def _choose(self, tokens: int) -> Tensor:
-        """Distinct experts for each token, all as likely."""
+        """Distinct experts for each token, all as likely, and the slots of shared ones."""
         scores = torch.rand(tokens, self.count)
+        scores[:, self.count - self.slots :] += 1
         return scores.topk(self.top_k).indices.to(torch.int32).to(self.place.device)
 
 
@@ -460,7 +462,7 @@ def _logprobs(p: Place, tokens: int) -> Inputs:
 
 
 _LORA = (16, 4)  # rank and slots of a measured adapter op
-_INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
+INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "silu_mul": _silu_mul,
@@ -479,12 +481,4 @@ _INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "lora_delta": _lora_delta,
     "logprobs": _logprobs,
     **sparse_subjects.INPUTS,
-}
-MAKERS: Mapping[str, Callable[[Place], Function | Linear | Experts | Decode]] = {
-    **dict.fromkeys(_INPUTS, Function),
-    "linear": Linear,
-    "mla_absorb": Absorb,
-    "experts": Experts,
-    "mla_decode": Decode,
-    "router_logits": Router,
 }

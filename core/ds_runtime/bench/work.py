@@ -164,6 +164,11 @@ def index_topk(k: int, lens: Iterable[int]) -> Work:
     return Work(reads=4 * tokens, writes=4 * k * rows)
 
 
+def index_select(scored: Work, k: int, rows: int) -> Work:
+    """IndexSelect: what its scores read and compute, without writing them."""
+    return Work(reads=scored.reads, writes=4 * k * rows, flops=scored.flops)
+
+
 def mha_prefill(heads: int, d_qk: int, d_v: int, dtype: str, tokens: int) -> Work:
     """MhaPrefill over the new tokens of one sequence, causal."""
     item = ITEM_BYTES[dtype]
@@ -240,6 +245,21 @@ def mla_prologue(
         (q + kv) * item + tokens * (4 * rope_dim + 2 * _ID),
         (q + kv) * item + kv * ITEM_BYTES[kv_dtype],
         4.0 * tokens * lora + 3.0 * tokens * (heads + 1) * rope_dim,
+    )
+
+
+def mla_inputs(dims: Mapping[str, int], fmt: str, dtype: str, tokens: int) -> Work:
+    """MlaInputs: its four matmuls. What lies between them stays in the kernel."""
+    heads, inner, lora, nope = (dims[k] for k in ("heads", "q_lora", "kv_lora", "qk_nope"))
+    first = linear(inner + lora + dims["qk_rope"], dims["hidden"], fmt, dtype, tokens)
+    second = linear(heads * (nope + dims["qk_rope"]), inner, fmt, dtype, tokens)
+    third = mla_absorb("apply_q", heads, nope, dims["v"], lora, dtype, tokens)
+    width = heads * (lora + dims["qk_rope"]) + inner + lora + dims["qk_rope"]
+    return Work(
+        first.weights + second.weights + third.weights,
+        tokens * dims["hidden"] * ITEM_BYTES[dtype],
+        tokens * width * ITEM_BYTES[dtype],
+        first.flops + second.flops + third.flops,
     )
 
 
@@ -322,12 +342,14 @@ WORK: Mapping[str, Callable[..., Work]] = {
         cache_move,
         mla_prologue,
         mla_absorb,
+        mla_inputs,
         mha_prefill,
         merge_state,
         mla_decode,
         index_prologue,
         index_scores,
         index_topk,
+        index_select,
         silu_mul,
         router_logits,
         route,
@@ -350,14 +372,18 @@ def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
         return Work(whole.weights, flops=whole.flops)
     if site.op == "experts":
         count, inter, hidden = site.shape
-        top_k = dims["top_k"]
-        reached = distinct_experts(count, top_k, tokens)
+        routed = dims["experts"]
+        slots = count - routed  # of shared experts: every token takes them
+        top_k = dims["top_k"] + slots
+        reached = distinct_experts(routed, dims["top_k"], tokens) + (slots if tokens else 0)
         whole = experts(inter, hidden, site.weight_format, dtype, tokens, top_k, reached)
         return Work(whole.weights, flops=whole.flops)
     if site.op == "mla_absorb":
         sizes = (dims["heads"], dims["qk_nope"], dims["v"], dims["kv_lora"], dtype, tokens)
         both = mla_absorb("apply_q", *sizes) + mla_absorb("apply_v", *sizes)
         return Work(both.weights, flops=both.flops)
+    if site.op == "mla_inputs":  # the sites of its parts say it
+        return Work()
     if site.op == "mla_decode":
         lens = (context,) * tokens
         whole = mla_decode(
@@ -365,7 +391,7 @@ def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
         )
         cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
         return Work(reads=cached, flops=whole.flops)
-    if site.op == "index_scores":
+    if site.op in ("index_scores", "index_select"):
         lens = (context,) * tokens
         whole = index_scores(dims["index_heads"], dims["index_dim"], facts.index_dtype, lens)
         cached = sum(lens) * _index_bytes(dims["index_dim"], facts.index_dtype)

@@ -184,6 +184,8 @@ def _accuracy(kinds: _SubParsersAction[Any]) -> None:
     )
     about = "also ask for tool calls behind prose, in prompts of N tokens"
     parser.add_argument("--behind", type=int, nargs="+", default=[], metavar="N", help=about)
+    about = "also ask for keys that are planted in prose, in prompts of N tokens"
+    parser.add_argument("--planted", type=int, nargs="+", default=[], metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="one JSON line")
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run_accuracy)
@@ -246,7 +248,8 @@ def run_accuracy(args: Namespace) -> int:
     given = settings(args)
     from ds_runtime.bench import accuracy
 
-    return _show(accuracy.run(given, args.limit, args.mtp, args.behind), args.json, accuracy.render)
+    report = accuracy.run(given, args.limit, args.mtp, args.behind, args.planted)
+    return _show(report, args.json, accuracy.render)
 
 
 def run_host(args: Namespace) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.cli.parser import near, unknown
+from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 
@@ -129,7 +129,7 @@ def _action(parser: argparse.ArgumentParser, key: Any, where: str) -> argparse.A
         name == f.name.replace("_", "-") for c in (EngineConfig, ServerConfig) for f in fields(c)
     ):
         return None
-    raise ConfigError(f"{where}: unknown key {_shown(key)}{unknown(name, known) or ': remove it'}")
+    raise ConfigError(f"{where}: unknown key {_shown(key)}{near(name, known) or ': remove it'}")
 
 
 def _value(action: argparse.Action, value: Any) -> Any:

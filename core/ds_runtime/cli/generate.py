@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from argparse import Namespace, _SubParsersAction
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.model.peft import AdapterSpec
 
 if TYPE_CHECKING:
     from ds_runtime.sampling_params import SamplingParams
@@ -40,6 +42,11 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument("prompt", help="the text to complete, or '-' for standard input")
     parser.add_argument("--chat", action="store_true", help="prompt as a user's chat message")
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="the adapter of --lora that completes it (default: the one that is given)",
+    )
     group = parser.add_argument_group("sampling")
     for name, kind, text in SAMPLING:
         flag = "--" + name.replace("_", "-")
@@ -62,9 +69,22 @@ def sampling_params(args: Namespace) -> SamplingParams:
     return SamplingParams(stop=tuple(args.stop), ignore_eos=args.ignore_eos, **given)
 
 
+def chosen_adapter(given: Sequence[str], asked: str | None) -> str | None:
+    """The name of one of --lora's adapters, or None if there are none. Raises ConfigError if it is
+    none of them, or if it is not said which of several."""
+    names = [AdapterSpec.parse(text).name for text in given]
+    if asked is not None and asked not in names:
+        have = f"--lora names {', '.join(names)}" if names else "give --lora NAME=DIR with it"
+        raise ConfigError(f"--adapter {asked}: no such adapter; {have}")
+    if asked is None and len(names) > 1:
+        raise ConfigError(f"--lora names {', '.join(names)}: say with --adapter which completes it")
+    return asked or next(iter(names), None)
+
+
 def run(args: Namespace) -> int:
     """Generate and stream."""
     config, explicit = build(EngineConfig, args)
+    adapter = chosen_adapter(config.lora, args.adapter)
     params = sampling_params(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
@@ -73,7 +93,7 @@ def run(args: Namespace) -> int:
 
     given = {f.name: getattr(config, f.name) for f in fields(config) if f.name in explicit}
     with LLM(**given) as llm:
-        for text in llm.stream(prompt, params, chat=args.chat):
+        for text in llm.stream(prompt, params, chat=args.chat, lora=adapter):
             print(text, end="", flush=True)
     print()
     return 0

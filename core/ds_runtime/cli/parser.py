@@ -7,17 +7,6 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-_ABSENT = {  # settings of other engines that have no counterpart yet, and what to do instead
-    "enable-dp-attention": "within --tp attention is divided by heads; leave it out, or have --dp "
-    "run whole replicas",
-}
-
-
-def unknown(name: str, known: Iterable[str]) -> str:
-    """What to say behind the name of a setting that there is not; perhaps nothing."""
-    said = _ABSENT.get(name.removeprefix("--"))
-    return near(name, known) if said is None else f": {said}"
-
 
 def near(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'serve'?`, or nothing when nothing is near."""
@@ -50,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             flag = extra[0].partition("=")[0]
-            hint = unknown(flag, self._option_string_actions) if flag.startswith("-") else ""
+            hint = near(flag, self._option_string_actions) if flag.startswith("-") else ""
             what = "flag" if flag.startswith("-") else "argument"
             self.error(f"unknown {what} {flag}{hint}")
         return found, extra

@@ -18,13 +18,16 @@ def banner(assembly: Assembly, runner: Runner) -> str:
     config = assembly.config
     ranks = f", {config.tp} ranks" if config.tp > 1 else ""
     per_rank = " per rank" if config.tp > 1 else ""
+    places = f"{runner.num_pages} pages of {plan.page_size}"
+    if config.enable_dp_attention:
+        places = f"{places} on each of {config.tp} ranks"
     lines = [
         f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
         f"model     {plan.model}: {model.architecture}, {model.layers} layers, "
         f"{count(parameters(model))} parameters, {config.dtype}, "
         f"{amount(runner.model.packed_bytes)} packed{per_rank}",
         f"memory    {amount(memory.total)}, {amount(memory.free)} free",
-        f"KV cache  {runner.kv_tokens} tokens in {runner.num_pages} pages of {plan.page_size}, "
+        f"KV cache  {runner.kv_tokens} tokens in {places}, "
         f"{amount(runner.memory.total)}{per_rank}, {plan.kv_layout}; context "
         f"{runner.context_length}",
         *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),

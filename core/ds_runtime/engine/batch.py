@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.step import StepPlan, Work
+from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.engine.tree import Trees, seen_by
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk, Segments
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def build_batch(
-    plan: StepPlan,
+    works: Sequence[Work],
     page_size: int,
     max_pages: int,
     last_tokens: Tensor,
@@ -30,7 +30,8 @@ def build_batch(
     width: int = 1,
     trees: Trees | None = None,
 ) -> Batch:
-    """The tensors of one step, without step states. Sends `upload`, with what it already holds.
+    """The tensors of one step's works, or of a rank's own ones, without step states. Sends
+    `upload`, with what it already holds.
 
     last_tokens: [max_running · width] int64 on the device, per row the token sampled last and the
     drafts behind it; decode works read them there. max_pages: most pages of a sequence; tables are
@@ -38,7 +39,6 @@ def build_batch(
     all its sequences. Logit rows are in the order of the works, `num_logit_rows` each. trees: how
     the drafts of each row hang together; None: as chains.
     """
-    works = plan.works
     num_decode = next((i for i, w in enumerate(works) if w.tokens is not None), len(works))
     decodes, prefills = works[:num_decode], works[num_decode:]
     if prefills or any(w.length > 1 for w in works):

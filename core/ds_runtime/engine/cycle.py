@@ -1,5 +1,6 @@
 """Steps that draft and verify, captured: of each size the model's forward over the last tokens and
-their drafts, the draft layer's run over the same tokens, and its runs behind them.
+their drafts, the draft layer's run over the same tokens, and its runs behind them. Those behind
+trees are in `engine/tree_cycle.py`.
 
 Between the first two the model's draws say which drafts were right; how many these are the host
 must know before the third, because keys have other places then. Spare rows and sequences are as in
@@ -8,9 +9,9 @@ must know before the third, because keys have other places then. Spare rows and 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -19,22 +20,25 @@ from torch import Tensor
 
 from ds_runtime.engine.graphs import Place, captured
 from ds_runtime.engine.sampler import Draw, Sampler
-from ds_runtime.engine.step import StepPlan, Work
+from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.tree import Trees, seen_by
+from ds_runtime.engine.verify import Branch
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.platform.spec import GraphBackend
-from ds_runtime.progress import Progress
 from ds_runtime.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)
 class CyclePlace:
-    """What all captured cycles of a runner share. width: tokens per row of last_tokens.
+    """What all captured cycles of a runner share.
 
     hidden: [rows, hidden] and logits [rows, vocab] of the largest verification; tail, tail_logits:
-    the same of the draft layer, a row per sequence.
+    the same of the draft layer, a row per sequence. trees: how drafts hang together, if not as
+    chains. tables: by size, [size, most pages]: a verification fills in what the drafting behind it
+    reads.
     """
 
     base: Place
@@ -43,11 +47,18 @@ class CyclePlace:
     sampler: Sampler
     layers: list[Tensor]
     draft_caches: Sequence[Tensor]
-    width: int
+    shape: Speculation
+    trees: Trees | None
     hidden: Tensor
     logits: Tensor
     tail: Tensor
     tail_logits: Tensor
+    tables: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def width(self) -> int:
+        """Tokens per row of last_tokens."""
+        return self.shape.tokens
 
     def limits(self, size: int, queries: int) -> Limits:
         return replace(
@@ -58,55 +69,63 @@ class CyclePlace:
         )
 
     def table(self, size: int) -> Tensor:
-        """[size, most pages], of spare pages."""
-        shape = (size, self.base.limits.max_pages_per_sequence)
-        return torch.full(shape, self.base.spare_page, dtype=torch.int32, device=self.base.device)
+        """That of a size, of spare pages at first."""
+        if size not in self.tables:
+            base, shape = self.base, (size, self.base.limits.max_pages_per_sequence)
+            spare = torch.full(shape, base.spare_page, dtype=torch.int32, device=base.device)
+            self.tables[size] = spare
+        return self.tables[size]
 
 
 def _tables(
     works: Sequence[Work], size: int, spare: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
     """All pages of every work, filled up with its first: [size, most] int32."""
-    width = max((len(w.pages) for w in works), default=1)
-    found = np.full((size, width), spare, np.int32)
-    for i, work in enumerate(works):
-        found[i] = work.pages[0]
-        found[i, : len(work.pages)] = work.pages
+    lens = np.array([len(w.pages) for w in works], np.int64)
+    found = np.full((size, int(lens.max(initial=1))), spare, np.int32)
+    if works:
+        flat = np.array([*chain.from_iterable(w.pages for w in works)], np.int32)
+        own = found[: len(works)]
+        own[:] = flat[np.cumsum(lens) - lens, None]
+        own[np.arange(own.shape[1]) < lens[:, None]] = flat
     return found
 
 
-class _Numbers(NamedTuple):
-    """A verification's arrays, by their numbers in an upload. All but the table have places."""
+class Numbers(NamedTuple):
+    """A step's arrays, by their numbers in an upload. All but the table have places. counts: of
+    trees, per row the nodes of its sequence, 0 for a spare row.
+    """
 
     places: int
     positions: int
     slots: int
     kv_lens: int
+    counts: int | None
     adapters: int | None
     table: int
 
 
-class VerifyGraph:
-    """`size` sequences with `queries` tokens each: `hidden` and `logits` of the place receive the
-    model's results, `tail` and `tail_logits` the draft layer's behind the last kept token.
+class Rows:
+    """The inputs of `size` sequences with `queries` tokens each, at places that never move. trees:
+    how these hang together, if not as chains.
     """
 
-    def __init__(self, place: CyclePlace, size: int, queries: int) -> None:
+    def __init__(
+        self, place: CyclePlace, size: int, queries: int, trees: Trees | None = None
+    ) -> None:
         self.size, self.queries = size, queries
-        self._place = place
+        self._place, self._trees = place, trees
         base, rows = place.base, size * queries
         bounds = place.limits(size, queries)
         self._states = {key: kernel.state(bounds) for key, kernel in base.stateful.items()}
         self._table = place.table(size)
         room = rows * 256 + size * (256 + 4 * base.limits.max_pages_per_sequence) + (1 << 13)
         self.buffer = torch.zeros(room, dtype=torch.uint8, device=base.device)
-        self.ids = torch.zeros(rows, dtype=torch.int64, device=base.device)
-        self.last = torch.zeros(size, dtype=torch.int64, device=base.device)
-        self._rows = torch.arange(rows, device=base.device)
-        self._verify: Callable[[], None] | None = None
-        self._follow: Callable[[], None] | None = None
+        self._every = torch.arange(rows, device=base.device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=base.device)  # of trees
+        self._seen = torch.full((rows,), -1, dtype=torch.int64, device=base.device)
 
-    def add(self, works: Sequence[Work], upload: Upload) -> _Numbers:
+    def add(self, works: Sequence[Work], upload: Upload) -> Numbers:
         """A step's inputs, filled up: the first arrays of its upload. A work with fewer tokens has
         spare ones behind them, which nothing that counts sees.
         """
@@ -115,48 +134,60 @@ class VerifyGraph:
         shape = (self.size, queries)
         spare = base.last_tokens.shape[0] - place.width
         places, positions = np.full(shape, spare, np.int64), np.zeros(shape, np.int64)
-        slots, kv_lens = np.full(shape, -1, np.int64), np.full(self.size, queries, np.int32)
+        tree, counts = self._trees is not None, np.zeros(shape, np.int64)
+        slots = np.full(shape, -1, np.int64)
+        kv_lens = np.full(self.size, 1 if tree else queries, np.int32)
         table, count = _tables(works, self.size, base.spare_page), len(works)
         if works:
             starts = np.array([w.start for w in works], np.int64)
-            lengths = np.array([w.length for w in works], np.int64)
+            lengths = np.array([min(w.length, queries) for w in works], np.int64)
             places[:count] = (
                 np.array([w.row for w in works], np.int64)[:, None] * place.width + page
             )
             real = page < lengths[:, None]
-            positions[:count] = starts[:, None] + np.where(real, page, 0)
-            pages = np.take_along_axis(table[:count], positions[:count] // size, 1)
-            own = pages.astype(np.int64) * size + positions[:count] % size
-            slots[:count] = np.where(real, own, -1)
-            kv_lens[:count] = starts + queries
+            at = starts[:, None] + np.where(real, page, 0)
+            pages = np.take_along_axis(table[:count], at // size, 1)
+            slots[:count] = np.where(real, pages.astype(np.int64) * size + at % size, -1)
+            positions[:count] = starts[:, None] if tree else at
+            counts[:count] = np.where(real, lengths[:, None], 0)
+            kv_lens[:count] = starts + (lengths if tree else queries)
         adapters = None
         if base.adapts:
             held = np.full(shape, -1, np.int32)
             held[:count] = np.array([w.adapter for w in works], np.int32)[:, None]
             adapters = held.reshape(-1)
-        return _Numbers(
+        return Numbers(
             places=upload.add(places.reshape(-1)),
             positions=upload.add(positions.reshape(-1)),
             slots=upload.add(slots.reshape(-1)),
             kv_lens=upload.add(kv_lens),
+            counts=upload.add(counts.reshape(-1)) if tree else None,
             adapters=None if adapters is None else upload.add(adapters),
             table=upload.add(table),
         )
 
-    def _prepare(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Batch:
+    def prepare(self, works: Sequence[Work], sent: Upload, numbers: Numbers) -> Batch:
+        """The batch of a step whose upload has been sent to `buffer`."""
         compact, queries = sent[numbers.table], self.queries
         self._table[:, : compact.shape[1]].copy_(compact)
-        lens = (*(w.start + queries for w in works), *((queries,) * (self.size - len(works))))
+        spare = self.size - len(works)
+        positions, seen = sent[numbers.positions], None
+        if numbers.counts is None:
+            lens = (*(w.start + queries for w in works), *((queries,) * spare))
+        else:
+            lens = (*(w.start + min(w.length, queries) for w in works), *((1,) * spare))
+            positions, seen = self._hang(sent[numbers.places], positions, sent[numbers.counts])
         batch = Batch(
             input_ids=sent[numbers.places],
-            positions=sent[numbers.positions],
+            positions=positions,
             slots=sent[numbers.slots],
-            logit_rows=self._rows,
+            logit_rows=self._every,
             decode=DecodePart(
                 self._table,
                 sent[numbers.kv_lens],
                 lens,
                 (queries,) * self.size if queries > 1 else (),
+                seen,
             ),
             states=self._states,
             adapters=None if numbers.adapters is None else sent[numbers.adapters],
@@ -165,40 +196,73 @@ class VerifyGraph:
             kernel.prepare(self._states[key], batch)
         return batch
 
+    def _hang(self, places: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of the nodes of trees, and what they see; spare rows see all there is."""
+        assert self._trees is not None
+        real = counts > 0
+        depths, lines = self._trees.depths[places], self._trees.lines[places]
+        self._positions.copy_(starts + torch.where(real, depths, 0))
+        self._seen.copy_(torch.where(real, seen_by(lines, counts), -1))
+        return self._positions, self._seen
+
+
+class VerifyGraph(Rows):
+    """`size` sequences with `queries` tokens each: `hidden` and `logits` of the place receive the
+    model's results, and behind chains `tail` and `tail_logits` the draft layer's at the last kept
+    token.
+    """
+
+    def __init__(self, place: CyclePlace, size: int, queries: int) -> None:
+        super().__init__(place, size, queries, place.trees if queries > 1 else None)
+        device = place.base.device
+        self._ids = torch.zeros(size * queries, dtype=torch.int64, device=device)
+        self._last = torch.zeros(size, dtype=torch.int64, device=device)
+        self._firsts = torch.arange(0, size * queries, queries, device=device)
+        self.batch: Batch | None = None  # that was captured
+        self._verify: Callable[[], None] | None = None
+        self._follow: Callable[[], None] | None = None
+
     def capture(self, backend: GraphBackend) -> None:
         """Run both forwards over spare rows alone, then record them."""
         place, base = self._place, self._place.base
         sent = Upload(base.device)
         numbers = self.add((), sent)
         sent.send(self.buffer)
-        batch = self._prepare((), sent, numbers)
+        batch = self.batch = self.prepare((), sent, numbers)
         places, rows = batch.input_ids, self.size * self.queries
 
         def verify() -> None:
             batch.input_ids = base.last_tokens[places]
+            batch.index_keys.clear()
             hidden = place.model.forward(batch, place.layers, every=True)
             place.hidden[:rows].copy_(hidden)
             place.model.logits(hidden, place.logits[:rows], batch.adapters)
 
         def follow() -> None:
             hidden = place.hidden[:rows]
-            tail = place.draft.forward(batch, hidden, self.ids, place.draft_caches, self.last)
+            tail = place.draft.forward(batch, hidden, self._ids, place.draft_caches, self._last)
             place.tail[: self.size].copy_(tail)
             place.draft.logits(tail, place.tail_logits[: self.size])
 
         self._verify = captured(verify, backend, self.size)
-        self._follow = captured(follow, backend, self.size)
+        if place.trees is None:
+            self._follow = captured(follow, backend, self.size)
 
-    def verify(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:
+    def verify(self, works: Sequence[Work], sent: Upload, numbers: Numbers) -> Tensor:
         """Logits [size · queries, vocab] of a step whose upload has been sent to `buffer`."""
         assert self._verify is not None, "replayed before it was captured"
-        self._prepare(works, sent, numbers)
+        self.prepare(works, sent, numbers)
         self._verify()
         return self._place.logits[: self.size * self.queries]
 
-    def follow(self) -> None:
-        """The draft layer's run behind `verify`, once `ids` and `last` are set."""
+    def follow(self, tokens: Tensor, branch: Branch, rows: Tensor) -> None:
+        """The draft layer's run behind `verify`. tokens: [draws] of the model; rows: [draws] where
+        each was drawn.
+        """
         assert self._follow is not None, "replayed before it was captured"
+        count = branch.accepted.shape[0]
+        self._ids.index_copy_(0, rows, tokens)
+        torch.add(self._firsts[:count], branch.accepted, out=self._last[:count])
         self._follow()
 
 
@@ -216,21 +280,21 @@ class ChainGraph:
             for _ in range(drafts - 1)
         ]
         self._table = place.table(size)
-        room = size * (drafts * 64 + 128 + 4 * base.limits.max_pages_per_sequence)
-        room += (1 << 10) * (drafts + 1)
+        room = size * (drafts * 64 + 128) + (1 << 10) * (drafts + 1)
         self._buffer = torch.zeros(room, dtype=torch.uint8, device=base.device)
         self._replay: Callable[[], None] | None = None
 
     def _send(
         self, works: Sequence[Work], ends: Sequence[int]
     ) -> tuple[Tensor, list[Batch], list[tuple[Tensor, ...]]]:
-        """Rows, the batch of each run and the settings of each draw, at their places."""
+        """Rows, the batch of each run and the settings of each draw, at their places. The table is
+        there: the step has verified these works.
+        """
         place, base, count = self._place, self._place.base, len(works)
         sampler, size = place.sampler, base.limits.page_size
         sent = Upload(base.device)
         rows = np.full(self.size, base.last_tokens.shape[0] // place.width - 1, np.int64)
         rows[:count] = [w.row for w in works]
-        table = _tables(works, self.size, base.spare_page)
         most = base.limits.max_pages_per_sequence * size
         room = np.array([min(len(w.pages) * size, most) for w in works], np.int64)
         numbers, lens = [], []
@@ -239,19 +303,21 @@ class ChainGraph:
             if works:
                 want = np.array(ends, np.int64) + step
                 at[:count] = np.minimum(want, room - 1)
-                pages = np.take_along_axis(table[:count], at[:count, None] // size, 1)[:, 0]
-                own = pages.astype(np.int64) * size + at[:count] % size
+                places = (at[:count] // size).tolist()
+                pages = [w.pages[p] for w, p in zip(works, places, strict=True)]
+                own = np.array(pages, np.int64) * size + at[:count] % size
                 slots[:count] = np.where(at[:count] == want, own, -1)
             kv_lens = (at + 1).astype(np.int32)
             lens.append(tuple(kv_lens.tolist()))
             numbers.append([sent.add(a) for a in (at, slots, kv_lens)])
         settings = []
+        drawn = any(sampler.row(w.row).params.temperature > 0.0 for w in works)  # else greedy
         for step in range(self.drafts):
-            draws = [Draw(w.row, e + 2 + step) for w, e in zip(works, ends, strict=True)]
+            pairs = zip(works, ends, strict=True) if drawn else ()
+            draws = [Draw(w.row, e + 2 + step) for w, e in pairs]
             settings.append([sent.add(a) for a in sampler.settings(draws, self.size)])
-        own_rows, compact = sent.add(rows), sent.add(table)
+        own_rows = sent.add(rows)
         sent.send(self._buffer)
-        self._table[:, : table.shape[1]].copy_(sent[compact])
         batches = []
         for (at_, slots_, lens_), host, states in zip(numbers, lens, self._states, strict=True):
             part = DecodePart(self._table, sent[lens_], host)
@@ -279,95 +345,10 @@ class ChainGraph:
 
         self._replay = captured(run, backend, self.size)
 
-    def replay(self, works: Sequence[Work], ends: Sequence[int]) -> Tensor:
+    def replay(self, works: Sequence[Work], ends: Sequence[int]) -> list[Tensor]:
         """Draft behind the positions `ends`: [works, drafts] ids."""
         assert self._replay is not None, "replayed before it was captured"
         rows, _, _ = self._send(works, ends)
         self._replay()
         drafts = self._place.base.last_tokens.view(-1, self._place.width)[rows[: len(works)]]
-        return drafts[:, 1 : 1 + self.drafts]
-
-
-class Cycles:
-    """The captured cycles of a runner. drafts: how many a step may draft; sizes: in sequences."""
-
-    def __init__(
-        self, place: CyclePlace, sizes: Sequence[int], drafts: Sequence[int], backend: GraphBackend
-    ) -> None:
-        self.sizes = tuple(sizes)
-        self.place = place
-        self._queries = sorted({n + 1 for n in drafts})
-        self._backend = backend
-        self._verify = {
-            (size, queries): VerifyGraph(place, size, queries)
-            for size in self.sizes
-            for queries in self._queries
-        }
-        self._chain = {
-            (size, n): ChainGraph(place, size, n) for size in self.sizes for n in drafts if n
-        }
-
-    @staticmethod
-    def of(
-        base: Place,
-        draft: DraftModel,
-        sampler: Sampler,
-        layers: list[Tensor],
-        draft_caches: Sequence[Tensor],
-        shape: Speculation,
-        sizes: Sequence[int],
-        backend: GraphBackend,
-    ) -> Cycles:
-        """With what they share. layers: the model's caches; draft_caches: the draft layer's."""
-        model, most, queries = draft.model, max(sizes), max(shape.choices) + 1
-
-        def made(rows: int, columns: int, kind: torch.dtype) -> Tensor:
-            return torch.zeros(rows, columns, dtype=kind, device=base.device)
-
-        width, dtype = model.config.hidden, model.dtype
-        place = CyclePlace(
-            base=base,
-            model=model,
-            draft=draft,
-            sampler=sampler,
-            layers=layers,
-            draft_caches=draft_caches,
-            width=shape.tokens,
-            hidden=made(most * queries, width, dtype),
-            logits=made(most * queries, base.vocab, torch.float32),
-            tail=made(most, width, dtype),
-            tail_logits=made(most, base.vocab, torch.float32),
-        )
-        return Cycles(place, sizes, shape.choices, backend)
-
-    @torch.inference_mode()
-    def capture(self, progress: bool = False) -> None:
-        """Capture everything, the largest first: the others find their memory in its pool."""
-        graphs: list[VerifyGraph | ChainGraph] = [*self._verify.values(), *self._chain.values()]
-        with Progress(
-            "capturing steps with drafts", len(graphs), "graphs", enabled=progress
-        ) as bar:
-            for graph in sorted(graphs, key=lambda g: -g.size):
-                graph.capture(self._backend)
-                bar.advance(1)
-
-    def _size(self, count: int) -> int | None:
-        index = bisect_left(self.sizes, count)
-        return None if index == len(self.sizes) else self.sizes[index]
-
-    def fitting(self, plan: StepPlan) -> VerifyGraph | None:
-        """The graph for a step: none if it holds prefill works or more rows than any, or drafts as
-        many tokens as no other.
-        """
-        works, size = plan.works, self._size(len(plan.works))
-        if size is None or any(w.tokens is not None for w in works):
-            return None
-        if plan.drafts and (size, plan.drafts) not in self._chain:
-            return None
-        index = bisect_left(self._queries, max(w.length for w in works))
-        return None if index == len(self._queries) else self._verify[size, self._queries[index]]
-
-    def chain(self, count: int, drafts: int) -> ChainGraph | None:
-        """The graph that drafts behind so many sequences."""
-        size = self._size(count)
-        return None if size is None else self._chain.get((size, drafts))
+        return [drafts[:, 1 : 1 + self.drafts]]

@@ -6,6 +6,7 @@ Used in process by the offline API and, behind sockets, by `engine/loop.py`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import time
 from collections import deque
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.base import part_of
+from ds_runtime.config import EngineConfig
 from ds_runtime.engine.adapters import Adapters
 from ds_runtime.engine.handle import Handle
+from ds_runtime.engine.holdings import Pages
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.pace import Pace
 from ds_runtime.engine.pages import PagePool
@@ -67,8 +70,9 @@ class Engine:
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, Future[LLMatcher]]] = []
-        prefix = PrefixCache(config.page_size) if not config.disable_radix_cache else None
-        self.scheduler = Scheduler(limits, PagePool(runner.num_pages), prefix)
+        self.scheduler = Scheduler(
+            limits, [_pages(config, runner.num_pages) for _ in range(config.attention_ranks)]
+        )
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
         self._launched: deque[tuple[StepPlan, Handle]] = deque()  # results not collected yet
@@ -196,11 +200,18 @@ class Engine:
 
     def close(self) -> None:
         """Let the other ranks go and leave the group."""
+        gc.unfreeze()
         self._grammars.close()
         if self.leader is not None:
             self.leader.close()
             with contextlib.suppress(RuntimeError):  # they may be gone already
                 self.runner.close()
+
+
+def _pages(config: EngineConfig, count: int) -> Pages:
+    """What one rank starts with, or all of them together."""
+    prefix = None if config.disable_radix_cache else PrefixCache(config.page_size)
+    return Pages(PagePool(count), prefix, config.page_size)
 
 
 class _Observers:

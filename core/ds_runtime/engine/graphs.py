@@ -20,10 +20,11 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.batch import page_table
 from ds_runtime.engine.masked import MaskedDraw
 from ds_runtime.engine.sampler import Sampler
+from ds_runtime.engine.spread import by_rank, logit_places
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.errors import ConfigError, DsRuntimeError, PluginError
-from ds_runtime.ops.batch import Batch, DecodePart, Limits
+from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
 
@@ -56,7 +57,8 @@ class Model(Protocol):
 class Place:
     """What all graphs of a runner work on. spare_page: of the caches, zeroed; the last row of
     last_tokens [rows + 1] is spare as well. limits: of the largest step. adapts: rows may have
-    adapters. sampler: draws behind masks are captured, too.
+    adapters. sampler: draws behind masks are captured, too. ranks: those that have sequences of
+    their own; logits are those of all.
     """
 
     model: Model
@@ -69,6 +71,7 @@ class Place:
     device: torch.device
     adapts: bool = False
     sampler: Sampler | None = None
+    ranks: int = 1
 
 
 def captured(run: Callable[[], None], backend: GraphBackend, size: int) -> Callable[[], None]:
@@ -96,11 +99,14 @@ class _Numbers(NamedTuple):
     slots: int
     kv_lens: int
     adapters: int | None
+    every: int | None
     table: int
 
 
 class DecodeGraph:
-    """One captured step of `size` rows; `logits` [size, vocab] float32 receives its result."""
+    """One captured step of `size` rows, on each rank that has sequences of its own; `logits` [ranks
+    · size, vocab] float32 receives its result.
+    """
 
     def __init__(self, place: Place, size: int, logits: Tensor) -> None:
         self.size = size
@@ -122,17 +128,19 @@ class DecodeGraph:
             dtype=torch.int32,
             device=place.device,
         )
-        # Inputs, the table as narrow as a step needs it, and what its draws need: at most 40
-        # bytes a row each.
-        room = size * (80 + 4 * limits.max_pages_per_sequence) + (1 << 12)
+        # Inputs, the table as narrow as a step needs it, and what the draws of all ranks need: at
+        # most 40 bytes a row each, and 20 more where there are several.
+        room = size * (32 + 60 * place.ranks + 4 * limits.max_pages_per_sequence) + (1 << 12)
         self.buffer = torch.zeros(room, dtype=torch.uint8, device=place.device)
         sampler = place.sampler
         self.masked = None if sampler is None else MaskedDraw(sampler.ops, logits)
         self._every = torch.arange(size, device=place.device)
         self._replay: Callable[[], None] | None = None
 
-    def add(self, works: Sequence[Work], upload: Upload) -> _Numbers:
-        """A step's inputs, filled up to `size` rows: the first arrays of its upload."""
+    def add(self, works: Sequence[Work], upload: Upload, every: Sequence[Work] = ()) -> _Numbers:
+        """A step's inputs, filled up to `size` rows: the first arrays of its upload. every: the
+        works of all ranks, where there are several.
+        """
         place, count, size = self._place, len(works), self.size
         page_size = place.limits.page_size
         rows = np.full(size, place.last_tokens.shape[0] - 1, np.int64)
@@ -149,6 +157,10 @@ class DecodeGraph:
             own = np.full(size, -1, np.int32)
             own[:count] = [w.adapter for w in works]
             adapters = own
+        gathered = None
+        if place.adapts and place.ranks > 1:
+            gathered = np.full(place.ranks * size, -1, np.int32)
+            gathered[logit_places(every, place.ranks, size)] = [w.adapter for w in every]
         filled = np.full((size, table.shape[1]), place.spare_page, np.int32)
         filled[:count] = table
         return _Numbers(
@@ -157,6 +169,7 @@ class DecodeGraph:
             slots=upload.add(slots),
             kv_lens=upload.add((positions + 1).astype(np.int32)),
             adapters=None if adapters is None else upload.add(adapters),
+            every=None if gathered is None else upload.add(gathered),
             table=upload.add(filled),
         )
 
@@ -179,6 +192,9 @@ class DecodeGraph:
             states=self._states,
             adapters=None if numbers.adapters is None else sent[numbers.adapters],
         )
+        if self._place.ranks > 1:
+            every = None if numbers.every is None else sent[numbers.every]
+            batch.spread = Spread(self.size, self.size, adapters=every, logit_adapters=every)
         for key, kernel in self._place.stateful.items():
             kernel.prepare(self._states[key], batch)
         return batch
@@ -194,22 +210,23 @@ class DecodeGraph:
         def run() -> None:
             batch.input_ids = place.last_tokens[rows]
             hidden = place.model.forward(batch, place.caches)
-            place.model.logits(hidden, self._logits, batch.adapters)
+            place.model.logits(hidden, self._logits, batch.ffn_adapters)
 
         self._replay = captured(run, backend, self.size)
         if self.masked is not None and place.sampler is not None:
             record = partial(captured, backend=backend, size=self.size)
-            self.masked.capture(place.sampler.settings((), self.size), record)
+            self.masked.capture(place.sampler.settings((), self.masked.size), record)
 
     def replay(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:
-        """Logits [works, vocab] of a step whose upload has been sent to `buffer`.
+        """Logits [ranks · size, vocab] of a step whose upload has been sent to `buffer`: of the
+        works and of spare rows behind them, one rank after the other.
 
         They are overwritten by the next replay of any graph.
         """
         assert self._replay is not None, "replayed before it was captured"
         self._prepare(works, sent, numbers)
         self._replay()
-        return self._logits[: len(works)]
+        return self._logits
 
 
 class DecodeGraphs:
@@ -218,9 +235,10 @@ class DecodeGraphs:
     def __init__(self, place: Place, sizes: Sequence[int], backend: GraphBackend) -> None:
         self.sizes = tuple(sizes)
         self._backend = backend
-        shape = (max(sizes, default=0), place.vocab)
+        self._ranks = ranks = place.ranks
+        shape = (max(sizes, default=0) * ranks, place.vocab)
         logits = torch.empty(shape, dtype=torch.float32, device=place.device)
-        self._graphs = [DecodeGraph(place, size, logits[:size]) for size in self.sizes]
+        self._graphs = [DecodeGraph(place, size, logits[: size * ranks]) for size in self.sizes]
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
@@ -232,9 +250,12 @@ class DecodeGraphs:
                 bar.advance(1)
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph for a step: none if it holds prefill works or more rows than any."""
+        """The graph for a step: none if it holds prefill works or more rows than any. Where ranks
+        have sequences of their own, all replay what the one with the most needs.
+        """
         works = plan.works
-        index = bisect_left(self.sizes, len(works))
+        count = max(len(own) for own in by_rank(works, self._ranks))
+        index = bisect_left(self.sizes, count)
         if index == len(self.sizes) or any(w.tokens is not None for w in works) or plan.drafts:
             return None
         return self._graphs[index]

@@ -43,7 +43,7 @@ def sort_rows(plan: StepPlan, prompt_of: Callable[[int], Sequence[int]]) -> Want
             first = work.start + work.length - count + 1
             masks = iter(work.masks)
             found.draws += [
-                Draw(work.row, first + j, work.logprobs, next(masks, None) or None, j)
+                Draw(work.row, first + j, work.logprobs, next(masks, b"") or None, j)
                 for j in range(count)
             ]
             found.draw_rows += range(found.rows - count, found.rows)

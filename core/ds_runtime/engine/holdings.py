@@ -1,58 +1,67 @@
-"""Who holds which row and which pages, and what the prefix cache keeps of them.
+"""Who holds which row and which pages, and what the prefix caches keep of them.
 
 Rows and pages change hands at once, also while a launched step still uses them: devices run steps
-in the order of their plans, so the new holder always writes after the old one.
+in the order of their plans, so the new holder always writes after the old one. Where attention is
+divided by sequences, every rank has pages and a prefix cache of its own.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache
+from ds_runtime.engine.prefix import Match, PrefixCache
 from ds_runtime.engine.request import Request
 
+_SLACK = 8  # requests more than the fewest that a rank may run and still get what it knows
 
-class Holdings:
-    """Every page and every row.
+
+class Pages:
+    """Every page of one rank.
 
     A page is at any time exactly one of: free in `pool`, owned by one running request, or in
-    `prefix` once. `prefix` None turns the prefix cache off.
+    `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
     """
 
-    def __init__(
-        self, pool: PagePool, prefix: PrefixCache | None, num_rows: int, page_size: int
-    ) -> None:
+    def __init__(self, pool: PagePool, prefix: PrefixCache | None, page_size: int) -> None:
         self.pool = pool
         self.prefix = prefix
         self.page_size = page_size
-        self.rows = list(range(num_rows))  # free ones, a heap: low rows first
+        self.num_running = 0
 
     @property
     def num_cached(self) -> int:
         """Pages that only the prefix cache holds."""
         return self.prefix.num_evictable if self.prefix else 0
 
-    def take(self, request: Request, reads_cache: bool, reserve: int) -> bool:
-        """A row and pages for all that the request has to compute; False if there are too few.
+    def match(self, request: Request, reads_cache: bool) -> Match | None:
+        """What the prefix cache knows of the request, nothing unless it reads that."""
+        if self.prefix is None:
+            return None
+        if not reads_cache:
+            return Match(self.prefix.root(request.weights), [])
+        return self.prefix.match(request.tokens(0, request.total_len), request.weights)
 
-        Of what the prefix cache knows nothing is computed again. `reserve`: pages that must be
-        left, if only by eviction.
+    def take(self, request: Request, known: Match | None) -> bool:
+        """Pages for all that the request has to compute; False if there are too few.
+
+        known: what `match` found just now, which is not computed again. As many pages as requests
+        run here must be left, if only by eviction: fewer preemptions right afterwards.
         """
         prefix, pages = self.prefix, list[int]()
-        node = prefix.root(request.weights) if prefix else None
-        if prefix and reads_cache:
-            node, pages = prefix.match(request.tokens(0, request.total_len), request.weights)
-            prefix.lock(node)
+        if prefix and known:
+            pages = known.pages
+            prefix.lock(known.node)
         needed = -(-request.total_len // self.page_size) - len(pages)
-        if not self._make_room(needed, reserve):
-            if prefix and node:
-                prefix.unlock(node)
+        if not self._make_room(needed, self.num_running):
+            if prefix and known:
+                prefix.unlock(known.node)
             return False
-        request.node, request.num_shared = node, len(pages)
+        request.node, request.num_shared = known.node if known else None, len(pages)
         request.pages = pages + self.pool.alloc(needed)
         request.num_computed = len(pages) * self.page_size
-        request.row = heapq.heappop(self.rows)
+        self.num_running += 1
         return True
 
     def grow(self, request: Request) -> bool:
@@ -64,13 +73,13 @@ class Holdings:
         request.pages += self.pool.alloc(1)
         return True
 
-    def cover(self, request: Request, count: int, reserve: int) -> int:
+    def cover(self, request: Request, count: int) -> int:
         """How many of the next `count` tokens have pages, once it has got what can be spared.
 
-        For drafts, which may stay without: nobody is preempted for them. `reserve` as in `take`.
+        For drafts, which may stay without: nobody is preempted for them. Reserves as `take` does.
         """
         missing = -(-(request.num_computed + count) // self.page_size) - len(request.pages)
-        if missing > 0 and self._make_room(missing, reserve):
+        if missing > 0 and self._make_room(missing, self.num_running):
             request.pages += self.pool.alloc(missing)
         return min(count, len(request.pages) * self.page_size - request.num_computed)
 
@@ -84,14 +93,12 @@ class Holdings:
         return True
 
     def release(self, request: Request) -> None:
-        """Take row and pages back."""
-        heapq.heappush(self.rows, request.row)
+        """Take its pages back."""
+        self.num_running -= 1
         if request.node is not None and self.prefix is not None:
             self.prefix.unlock(request.node)
         self.pool.free(request.pages[request.num_shared :])
-        request.row, request.node, request.on_device = -1, None, False
-        request.num_drafts, request.drafts, request.draft_parents = 0, [], []
-        request.is_verifying = False
+        request.node = None
         request.pages, request.num_shared, request.num_computed = [], 0, 0
 
     def share(self, request: Request, computed: int) -> None:
@@ -112,11 +119,6 @@ class Holdings:
         request.node, request.num_shared = path.node, last
         self.pool.free(twins)
 
-    def forget(self, weights: int) -> None:
-        """Nothing that these weights made is read again."""
-        if self.prefix is not None:
-            self.prefix.forget(weights)
-
     def flush(self) -> int:
         """Empty the prefix cache; the number of pages freed."""
         if self.prefix is None:
@@ -124,3 +126,82 @@ class Holdings:
         pages = self.prefix.flush()
         self.pool.free(pages)
         return len(pages)
+
+
+class Holdings:
+    """Every row, and the pages of every rank that has some of its own: `ranks`, by number."""
+
+    def __init__(self, ranks: Sequence[Pages], num_rows: int) -> None:
+        self.ranks = tuple(ranks)
+        self.rows = list(range(num_rows))  # free ones, a heap: low rows first
+
+    @property
+    def caches(self) -> bool:
+        """Whether there are prefix caches."""
+        return self.ranks[0].prefix is not None
+
+    @property
+    def num_free(self) -> int:
+        """Free pages of all ranks."""
+        return sum(pages.pool.num_free for pages in self.ranks)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages of all ranks that only the prefix caches hold."""
+        return sum(pages.num_cached for pages in self.ranks)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all ranks."""
+        return sum(pages.pool.num_pages for pages in self.ranks)
+
+    @property
+    def most_pages(self) -> int:
+        """That one request can have."""
+        return min(pages.pool.num_pages for pages in self.ranks)
+
+    def take(self, request: Request, reads_cache: bool) -> bool:
+        """A row, and pages on one rank for all that the request has to compute; False if no rank
+        has enough.
+
+        Of the ranks that have, the one whose prefix cache knows most of it, as long as that runs
+        not many more than others; then the one that runs the fewest, then the emptiest.
+        """
+        fewest = min(pages.num_running for pages in self.ranks)
+        limit = fewest * 3 // 2 + _SLACK
+
+        def order(rank: int) -> tuple[bool, int, int, int, int]:
+            pages, known = self.ranks[rank], found[rank]
+            left = pages.pool.num_free + pages.num_cached
+            length = len(known.pages) if known else 0
+            return pages.num_running > limit, -length, pages.num_running, -left, rank
+
+        found = [pages.match(request, reads_cache) for pages in self.ranks]
+        for rank in sorted(range(len(self.ranks)), key=order):
+            if self.ranks[rank].take(request, found[rank]):
+                request.rank = rank
+                request.row = heapq.heappop(self.rows)
+                return True
+        return False
+
+    def of(self, request: Request) -> Pages:
+        """The pages of the rank that has a running request."""
+        return self.ranks[request.rank]
+
+    def release(self, request: Request) -> None:
+        """Take row and pages back."""
+        heapq.heappush(self.rows, request.row)
+        self.of(request).release(request)
+        request.row, request.on_device = -1, False
+        request.num_drafts, request.drafts, request.draft_parents = 0, [], []
+        request.is_verifying = False
+
+    def forget(self, weights: int) -> None:
+        """Nothing that these weights made is read again."""
+        for pages in self.ranks:
+            if pages.prefix is not None:
+                pages.prefix.forget(weights)
+
+    def flush(self) -> int:
+        """Empty the prefix caches; the number of pages freed."""
+        return sum(pages.flush() for pages in self.ranks)

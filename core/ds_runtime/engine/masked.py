@@ -8,7 +8,7 @@ come here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,17 @@ from ds_runtime.engine.transfer import Upload
 from ds_runtime.ops.bind import Binding
 from ds_runtime.ops.table import Ops
 
+T = TypeVar("T")
 Columns = Sequence[npt.NDArray[Any]]
 Record = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def placed(items: Sequence[T], places: npt.NDArray[np.int64], size: int) -> list[T | None]:
+    """Each item at its place among `size`, None elsewhere."""
+    found: list[T | None] = [None] * size
+    for place, item in zip(places.tolist(), items, strict=True):
+        found[place] = item
+    return found
 
 
 def can_capture(binding: Binding) -> bool:

@@ -7,6 +7,7 @@ idle for days, which a collective may not.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import PutAdapter, StepPlan
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
-from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError
+from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.plan import Plan, difference
 from ds_runtime.platform.spec import Communicator
@@ -37,7 +38,14 @@ def join(spec: RankSpec, assembly: Assembly) -> Communicator:
     if spec.size == 1:
         return SoloCommunicator()
     init_method = f"file://{spec.folder / 'rendezvous'}"
-    return assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
+    comm = assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
+    if config.enable_dp_attention and not hasattr(comm, "reduce_scatter"):
+        comm.close()
+        raise UnsupportedError(
+            f"--enable-dp-attention: the communicator of platform {assembly.platform.name} has no "
+            "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
+        )
+    return comm
 
 
 def start_runner(
@@ -47,6 +55,7 @@ def start_runner(
     compare_plans(assembly.plan, comm)
     runner = Runner(assembly, comm, spec.local_rank, spec.local_ranks, poison=poison)
     runner.warm_up()
+    gc.freeze()  # what is loaded stays: a collection that walks it takes a tenth of a second
     return runner
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +16,28 @@ import torch
 from torch import Tensor
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.engine.ahead import Ahead
 from ds_runtime.engine.batch import build_batch
-from ds_runtime.engine.cycle import Cycles, VerifyGraph
+from ds_runtime.engine.caches import allocate
+from ds_runtime.engine.cycle import VerifyGraph
+from ds_runtime.engine.cycles import Cycles
 from ds_runtime.engine.graphs import DecodeGraph, DecodeGraphs, Place, graph_sizes
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
 from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
-from ds_runtime.engine.step import PutAdapter, RowInit, StepPlan, StepResult, Work
+from ds_runtime.engine.spread import Spreading, by_rank, logit_places
+from ds_runtime.engine.step import PutAdapter, StepPlan, StepResult, Work
 from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
+from ds_runtime.engine.warm import early_rows, warm_up_steps
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.spec import load_attr
 from ds_runtime.platform.spec import Communicator
-from ds_runtime.progress import Progress
-from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.speculation import Speculation
 
 
@@ -70,8 +73,9 @@ class Runner:
         self.speculation = Speculation.of(self.config)
         self.width = self.speculation.tokens if self.speculation else 1
         self.simulated: float | None = None  # probability of a draft, instead of its truth
-        self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
-        draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
+        with Ahead(self.bound, self.device, self._early_rows() if rank == 0 else ()):
+            self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
+            draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
                 self.put_adapter(PutAdapter(slot, str(spec.folder)))
@@ -103,6 +107,7 @@ class Runner:
                 self.last_tokens,
                 self.trees,
                 (self.max_pages, self.context_length, self.config.prefix_chunk),
+                (self.rank, self.config.attention_ranks),
             )
         self.memory = self._plan_memory()
         self.num_pages = self.memory.pages
@@ -110,6 +115,7 @@ class Runner:
         self.caches = self._allocate(self.num_pages + captures, poison)
         self.graphs: DecodeGraphs | None = None
         self.cycles: Cycles | None = None
+        self._unfinished: tuple[Handle, Callable[[], None]] | None = None
         if captures and self.speculator is not None and self.speculation is not None:
             self.cycles = Cycles.of(
                 self._place(),
@@ -117,6 +123,7 @@ class Runner:
                 self.sampler,
                 *self._parts(self.caches),
                 self.speculation,
+                self.trees,
                 graph_sizes(self.config),
                 self.platform.graph_backend(local_rank),
             )
@@ -124,13 +131,18 @@ class Runner:
             backend = self.platform.graph_backend(local_rank)
             self.graphs = DecodeGraphs(self._place(), graph_sizes(self.config), backend)
 
+    def _early_rows(self) -> tuple[int, ...]:
+        """Of the steps before the first request."""
+        sizes = graph_sizes(self.config) if self.bound.base.graph_capture else ()
+        return early_rows(self.config, self.context_length, self.width, sizes)
+
     def _limits(self) -> Limits:
         return Limits(
             max_tokens=self.config.max_step_tokens,
             max_sequences=self.config.max_running_requests,
             max_pages_per_sequence=self.max_pages,
             page_size=self.config.page_size,
-            heads=self.assembly.model.heads // self.config.tp,
+            heads=self.assembly.model.heads // self.config.attention_tp,
             device=self.device,
             max_queries=self.width,
         )
@@ -150,12 +162,20 @@ class Runner:
             device=self.device,
             adapts=self.assembly.lora is not None,
             sampler=self.sampler if can_capture(self.assembly.binding) else None,
+            ranks=self.config.attention_ranks,
         )
+
+    def _own(self, works: Sequence[Work]) -> Sequence[Work]:
+        """Those whose attention this rank computes."""
+        ranks = self.config.attention_ranks
+        return works if ranks == 1 else by_rank(works, ranks)[self.rank]
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_pages * self.config.page_size
+        """Tokens that the KV cache holds, on all ranks together where each has sequences of its
+        own.
+        """
+        return self.num_pages * self.config.page_size * self.config.attention_ranks
 
     def _plan_memory(self) -> KvMemory:
         """The pages that every rank can hold: collective."""
@@ -174,22 +194,10 @@ class Runner:
         return KvMemory(fewest, mine.page_bytes, free, mine.share, mine.page_size)
 
     def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:
-        """One cache per layer, the draft layer's last; where attention is sparse, behind these
-        one of index keys per layer with an indexer."""
-        facts = self.bound.base
-        layouts = [self.bound.layout] * self.assembly.cached_layers
-        if self.bound.index_layout is not None:
-            layouts += [self.bound.index_layout] * self.assembly.indexers
-        caches: list[Tensor] = []
-        enabled = self.rank == 0 and not quiet
-        total = pages * self.memory.page_bytes
-        with Progress("allocating KV cache", total, enabled=enabled) as progress:
-            for layout in layouts:
-                cache: Tensor = load_attr(layout.allocate)(pages, facts, self.device)
-                if poison:
-                    cache.fill_(float("nan") if cache.is_floating_point() else 255)
-                caches.append(cache)
-                progress.advance(cache.nbytes)
+        shown, total = self.rank == 0 and not quiet, pages * self.memory.page_bytes
+        caches = allocate(self.assembly, self.bound, pages, total, self.device, shown)
+        for cache in caches if poison else ():
+            cache.fill_(float("nan") if cache.is_floating_point() else 255)
         return caches
 
     def _parts(self, caches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -200,7 +208,18 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Every rank launches the same plans in the same order."""
+        self._finish()
         return self._launch(plan, self.caches)
+
+    def _finish(self) -> None:
+        """Draft what the last step launched is to draft: wait for what the device has verified."""
+        if self._unfinished is None:
+            return
+        (handle, draft), self._unfinished = self._unfinished, None
+        with torch.inference_mode():
+            draft()
+        if self.rank == 0 and handle.arriving is None:
+            handle.download()
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan, caches: list[Tensor]) -> Handle:
@@ -218,37 +237,48 @@ class Runner:
             self._replay_cycle(cycle, handle)
         else:
             self._run(handle, caches)
-        if self.rank == 0 and handle.arriving is None:  # nobody collects elsewhere
-            handle.download()
+        if self.rank == 0 and handle.arriving is None and self._unfinished is None:
+            handle.download()  # nobody collects elsewhere
         return handle
 
     def _replay(self, graph: DecodeGraph, handle: Handle) -> None:
         """A step of decode works alone, each with one draw."""
         works, sent = handle.plan.works, Upload(self.device)
-        numbers = graph.add(works, sent)
-        draws = self.sampler.prepare(handle.wanted.draws, sent, graph.masked)
+        own, ranks = self._own(works), self.config.attention_ranks
+        numbers = graph.add(own, sent, works)
+        places = None if ranks == 1 else logit_places(works, ranks, graph.size)
+        draws = self.sampler.prepare(handle.wanted.draws, sent, graph.masked, places)
+        order = None if places is None else sent.add(places)
         sent.send(graph.buffer)
-        self._draw(handle, draws, graph.replay(works, sent, numbers), sent)
+        logits = graph.replay(own, sent, numbers)
+        logits = logits[: len(works)] if order is None else logits[sent[order]]
+        self._draw(handle, draws, logits, sent)
 
     def _replay_cycle(self, graph: VerifyGraph, handle: Handle) -> None:
         """A step of decode works alone, some with drafts."""
         works, sent, plan = handle.plan.works, Upload(self.device), handle.plan
         numbers = graph.add(works, sent)
         draws = self.sampler.prepare(handle.wanted.draws, sent)
-        claims = claim(plan, handle.wanted, self.width, sent, self.simulated)
-        rows = [i * graph.queries + j for i, w in enumerate(works) for j in range(w.length)]
-        places = sent.add(np.array(rows, np.int64))
+        claims = None
+        if plan.drafts or graph.queries > 1:
+            claims = claim(plan, handle.wanted, self.width, sent, self.simulated)
+        lies = [i * graph.queries + j for i, w in enumerate(works) for j in range(w.length)]
+        places = sent.add(np.array(lies, np.int64))
         sent.send(graph.buffer)
-        logits = graph.verify(works, sent, numbers)
-        whole = len(rows) == graph.queries * len(works)  # then all lie together
-        logits = logits[: len(rows)] if whole else logits[sent[places]]
+        logits, rows = graph.verify(works, sent, numbers), sent[places]
+        whole = len(lies) == graph.queries * len(works)  # then all lie together
+        logits = logits[: len(lies)] if whole else logits[rows]
         branch = self._draw(handle, draws, logits, sent, claims)
-        assert branch is not None and self.speculator is not None and self.cycles is not None
+        slots = sent[numbers.slots]
         if plan.drafts:
-            graph.ids.index_copy_(0, sent[places], handle.tokens[0])
-            firsts = torch.arange(0, graph.ids.shape[0], graph.queries, device=self.device)
-            torch.add(firsts[: len(works)], branch.accepted, out=graph.last[: len(works)])
-            self.speculator.replay(handle, branch, graph, self.cycles, self.rank == 0)
+            assert branch is not None and self.speculator is not None and self.cycles is not None
+            lead = self.rank == 0
+            rest = self.speculator.replay(handle, branch, graph, self.cycles, (rows, slots), lead)
+            self._unfinished = handle, rest
+        elif branch is not None and branch.order is not None:
+            assert graph.batch is not None
+            layers, _ = self._parts(self.caches)
+            self.model.move(layers, graph.batch, moves(branch, slots[rows], rows))
 
     def _draw(
         self,
@@ -266,7 +296,8 @@ class Runner:
         drawn = self.sampler.draw(logits, draws, sent, known, nodes)
         place, last, kept, order = sent[draws.rows], drawn, None, None
         if claims is not None:
-            branch = verify(claims, self.width, drawn, front, sent)
+            assert self.speculation is not None
+            branch = verify(claims, self.speculation.steps + 1, drawn, front, sent)
             place, last = place[sent[claims.firsts]], drawn[branch.draws[:, -1]]
             if front is not None:
                 handle.accepted, order = [branch.accepted], branch.order
@@ -281,13 +312,18 @@ class Runner:
     def _run(self, handle: Handle, caches: list[Tensor]) -> None:
         """Any step, op by op."""
         wanted, sent, speculator = handle.wanted, Upload(self.device), self.speculator
+        works = handle.plan.works
+        if not (handle.plan.drafts or any(w.length > 1 or w.tokens is not None for w in works)):
+            speculator = None  # it decodes as without drafts
         draws = self.sampler.prepare(wanted.draws, sent)
         claims = None
         if speculator is not None:
             claims = claim(handle.plan, wanted, self.width, sent, self.simulated)
             follow = speculator.follow(handle.plan, sent)
+        works, ranks = handle.plan.works, self.config.attention_ranks
+        spreading = None if ranks == 1 else Spreading.of(works, ranks, sent)
         batch = build_batch(
-            handle.plan,
+            self._own(works),
             self.config.page_size,
             self.max_pages,
             self.last_tokens,
@@ -296,17 +332,17 @@ class Runner:
             self.width,
             self.trees,
         )
+        batch.spread = None if spreading is None else spreading.sent(sent)
         batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
         layers, behind = self._parts(caches)
         found = self.model.forward(batch, layers, every=speculator is not None)
-        hidden = found if speculator is None else found[batch.logit_rows]  # [logit rows, hidden]
+        hidden = found  # [logit rows, hidden]
+        if speculator is not None:
+            hidden = self.model.wanted(found[batch.logit_rows], batch.spread)
         assert hidden.shape[0] == wanted.rows, f"{hidden.shape[0]} rows, {wanted.rows} are due"
-        adapters = None
-        if batch.adapters is not None:  # as many as logit rows
-            adapters = batch.adapters[batch.logit_rows]
-        branch = None
+        adapters, branch = batch.logit_adapters, None
         if wanted.draws:
             logits = self._logits(hidden, adapters, wanted.draw_rows)
             branch = self._draw(handle, draws, logits, sent, claims)
@@ -318,8 +354,8 @@ class Runner:
             del logits  # before the next slice's
         if speculator is not None:
             if branch is not None and batch.decode is not None and batch.decode.tree is not None:
-                self.model.move(layers, *moves(branch, batch.slots))
-            if handle.plan.drafts or batch.prefill is not None:
+                self.model.move(layers, batch, moves(branch, batch.slots))
+            if handle.plan.drafts or any(w.tokens is not None for w in works):
                 speculator.run(handle, follow, batch, found, branch, sent, behind)
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
@@ -341,13 +377,15 @@ class Runner:
 
     def collect(self, handle: Handle) -> StepResult:
         """Wait for a launched step's results; steps launched after it are not waited for."""
+        if self._unfinished is not None and self._unfinished[0] is handle:
+            self._finish()
         return handle.result()
 
     def close(self) -> None:
         """Leave the group of ranks. Captured steps go first: while one could replay a collective,
         its group does not end.
         """
-        self.graphs = self.cycles = None
+        self.graphs = self.cycles = self._unfinished = None
         self.comm.close()
 
     def warm_up(self) -> None:
@@ -356,24 +394,9 @@ class Runner:
 
         CheckpointError when they give NaN: then nothing that is served would be right.
         """
-        length = min(
-            self.context_length - 1, self.config.chunked_prefill_size, 2 * self.config.page_size
-        )
-        length = max(1, min(length, self.config.max_step_tokens))
-        verified = min(self.width, self.context_length - length)
-        drafts = self.width - 1
-        most = min(length + verified + drafts, self.context_length)
-        pages = list(range(-(-most // self.config.page_size)))
-        caches = self._allocate(len(pages), poison=False, quiet=True)
-        prompt = [0] * length
-        init = RowInit(row=0, params=SamplingParams(), seed=0, choice=0, prompt=prompt)
-        prefill = Work(rid="", row=0, start=0, length=length, pages=pages, tokens=prompt)
-        decode = Work(rid="", row=0, start=length, length=verified, pages=pages)
-        prefill.logprobs = decode.logprobs = 1  # over the whole vocabulary: one NaN spoils them
-        for plan in (
-            StepPlan(step=-2, works=[prefill], init=[init], drafts=drafts),
-            StepPlan(step=-1, works=[decode], drafts=drafts),
-        ):
+        plans, count = warm_up_steps(self.config, self.context_length, self.width)
+        caches = self._allocate(count, poison=False, quiet=True)
+        for plan in plans:
             handle = self._launch(plan, caches)
             if handle.arriving is not None:  # on rank 0; all ranks have its logits
                 self._check(self.collect(handle))
@@ -386,8 +409,7 @@ class Runner:
             self.cycles.capture(progress=self.rank == 0)
 
     def _check(self, result: StepResult) -> None:
-        entry = result.works[0].logprobs[0]
-        if math.isnan(entry.logprob):
+        if any(math.isnan(work.logprobs[0].logprob) for work in result.works):
             raise CheckpointError(
                 f"{self.assembly.folder}: the first step gave NaN: a weight is NaN or infinite, "
                 f"{self.config.dtype} overflows, or a kernel is at fault; try --dtype float32, or "

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.masked import MaskedDraw
+from ds_runtime.engine.masked import MaskedDraw, placed
 from ds_runtime.engine.messages import TokenLogprob
 from ds_runtime.engine.step import RowInit
 from ds_runtime.engine.transfer import Upload, put
@@ -33,14 +33,23 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The same of arrays, whose products wrap at 64 bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def stream_key(seed: int, choice: int) -> int:
     """The 64-bit key of one choice's random numbers."""
     return _mix((_mix((seed + _GOLDEN) & _MASK) + (choice + 1) * _GOLDEN) & _MASK)
 
 
-def uniform(key: int, position: int) -> float:
-    """The number in [0, 1) of stream `key` at `position`, with 53 random bits."""
-    return float(_mix((key + (position + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+def uniforms(keys: Sequence[int], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The numbers in [0, 1) of streams `keys` [n] at positions [n, …], with 53 random bits."""
+    streams = np.array(keys, np.uint64).reshape(-1, *(1,) * (positions.ndim - 1))
+    mixed = _mixed(streams + (positions + 1).astype(np.uint64) * np.uint64(_GOLDEN))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(slots=True)
@@ -54,10 +63,10 @@ class Row:
     bias: tuple[Tensor, Tensor] | None  # device (ids, values)
     penalised: bool
     extras: bool  # anything that changes logits
+    settings: tuple[float, ...]  # of Sample, but for the random number
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """What one row of logits is drawn for. ahead: of how many drafts the token is drawn behind,
     those of the draws right before it.
     """
@@ -75,7 +84,8 @@ class Draws:
 
     settings: temperature, top_k, top_p, min_p and uniform; None where every draw is greedy.
     masks: (masks, which) of MaskLogits on the device; None where every token may be drawn. masked:
-    the captured draw that has been given masks and settings instead.
+    the captured draw that has been given masks and settings instead; places: number of the array
+    with each draw's place in it, None if they lie in their order.
     """
 
     draws: Sequence[Draw]
@@ -84,6 +94,7 @@ class Draws:
     settings: tuple[int, ...] | None
     masks: tuple[Tensor, Tensor] | None = None
     masked: MaskedDraw | None = None
+    places: int | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +176,9 @@ class Sampler:
             bias=bias,
             penalised=p.penalised,
             extras=p.penalised or bias is not None or stop_ids is not None,
+            settings=(p.temperature, min(p.top_k, self.vocab), p.top_p, p.min_p, 0.0)
+            if p.temperature > 0.0
+            else _GREEDY,
         )
         if p.penalised:
             self._start_counts(init)
@@ -187,34 +201,43 @@ class Sampler:
         return state
 
     def prepare(
-        self, draws: Sequence[Draw], upload: Upload, masked: MaskedDraw | None = None
+        self,
+        draws: Sequence[Draw],
+        upload: Upload,
+        masked: MaskedDraw | None = None,
+        places: npt.NDArray[np.int64] | None = None,
     ) -> Draws:
         """Add what the draws need to a step's upload. masked: of the captured step that gives their
-        logits, used where there are masks and nothing else changes these.
+        logits, used where there are masks and nothing else changes these; places: its row for each
+        draw, where that is not the draw's number.
         """
         states = [self.row(d.row) for d in draws]
         rows = upload.add(np.array([d.row for d in draws], np.int64))
         alone = masked is not None and not any(s.extras for s in states)
         if alone and masked is not None and any(d.mask is not None for d in draws):
-            masked.fill(self.settings(draws, masked.size), [d.mask for d in draws])
-            return Draws(draws, states, rows, None, masked=masked)
-        masks = self._masks(draws)
+            inside = list(draws) if places is None else placed(draws, places, masked.size)
+            masks = [None if d is None else d.mask for d in inside]
+            masked.fill(self.settings(inside, masked.size), masks)
+            number = None if places is None else upload.add(places)
+            return Draws(draws, states, rows, None, masked=masked, places=number)
+        sent = self._masks(draws)
         if not any(s.params.temperature > 0.0 for s in states):
-            return Draws(draws, states, rows, None, masks)
+            return Draws(draws, states, rows, None, sent)
         settings = tuple(upload.add(column) for column in self.settings(draws, len(draws)))
-        return Draws(draws, states, rows, settings, masks)
+        return Draws(draws, states, rows, settings, sent)
 
-    def settings(self, draws: Sequence[Draw], count: int) -> list[npt.NDArray[Any]]:
+    def settings(self, draws: Sequence[Draw | None], count: int) -> list[npt.NDArray[Any]]:
         """Sample's settings of these draws, filled up to `count` with greedy ones."""
-        values: list[tuple[float, ...]] = [
-            (p.temperature, min(p.top_k, self.vocab), p.top_p, p.min_p, uniform(s.key, d.position))
-            if (p := (s := self.row(d.row)).params).temperature > 0.0
-            else _GREEDY
-            for d in draws
-        ]
-        values += [_GREEDY] * (count - len(values))
-        columns = zip(zip(*values, strict=True), _SETTING_TYPES, strict=True)
-        return [np.array(c, t) for c, t in columns]
+        rows = [None if d is None else self.row(d.row) for d in draws]
+        values = np.tile(np.array(_GREEDY), (count, 1))
+        if any(row is not None and row.settings is not _GREEDY for row in rows):
+            values[: len(rows)] = [_GREEDY if row is None else row.settings for row in rows]
+            keys = [0 if row is None else row.key for row in rows]
+            positions = np.array([0 if d is None else d.position for d in draws])
+            numbers = np.where(values[: len(rows), 0] > 0.0, uniforms(keys, positions), 0.0)
+            values[: len(rows), -1] = numbers
+        pairs = zip(values.T, _SETTING_TYPES, strict=True)
+        return [np.ascontiguousarray(column, kind) for column, kind in pairs]
 
     def _masks(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | None:
         """Masks on their way to the device. Their size is a vocabulary's: most steps have none,
@@ -246,6 +269,8 @@ class Sampler:
         grammars' masks.
         """
         if draws.masked is not None:
+            if draws.places is not None:
+                return draws.masked.draw(draws.masked.size)[sent[draws.places]]
             return draws.masked.draw(len(draws.draws))
         if any(s.extras for s in draws.states):
             logits = self._change(logits, draws, drafts, nodes)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ds_runtime.engine.adapters import Held
-from ds_runtime.engine.holdings import Holdings
+from ds_runtime.engine.holdings import Holdings, Pages
 from ds_runtime.engine.limits import SchedulerLimits, check_submit
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
-from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache
 from ds_runtime.engine.request import Group, Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
@@ -29,13 +27,13 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Requests in, plans out, results in, tokens out. `prefix` None: no prefix cache."""
+    """Requests in, plans out, results in, tokens out. `ranks`: the pages of all ranks together, or
+    of each where attention is divided by sequences.
+    """
 
-    def __init__(
-        self, limits: SchedulerLimits, pool: PagePool, prefix: PrefixCache | None = None
-    ) -> None:
+    def __init__(self, limits: SchedulerLimits, ranks: Sequence[Pages]) -> None:
         self.limits = limits
-        self.holdings = Holdings(pool, prefix, limits.max_running, limits.page_size)
+        self.holdings = Holdings(ranks, limits.max_running)
         self.waiting: list[Request] = []  # both in right of way
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -44,7 +42,7 @@ class Scheduler:
         self._num_submitted = 0
         self._num_guided = 0
         self._drafts = limits.drafts  # of the step that is planned
-        self._stats = Stats(pages_total=pool.num_pages)
+        self._stats = Stats(pages_total=self.holdings.num_pages)
 
     # ---- requests come and go ----
 
@@ -97,7 +95,7 @@ class Scheduler:
         return sum(r.adapter is adapter for r in self._requests.values())
 
     def flush(self) -> int:
-        """Empty the prefix cache; the number of pages freed."""
+        """Empty the prefix caches; the number of pages freed."""
         return self.holdings.flush()
 
     def stats(self) -> Stats:
@@ -106,13 +104,14 @@ class Scheduler:
             self._stats,
             running=len(self.running),
             waiting=len(self.waiting),
-            pages_free=self.holdings.pool.num_free,
+            pages_free=self.holdings.num_free,
             pages_cached=self.holdings.num_cached,
         )
 
     @property
     def _pool_tokens(self) -> int:
-        return self.holdings.pool.num_pages * self.limits.page_size
+        """That one request can have computed."""
+        return self.holdings.most_pages * self.limits.page_size
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -189,6 +188,7 @@ class Scheduler:
             self._cover(request, length + self.limits.draft_room)
         work = Work(
             rid=request.rid,
+            rank=request.rank,
             row=request.row,
             start=start,
             length=length,
@@ -222,12 +222,12 @@ class Scheduler:
     def _cover(self, request: Request, count: int) -> int:
         """Pages for the next `count` tokens, as far as they can be spared."""
         count = min(count, request.limit - request.num_computed)
-        return self.holdings.cover(request, count, reserve=len(self.running))
+        return self.holdings.of(request).cover(request, count)
 
     def _grow(self, request: Request) -> bool:
         """Room for the next token, by preempting others; False if it was preempted itself."""
-        while not self.holdings.grow(request):
-            victim = self.running[-1]
+        while not self.holdings.of(request).grow(request):
+            victim = next(r for r in reversed(self.running) if r.rank == request.rank)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -235,7 +235,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue; it will be computed anew, with the output that it has."""
-        assert len(self.running) > 1, "one request alone always fits"
+        assert self.holdings.of(request).num_running > 1, "one request alone always fits"
         self._release(request)
         request.state = State.WAITING
         self._enqueue(request)
@@ -262,12 +262,11 @@ class Scheduler:
         return group.leader is not request and self._reads_cache(request)
 
     def _reads_cache(self, request: Request) -> bool:
-        return self.holdings.prefix is not None and not request.wants_prompt_logprobs
+        return self.holdings.caches and not request.wants_prompt_logprobs
 
     def _admit(self, request: Request) -> bool:
         """Let it run, if there are pages for all that it has to compute."""
-        # One page per running request stays in reserve: fewer preemptions right afterwards.
-        if not self.holdings.take(request, self._reads_cache(request), reserve=len(self.running)):
+        if not self.holdings.take(request, self._reads_cache(request)):
             return False
         _remove(self.waiting, request)
         request.state = State.RUNNING
@@ -315,7 +314,7 @@ class Scheduler:
             return
         if request.group is not None and end >= request.prompt_len:
             request.group.is_computed = True
-        self.holdings.share(request, end)
+        self.holdings.of(request).share(request, end)
 
     def _take(self, request: Request, work: Work, outcome: WorkResult) -> Tokens | Failed:
         """Append sampled tokens and see whether the request ends with one of them."""

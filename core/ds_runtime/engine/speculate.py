@@ -3,13 +3,15 @@ then one per further draft.
 
 The host waits once in between, for how many drafts of the last step were right. By then the draft
 layer's first run is queued, and the runs after it hide what the host does until the next step.
+Behind a captured verification it first goes on with what the step before brought, while the device
+verifies.
 Drafts are drawn with the very random numbers with which the model will draw these positions, so
 that they are often right also where requests sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +21,17 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.batch import build_batch
-from ds_runtime.engine.cycle import Cycles, VerifyGraph
+from ds_runtime.engine.cycle import VerifyGraph
+from ds_runtime.engine.cycles import Cycles
 from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.sampler import Draw, Draws, Sampler
+from ds_runtime.engine.spread import Spreading
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Download, Upload
-from ds_runtime.engine.tree import Growth, Trees, seen_by
+from ds_runtime.engine.tree import Growth, Trees
 from ds_runtime.engine.verify import Branch
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.ops.batch import Batch, DecodePart
+from ds_runtime.ops.batch import Batch, DecodePart, Spread
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.speculation import Speculation
 
@@ -37,17 +41,27 @@ class Follow:
     """What the draft layer's first run needs beside the step's batch: numbers in its upload.
 
     ids: [T] the token behind each, where the host knows it. draws: [draws] rows behind which one
-    was drawn. firsts: [n] the row of each work's first draw.
+    was drawn. firsts: [n] the row of each work's first draw. Where ranks have sequences of their
+    own, all these are of this rank's works; drawn and own are which draws and which sampling works
+    of the step these are, and tail is how the latter lie on the ranks.
     """
 
     ids: int
     draws: int
     firsts: int
+    drawn: int
+    own: int
+    mine: tuple[int, ...]
+    tail: Spreading | None = None
+
+    def of(self, sent: Upload, tokens: Tensor) -> Tensor:
+        """This rank's of a tensor of all sampling works."""
+        return tokens if self.tail is None else tokens[sent[self.own]]
 
 
 class Speculator:
     """The draft layer of one rank at work. bounds: most pages and tokens of a sequence, and what
-    build_batch calls prefix_chunk.
+    build_batch calls prefix_chunk. part: this rank, of so many that have sequences of their own.
     """
 
     def __init__(
@@ -60,6 +74,7 @@ class Speculator:
         last_tokens: Tensor,
         trees: Trees | None,
         bounds: tuple[int, int, int],
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         self.draft = draft
         self.shape = shape
@@ -71,19 +86,45 @@ class Speculator:
         self._trees = trees
         self._page_size = bound.base.page_size
         self._max_pages, self._context_length, self._prefix_chunk = bounds
+        self._rank, self._ranks = part
 
     def follow(self, plan: StepPlan, upload: Upload) -> Follow:
         """Add to a step's upload, before it is sent."""
         known: list[int] = []
         draws: list[int] = []
         firsts: list[int] = []
+        drawn: list[int] = []
+        own: list[int] = []
+        samplers = list[Work]()
+        draw = 0
         for work in plan.works:
+            begin, draw = draw, draw + work.draws
+            if work.draws:
+                samplers.append(work)
+            if self._ranks > 1 and work.rank != self._rank:
+                continue
             if work.draws:
                 firsts.append(len(known) + work.length - work.draws)
                 draws += range(firsts[-1], len(known) + work.length)
+                drawn += range(begin, draw)
+                own.append(len(samplers) - 1)
             known += [0] if work.tokens is None else work.tokens[1:]
             known += [0] * (work.length - 1) if work.tokens is None else [work.next_token or 0]
-        return Follow(*(upload.add(np.array(x, np.int64)) for x in (known, draws, firsts)))
+        tail = None
+        if self._ranks > 1:
+            ends = [
+                Work(rid="", row=w.row, rank=w.rank, start=0, length=1, pages=[]) for w in samplers
+            ]
+            tail = Spreading.of(ends, self._ranks, upload)
+        return Follow(
+            ids=upload.add(np.array(known, np.int64)),
+            draws=upload.add(np.array(draws, np.int64)),
+            firsts=upload.add(np.array(firsts, np.int64)),
+            drawn=upload.add(np.array(drawn, np.int64)),
+            own=upload.add(np.array(own, np.int64)),
+            mine=tuple(own),
+            tail=tail,
+        )
 
     def run(
         self,
@@ -109,28 +150,51 @@ class Speculator:
             follow, batch, sent, hidden, tokens = self._branches(handle, branch, hidden, tokens)
         ids = sent[follow.ids].clone()
         if tokens is not None:
-            ids.index_copy_(0, sent[follow.draws], tokens)
-        last = sent[follow.firsts] + accepted
-        hidden = self.draft.forward(batch, hidden, ids, caches, last)  # [n, hidden]
-        if handle.wanted.samplers and handle.plan.drafts:
-            draft = self._chain if self._trees is None else self._tree
-            draft(handle, hidden, arriving.wait()[0].tolist(), caches)
+            drawn = tokens if follow.tail is None else tokens[sent[follow.drawn]]
+            ids.index_copy_(0, sent[follow.draws], drawn)
+        last = sent[follow.firsts] + (accepted if branch is None else follow.of(sent, accepted))
+        tail = None if follow.tail is None else follow.tail.sent(sent)
+        hidden = self.draft.forward(batch, hidden, ids, caches, last, tail)  # [n, hidden]
+        if not (handle.wanted.samplers and handle.plan.drafts):
+            return
+        right = arriving.wait()[0].tolist()
+        if self._trees is None:
+            self._chain(handle, hidden, right, caches, follow, sent, tail)
+        else:
+            self._tree(handle, hidden, right, caches)
 
     def replay(
-        self, handle: Handle, branch: Branch, graph: VerifyGraph, cycles: Cycles, collects: bool
-    ) -> None:
-        """As `run`, behind a captured verification whose `ids` and `last` are set."""
+        self,
+        handle: Handle,
+        branch: Branch,
+        graph: VerifyGraph,
+        cycles: Cycles,
+        lies: tuple[Tensor, Tensor],
+        collects: bool,
+    ) -> Callable[[], None]:
+        """As `run`, behind a captured verification, up to where the host has to wait; what is left
+        to be done. lies: the row of each draw there, and the slots of all its rows.
+        """
         arriving = Download([branch.accepted])
         tells = any(w.tell_drafts for w in handle.plan.works)
         if collects and not tells:  # what was drawn is on its way while drafts are made
             handle.download()
-        graph.follow()
-        works, ends = self._ends(handle, arriving.wait()[0].tolist())
-        chain = cycles.chain(len(works), handle.plan.drafts)
-        assert chain is not None, "a step drafts as many as were planned"
-        drafts = chain.replay(works, ends)
-        if tells:
-            handle.drafts = [drafts]
+        works, tokens, rows = handle.plan.works, handle.tokens[0], lies[0]
+        kept = cycles.branch(graph.size)
+        if kept is None:
+            graph.follow(tokens, branch, rows)
+        else:
+            kept.follow(works, tokens, branch, *lies)
+
+        def rest() -> None:
+            works, ends = self._ends(handle, arriving.wait()[0].tolist())
+            drafting = cycles.drafting(len(works), handle.plan.drafts)
+            assert drafting is not None, "a step drafts as many as were planned"
+            drafts = drafting.replay(works, ends)
+            if tells:
+                handle.drafts = drafts
+
+        return rest
 
     def _branches(
         self, handle: Handle, branch: Branch, hidden: Tensor, tokens: Tensor
@@ -153,7 +217,7 @@ class Speculator:
         follow = self.follow(chains, sent)
         places, drawn = (sent.add(np.array(x, np.int64)) for x in (rows, draws))
         batch = build_batch(
-            chains,
+            chains.works,
             self._page_size,
             self._max_pages,
             self._last_tokens,
@@ -177,13 +241,21 @@ class Speculator:
         ]
 
     def _chain(
-        self, handle: Handle, hidden: Tensor, accepted: list[int], caches: Sequence[Tensor]
+        self,
+        handle: Handle,
+        hidden: Tensor,
+        accepted: list[int],
+        caches: Sequence[Tensor],
+        follow: Follow,
+        sent: Upload,
+        tail: Spread | None,
     ) -> None:
         """Draft behind the last kept token of each sampling work, one token after the other."""
         plan = handle.plan
         works, ends = self._ends(handle, accepted)
         upload = Upload(self._rows.device)
-        chain = self._steps(works, ends, plan.drafts, upload)
+        own = follow.mine if tail is not None else range(len(works))
+        chain = self._steps([works[i] for i in own], [ends[i] for i in own], plan.drafts, upload)
         draws = [
             self._sampler.prepare(
                 [Draw(w.row, e + 2 + s) for w, e in zip(works, ends, strict=True)], upload
@@ -191,14 +263,16 @@ class Speculator:
             for s in range(plan.drafts)
         ]
         upload.send()
-        found = [self._draw(hidden, draws[0], upload)]
+        found = [self._draw(hidden, draws[0], upload, tail)]
         key = self.draft.state_key
         for step, some in zip(chain, draws[1:], strict=True):
-            batch = step.batch(upload, found[-1], self._states)
+            ids = follow.of(sent, found[-1])
+            batch = step.batch(upload, ids, self._states)
+            batch.spread = tail
             if key:
                 self._kernels[key].prepare(self._states[key], batch)
-            hidden = self.draft.forward(batch, hidden, found[-1], caches, None)
-            found.append(self._draw(hidden, some, upload))
+            hidden = self.draft.forward(batch, hidden, ids, caches, None)
+            found.append(self._draw(hidden, some, upload, tail))
         drafts = torch.stack(found, dim=1)  # [n, drafts]
         places = self._rows[:, 1 : 1 + plan.drafts]
         places.index_copy_(0, upload[draws[0].rows], drafts)
@@ -218,21 +292,15 @@ class Speculator:
         upload.send()
         growth = Growth.begin(shape, *self._best(hidden))
         hidden = hidden.repeat_interleave(shape.topk, dim=0)  # in front of every row
-        chosen, key = None, self.draft.tree_key
+        key = self.draft.tree_key
         for level, step in enumerate(levels, 1):
-            lines = growth.next_lines(level, chosen)
             batch = step.batch(upload, growth.frontier_tokens().flatten(), self._states)
-            counts = torch.full_like(lines, level * shape.topk)
             assert batch.decode is not None
-            batch.decode = replace(
-                batch.decode, tree=seen_by(lines, counts).flatten() | upload[blind]
-            )
-            self._kernels[key].prepare(self._states[key], batch)
+            batch.decode = replace(batch.decode, tree=growth.seen(level) | upload[blind])
+            if key:
+                self._kernels[key].prepare(self._states[key], batch)
             hidden = self.draft.forward(batch, hidden, batch.input_ids, caches, None)
-            scores, tokens = (x.view(-1, shape.topk, shape.topk) for x in self._best(hidden))
-            chosen = growth.grow(scores, tokens)
-            own = torch.arange(0, hidden.shape[0], shape.topk, device=hidden.device)
-            hidden = hidden[(own.unsqueeze(1) + chosen).flatten()]
+            hidden = growth.grow(*self._best(hidden), hidden)
         drafted = growth.best()
         self._rows[:, 1:].index_copy_(0, upload[rows], drafted.tokens)
         trees.put(upload[rows], drafted)
@@ -283,7 +351,10 @@ class Speculator:
             )
         return found, upload.add(np.repeat(np.array([fit - 1 for fit in fits], np.int64), topk))
 
-    def _draw(self, hidden: Tensor, draws: Draws, sent: Upload) -> Tensor:
+    def _draw(
+        self, hidden: Tensor, draws: Draws, sent: Upload, tail: Spread | None = None
+    ) -> Tensor:
+        hidden = self.draft.model.wanted(hidden, tail)
         return self._sampler.choose(self.draft.logits(hidden), draws, sent)
 
     def _steps(
@@ -292,9 +363,9 @@ class Speculator:
         """The runs behind the first. Where a sequence has no page left, nothing is written."""
         size = self._page_size
         room = [min(len(w.pages) * size, self._context_length) for w in works]
-        width = max(len(w.pages) for w in works)
+        width = max((len(w.pages) for w in works), default=1)
         filled = [w.pages + w.pages[:1] * (width - len(w.pages)) for w in works]
-        table = upload.add(np.array(filled, np.int32))
+        table = upload.add(np.array(filled, np.int32).reshape(len(works), width))
         found = []
         for s in range(1, drafts):
             at = [min(e + s, r - 1) for e, r in zip(ends, room, strict=True)]
@@ -327,11 +398,12 @@ class _Step:
     q_lens: tuple[int, ...] = ()
 
     def batch(self, sent: Upload, ids: Tensor, states: dict[str, Any]) -> Batch:
+        part = DecodePart(sent[self.table], sent[self.kv_lens], self.host_kv_lens, self.q_lens)
         return Batch(
             input_ids=ids,
             positions=sent[self.positions],
             slots=sent[self.slots],
             logit_rows=sent[self.positions],
-            decode=DecodePart(sent[self.table], sent[self.kv_lens], self.host_kv_lens, self.q_lens),
+            decode=part if part.size else None,  # none where other ranks have all sequences
             states=states,
         )

@@ -33,8 +33,9 @@ class Work(msgspec.Struct, kw_only=True):
 
     `tokens` None means a decode step, whose input never left the device: the row's last sampled
     token, and behind it length − 1 drafts, each of which counts if all before it were right.
-    `pages` cover at least start + length tokens. `sample`: draw the token at position start +
-    length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
+    `rank`: the one that has its pages and computes its attention, where that is divided by
+    sequences. `pages` cover at least start + length tokens. `sample`: draw the token at position
+    start + length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
     alternatives wanted for the prompt positions start + 1 … start + length that lie inside the
     prompt (None: not wanted); such a work lies within the prompt itself. `masks`: the tokens that
     may be drawn, as rows of MaskLogits' masks, for the first of the drawn tokens; an empty one,
@@ -45,6 +46,7 @@ class Work(msgspec.Struct, kw_only=True):
 
     rid: str
     row: int
+    rank: int = 0
     start: int
     length: int
     pages: list[int]

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_runtime.model.staging import shares_memory
+
 _ALIGN = 64  # bytes: kernels choose wide loads by the alignment of what they get
 _DTYPES = {
     np.dtype(np.int64): torch.int64,
@@ -21,11 +23,6 @@ _DTYPES = {
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
 }
-
-
-def shares_memory(device: torch.device) -> bool:
-    """Whether the device works in the host's memory, in step with the host."""
-    return device.type == "cpu"
 
 
 class Upload:

@@ -8,7 +8,7 @@ nodes the best are verified, which form a tree, because no child is better than 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ class Growth:
     """A tree of n sequences while it is drafted.
 
     scores: [n, topk] of the frontier, the nodes that the draft layer runs for next; lines: which
-    of the draft layer's rows so far each of them sees.
+    of the draft layer's rows so far each of them sees; chosen: each one's parent in the frontier
+    before, [n, topk].
     """
 
     shape: Speculation
@@ -71,6 +72,7 @@ class Growth:
     all_scores: list[Tensor] = field(default_factory=list)
     parents: list[Tensor] = field(default_factory=list)  # candidates; −1: the root
     lines: Tensor | None = None
+    chosen: Tensor | None = None
     count: int = 0
 
     @staticmethod
@@ -81,36 +83,51 @@ class Growth:
         found.frontier = torch.arange(shape.topk, device=tokens.device).expand_as(tokens)
         return found
 
+    def copy(self) -> Growth:
+        """One that grows on by itself."""
+        return replace(
+            self,
+            tokens=self.tokens.copy(),
+            all_scores=self.all_scores.copy(),
+            parents=self.parents.copy(),
+        )
+
     def _add(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> None:
         self.all_scores.append(scores.nan_to_num(nan=-1e30, neginf=-1e30))
         self.tokens.append(tokens)
         self.parents.append(parents)
         self.count += tokens.shape[1]
 
-    def next_lines(self, level: int, chosen: Tensor | None) -> Tensor:
-        """What the frontier sees of the draft layer's rows, [n, topk], `level` ≥ 1 levels of them.
-        chosen: [n, topk] each one's parent in the frontier before.
+    def next_lines(self, level: int) -> Tensor:
+        """What the frontier sees of the draft layer's rows, [n, topk], `level` ≥ 1 levels of
+        them.
         """
         topk = self.shape.topk
         own = torch.ones(topk, dtype=torch.int64, device=self.scores.device)
         own = own << torch.arange((level - 1) * topk, level * topk, device=own.device)
-        if chosen is None or self.lines is None:
+        if self.chosen is None or self.lines is None:
             self.lines = own.expand_as(self.frontier)
         else:
-            self.lines = self.lines.gather(1, chosen) | own
+            self.lines = self.lines.gather(1, self.chosen) | own
         return self.lines
 
-    def grow(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Add the frontier's continuations, [n, topk, topk], and move on to the best of them; the
-        place of each one's parent in the frontier before: [n, topk].
+    def seen(self, level: int) -> Tensor:
+        """DecodePart.tree of the draft layer's rows of a level, [n · topk]."""
+        lines = self.next_lines(level)
+        return seen_by(lines, torch.full_like(lines, level * self.shape.topk)).flatten()
+
+    def grow(self, scores: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Add the frontier's continuations, [n · topk, topk], and move on to the best of them.
+        hidden: [n · topk, width] of the frontier; that of each new one's parent is returned.
         """
         topk, first = self.shape.topk, self.count
-        total = (self.scores.unsqueeze(2) + scores).flatten(1)
+        total = (self.scores.unsqueeze(2) + scores.reshape(-1, topk, topk)).flatten(1)
         parents = self.frontier.repeat_interleave(topk, dim=1)
-        self._add(total, tokens.flatten(1), parents)
+        self._add(total, tokens.reshape(-1, topk * topk), parents)
         self.scores, best = self.all_scores[-1].topk(topk, dim=1)
-        self.frontier = best + first
-        return best // topk
+        self.frontier, self.chosen = best + first, best // topk
+        own = torch.arange(0, hidden.shape[0], topk, device=hidden.device)
+        return hidden[(own.unsqueeze(1) + self.chosen).flatten()]
 
     def frontier_tokens(self) -> Tensor:
         """[n, topk] ids."""
@@ -120,8 +137,12 @@ class Growth:
         """The nodes to verify."""
         shape, device = self.shape, self.scores.device
         scores, parents = torch.cat(self.all_scores, 1), torch.cat(self.parents, 1)
-        sizes = torch.tensor([t.shape[1] for t in self.tokens])
-        levels = torch.arange(1, len(self.tokens) + 1).repeat_interleave(sizes).to(device)
+        levels = torch.cat(
+            [
+                torch.full((tokens.shape[1],), level, dtype=torch.int64, device=device)
+                for level, tokens in enumerate(self.tokens, 1)
+            ]
+        )
         # At equal scores the earlier, so that no child is taken without its parent.
         order = scores.sort(dim=1, descending=True, stable=True).indices[:, : shape.drafts]
         taken = order.sort(dim=1).values  # [n, drafts] candidates, parents first

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.handle import Wanted
-from ds_runtime.engine.sampler import Nodes, uniform
+from ds_runtime.engine.sampler import Nodes, uniforms
 from ds_runtime.engine.step import StepPlan
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.engine.tree import Trees
+from ds_runtime.model.deepseek import Moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Claims:
 
     firsts: [n] each one's first draw. counts: [n] its drafts. pairs: [n, most] a draw per draft,
     which claims to be the token in front of the draw after it. inputs: [draws] where that token
-    lies in last_tokens. owners, ahead: [draws] the work and how many drafts are in front.
+    lies in last_tokens. ahead: [draws] how many drafts are in front.
     luck: [n, most], instead of comparing: whether each is taken for right; a negative number: none.
     """
 
@@ -36,7 +37,6 @@ class Claims:
     counts: int
     pairs: int
     inputs: int
-    owners: int
     ahead: int
     most: int
     luck: int = -1
@@ -54,18 +54,20 @@ def claim(
     last = max(0, len(wanted.draws) - 2)
     pairs = np.minimum(firsts[:, None] + np.arange(most), last)
     works = [plan.works[i] for i, _ in wanted.samplers]
-    inputs = [w.row * width + j for w in works for j in range(w.draws)]
+    owners = np.repeat(np.arange(len(counts)), counts)
+    ahead = np.arange(len(owners)) - firsts[owners]
+    inputs = np.array([w.row for w in works], np.int64)[owners] * width + ahead
     luck = -1
     if simulated is not None:
-        keys = [[uniform(w.row + 1, w.start + j) for j in range(most)] for w in works]
-        luck = upload.add((np.array(keys) < simulated).astype(np.int64).reshape(pairs.shape))
+        at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
+        numbers = uniforms([w.row + 1 for w in works], at)
+        luck = upload.add((numbers < simulated).astype(np.int64))
     return Claims(
         firsts=upload.add(firsts),
         counts=upload.add(counts - 1),
         pairs=upload.add(pairs),
-        inputs=upload.add(np.array(inputs, np.int64)),
-        owners=upload.add(np.repeat(np.arange(len(counts)), counts)),
-        ahead=upload.add(np.array([d.ahead for d in wanted.draws], np.int64)),
+        inputs=upload.add(inputs),
+        ahead=upload.add(ahead),
         most=most,
         luck=luck,
     )
@@ -169,14 +171,14 @@ def _follow(
     return Branch(accepted, kept, order.index_copy(0, places.flatten(), values.flatten()))
 
 
-def moves(branch: Branch, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """CacheMove's sources and targets, [n, most], that bring each branch into the places of a
-    chain. slots: [tokens] of the step, whose decode rows are its first draws.
+def moves(branch: Branch, slots: Tensor, rows: Tensor | None = None) -> Moves:
+    """What brings each branch into the places of a chain. slots: [draws] of a step, whose decode
+    rows are its first draws; or else rows: [draws] the row of each.
     """
     along = torch.arange(1, branch.draws.shape[1], device=slots.device)
     last = slots.shape[0] - 1
     old = branch.draws[:, 1:]
     new = branch.draws[:, :1] + along
     moved = (along <= branch.accepted.unsqueeze(1)) & (old != new)
-    old, new = slots[old.clamp(max=last)], slots[new.clamp(max=last)]
-    return torch.where(moved, old, -1), new
+    old, new = old.clamp(max=last), new.clamp(max=last)
+    return Moves(torch.where(moved, slots[old], -1), slots[new], old if rows is None else rows[old])

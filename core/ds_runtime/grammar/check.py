@@ -70,7 +70,7 @@ class Checker:
         if self._child is None or self._child.poll() is not None:
             self._end()
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "ds_runtime.grammar.check", *self._args],
+                [sys.executable, "-P", "-m", "ds_runtime.grammar.check", *self._args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -34,7 +34,7 @@ class Inputs:
             self.up = load.linear(layer, f"{AT}.q_b_proj")
         first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
         latent = f"{AT}.kv_a_proj_with_mqa"
-        query = config.q_lora or config.heads // load.shard.size * config.qk_head
+        query = config.q_lora or config.heads // load.heads.size * config.qk_head
         self.widths = (query, config.latent)
         self.both: Linear | None = None
         if load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
@@ -57,15 +57,18 @@ class Inputs:
 
 
 class Attention:
-    """One layer's attention on one rank's heads; returns the sum over ranks."""
+    """One layer's attention on one rank's heads, on all of them where it is divided by sequences;
+    returns the sum over the ranks that divide the heads.
+    """
 
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
         self.ops = load.ops(layer, AT)
-        self.comm = load.comm
+        self.comm = load.head_comm
         self.inputs = Inputs(config, load, layer)
         self.kv_norm = load.vector(layer, f"{AT}.kv_a_layernorm")
         self.kv_b = load.absorb(layer, f"{AT}.kv_b_proj")
         self.o_proj = load.linear(layer, f"{AT}.o_proj")
+        self.fused = load.mla_inputs(layer, AT, LATENT_EPS)
         self.indexer = Indexer(config, load, layer) if config.has_indexer(layer) else None
         if config.indexing is None:
             self.decode = self._kernel(load, layer, AT)
@@ -74,7 +77,7 @@ class Attention:
             self.tree = self._kernel(load, layer, TREE)
         has_trees = load.bound.has("cache_move", layer, TREE)
         self.move = load.ops(layer, TREE).cache_move if has_trees else None
-        self.heads = config.heads // load.shard.size
+        self.heads = config.heads // load.heads.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
         self.scale = config.softmax_scale
 
@@ -97,10 +100,15 @@ class Attention:
 
         selection: of this step, where attention is sparse; index_cache: where this layer indexes.
         """
+        if x.shape[0] == 0:  # other ranks have sequences
+            return x
+        if self.fused is not None and batch.prefill is None:
+            absorbed, query = self.fused(x, batch.positions, cos_sin, cache, batch.slots)
+            self._index(x, query, batch, index_cache, cos_sin, selection)
+            out = self._decode(absorbed, batch, cache, selection, batch.adapters)
+            return self.comm.all_reduce(self.o_proj(out.flatten(1), batch.adapters))
         q, kv, query = self.inputs(x, batch.adapters)
-        if self.indexer is not None:
-            assert selection is not None and index_cache is not None
-            self.indexer(x, query, batch, index_cache, cos_sin, selection)
+        self._index(x, query, batch, index_cache, cos_sin, selection)
         q = q.view(-1, self.heads, self.qk_head)
         q_rope, latent, k_rope = self.ops.mla_prologue(
             q,
@@ -115,6 +123,20 @@ class Attention:
         out = self._attend(q, q_rope, latent, k_rope, batch, cache, selection)  # [T, heads, v]
         return self.comm.all_reduce(self.o_proj(out.flatten(1), batch.adapters))
 
+    def _index(
+        self,
+        x: Tensor,
+        query: Tensor,
+        batch: Batch,
+        index_cache: Tensor | None,
+        cos_sin: Tensor,
+        selection: Selection | None,
+    ) -> None:
+        """Choose the tokens to attend, in a layer that does."""
+        if self.indexer is not None:
+            assert selection is not None and index_cache is not None
+            self.indexer(x, query, batch, index_cache, cos_sin, selection)
+
     def _attend(
         self,
         q: Tensor,
@@ -127,7 +149,8 @@ class Attention:
     ) -> Tensor:
         """Decode and prefill rows, each their own way: [T, heads, nope + rope] → [T, heads, v]."""
         if batch.prefill is None:
-            return self._decode(q, q_rope, batch, cache, selection, batch.adapters)
+            absorbed = self._absorbed(q, q_rope, batch.adapters)
+            return self._decode(absorbed, batch, cache, selection, batch.adapters)
         n, adapters = batch.num_decode, batch.adapters
         first, rest = (None, None) if adapters is None else (adapters[:n], adapters[n:])
         if selection is not None and (part := selection.prefill) is not None:
@@ -141,7 +164,8 @@ class Attention:
             out = self._prefill(q[n:], latent[n:], k_rope[n:], batch.prefill, cache, rest)
         if not n:
             return out
-        return torch.cat((self._decode(q[:n], q_rope[:n], batch, cache, selection, first), out))
+        absorbed = self._absorbed(q[:n], q_rope[:n], first)
+        return torch.cat((self._decode(absorbed, batch, cache, selection, first), out))
 
     def _absorbed(self, q: Tensor, q_rope: Tensor, adapters: Tensor | None) -> Tensor:
         """[n, heads, nope + rope] → [n, heads, kv_lora + rope]: queries of the latent space."""
@@ -149,15 +173,13 @@ class Attention:
 
     def _decode(
         self,
-        q: Tensor,
-        q_rope: Tensor,
+        absorbed: Tensor,
         batch: Batch,
         cache: Tensor,
         selection: Selection | None,
         adapters: Tensor | None,
     ) -> Tensor:
-        """[n, heads, nope + rope] → [n, heads, v], in the latent space."""
-        absorbed = self._absorbed(q, q_rope, adapters)
+        """[n, heads, kv_lora + rope] → [n, heads, v]."""
         if selection is None:
             assert batch.decode is not None
             kernel, key = self.decode

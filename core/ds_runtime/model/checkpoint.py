@@ -3,8 +3,8 @@
 A folder that stands for GGUF files (`gguf/folder.py`) has their tensors, by the same names.
 
 Headers are parsed here, so that a damaged shard is found before anything is allocated. Parts are
-read into fresh memory with plain reads: nothing of a file stays mapped, so the process holds
-exactly what the caller keeps.
+read with plain reads, into fresh memory or on their way to a device: nothing of a file stays
+mapped, so the process holds exactly what the caller keeps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -29,6 +30,7 @@ from ds_runtime.base import base_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.gguf.blocks import BLOCKS, values
 from ds_runtime.model.gguf.folder import LINK, linked_tensors
+from ds_runtime.model.staging import Staging, shares_memory
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,7 +45,7 @@ _MALFORMED = (  # what reading a hostile JSON header can raise; 1e400 overflows,
     OverflowError,
     RecursionError,
 )
-_READERS = 4  # threads at most, and at least so many bytes for each
+_READERS = 16  # threads at most, and at least so many bytes for each
 _SHARE = 1 << 20
 _LARGE = 32 << 20  # bytes from which memory always comes from the system
 _READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
@@ -90,7 +92,7 @@ class Checkpoint:
     """All tensors of a checkpoint folder and of its base, checked against the files' true lengths.
 
     `entries`: those of other files than a checkpoint's, from `read_header`. `on_read`, if set, is
-    called with the number of bytes of each read.
+    called with the number of bytes of each read, by one thread at a time. Several may read.
     """
 
     def __init__(self, folder: Path, entries: dict[str, Entry] | None = None) -> None:
@@ -99,6 +101,8 @@ class Checkpoint:
         self.on_read: Callable[[int], None] | None = None
         self._files: dict[Path, int] = {}  # open descriptors
         self._readers: ThreadPoolExecutor | None = None
+        self._own = threading.local()  # of each thread that reads
+        self._lock = threading.Lock()
         weakref.finalize(self, _close, self._files)
         if entries is not None:
             return
@@ -173,17 +177,19 @@ class Checkpoint:
         rows: slice | None = None,
         cols: slice | None = None,
         index: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> Tensor:
         """A new tensor with these rows (first dimension) and columns (last) of a tensor.
 
         `index` first picks one matrix of a stack [n, rows, cols]. Slices are within the shape and
         without a step. Reads from the file only what is asked, strip by strip for columns. Blocks
-        become float32.
+        become float32. On a device that computes beside the host, what is queued there later finds
+        it complete.
         """
         entry = self.entry(name)
         if entry.dtype in BLOCKS:
             assert index is None, name
-            found = values(entry.dtype, self.row_bytes(name, rows))
+            found = values(entry.dtype, self.row_bytes(name, rows, device))
             found = found.view(-1, *entry.shape[1:])
             return found if cols is None else found[..., cols].contiguous()
         dtype = DTYPES[entry.dtype]
@@ -192,56 +198,97 @@ class Checkpoint:
             shape = shape[1:]
             begin += index * math.prod(shape) * dtype.itemsize
         if not shape:
-            return self._bytes(entry, begin, dtype.itemsize).view(dtype).reshape(())
+            return self._bytes(entry, begin, dtype.itemsize, device).view(dtype).reshape(())
         r0, r1 = _bounds(rows, shape[0])
-        width = math.prod(shape[1:])  # elements per row
+        size = math.prod(shape[1:]) * dtype.itemsize  # of a row
         if cols is None or len(shape) == 1:
-            at, size = begin + r0 * width * dtype.itemsize, (r1 - r0) * width * dtype.itemsize
-            return self._bytes(entry, at, size).view(dtype).reshape(r1 - r0, *shape[1:])
+            data = self._bytes(entry, begin + r0 * size, (r1 - r0) * size, device)
+            return data.view(dtype).reshape(r1 - r0, *shape[1:])
         assert len(shape) == 2, f"{name}: columns of a {len(shape)}-dimensional tensor"
-        c0, c1 = _bounds(cols, width)
-        out = torch.empty(r1 - r0, c1 - c0, dtype=dtype)
-        step = max(1, _STRIP // max(1, width * dtype.itemsize))
+        c0, c1 = _bounds(cols, shape[1])
+        out = torch.empty(r1 - r0, c1 - c0, dtype=dtype, device=device)
+        step = max(1, _STRIP // max(1, size))
         for row in range(r0, r1, step):
             last = min(r1, row + step)
-            size = (last - row) * width * dtype.itemsize
-            strip = self._bytes(entry, begin + row * width * dtype.itemsize, size)
+            data = self._bytes(entry, begin + row * size, (last - row) * size, device)
             # Bytes are copied as bytes: not every dtype has a copy kernel on every device.
-            wide = strip.view(last - row, width * dtype.itemsize)
-            part = wide[:, c0 * dtype.itemsize : c1 * dtype.itemsize]
+            part = data.view(last - row, size)[:, c0 * dtype.itemsize : c1 * dtype.itemsize]
             out.view(torch.uint8)[row - r0 : last - r0] = part
         return out
 
-    def row_bytes(self, name: str, rows: slice | None = None) -> Tensor:
+    def row_bytes(
+        self, name: str, rows: slice | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """The bytes of rows (first dimension) of a tensor that is stored in blocks along the last:
         [rows · matrices, bytes of a row] uint8."""
         entry = self.entry(name)
         r0, r1 = _bounds(rows, entry.shape[0])
         each = entry.nbytes // max(1, entry.shape[0])
-        data = self._bytes(entry, entry.begin + r0 * each, (r1 - r0) * each)
+        data = self._bytes(entry, entry.begin + r0 * each, (r1 - r0) * each, device)
         kind = BLOCKS[entry.dtype]
         return data.view(-1, entry.shape[-1] // kind.elements * kind.nbytes)
 
-    def _bytes(self, entry: Entry, begin: int, size: int) -> Tensor:
+    def sent(self, tensor: Tensor, device: torch.device | str) -> Tensor:
+        """A tensor of the host on a device, without waiting for what is queued there."""
+        if shares_memory(device):
+            return tensor.to(device)
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        out = torch.empty(data.shape[0], dtype=torch.uint8, device=device)
+        ring = self._ring(device)
+        for at in range(0, data.shape[0], ring.most):
+            part = data[at : at + ring.most]
+            ring.send(ring.room(part.shape[0]).copy_(part), out[at : at + part.shape[0]])
+        return out.view(tensor.dtype).view(tensor.shape)
+
+    def _bytes(
+        self, entry: Entry, begin: int, size: int, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """`size` bytes of a shard from file offset `begin`, as a new uint8 tensor."""
-        file = self._files.get(entry.file)
-        if file is None:
-            file = self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
-        out = _room(size)
-        view = memoryview(out.numpy().data)
-        count = max(1, min(torch.get_num_threads(), _READERS, size // _SHARE))
+        if shares_memory(device):
+            out = _room(size)
+            self._fill(entry, begin, out)
+        else:
+            out, ring = torch.empty(size, dtype=torch.uint8, device=device), self._ring(device)
+            for at in range(0, size, ring.most):
+                room = ring.room(min(size - at, ring.most))
+                self._fill(entry, begin + at, room)
+                ring.send(room, out[at : at + room.shape[0]])
+        if self.on_read is not None:
+            with self._lock:
+                self.on_read(size)
+        return out
+
+    def _fill(self, entry: Entry, begin: int, room: Tensor) -> None:
+        """Read a shard's bytes from file offset `begin` on into all of `room`, by several
+        threads."""
+        size, view = room.shape[0], memoryview(room.numpy().data)
+        with self._lock:
+            file = self._files.get(entry.file)
+            if file is None:
+                file = self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
+            pool = self._pool()
+        most = 1 if getattr(self._own, "undivided", False) else _READERS
+        count = max(1, min(torch.get_num_threads(), most, size // _SHARE))
         edges = [size * i // count for i in range(count + 1)]
         parts = [(view[a:b], begin + a) for a, b in pairwise(edges)]
-        others = [self._pool().submit(_fill, file, entry.file, *part) for part in parts[1:]]
+        others = [pool.submit(_fill, file, entry.file, *part) for part in parts[1:]]
         try:
             _fill(file, entry.file, *parts[0])
         finally:
             wait(others)
         for other in others:
             other.result()
-        if self.on_read is not None:
-            self.on_read(size)
-        return out
+
+    def undivided(self) -> None:
+        """The calling thread reads alone from now on: there are enough that do."""
+        self._own.undivided = True
+
+    def _ring(self, device: torch.device | str) -> Staging:
+        """This thread's, before the one device that the checkpoint is read for."""
+        ring: Staging | None = getattr(self._own, "ring", None)
+        if ring is None or ring.device != torch.device(device):
+            ring = self._own.ring = Staging(torch.device(device))
+        return ring
 
     def _pool(self) -> ThreadPoolExecutor:
         """Threads that read beside the caller: one copies from the page cache slower than memory
@@ -255,6 +302,7 @@ class Checkpoint:
         if self._readers is not None:
             self._readers.shutdown()
             self._readers = None
+        self._own = threading.local()
         _close(self._files)
 
 

@@ -111,8 +111,10 @@ class ModelConfig:
         """Layers that choose the tokens that they attend: these have an index cache."""
         return sum(self.indexing.computes) if self.indexing is not None else 0
 
-    def dims(self, tp: int = 1) -> Dims:
-        """Geometry for Facts; heads and expert widths are those of one rank."""
+    def dims(self, tp: int = 1, attention_tp: int | None = None) -> Dims:
+        """Geometry for Facts; heads and expert widths are those of one rank. attention_tp: ranks
+        that divide the heads (default: all).
+        """
         index: dict[str, int] = {}
         if (i := self.indexing) is not None:
             index = {"index_heads": i.heads, "index_dim": i.dim, "index_topk": i.top_k}
@@ -121,7 +123,7 @@ class ModelConfig:
                 **index,
                 "hidden": self.hidden,
                 "layers": self.layers,
-                "heads": self.heads // tp,
+                "heads": self.heads // (attention_tp or tp),
                 "q_lora": self.q_lora or 0,
                 "kv_lora": self.kv_lora,
                 "qk_nope": self.qk_nope,
@@ -135,10 +137,14 @@ class ModelConfig:
             }
         )
 
-    def check_tp(self, tp: int) -> None:
-        """Raise ConfigError if the model cannot be cut into `tp` ranks."""
+    def check_tp(self, tp: int, attention_tp: int | None = None) -> None:
+        """Raise ConfigError if the model cannot be cut into `tp` ranks, and its heads by
+        `attention_tp` (default: all).
+        """
         shared = self.shared_experts * self.moe_intermediate
-        cuts = {"num_attention_heads": self.heads, "intermediate_size": self.intermediate}
+        cuts = {"intermediate_size": self.intermediate}
+        if (attention_tp or tp) == tp:
+            cuts = {"num_attention_heads": self.heads, **cuts}
         if self.experts:
             cuts |= {"moe_intermediate_size": self.moe_intermediate, "shared expert width": shared}
         for name, value in cuts.items():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_runtime.model.attention import Attention
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.exchange import gathered, gathered_wanted, summed
 from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import RmsNorm
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
-from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.batch import Batch, Spread
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -42,10 +44,12 @@ class Block:
         rows: Tensor | None = None,
         index_cache: Tensor | None = None,
         selection: Selection | None = None,
+        tail: Spread | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(mlp output, residual before it), both [T, hidden]; the next norm adds them.
 
-        rows: the only ones that are wanted; all are still written to the cache.
+        rows: the only ones that are wanted; all are still written to the cache. tail: how these lie
+        on the ranks, if the batch says so of its own.
         """
         if residual is None:
             normed, residual = self.input_norm(x), x
@@ -54,8 +58,19 @@ class Block:
         attended = self.attention(normed, batch, cache, cos_sin, index_cache, selection)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
+            batch = replace(batch, spread=tail)
         normed, residual = self.mlp_norm.add(attended, residual)
-        return self.mlp(normed, batch.adapters), residual
+        return self.mlp(normed, batch), residual
+
+
+class Moves(NamedTuple):
+    """Cached tokens that change places: sources and targets as in CacheMove, and the row of the
+    step that computed each. [sequences, n] int64.
+    """
+
+    sources: Tensor
+    targets: Tensor
+    rows: Tensor
 
 
 class DeepSeekModel:
@@ -68,6 +83,7 @@ class DeepSeekModel:
         self.config = config
         self.comm = load.comm
         self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
+        self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
         self.embed = load.embedding()
         self.blocks = [Block(config, load, layer) for layer in range(config.layers)]
@@ -80,38 +96,63 @@ class DeepSeekModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, caches: Sequence[Tensor], every: bool = False) -> Tensor:
-        """Final hidden states of `batch.logit_rows`: [rows, hidden], the same on every rank.
+        """Final hidden states of the step's logit rows: [rows, hidden], the same on every rank.
 
         They are what `logits` takes. caches: one per layer in the bound KV layout, then one per
         layer with an indexer in the index layout; the batch's tokens are written to them. every:
-        of all tokens, whose logits are wanted or not.
+        of all tokens of this rank, whose logits are wanted or not.
         """
         selection, indexing = None, self.config.indexing
         if indexing is not None:
-            selection = Selection.of(batch, indexing.top_k, self.captured)
+            selection = Selection.of(batch, indexing.top_k, self.captured, self.page_size)
         index_caches = iter(caches[len(self.blocks) :])
-        x = self.comm.all_reduce(self.embed(batch.input_ids))  # [T, hidden]
+        x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
         for layer, block in enumerate(self.blocks):
             index = next(index_caches) if self.config.has_indexer(layer) else None
             x, residual = block(
                 x, residual, batch, caches[layer], self.cos_sin, None, index, selection
             )
-        wanted = x.shape[0] if every else batch.logit_rows.shape[0]
-        if wanted == 0:
-            return x.new_empty(0, self.config.hidden)
         assert residual is not None, "a model has at least one layer"
+        if every:
+            return self.norm.add(x, residual)[0]
+        wanted = batch.logit_rows.shape[0]
+        if (wanted if batch.spread is None else batch.spread.wanted) == 0:
+            return x.new_empty(0, self.config.hidden)
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
-        normed, _ = self.norm.add(x, residual)
-        return normed
+        return self.wanted(self.norm.add(x, residual)[0], batch.spread)
+
+    def wanted(self, hidden: Tensor, spread: Spread | None) -> Tensor:
+        """This rank's logit rows → those of all ranks, in the order that `logits` is to give."""
+        return hidden if spread is None else gathered_wanted(self.comm, hidden, spread)
+
+    def embedded(self, ids: Tensor, batch: Batch) -> Tensor:
+        """Of one token per row of this rank: [T] → [T, hidden]."""
+        every = gathered(self.comm, ids, batch)
+        return summed(self.comm, self.embed(every), batch, ids.shape[0])
 
     @torch.inference_mode()
-    def move(self, caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
-        """Copy cached tokens from slot to slot in every layer's cache, as CacheMove says."""
-        for block, cache in zip(self.blocks, caches, strict=False):
-            assert block.attention.move is not None, "steps with trees were not planned"
-            block.attention.move(cache, sources, targets)
+    def move(self, caches: Sequence[Tensor], batch: Batch, moves: Moves) -> None:
+        """Bring the kept nodes of trees to other places in every cache. batch: the step that
+        computed them, with all its rows.
+        """
+        index_caches = iter(caches[len(self.blocks) :])
+        index_keys = iter(batch.index_keys)
+        for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=False)):
+            attention = block.attention
+            assert attention.move is not None, "steps with trees were not planned"
+            attention.move(cache, moves.sources, moves.targets)
+            if self.config.has_indexer(layer):
+                assert attention.indexer is not None
+                rows = moves.rows.flatten()
+                attention.indexer.cache_keys(
+                    next(index_keys)[rows],
+                    batch.positions[rows],
+                    torch.where(moves.sources < 0, -1, moves.targets).flatten(),
+                    next(index_caches),
+                    self.cos_sin,
+                )
 
     @torch.inference_mode()
     def logits(

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_runtime.model.deepseek import Block, DeepSeekModel
 from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import RmsNorm
-from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.batch import Batch, Spread
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -51,23 +51,28 @@ class DraftModel:
         ids: Tensor,
         caches: Sequence[Tensor],
         rows: Tensor | None,
+        tail: Spread | None = None,
     ) -> Tensor:
-        """[rows, hidden] for `model.logits`, the same on every rank; rows None: of every token.
+        """[rows, hidden] for `model.wanted`, which makes of them what `model.logits` takes; rows
+        None: of every token.
 
         hidden: [T, hidden] at the batch's positions; ids: [T], the tokens that follow them. Every
         row's key is written to `caches`: the draft layer's, and where attention is sparse that of
-        its indexer.
+        its indexer. tail: how the rows lie on the ranks, where attention is divided by sequences.
         """
         model = self.model
-        if batch.adapters is not None:  # they change the model, and drafts need not be right
-            batch = replace(batch, adapters=None)
-        embedded = model.comm.all_reduce(model.embed(ids))
+        # Adapters change the model, and drafts need not be right.
+        if batch.ffn_adapters is not None:
+            spread = batch.spread and replace(batch.spread, adapters=None)
+            batch = replace(batch, adapters=None, spread=spread)
+        embedded = model.embedded(ids, batch)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         selection, index = None, None
         if (indexing := model.config.indexing) is not None:
-            selection, index = Selection.of(batch, indexing.top_k, model.captured), caches[1]
+            index = caches[1]
+            selection = Selection.of(batch, indexing.top_k, model.captured, model.page_size)
         x, residual = self.block(
-            self.join(both), None, batch, caches[0], model.cos_sin, rows, index, selection
+            self.join(both), None, batch, caches[0], model.cos_sin, rows, index, selection, tail
         )
         normed, _ = self.norm.add(x, residual)
         return normed

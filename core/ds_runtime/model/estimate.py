@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.indexing import scored_rows
-from ds_runtime.model.manifest import COLS, ROWS, VOCAB, adaptable_modules
+from ds_runtime.model.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.sites import INDEXER, vocab_rows
 from ds_runtime.ops.bind import site_facts
 from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.sparse import scored_rows
 from ds_runtime.ops.spec import Kernel, Site
+from ds_runtime.ops.table import OPS
 
 if TYPE_CHECKING:
     from ds_runtime.assemble import Assembly
@@ -28,6 +29,7 @@ def packed_bytes(
     dtype: str,
     tp: int,
     positions: int,
+    attention_tp: int | None = None,
 ) -> int:
     """Bytes of one rank's packed weights, embedding, routers and rotation table.
 
@@ -45,9 +47,14 @@ def packed_bytes(
             total += rows * config.hidden * 4
         if not site.weight_format or not site.shape:
             continue
+        if kernel is None and OPS[site.op].optional:
+            continue
         matrices = 3 if site.op == "experts" else site.count
         kept = kernel is not None and site.weight_format in kernel.keeps
         count = math.prod(site.shape)
+        if site.op == "mla_inputs":  # beside the first projections, its shape
+            heads, inner = config.heads // (attention_tp or tp), config.q_lora or 0
+            count += heads * (config.qk_head * inner + config.qk_nope * config.kv_lora)
         size: float = count * item
         if kept and site.weight_format in FORMATS:
             cols = site.shape[-1]
@@ -81,7 +88,7 @@ def sparse_bytes(assembly: Assembly) -> int:
     width = -(-positions_of(assembly) // config.page_size) * config.page_size
     rows = min(scored_rows(width), config.max_step_tokens)
     chosen = 2 * config.max_step_tokens * indexing.top_k * 4  # of groups, and joined
-    groups = {"index_scores": rows, "index_topk": rows}
+    groups = {"index_scores": rows, "index_topk": rows, "index_select": config.max_step_tokens}
     groups |= dict.fromkeys(("sparse_prefill", "sparse_decode"), config.max_step_tokens)
     held = [
         kernel.workspace(site_facts(assembly.facts, site), groups[site.op])
@@ -100,23 +107,31 @@ def needed_bytes(assembly: Assembly) -> int:
     """What one rank's packed weights will take."""
     config, choices = assembly.config, assembly.binding.choices
     positions = positions_of(assembly)
-    weights = packed_bytes(assembly.model, choices, config.dtype, config.tp, positions)
-    return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, config.tp)
+    weights = packed_bytes(
+        assembly.model, choices, config.dtype, config.tp, positions, config.attention_tp
+    )
+    ranks = (config.tp, config.attention_tp)
+    return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, *ranks)
 
 
-def lora_bytes(config: ModelConfig, lora: LoraPlan | None, dtype: str, tp: int) -> int:
-    """Bytes of one rank's slots of low-rank adapters."""
+def lora_bytes(
+    config: ModelConfig, lora: LoraPlan | None, dtype: str, tp: int, attention_tp: int | None = None
+) -> int:
+    """Bytes of one rank's slots of low-rank adapters. attention_tp: ranks that divide the heads of
+    attention (default: all).
+    """
     if lora is None:
         return 0
     total = 0
     for module, stored in adaptable_modules(config).items():
         if module in lora.modules:
             out, cols = stored.shape
+            parts = (attention_tp or tp) if is_attention(module) else tp
             if stored.cut == VOCAB:
                 out = vocab_rows(config, tp)
             elif stored.cut == ROWS:
-                out //= tp
+                out //= parts
             elif stored.cut == COLS:
-                cols //= tp
+                cols //= parts
             total += out + cols
     return total * lora.slots * lora.rank * ITEM_BYTES[dtype]

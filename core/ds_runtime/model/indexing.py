@@ -6,7 +6,6 @@ from ds_runtime.errors import ConfigError, UnsupportedError, shown
 from ds_runtime.model.config import Indexing, ModelConfig
 from ds_runtime.model.reader import Reader
 
-SCORES = 1 << 25  # rows are scored in groups so that their scores stay below this many: 128 MiB
 _KINDS = {"full": True, "shared": False}
 
 
@@ -19,11 +18,6 @@ def read_indexing(get: Reader, layers: int, glm: bool) -> Indexing:
         interleaved=get.boolean("indexer_rope_interleave", glm),
         computes=_computes(get, layers),
     )
-
-
-def scored_rows(width: int) -> int:
-    """Rows that are scored together, where each has scores of `width` tokens."""
-    return max(1, SCORES // width)
 
 
 def check_indexing(get: Reader, config: ModelConfig) -> None:

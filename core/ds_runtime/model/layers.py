@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ds_runtime.model.lora import AbsorbDelta, Delta
     from ds_runtime.ops import attention, linear, moe
     from ds_runtime.ops.table import Ops
-    from ds_runtime.ops.weight import ExpertSource, Packed, Weight
+    from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
 
 
 class Linear:
@@ -75,6 +75,24 @@ class Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         """[tokens] → [tokens, hidden], zero rows for ids of other ranks."""
         return self._ops.embed(ids, self.table, self.start)
+
+
+class MlaInputs:
+    """Everything before attention in steps that only decode, in one kernel."""
+
+    __slots__ = ("_eps", "_kernel", "packed")
+
+    def __init__(
+        self, kernel: attention.MlaInputs, weights: MlaWeights, facts: Facts, eps: float
+    ) -> None:
+        self._kernel, self._eps = kernel, eps
+        self.packed: Packed = kernel.pack(weights, facts)
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, cache: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[T, hidden] → (absorbed queries [T, heads, kv_lora + rope], query latent [T, q_lora])."""
+        return self._kernel.apply(x, self._eps, positions, cos_sin, cache, slots, self.packed)
 
 
 class Absorb:

@@ -140,39 +140,58 @@ class _Part:
     def name(self, component: str) -> str:
         return self.request.place.tensors[component]
 
-    def read(self, component: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        """These rows and columns of a stored tensor."""
+    def read(
+        self,
+        component: str,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """These rows and columns of a stored tensor, by default on the request's device."""
         request = self.request
         entry = request.checkpoint.entry(self.name(component))
         width = entry.shape[-1] if entry.shape else 0
         whole = cols is not None and (cols.start, cols.stop) == (0, width)
-        read = request.checkpoint.read
-        tensor = read(self.name(component), rows, None if whole else cols, request.place.index)
-        return tensor.to(request.device)
+        return request.checkpoint.read(
+            self.name(component),
+            rows,
+            None if whole else cols,
+            request.place.index,
+            request.device if device is None else device,
+        )
+
+    def here(self, component: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """As `read`, in the host's memory: looking at it waits for nothing."""
+        return self.read(component, rows, cols, "cpu")
+
+    def sent(self, tensor: Tensor) -> Tensor:
+        """The same on the request's device."""
+        return self.request.checkpoint.sent(tensor, self.request.device)
 
     def scalar(self, component: str) -> Tensor:
         """A stored number as [1] float32; CheckpointError unless it is positive and finite."""
-        value = self.read(component).to(torch.float32).reshape(1)
+        value = self.here(component).to(torch.float32).reshape(1)
         if not float(value) > 0 or math.isinf(float(value)):
             raise CheckpointError(
                 f"{self.name(component)}: is {float(value)}, expected a positive number; the file "
                 "is damaged: download it again"
             )
-        return 1 / value if self.encoding.divides else value
+        return self.sent(1 / value if self.encoding.divides else value)
 
     def scales(self) -> Tensor:
         """The covering part of the scale grid, from any shape that it may be stored in."""
         stored = self.request.checkpoint.entry(self.name("scale")).shape
         if len(stored) - (self.request.place.index is not None) == 2:
-            return self.checked(self.read("scale", self.down, self.across))
+            return self.checked(self.here("scale", self.down, self.across))
         if stored in ((), (1,)):  # one for all
-            scale = self.read("scale").reshape(1, 1)
+            scale = self.here("scale").reshape(1, 1)
             rows = self.shape[0] if self.encoding.format.endswith("_channel") else 1
             return self.checked(scale.expand(rows, 1).contiguous())
-        return self.checked(self.read("scale", self.down).reshape(-1, 1))
+        return self.checked(self.here("scale", self.down).reshape(-1, 1))
 
     def checked(self, scale: Tensor) -> Tensor:
-        """The same; CheckpointError if a scale is no number."""
+        """A scale grid of the host's on the request's device; CheckpointError if one is no
+        number."""
         bad = ~torch.isfinite(decode_scale(scale, torch.float32))
         if bool(bad.any()):
             row, col = bad.nonzero()[0].tolist()
@@ -184,7 +203,7 @@ class _Part:
                 f"{self.name('scale')}: scale [{row}, {col}] of the part read is {value}{means}, "
                 "expected a finite number; the file is damaged: download it again"
             )
-        return scale
+        return self.sent(scale)
 
     def made(self, tensors: dict[str, Tensor]) -> WeightPart:
         """The part of these tensors and of the scalars beside them."""
@@ -252,7 +271,7 @@ def _nibbles(part: _Part) -> WeightPart:
 
 def _words(part: _Part) -> WeightPart:
     if "shape" in part:
-        stored, wanted = part.read("shape").tolist(), list(part.request.place.shape)
+        stored, wanted = part.here("shape").tolist(), list(part.request.place.shape)
         if stored != wanted:
             raise CheckpointError(
                 f"{part.name('shape')}: says {stored}, {wanted} expected from config.json"
@@ -261,7 +280,7 @@ def _words(part: _Part) -> WeightPart:
     codes = _numbers(part, part.read("weight", part.rows, _covering(part.cols, pack)))
     codes = codes[:, _inside(part.cols, pack)]
     across = _columns(part)
-    tensors = {"scale": part.checked(part.read("scale", part.rows, across))}
+    tensors = {"scale": part.checked(part.here("scale", part.rows, across))}
     if "zero" in part:
         zero = _numbers(part, part.read("zero", _covering(part.rows, pack), across).T)
         tensors["zero"] = zero.T[_inside(part.rows, pack)].contiguous()
@@ -279,7 +298,7 @@ def _awq(part: _Part) -> WeightPart:
         ordered = nibbles.view(nibbles.shape[0], -1, _PACK)[:, :, order]
         return ordered.reshape(nibbles.shape[0], -1)[:, inside].T.to(torch.int8).contiguous()
 
-    scale = part.read("scale", part.across, part.rows).T.contiguous()
+    scale = part.here("scale", part.across, part.rows).T.contiguous()
     weight, zero = codes("weight", part.cols), codes("zero", part.across)
     return part.made({"weight": weight, "scale": part.checked(scale), "zero": zero})
 
@@ -291,7 +310,7 @@ def _gptq(part: _Part) -> WeightPart:
     zero = unpack(part.read("zero", across, _covering(part.rows, _PACK)))
     less = 0 if part.encoding.layout == "gptq_v2" else 1
     zeros = zero[:, _inside(part.rows, _PACK)].T.to(torch.int8).contiguous() + less
-    scale = part.checked(part.read("scale", across, part.rows).T.contiguous())
+    scale = part.checked(part.here("scale", across, part.rows).T.contiguous())
     return part.made({"weight": weight, "scale": scale, "zero": zeros, **_group(part)})
 
 
@@ -306,7 +325,7 @@ def _group(part: _Part) -> dict[str, Tensor]:
     """The group that each column names; CheckpointError if there is none of that number."""
     if "group" not in part:
         return {}
-    group = part.read("group", part.cols).to(torch.int32)
+    group = part.here("group", part.cols).to(torch.int32)
     groups = _grid(part.encoding, *part.request.place.shape)[1]
     if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < groups:
         raise CheckpointError(
@@ -314,7 +333,7 @@ def _group(part: _Part) -> dict[str, Tensor]:
             f"expected 0 to {groups - 1}"
         )
     part.offset = (part.offset[0], 0)
-    return {"group": group}
+    return {"group": part.sent(group)}
 
 
 _GPTQ = ("gptq", "gptq_v2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ds_runtime.model.adapted import AdaptedExperts
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.layers import Absorb, Embedding, Experts, Linear
+from ds_runtime.model.layers import Absorb, Embedding, Experts, Linear, MlaInputs
 from ds_runtime.model.layouts import with_order, with_rows
 from ds_runtime.model.lora import Delta, LoraSlots
 from ds_runtime.model.manifest import (
@@ -21,22 +22,25 @@ from ds_runtime.model.manifest import (
     VOCAB,
     Stored,
     adaptable_modules,
+    is_attention,
     stored_modules,
 )
 from ds_runtime.model.nextn import SHARED, NextN, nextn_modules
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.quant import PartRequest, Place, Quant
 from ds_runtime.model.rope import paired_rows
-from ds_runtime.model.sites import vocab_rows
+from ds_runtime.model.sites import INPUTS, MLA_INPUTS, vocab_rows
+from ds_runtime.model.staging import shares_memory
 from ds_runtime.model.verify import check_checkpoint
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference.rounding import convert_part
 from ds_runtime.ops.table import Ops
-from ds_runtime.ops.weight import Weight, WeightPart
+from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.parallel.layout import Shard
 from ds_runtime.platform.spec import Communicator
 
-_Layer = TypeVar("_Layer", Linear, Absorb, Experts)
+_Layer = TypeVar("_Layer", Linear, Absorb, MlaInputs, Experts)
+_AHEAD = 12  # experts that are read side by side before they are asked for
 
 
 class Loader:
@@ -44,7 +48,8 @@ class Loader:
 
     Modules are named as in the checkpoint, below `model.layers.N.`. Construction checks every
     tensor's name, shape and dtype; nothing is read before a layer asks. nextn: load the draft
-    layer, from that checkpoint.
+    layer, from that checkpoint. head_comm: of the ranks that divide the heads of attention
+    (default: all).
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Loader:
         dtype: torch.dtype,
         lora: LoraPlan | None = None,
         nextn: NextN | None = None,
+        head_comm: Communicator | None = None,
     ) -> None:
         self.config = config
         self.quant = quant
@@ -66,11 +72,16 @@ class Loader:
         self.comm = comm
         self.device = device
         self.dtype = dtype
+        self.head_comm = head_comm or comm
         self.shard = Shard(comm.rank, comm.size)
+        self.heads = Shard(self.head_comm.rank, self.head_comm.size)
         self.lora: LoraSlots | None = None
         if lora is not None:
             modules = adaptable_modules(config)
-            self.lora = LoraSlots(lora, config, modules, self.shard, device, dtype)
+            self.lora = LoraSlots(lora, config, modules, self.shard_of, device, dtype)
+        self.readers: ThreadPoolExecutor | None = None  # where the device computes beside the host
+        if not shares_memory(device):
+            self.readers = ThreadPoolExecutor(_AHEAD, "experts", self._reads)
         self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
         self.modules: Mapping[str, Stored]
         within, shared = "", tuple[str, ...]()
@@ -82,6 +93,21 @@ class Loader:
         self.places: Mapping[str, Place] = check_checkpoint(
             checkpoint, config, quant, self.modules, within, shared
         )
+
+    def shard_of(self, module: str) -> Shard:
+        """Which share of a Linear that is cut this rank holds."""
+        return self.heads if is_attention(module) else self.shard
+
+    def _reads(self) -> None:
+        """At the beginning of one of the readers."""
+        self.checkpoint.undivided()
+        if (index := torch.device(self.device).index) is not None:
+            torch.accelerator.set_device_index(index)
+
+    def close(self) -> None:
+        """Let the readers go."""
+        if self.readers is not None:
+            self.readers.shutdown(cancel_futures=True)
 
     def ops(self, layer: int, module: str) -> Ops:
         """The bound ops of one place."""
@@ -100,14 +126,29 @@ class Loader:
                 entry = self.checkpoint.entry(tensor)
                 stack = entry.shape[0] if place.index is not None else 1
                 size = entry.nbytes * share / stack
-                reads = 2 if self.config.tie_embeddings and name == "model.embed_tokens" else 1
-                total += int(reads * size / (self.shard.size if stored.cut in (ROWS, VOCAB) else 1))
+                reads = self._reads_of(name)
+                parts = self.shard_of(name).size if stored.cut in (ROWS, VOCAB) else 1
+                total += int(reads * size / parts)
         return total
 
+    def _reads_of(self, module: str) -> int:
+        """How often a weight is read: twice where two packed ones are made of it (a tied embedding,
+        inputs that have a fused form), and whole for each slot of it that is cut by columns.
+        """
+        if module == "model.embed_tokens":
+            return 1 + self.config.tie_embeddings
+        at, _, name = module.rpartition(".")
+        parts = at.split(".")
+        if module.endswith("mlp.shared_experts.down_proj"):
+            return max(1, self.shared_slots(int(parts[2])))
+        if name not in MLA_INPUTS or len(parts) != 4:
+            return 1
+        return 1 + self.bound.has("mla_inputs", int(parts[2]), INPUTS)
+
     def _read(self, module: str, rows: slice | None = None) -> Tensor:
-        """A plain tensor, or rows of it."""
+        """A plain tensor, or rows of it, on the device."""
         (name,) = self.places[module].names
-        return self.checkpoint.read(name, rows)
+        return self.checkpoint.read(name, rows, device=self.device)
 
     def _held(self, tensor: Tensor) -> Tensor:
         """The same, counted."""
@@ -122,17 +163,17 @@ class Loader:
     def vector(self, layer: int, name: str) -> Tensor:
         """A norm weight in the compute dtype: [n]; layer −1 outside the layers."""
         at = f"model.layers.{layer}.{name}" if layer >= 0 else f"model.{name}"
-        return self._held(self._read(at).to(self.device, self.dtype))
+        return self._held(self._read(at).to(self.dtype))
 
     def wide(self, layer: int, name: str) -> Tensor:
         """A plain tensor in float32: routers, their biases, what the indexer does not pack."""
         weight = self._read(f"model.layers.{layer}.{name}")
-        return self._held(weight.to(self.device, torch.float32))
+        return self._held(weight.to(torch.float32))
 
     def embedding(self) -> Embedding:
         """This rank's rows of the vocabulary, in the compute dtype."""
         rows = self.shard.padded_slice(self.config.vocab_size)
-        table = self._held(self._read("model.embed_tokens", rows).to(self.device, self.dtype))
+        table = self._held(self._read("model.embed_tokens", rows).to(self.dtype))
         return Embedding(self.ops(-1, "embed_tokens"), table, rows.start)
 
     def head(self) -> Linear:
@@ -140,7 +181,7 @@ class Loader:
         config = self.config
         rows = self.shard.padded_slice(config.vocab_size)
         if config.tie_embeddings:
-            values = self._read("model.embed_tokens", rows).to(self.device)
+            values = self._read("model.embed_tokens", rows)
             shape = (values.shape[0], config.hidden)
             part = WeightPart("lm_head", "dense", shape, {"weight": values})
         else:
@@ -151,14 +192,17 @@ class Loader:
         kernel = self.ops(-1, "lm_head").linear
         return self._packed(Linear(kernel, Weight((part,)), facts, self._deltas(-1, "lm_head")))
 
-    def part(self, module: str, target: str) -> WeightPart:
-        """This rank's part of one Linear, on the device, in the format that it is packed from."""
-        stored = self.modules[module]
+    def part(self, module: str, target: str, piece: int = 0, pieces: int = 1) -> WeightPart:
+        """This rank's part of one Linear, on the device, in the format that it is packed from.
+
+        piece: of the `pieces` equal ones, along what ranks divide, that the Linear is taken as.
+        """
+        stored, shard = self.modules[module], self.shard_of(module)
         rows, cols = (slice(0, n) for n in stored.shape)
         if stored.cut == ROWS:
-            rows = self.shard.slice(stored.shape[0], f"rows of {module}")
+            rows = _share(shard, stored.shape[0], piece, pieces, f"rows of {module}")
         elif stored.cut == COLS:
-            cols = self.shard.slice(stored.shape[1], f"columns of {module}")
+            cols = _share(shard, stored.shape[1], piece, pieces, f"columns of {module}")
         assert stored.cut != VOCAB
         part = self._interleaved(self._cut(module, rows, cols))
         return convert_part(part, target, self.dtype)
@@ -206,6 +250,19 @@ class Loader:
         names = [f"model.layers.{layer}.{part}" for part in parts] or [site]
         return self.lora.deltas(self.ops(layer, site).lora_delta, names)
 
+    def mla_inputs(self, layer: int, at: str, eps: float) -> MlaInputs | None:
+        """All before attention in one kernel, from its own copy of the weights, if one is bound."""
+        if not self.bound.has("mla_inputs", layer, INPUTS):
+            return None
+        facts = self.bound.facts("mla_inputs", layer, INPUTS)
+        q_a, q_b, kv_a, kv_b = (
+            self.weight(layer, (f"{at}.{n}",), facts.weight_format) for n in MLA_INPUTS
+        )
+        q_norm, kv_norm = (self.vector(layer, f"{at}.{n}_a_layernorm") for n in ("q", "kv"))
+        weights = MlaWeights(q_a, q_b, kv_a, kv_b, q_norm, kv_norm)
+        kernel = self.ops(layer, INPUTS).mla_inputs
+        return self._packed(MlaInputs(kernel, weights, facts, eps))
+
     def absorb(self, layer: int, module: str) -> Absorb:
         """kv_b_proj, packed for expansion and absorption."""
         kernel = self.ops(layer, module).mla_absorb
@@ -217,8 +274,14 @@ class Loader:
             delta = self.lora.absorb(op, f"model.layers.{layer}.{module}")
         return self._packed(Absorb(kernel, weight, facts, delta))
 
+    def shared_slots(self, layer: int) -> int:
+        """How many slots behind the routed experts of a layer hold its shared experts."""
+        if not self.bound.has("experts", layer, "mlp.experts"):
+            return 0
+        return self.bound.facts("experts", layer, "mlp.experts").shape[0] - self.config.experts
+
     def experts(self, layer: int) -> Experts | AdaptedExperts:
-        """The routed experts of a layer."""
+        """The routed experts of a layer, and the shared ones where they are slots behind them."""
         if self.bound.has("linear", layer, "mlp.experts.down_proj"):
             return self._adapted_experts(layer)
         kernel = self.ops(layer, "mlp.experts").experts
@@ -243,21 +306,47 @@ class Loader:
 
 
 class LayerExperts:
-    """ExpertSource over a checkpoint: reads an expert when asked, keeps nothing."""
+    """ExpertSource over a checkpoint: reads an expert when asked, keeps nothing.
+
+    Where the device computes beside the host, the next ones are read while one is packed.
+    """
 
     def __init__(self, loader: Loader, layer: int, target: str) -> None:
         config = loader.config
-        self.num_experts = config.experts
+        self.slots = loader.shared_slots(layer)
+        self.num_experts = config.experts + self.slots
         self.hidden = config.hidden
         self.intermediate = config.moe_intermediate // loader.shard.size
-        self._at = f"model.layers.{layer}.mlp.experts"
+        self._at = f"model.layers.{layer}.mlp"
         self.format = target
         self._loader = loader
+        self._coming: dict[int, Future[tuple[Weight, Weight, Weight]]] = {}
 
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
-        """(gate, up, down) of one expert, this rank's width."""
+        """(gate, up, down) of one expert, this rank's width. Behind the routed experts come equal
+        pieces of the shared ones."""
+        readers = self._loader.readers
+        if readers is None:
+            return self._read(index)
+        for number in range(index, min(index + _AHEAD + 1, self.num_experts)):
+            if number not in self._coming:
+                self._coming[number] = readers.submit(self._read, number)
+        return self._coming.pop(index).result()
+
+    def _read(self, index: int) -> tuple[Weight, Weight, Weight]:
+        routed = self.num_experts - self.slots
+        at, piece, pieces = f"{self._at}.experts.{index}", 0, 1
+        if index >= routed:
+            at, piece, pieces = f"{self._at}.shared_experts", index - routed, self.slots
         gate, up, down = (
-            Weight((self._loader.part(f"{self._at}.{index}.{name}", self.format),))
+            Weight((self._loader.part(f"{at}.{name}", self.format, piece, pieces),))
             for name in ("gate_proj", "up_proj", "down_proj")
         )
         return gate, up, down
+
+
+def _share(shard: Shard, size: int, piece: int, pieces: int, what: str) -> slice:
+    """A rank's share of one of the equal pieces of `size`."""
+    width = size // pieces
+    share = shard.slice(width, what)
+    return slice(piece * width + share.start, piece * width + share.stop)

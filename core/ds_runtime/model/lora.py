@@ -7,7 +7,7 @@ read and checked as a whole (`stage`) before any slot changes (`put`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +120,16 @@ class AbsorbDelta:
 
 
 class LoraSlots:
-    """Every slot of one rank. `modules`: the model's Linears, whole; `nbytes` of all slots."""
+    """Every slot of one rank. `modules`: the model's Linears, whole; `shard_of`: the share of one
+    that this rank holds, if it is cut; `nbytes` of all slots.
+    """
 
     def __init__(
         self,
         plan: LoraPlan,
         config: ModelConfig,
         modules: Mapping[str, Stored],
-        shard: Shard,
+        shard_of: Callable[[str], Shard],
         device: Any,
         dtype: torch.dtype,
     ) -> None:
@@ -135,7 +137,7 @@ class LoraSlots:
         self.modules = modules
         self.nbytes = 0
         self._config = config
-        self._shard = shard
+        self._shard_of = shard_of
         self._device = device
         self._dtype = dtype
         self._pairs: dict[str, Pairs] = {}
@@ -148,9 +150,9 @@ class LoraSlots:
         """This rank's [out, in]."""
         stored = self.modules[module]
         out, width = stored.shape
+        parts = self._shard_of(module).size
         if stored.cut == VOCAB:
-            return vocab_rows(self._config, self._shard.size), width
-        parts = self._shard.size
+            return vocab_rows(self._config, parts), width
         return (
             out // parts if stored.cut == ROWS else out,
             width // parts if stored.cut == COLS else width,
@@ -177,7 +179,7 @@ class LoraSlots:
         if module not in self.plan.modules:
             return None
         config = self._config
-        heads = config.heads // self._shard.size
+        heads = config.heads // self._shard_of(module).size
         pairs = HeadPairs(
             self._zeros(1, config.kv_lora),
             self._zeros(heads, config.qk_nope),
@@ -229,13 +231,13 @@ class LoraSlots:
 
     def _cut(self, adapter: Adapter, module: str) -> tuple[Tensor, Tensor]:
         a, b = adapter.read(module)
-        stored = self.modules[module]
+        stored, shard = self.modules[module], self._shard_of(module)
         if stored.cut == COLS:
-            a = a[:, self._shard.slice(a.shape[1], f"columns of {module}")]
+            a = a[:, shard.slice(a.shape[1], f"columns of {module}")]
         elif stored.cut == ROWS:
-            b = b[self._shard.slice(b.shape[0], f"rows of {module}")]
+            b = b[shard.slice(b.shape[0], f"rows of {module}")]
         elif stored.cut == VOCAB:
-            b = b[self._shard.padded_slice(b.shape[0])]
+            b = b[shard.padded_slice(b.shape[0])]
             short = self._local(module)[0] - b.shape[0]
             b = torch.cat((b, b.new_zeros(short, b.shape[1])))
         order = paired_rows(self._config, module, b.shape[0])

@@ -45,6 +45,11 @@ def adaptable_modules(config: ModelConfig) -> dict[str, Stored]:
     return found
 
 
+def is_attention(module: str) -> bool:
+    """Whether this is a module of attention: whole on every rank that has sequences of its own."""
+    return ".self_attn." in module
+
+
 def _all(c: ModelConfig, format_of: FormatOf) -> Iterator[Stored]:
     yield Stored("model.embed_tokens", (c.vocab_size, c.hidden), cut=VOCAB)
     yield Stored("model.norm", (c.hidden,))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.exchange import gathered, summed
+from ds_runtime.ops.batch import Batch
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -33,33 +36,39 @@ class DenseMlp:
         self.mlp = SwiGlu(load, layer, "mlp")
         self.comm = load.comm
 
-    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, hidden] → [T, hidden], summed over ranks."""
-        return self.comm.all_reduce(self.mlp(x, adapters))
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks."""
+        every = gathered(self.comm, x, batch)
+        return summed(self.comm, self.mlp(every, batch.ffn_adapters), batch, x.shape[0])
 
 
 class MoeMlp:
-    """Routed experts plus the shared experts, which are one SwiGLU and are added unscaled."""
+    """Routed experts plus the shared experts, which are added unscaled: one SwiGLU, or slots behind
+    the routed experts that every token takes.
+    """
 
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
         assert config.routing is not None
         self.ops = load.ops(layer, "mlp")
         self.comm = load.comm
-        self.routing = config.routing
         self.router = load.wide(layer, "mlp.gate")
         self.bias: Tensor | None = None
         if config.routing.method == "noaux_tc":
             self.bias = load.wide(layer, "mlp.gate.e_score_correction_bias")
         self.experts = load.experts(layer)
+        slots = load.shared_slots(layer)
+        self.routing = replace(config.routing, shared=slots)
         self.shared: SwiGlu | None = None
-        if config.shared_experts:
+        if config.shared_experts and not slots:
             self.shared = SwiGlu(load, layer, "mlp.shared_experts")
 
-    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, hidden] → [T, hidden], summed over ranks once."""
+    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
+        """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once."""
+        count = x.shape[0]
+        x, adapters = gathered(self.comm, x, batch), batch.ffn_adapters
         logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
         weights, ids = self.ops.route(logits, self.bias, self.routing)
         out = self.experts(x, weights, ids, adapters)
         if self.shared is not None:
             out.add_(self.shared(x, adapters))  # `out` is new: nobody else holds it
-        return self.comm.all_reduce(out)
+        return summed(self.comm, out, batch, count)

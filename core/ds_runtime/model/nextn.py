@@ -16,7 +16,7 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.manifest import Stored, block_modules
-from ds_runtime.model.sites import QKV_A, TREE, FormatOf, Verify, block_sites
+from ds_runtime.model.sites import TREE, FormatOf, Verify, block_sites, tree_choice
 from ds_runtime.ops.spec import Site
 
 DRAFT = "draft"  # the role of its sites
@@ -93,9 +93,12 @@ def nextn_sites(
     tp: int = 1,
     apart: Collection[str] = (),
     verify: Verify = "verify",
+    attention_tp: int | None = None,
 ) -> list[Site]:
-    """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths."""
-    layer = config.layers
+    """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
+    attention_tp: ranks that divide the heads of attention (default: all).
+    """
+    layer, trees = config.layers, verify == "tree" and config.indexing is None
 
     def stored(module: str) -> str:
         return format_of(nextn.stored_name(module, layer))
@@ -110,7 +113,9 @@ def nextn_sites(
             weight_format=stored(f"model.layers.{layer}.eh_proj"),
             shape=(config.hidden, 2 * config.hidden),
         ),
-        *block_sites(config, layer, stored, tp, QKV_A not in apart, "verify"),
-        *(() if verify == "verify" else (Site("mla_decode", layer, TREE, "tree"),)),
+        *block_sites(config, layer, stored, (tp, attention_tp or tp), apart, "verify"),
+        *((Site("mla_decode", layer, TREE, "tree"),) if trees else ()),
     ]
+    if verify == "tree" and config.indexing is not None:
+        sites += tree_choice(layer)
     return [replace(site, role=DRAFT) for site in sites]

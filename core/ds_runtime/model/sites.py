@@ -25,8 +25,17 @@ def vocab_rows(config: ModelConfig, tp: int) -> int:
 
 
 INDEXER = "self_attn.indexer"
+INDEXER_TREE = f"{INDEXER}.tree"  # where rows that are nodes of trees choose
+MLA_INPUTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+INPUTS = "self_attn.inputs"  # the fusion of all before attention, where steps only decode
 SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
-QKV_A = "qkv_a"  # fusion by joining weights: the first projections of query and latent
+# Fusions by joining weights: the first projections of query and latent; shared experts as slots
+# behind the routed ones.
+QKV_A = "qkv_a"
+SHARED_EXPERTS = "shared_experts"
+JOINS = (QKV_A, SHARED_EXPERTS)
+_SLOT_FORMATS = frozenset({"dense", "fp8_block"})  # in which a part of a Linear is one, too
+_BLOCK = 128
 
 
 def model_sites(
@@ -36,23 +45,25 @@ def model_sites(
     apart: Collection[str] = (),
     adapted: Collection[str] = (),
     verify: Verify = "",
+    attention_tp: int | None = None,
 ) -> list[Site]:
     """All sites of the target model on one of `tp` ranks.
 
-    apart: fusions that are not wanted. adapted: modules of the checkpoint that have slots for
-    low-rank adapters; of routed experts all of a layer, or none. verify: the phase of decode steps
-    with several tokens per sequence, if there are such steps.
+    attention_tp: ranks that divide the heads of attention (default: all). apart: fusions that are
+    not wanted. adapted: modules of the checkpoint that have slots for low-rank adapters; of routed
+    experts all of a layer, or none. verify: the phase of decode steps with several tokens per
+    sequence, if there are such steps.
     """
     sites = [Site("embed", -1, "embed_tokens"), Site("add_rms_norm", -1, "norm")]
     for layer in range(config.layers):
-        one_by_one = f"model.layers.{layer}.mlp.experts.0.gate_proj" in adapted
-        fuse = QKV_A not in apart
-        sites += block_sites(config, layer, format_of, tp, fuse, verify, one_by_one)
+        divided = (tp, attention_tp or tp)
+        sites += block_sites(config, layer, format_of, divided, apart, verify, adapted)
+        sites += _inputs(config, layer, format_of) if config.q_lora and not adapted else []
     rows = vocab_rows(config, tp)
     head = format_of("lm_head")
     sites.append(Site("linear", -1, "lm_head", weight_format=head, shape=(rows, config.hidden)))
-    # Drafts are drawn within captured steps.
-    inside = {"sample"} if verify else set()
+    # Drafts are drawn within captured steps, and trees are grown there.
+    inside = {"verify": {"sample"}, "tree": {"logprobs"}, "": set()}[verify]
     sites += [Site(op, -1, "sampler", captured=op in inside) for op in SAMPLER_OPS]
     return sites + [delta for site in sites if (delta := _delta(site, adapted)) is not None]
 
@@ -86,22 +97,31 @@ def block_sites(
     config: ModelConfig,
     layer: int,
     format_of: FormatOf,
-    tp: int,
-    fuse: bool,
+    divided: tuple[int, int],
+    apart: Collection[str],
     verify: Verify,
-    one_by_one: bool = False,
+    adapted: Collection[str] = (),
 ) -> list[Site]:
-    """The sites of one decoder layer. fuse: join the first projections of query and latent.
-    one_by_one: its routed experts have slots for adapters.
+    """The sites of one decoder layer. divided: ranks that divide it, and those that divide its
+    heads.
     """
+    tp, heads_tp = divided
     sites = [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
     if verify == "verify" and config.indexing is None:
         sites.append(Site("mla_decode", layer, VERIFY, verify))
-    sites += _attention(config, layer, format_of, tp, fuse)
+    sites += _attention(config, layer, format_of, heads_tp, QKV_A not in apart)
     if verify == "tree":
-        sites.append(Site("mla_decode", layer, TREE, verify))
+        if config.indexing is None:
+            sites.append(Site("mla_decode", layer, TREE, verify))
+        elif config.has_indexer(layer):
+            sites += tree_choice(layer)
         sites.append(Site("cache_move", layer, TREE))
-    return [*sites, *_mlp(config, layer, format_of, tp, one_by_one)]
+    return [*sites, *_mlp(config, layer, format_of, tp, apart, adapted)]
+
+
+def tree_choice(layer: int) -> list[Site]:
+    """What an indexer chooses by for rows that are nodes of trees."""
+    return [Site(op, layer, INDEXER_TREE) for op in ("index_scores", "index_topk")]
 
 
 def _linear(layer: int, module: str, shape: tuple[int, int], format_of: FormatOf) -> Site:
@@ -141,6 +161,14 @@ def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, fuse: b
     return [*sites, query, latent]
 
 
+def _inputs(c: ModelConfig, layer: int, format_of: FormatOf) -> list[Site]:
+    """Its shape is that of the first projections. Weights of several formats are not joined."""
+    assert c.q_lora is not None
+    form, stored = joined(format_of(f"model.layers.{layer}.self_attn.{n}") for n in MLA_INPUTS)
+    shape = (c.q_lora + c.latent, c.hidden)
+    return [] if stored else [Site("mla_inputs", layer, INPUTS, "decode", form, shape)]
+
+
 def _decoding(c: ModelConfig, layer: int, at: str) -> list[Site]:
     """Attention in the latent space: decode, and where it is sparse long prefill, too."""
     if c.indexing is None:
@@ -155,15 +183,34 @@ def _indexer(c: ModelConfig, layer: int, format_of: FormatOf) -> list[Site]:
     heads, d = c.indexing.heads, c.indexing.dim
     return [
         Site("index_prologue", layer, INDEXER),
-        Site("index_scores", layer, INDEXER),
-        Site("index_topk", layer, INDEXER),
+        Site("index_select", layer, INDEXER),
         Site("router_logits", layer, INDEXER),
         _linear(layer, f"{INDEXER}.wq_b", (heads * d, c.q_lora), format_of),
         _linear(layer, f"{INDEXER}.wk", (d, c.hidden), format_of),
     ]
 
 
-def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, one_by_one: bool) -> list[Site]:
+def _slots(
+    c: ModelConfig, layer: int, format_of: FormatOf, form: str, adapted: Collection[str]
+) -> int:
+    """How many slots behind the routed experts, of format `form`, hold the shared experts: as many
+    as these are routed experts wide, or 0 where they have another format, parts of blocks or
+    adapters of their own."""
+    at = f"model.layers.{layer}.mlp.shared_experts"
+    names = [f"{at}.{part}_proj" for part in ("gate", "up", "down")]
+    whole = c.shared_experts == 1 or form == "dense" or c.moe_intermediate % _BLOCK == 0
+    alike = form in _SLOT_FORMATS and {format_of(name) for name in names} == {form}
+    return c.shared_experts if alike and whole and not any(n in adapted for n in names) else 0
+
+
+def _mlp(
+    c: ModelConfig,
+    layer: int,
+    format_of: FormatOf,
+    tp: int,
+    apart: Collection[str],
+    adapted: Collection[str],
+) -> list[Site]:
     if not c.is_moe(layer):
         return _swiglu(c, layer, "mlp", c.intermediate // tp, format_of)
     width = c.moe_intermediate // tp
@@ -172,15 +219,18 @@ def _mlp(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, one_by_one: b
     parts = ("gate_proj", "up_proj", "down_proj")
     form, stored = joined(format_of(f"{at}.{e}.{p}") for e in range(c.experts) for p in parts)
     site = Site("experts", layer, "mlp.experts", weight_format=form, stored=stored)
-    if one_by_one:
+    slots = 0
+    if f"{at}.0.gate_proj" in adapted:  # one by one
         at = "mlp.experts"
         sites.append(Site("silu_mul", layer, at))
         for name, shape in (("gate_up", (2 * width, c.hidden)), ("down", (c.hidden, width))):
             owner = replace(site, op="linear", module=f"{at}.{name}_proj", shape=shape)
             sites.append(replace(owner, count=c.experts))
     else:
-        sites.append(replace(site, shape=(c.experts, width, c.hidden)))
-    if c.shared_experts:
+        if not stored and SHARED_EXPERTS not in apart:
+            slots = _slots(c, layer, format_of, form, adapted)
+        sites.append(replace(site, shape=(c.experts + slots, width, c.hidden)))
+    if c.shared_experts and not slots:
         shared = c.shared_experts * c.moe_intermediate // tp
         sites += _swiglu(c, layer, "mlp.shared_experts", shared, format_of)
     return sites

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import closing
 from typing import Any
 
 from ds_runtime.assemble import Assembly
@@ -20,6 +21,7 @@ from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress, amount
 
@@ -43,9 +45,13 @@ def load_model(
     dtype = torch_dtype(assembly.config.dtype)
     try:
         quant, lora = Quant.of(assembly), assembly.lora
-        load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora)
+        alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
+        load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora, head_comm=alone)
         check_memory(assembly, comm, device)
-        with Progress("loading weights", load.total_bytes(), enabled=progress) as bar:
+        with (
+            closing(load),
+            Progress("loading weights", load.total_bytes(), enabled=progress) as bar,
+        ):
             checkpoint.on_read = bar.advance
             return DeepSeekModel(config, load, positions_of(assembly))
     finally:
@@ -63,10 +69,13 @@ def load_draft(
     dtype = torch_dtype(assembly.config.dtype)
     try:
         quant = Quant.of(assembly, nextn)
-        load = Loader(
-            model.config, quant, checkpoint, bound, model.comm, device, dtype, nextn=nextn
-        )
-        with Progress("loading the draft layer", load.total_bytes(), enabled=progress) as bar:
+        alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
+        own = (bound, model.comm, device, dtype)
+        load = Loader(model.config, quant, checkpoint, *own, nextn=nextn, head_comm=alone)
+        with (
+            closing(load),
+            Progress("loading the draft layer", load.total_bytes(), enabled=progress) as bar,
+        ):
             checkpoint.on_read = bar.advance
             return DraftModel(model, load)
     finally:
@@ -106,6 +115,8 @@ def _remedy(assembly: Assembly, needed: int) -> str:
             "(max_position_embeddings): give a smaller --context-length"
         )
     shorter = "" if config.dtype != "float32" else "--dtype bfloat16 halves that, "
+    if config.enable_dp_attention:
+        shorter += "without --enable-dp-attention weights of attention are divided, too, "
     return (
         f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "
         "(--kv-memory comes on top and does not help)"

@@ -14,12 +14,14 @@ import torch
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.reference.attention import rows_of
+from ds_runtime.ops.reference.moe import with_shared_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_runtime.ops.attention import MlaDecode
-    from ds_runtime.ops.spec import Facts
+    from ds_runtime.ops.moe import Route
+    from ds_runtime.ops.spec import Facts, Routing
 
 
 def mla_decode(make: Callable[[Facts], MlaDecode]) -> Callable[[Facts], MlaDecode]:
@@ -52,3 +54,13 @@ def _by_row(part: DecodePart) -> DecodePart:
     table = part.page_table[torch.tensor(sequences, device=device)]
     kv_lens = torch.tensor(lens, dtype=part.kv_lens.dtype, device=device)
     return DecodePart(table, kv_lens, lens)
+
+
+def route(choose: Route) -> Route:
+    """1 → 2: no slots of shared experts, then those."""
+
+    def with_shared(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+        weights, ids = choose(logits, bias, replace(routing, shared=0))
+        return with_shared_slots(weights, ids, routing)
+
+    return with_shared

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from ds_runtime.ops.batch import Batch, Limits, Segments
     from ds_runtime.ops.spec import Facts
-    from ds_runtime.ops.weight import Packed, Weight
+    from ds_runtime.ops.weight import MlaWeights, Packed, Weight
 
 _REF = "ds_runtime.ops.reference.attention"
 _TOLERANCE = {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3}
@@ -117,6 +117,33 @@ class MlaPrologue(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
+class MlaInputs(Protocol):
+    """From hidden states to absorbed queries, for steps whose rows all attend the cache. A fusion
+    that owns its weights, of linears, norms, mla_absorb.apply_q and mla_prologue.
+
+    `pack(weights, facts)`: MlaWeights of one format; facts.dims has hidden, q_lora, heads, qk_nope,
+    qk_rope, v and kv_lora. `apply(x, eps, positions, cos_sin, cache, slots, packed)`: x is
+    [T, hidden], positions and slots [T] int64, cos_sin as in Rope, cache as in CacheWrite. With
+    latent = norm(q_a x), the queries are q_b latent, their nope part times W_UK as in MlaAbsorb,
+    their rope part rotated; kv_a x is normed, rotated and written as MlaPrologue does. eps is that
+    of both norms. Returns (query [T, heads, kv_lora + rope], latent [T, q_lora]), new. T == 0 is
+    legal.
+    """
+
+    def pack(self, weights: MlaWeights, facts: Facts) -> Packed: ...
+
+    def apply(
+        self,
+        x: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: Tensor,
+        slots: Tensor,
+        packed: Packed,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 def compose_mla_prologue(
     ops: Any,
     q: Tensor,
@@ -161,7 +188,8 @@ MLA_DECODE = Op(
     protocol=f"{__name__}:MlaDecode",
     reference=f"{_REF}:ReferenceMlaDecode",
     samples=f"{_REF}:mla_decode_samples",
-    tolerance=_TOLERANCE,
+    # Queries and probabilities in e4m3, each 2.6e-2 in the mean square, of scores that add up.
+    tolerance={**_TOLERANCE, "fp8_queries": 6e-2},
     kind="object",
     version=2,
     adapter="ds_runtime.ops.adapters:mla_decode",
@@ -179,6 +207,19 @@ MLA_ABSORB = Op(
     kind="object",
     heavy=True,
     summary="kv_b: expansion for prefill, absorption for decode",
+)
+
+MLA_INPUTS = Op(
+    name="mla_inputs",
+    protocol=f"{__name__}:MlaInputs",
+    reference="ds_runtime.ops.reference.mla_inputs:ReferenceMlaInputs",
+    samples="ds_runtime.ops.reference.mla_inputs:mla_inputs_samples",
+    tolerance={"float32": 5e-5, "bfloat16": 2e-2, "float16": 5e-3},
+    kind="object",
+    optional=True,
+    uses=("linear", "rms_norm", "mla_absorb", "mla_prologue"),
+    layout="kv",
+    summary="hidden states to absorbed queries and cache entries, fused",
 )
 
 MLA_PROLOGUE = Op(

@@ -9,11 +9,12 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.bind import Pin
 from ds_runtime.ops.spec import Kernel
+from ds_runtime.ops.table import OPS
 
 BACKENDS = {
     "nsa_prefill_backend": ("sparse_prefill",),
     "nsa_decode_backend": ("sparse_decode",),
-    "nsa_topk_backend": ("index_topk",),
+    "nsa_topk_backend": ("index_topk", "index_select"),
     "attention_backend": ("mha_prefill", "mla_decode"),
     "moe_runner_backend": ("experts",),
 }
@@ -49,7 +50,9 @@ def backend_pins(
                 f"{flag} {wished!r}: no such provider of {' or '.join(wanted)}; {hint}"
                 f"offered here: {', '.join(known)}"
             )
-        pins += found
+        parts = {pin.op for pin in found}
+        # Who offers a part means the part: its fusion is then taken apart.
+        pins += [pin for pin in found if not parts.intersection(OPS[pin.op].uses)]
     return pins
 
 

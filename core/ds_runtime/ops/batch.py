@@ -97,6 +97,26 @@ class PrefillPart:
     prefix: tuple[PrefixChunk, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a step's rows lie on the ranks of a group that divides attention by sequences.
+
+    A rank's batch holds the rows of its own sequences. What is divided by width takes the rows of
+    all ranks: each rank's, filled up to `rows`, one rank after the other. real: [all rows] int64,
+    which of these places hold a row; None if all do. wanted: logit rows of each rank, filled up.
+    order: [logit rows] int64, the place among these of every logit row of the step, in the order of
+    its works; None if they lie so. adapters and logit_adapters: as in Batch, of all real rows and
+    of all logit rows; None if no row has one.
+    """
+
+    rows: int
+    wanted: int
+    real: Tensor | None = None
+    order: Tensor | None = None
+    adapters: Tensor | None = None
+    logit_adapters: Tensor | None = None
+
+
 @dataclass(slots=True)
 class Batch:
     """One step. Decode rows come first, then prefill rows, sequence by sequence.
@@ -104,7 +124,8 @@ class Batch:
     input_ids, positions, slots: [tokens] int64; a negative slot is padding. logit_rows: rows
     whose logits are wanted, rising, [rows] int64. states: step state per stateful kernel, by its
     key. adapters: each row's slot of low-rank adapters, −1 for none, [tokens] int32; None if no row
-    has one.
+    has one. spread: where attention is divided by sequences; a rank may then have no row at all.
+    index_keys: of trees, where attention is sparse, what each indexer made a key of.
     """
 
     input_ids: Tensor
@@ -115,6 +136,8 @@ class Batch:
     prefill: PrefillPart | None = None
     states: dict[str, Any] = field(default_factory=dict)
     adapters: Tensor | None = None
+    spread: Spread | None = None
+    index_keys: list[Tensor] = field(default_factory=list)
 
     @property
     def num_decode(self) -> int:
@@ -124,3 +147,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids.shape[0])
+
+    @property
+    def ffn_adapters(self) -> Tensor | None:
+        """Of the rows that FFNs take: those of all ranks."""
+        return self.adapters if self.spread is None else self.spread.adapters
+
+    @property
+    def logit_adapters(self) -> Tensor | None:
+        """Of the logit rows of the step, those of all ranks."""
+        if self.spread is not None:
+            return self.spread.logit_adapters
+        return None if self.adapters is None else self.adapters[self.logit_rows]

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.formats import FORMATS, Conversion, conversions
+from ds_runtime.ops.pairs import Pair, pair_of
 from ds_runtime.ops.spec import (
     RANK_REFERENCE,
     Decision,
@@ -27,7 +28,7 @@ from ds_runtime.ops.spec import (
 from ds_runtime.ops.table import OPS
 
 KV, INDEX = "kv", "index"  # layout roles: bytes of the latent cache, and of the index keys
-_DECIDES = {KV: ("mla_decode", "sparse_decode"), INDEX: ("index_scores",)}  # whose layout counts
+_DECIDES = {KV: ("mla_decode", "sparse_decode"), INDEX: ("index_select",)}  # whose layout counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,8 @@ class Binder:
         users = [s for s in sites if OPS[s.op].layout == role]
         first = next(s for s in users if s.op in _DECIDES[role])
         why = []
-        for kernel in self._candidates(first)[0]:
-            if sentence := refusal(kernel, site_facts(self.base, first)):
+        for kernel, site in self._readers(first):
+            if sentence := refusal(kernel, site_facts(self.base, site)):
                 why.append(f"{kernel.name}: {sentence}")
                 continue
             for tag in sorted(kernel.layouts & self.layouts.keys()):
@@ -157,12 +158,44 @@ class Binder:
         what = {KV: "KV", INDEX: "index"}[role]
         raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
+    def _readers(self, site: Site) -> Iterator[tuple[Kernel, Site]]:
+        """Kernels for a site in order of preference, of a fusion also those for its parts."""
+        op = OPS[site.op]
+        kernels, pinned = self._candidates(site)
+        fused = bool(op.composition) and not pinned
+        if not (fused and self._is_apart(site)):
+            yield from ((k, site) for k in kernels if not fused or k.rank > RANK_REFERENCE)
+        for part in (_part(site, name) for name in op.uses if fused and OPS[name].layout):
+            yield from ((k, part) for k in self._candidates(part)[0])
+
+    def _is_apart(self, site: Site) -> bool:
+        """Whether a fusion is composed whatever is offered: as wished, or as a part is pinned."""
+        op = OPS[site.op]
+        pinned = any(p.op in op.uses and fnmatchcase(site.path, p.glob) for p in self.pins)
+        return (bool(op.composition) or op.optional) and (op.name in self.apart or pinned)
+
+    def _left_out(
+        self, op: str, site: Site, accepted: list[Kernel], refused: list[tuple[str, str]]
+    ) -> Decision:
+        """An optional fusion that the model computes by its parts."""
+        why = f" ({self._why_apart(op)})" if self._is_apart(site) else ""
+        note = "left to " + ", ".join(OPS[op].uses) + why
+        lost = tuple((k.name, k.rank) for k in accepted)
+        return Decision(op, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note)
+
+    def _why_apart(self, op: str) -> str:
+        return "--disable-fusion" if op in self.apart else "a part of it is pinned"
+
     def _servable(self, site: Site, tag: str) -> bool:
         facts = site_facts(self.base, site)
         op = OPS[site.op]
         kernels, pinned = self._candidates(site)
+        if op.optional and not pinned:
+            return True
         if op.composition and not pinned:
-            kernels = [k for k in kernels if k.rank > RANK_REFERENCE and op.name not in self.apart]
+            kernels = (
+                [] if self._is_apart(site) else [k for k in kernels if k.rank > RANK_REFERENCE]
+            )
         if any(refusal(k, facts, tag) is None for k in kernels):
             return True
         parts = [_part(site, p) for p in op.uses] if op.composition and not pinned else []
@@ -209,8 +242,10 @@ class Binder:
                 refused.append((kernel.name, str(sentence)))
         lost = tuple((k.name, k.rank) for k in accepted[1:])
         converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
-        apart = op.name in self.apart
+        apart = self._is_apart(site)
         none = apart or not accepted or accepted[0].rank <= RANK_REFERENCE
+        if op.optional and none and not pinned:
+            return None, self._left_out(op.name, site, accepted, refused)
         held = self._converted(site, kernels, tag) if none and not (pinned and accepted) else None
         if held is not None:
             conversion, site, accepted = held
@@ -218,7 +253,11 @@ class Binder:
             converts = str(conversion)
         if op.composition and not pinned and none:
             lost = tuple((k.name, k.rank) for k in accepted)
-            note = "composed of " + ", ".join(op.uses) + (" (--disable-fusion)" if apart else "")
+            note = (
+                "composed of "
+                + ", ".join(op.uses)
+                + (f" ({self._why_apart(op.name)})" if apart else "")
+            )
             decision = Decision(
                 op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note
             )
@@ -229,7 +268,7 @@ class Binder:
                 raise ConfigError(f"--pin: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], _note(accepted[0])
-        if (pair := _pair(accepted)) is not None:
+        if (pair := pair_of(accepted)) is not None:
             self.pairs[_place(site)] = pair
             note = "; ".join(filter(None, (note, pair.beside(best))))
         return best, Decision(
@@ -273,32 +312,6 @@ def _note(kernel: Kernel) -> str:
         return kernel.note
     said = f"written for contract {kernel.contract}, adapted to {op.version}"
     return f"{kernel.note}; {said}" if kernel.note else said
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two kernels that share a weight: `many` serves calls of many.from_rows rows or more."""
-
-    few: Kernel
-    many: Kernel
-
-    def beside(self, best: Kernel) -> str:
-        """The other one, and when it serves."""
-        if best is self.few:
-            return f"{self.many.name} from {self.many.from_rows} rows on"
-        return f"{self.few.name} below {self.many.from_rows} rows"
-
-
-def _pair(accepted: Sequence[Kernel]) -> Pair | None:
-    """The best kernel with the next one of its packing that takes the other sizes."""
-    best = accepted[0]
-    for other in accepted[1:]:
-        if best.packing and other.packing == best.packing:
-            if other.from_rows and not best.from_rows:
-                return Pair(best, other)
-            if best.from_rows and not other.from_rows:
-                return Pair(other, best)
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +376,7 @@ def decide_all(
         kernel, decision = binder.decide(site, tags[OPS[site.op].layout])
         choices.append((decision.site, kernel))
         decisions.append(decision)
-        if kernel is None:
+        if kernel is None and not OPS[site.op].optional:
             for part in OPS[site.op].uses:
                 needed = _part(site, part)
                 there = places.setdefault(_place(needed), needed)

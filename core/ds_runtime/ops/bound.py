@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import PluginError
-from ds_runtime.ops.bind import Binding, Pair, site_facts
+from ds_runtime.ops.bind import Binding, site_facts
+from ds_runtime.ops.pairs import Pair
 from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
 
@@ -45,6 +47,8 @@ class BoundOps:
         bound: dict[tuple[int, str], dict[str, object]] = {}
         composed: list[tuple[Site, Op]] = []
         for site, kernel in binding.choices:
+            if kernel is None and OPS[site.op].optional:
+                continue
             key = (site.op, site.layer, site.module)
             self._facts[key] = site_facts(self.base, site)
             if kernel is None:
@@ -81,6 +85,15 @@ class BoundOps:
             self._state_keys[key] = state_key
             self.stateful.setdefault(state_key, made)
         return made
+
+    def kernels(self) -> Iterator[tuple[Kernel, Facts]]:
+        """Every kernel that is bound, with the facts of its place."""
+        for site, kernel in self.binding.choices:
+            key = (site.op, site.layer, site.module)
+            pair = self.binding.pairs.get(key)
+            for each in (kernel,) if pair is None else (pair.few, pair.many):
+                if each is not None:
+                    yield each, self._facts[key]
 
     def at(self, layer: int, module: str) -> Ops:
         """The view of one place; layer −1 outside the layers."""

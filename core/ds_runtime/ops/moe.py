@@ -37,8 +37,10 @@ class Route(Protocol):
     keep topk_group groups, others 0, top-k. noaux_tc: c = s + bias, group score = sum of the two
     largest c (one, if a group has one expert), keep topk_group groups, others −inf, top-k by c.
     Weights are s (never c) at the chosen experts; if renormalize, divided by (sum + 1e-20);
-    then times scale. Returns (weights float32 [tokens, top_k], ids int32 [tokens, top_k]); the
-    order within a token is free, ids are distinct; at ties any choice is right.
+    then times scale. Behind the chosen come routing.shared slots that every token takes: weight 1,
+    ids num_experts, num_experts + 1, … Returns (weights float32 [tokens, top_k + shared], ids int32
+    of the same shape); the order of the chosen is free, ids are distinct; at ties any choice is
+    right. tokens == 0 is legal. Version 1 knew no shared slots.
     Source: the DeepSeek-V2 and V3 technical reports.
     """
 
@@ -50,6 +52,7 @@ class Route(Protocol):
 class Experts(Protocol):
     """Routed SwiGLU experts: Σ_k weights[t,k] · down_e(silu(gate_e x) · up_e x), e = ids[t,k].
 
+    top_k stands for all columns of `ids`, slots of shared experts among them.
     `pack(source, facts)` reads experts one by one. `apply(x, weights, ids, packed)`: x [tokens,
     hidden] in facts.dtype; weights float32 and ids int32 [tokens, top_k], ids distinct per token.
     Returns a new contiguous [tokens, hidden] in x.dtype; products accumulate in fp32. Experts
@@ -76,6 +79,8 @@ ROUTE = Op(
     reference=f"{_REF}:route",
     samples=f"{_REF}:route_samples",
     tolerance={"float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5},
+    version=2,
+    adapter="ds_runtime.ops.adapters:route",
     summary="grouped top-k expert choice",
 )
 

@@ -1,9 +1,10 @@
 """Contracts of sparse attention: the lightning indexer scores every cached token, MLA attends few.
 
-Per layer: index_prologue makes index queries and caches index keys, index_scores rates the tokens
-that a row sees, index_topk keeps the best as cache slots, sparse_prefill and sparse_decode attend
-these. Layers may reuse the slots of an earlier one. Source: DeepSeek-V3.2 technical report; the
-rotation of the indexer is half-split (its first release had it interleaved, by mistake).
+Per layer: index_prologue makes index queries and caches index keys, index_select keeps the best of
+the tokens that a row sees as cache slots (index_scores rates them, index_topk chooses),
+sparse_prefill and sparse_decode attend these. Layers may reuse the slots of an earlier one. Source:
+DeepSeek-V3.2 technical report; the rotation of the indexer is half-split (its first release had it
+interleaved, by mistake).
 
 The index cache is paged like the latent cache and shares its pages' numbers. Slot s is row
 s % page_size of page s // page_size.
@@ -94,6 +95,59 @@ class IndexTopk(Protocol):
     ) -> Tensor: ...
 
 
+class IndexSelect(Protocol):
+    """index_scores and index_topk in one, so that nobody keeps scores. A fusion.
+
+    q, weights, cache, page_table, owners, lens as in IndexScores. Returns [rows, k] int32 slots as
+    IndexTopk does; among tokens whose scores differ by no more than their rounding, any.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        cache: Tensor,
+        page_table: Tensor,
+        owners: Tensor,
+        lens: Tensor,
+        k: int,
+    ) -> Tensor: ...
+
+
+SCORES = 1 << 25  # rows are scored in groups so that their scores stay below this many: 128 MiB
+
+
+def scored_rows(width: int) -> int:
+    """Rows that are scored together, where each has scores of `width` tokens."""
+    return max(1, SCORES // width)
+
+
+def compose_index_select(
+    ops: Any,
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    owners: Tensor,
+    lens: Tensor,
+    k: int,
+) -> Tensor:
+    """INDEX_SELECT over the platform's own index_scores and index_topk."""
+    page = cache.shape[1]
+    step, chosen = scored_rows(page_table.shape[1] * page), []
+    for first in range(0, q.shape[0], step):
+        some = slice(first, first + step)
+        mine, seen = owners[some], lens[some]
+        scores = ops.index_scores(q[some], weights[some], cache, page_table, mine, seen)
+        chosen.append(ops.index_topk(scores, seen, mine, page_table, page, k))
+    if len(chosen) == 1:
+        return chosen[0]  # type: ignore[no-any-return]
+    every: Tensor = chosen[0].new_empty(q.shape[0], k) if chosen else owners.new_empty(0, k)
+    for i, part in enumerate(chosen):
+        every[i * step : i * step + step] = part
+    return every
+
+
 class SparseMla(Protocol):
     """Absorbed MLA over chosen slots of the paged latent cache.
 
@@ -137,6 +191,18 @@ INDEX_TOPK = Op(
     samples=f"{_REF}.index:index_topk_samples",
     tolerance=_EXACT,
     summary="slots of the best tokens of each row",
+)
+
+INDEX_SELECT = Op(
+    name="index_select",
+    protocol=f"{__name__}:IndexSelect",
+    reference=f"{_REF}.index:index_select",
+    samples=f"{_REF}.index:index_select_samples",
+    tolerance={"float32": 2e-5, "bfloat16": 4e-3, "float16": 4e-3},
+    composition=f"{__name__}:compose_index_select",
+    uses=("index_scores", "index_topk"),
+    layout="index",
+    summary="score every cached token and keep the best, fused",
 )
 
 _SPARSE: dict[str, Any] = {

@@ -176,7 +176,9 @@ class Op:
     (`fn` is the callable) or "object" (`fn` is called with the site's Facts and returns the
     object). `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which
     runs where no fused kernel is bound. `layout` names the shared layout that kernels of this op
-    must agree on. `tolerance` is dtype → relative error bound: ‖out − oracle‖ / ‖oracle‖.
+    must agree on. `optional` (fusions only): where no plugin offers it the model itself computes it
+    by the ops in `uses`, at their own sites, and has no site for it.
+    `tolerance` is dtype → relative error bound: ‖out − oracle‖ / ‖oracle‖.
     `adapter` names a function that takes what a kernel of the contract's previous version names
     with `fn` and returns the same by this version; empty: that version is served no more.
     """
@@ -191,6 +193,7 @@ class Op:
     adapter: str = ""
     heavy: bool = False
     composition: str = ""
+    optional: bool = False
     uses: tuple[str, ...] = ()
     taps: tuple[str, ...] = ()
     layout: str = ""
@@ -265,6 +268,10 @@ class Kernel:
     `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
     two kernels of one packing may serve one place, the one with `from_rows` every call of so many
     rows or more, the one without the smaller ones.
+    `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
+    `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
+    weights, into a cache on disk. Other processes call it while weights are loaded, with the
+    device as torch's current one.
     """
 
     op: Op
@@ -288,6 +295,7 @@ class Kernel:
     workspace: Callable[[Facts, int], int] | None = None
     packing: str = ""
     from_rows: int = 0
+    ahead: str = ""
 
     @property
     def name(self) -> str:
@@ -370,7 +378,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens choose experts: the router's constants, from config.json."""
+    """How tokens choose experts: the router's constants, from config.json.
+
+    shared: slots of shared experts behind the routed ones, which every token takes.
+    """
 
     top_k: int
     num_experts: int
@@ -380,6 +391,7 @@ class Routing:
     method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
     renormalize: bool = False
     scale: float = 1.0
+    shared: int = 0
 
 
 def load_attr(path: str) -> Any:

@@ -20,7 +20,14 @@ from ds_runtime.ops import (
 from ds_runtime.ops.spec import Op
 
 if TYPE_CHECKING:
-    from ds_runtime.ops.attention import MergeState, MhaPrefill, MlaAbsorb, MlaDecode, MlaPrologue
+    from ds_runtime.ops.attention import (
+        MergeState,
+        MhaPrefill,
+        MlaAbsorb,
+        MlaDecode,
+        MlaInputs,
+        MlaPrologue,
+    )
     from ds_runtime.ops.cache import CacheGather, CacheMove, CacheWrite
     from ds_runtime.ops.linear import Embed, Linear, QuantizeGroup
     from ds_runtime.ops.lora import LoraDelta
@@ -39,12 +46,14 @@ OPS: dict[str, Op] = {
         cache.CACHE_WRITE,
         cache.CACHE_GATHER,
         cache.CACHE_MOVE,
+        attention.MLA_INPUTS,
         attention.MLA_PROLOGUE,
         attention.MLA_ABSORB,
         attention.MHA_PREFILL,
         attention.MERGE_STATE,
         attention.MLA_DECODE,
         sparse.INDEX_PROLOGUE,
+        sparse.INDEX_SELECT,
         sparse.INDEX_SCORES,
         sparse.INDEX_TOPK,
         sparse.SPARSE_PREFILL,
@@ -87,12 +96,14 @@ class Ops:
     cache_write: CacheWrite
     cache_gather: CacheGather
     cache_move: CacheMove
+    mla_inputs: MlaInputs
     mla_prologue: MlaPrologue
     mla_absorb: MlaAbsorb
     mha_prefill: MhaPrefill
     merge_state: MergeState
     mla_decode: MlaDecode
     index_prologue: sparse.IndexPrologue
+    index_select: sparse.IndexSelect
     index_scores: sparse.IndexScores
     index_topk: sparse.IndexTopk
     sparse_prefill: sparse.SparseMla

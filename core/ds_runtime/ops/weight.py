@@ -104,6 +104,23 @@ class Packed:
             raise TypeError(f"packed as {self.tag!r}, but this kernel reads {read}")
 
 
+@dataclass(frozen=True)
+class MlaWeights:
+    """What stands before attention in the latent space; this rank's heads. Norm weights are in the
+    compute dtype.
+
+    q_a [q_lora, hidden], q_b [heads · (nope + rope), q_lora], kv_a [kv_lora + rope, hidden], kv_b
+    [heads · (nope + v), kv_lora] as in MlaAbsorb; q_norm [q_lora], kv_norm [kv_lora].
+    """
+
+    q_a: Weight
+    q_b: Weight
+    kv_a: Weight
+    kv_b: Weight
+    q_norm: Tensor
+    kv_norm: Tensor
+
+
 class ExpertSource(Protocol):
     """Routed experts of one layer, read one by one so that no second copy of them all exists."""
 

@@ -28,6 +28,12 @@ class SoloCommunicator:
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
+
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
@@ -73,20 +79,36 @@ class TorchCommunicator:
             device_id=device,
         )
         self._group = dist.group.WORLD
+        # torch 2.13 has new names for both.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def _summable(self, x: Tensor) -> Tensor:
+        """In the dtype of sums, contiguous; `x` itself where that is so."""
+        if self._reduce_dtype is not None and x.element_size() < self._reduce_dtype.itemsize:
+            return x.to(self._reduce_dtype)
+        return x.contiguous()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._reduce_dtype is not None and x.element_size() < self._reduce_dtype.itemsize:
-            wide = x.to(self._reduce_dtype)
-            dist.all_reduce(wide, group=self._group)
-            return wide.to(x.dtype)
-        y = x.contiguous()
+        y = self._summable(x)
         dist.all_reduce(y, group=self._group)
-        return y
+        return y.to(x.dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)  # [..., size * n]
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        rows = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self._gather(rows, x.contiguous(), group=self._group)
+        return rows
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        y = self._summable(x)
+        part = y.new_empty(y.shape[0] // self.size, *y.shape[1:])
+        self._scatter(part, y, group=self._group)
+        return part.to(x.dtype)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -59,6 +59,16 @@ class Communicator(Protocol):
         """[..., n] per rank → [..., size * n], concatenated along the last dim by rank."""
         ...
 
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """[n, ...] per rank, n ≥ 1 the same on all, any dtype → [size * n, ...], by rank."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Sum of `x` [size * n, ...] over the ranks, any float dtype → its rows [n, ...] that are
+        this rank's: those that `gather_rows` puts there.
+        """
+        ...
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable object, by rank, on every rank; between trusted ranks only."""
         ...

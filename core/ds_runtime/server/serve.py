@@ -61,6 +61,7 @@ def serve(
     """
     start = _launcher(server_config) if launch is None else launch
     check_tls(server_config)
+    _check_dp(engine_config, server_config)
     address = server_config.host, server_config.port
     with contextlib.closing(listen(*address)) as sock, logging_to(server_config):
         folder = resolve_model(engine_config.model)
@@ -116,6 +117,16 @@ def _make(
     launch: Launch, config: EngineConfig, explicit: Collection[str], number: int, folder: Path
 ) -> Engine:
     return launch(config, folder, explicit, number)
+
+
+def _check_dp(config: EngineConfig, server: ServerConfig) -> None:
+    """Elsewhere --dp says how often attention is divided within --tp, here how many engines run."""
+    if config.enable_dp_attention and server.dp > 1:
+        raise ConfigError(
+            f"--dp {server.dp} with --enable-dp-attention: --dp makes replicas of the engine, and "
+            f"attention is always divided among all {config.tp} ranks of --tp: leave --dp out, or "
+            "start a server for each replica"
+        )
 
 
 def _check_names(config: EngineConfig, served: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.reference.formats import is_fp8
+from ds_runtime.ops.reference.index import index_scores
 from ds_runtime.ops.reference.moe import group_scores, mask_groups, scores_and_choice
 from ds_runtime.ops.spec import Routing
 from ds_runtime.testing.numerics import disagreement, relative_error
@@ -57,14 +58,18 @@ def _compare_route(
 ) -> Verdict:
     logits, bias, routing = args
     weights, ids = (t.cpu() for t in got)
-    experts = routing.num_experts
+    experts, k = routing.num_experts, routing.top_k
+    if not (torch.equal(weights[:, k:], want[0][:, k:].to(weights.dtype))
+            and torch.equal(ids[:, k:].long(), want[1][:, k:].long())):  # fmt: skip
+        return float("inf"), f"shared slots are not {experts}, {experts} + 1, … with weight 1"
+    weights, ids = weights[:, :k], ids[:, :k]
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= experts):
         return float("inf"), f"ids outside [0, {experts})"
     ordered = ids.long().sort(-1).values
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         return float("inf"), "an expert is chosen twice for one token"
     settled = settled_tokens(logits, bias, routing)
-    if not torch.equal(ordered[settled], want[1].long().sort(-1).values[settled]):
+    if not torch.equal(ordered[settled], want[1][:, :k].long().sort(-1).values[settled]):
         return float("inf"), "chooses other experts where the choice is clear"
     expected = scores_and_choice(logits, bias, routing)[0].gather(1, ids.long())
     if routing.renormalize:
@@ -130,10 +135,35 @@ def _compare_slots(
     return (float("inf"), f"rows {wrong[:8]} choose other slots") if wrong else (0.0, "")
 
 
+def _compare_selected(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """As many slots as there are, each once and of a token that its row sees; none is worse than
+    the worst of the oracle's by more than rounding of the row's largest score."""
+    q, weights, cache, table, owners, lens, k = args
+    slots, page = got[0].cpu().long(), cache.shape[1]
+    if not torch.equal(slots >= 0, torch.arange(k) < lens.clamp(max=k).unsqueeze(1)):
+        return float("inf"), "-1 is not where a row sees fewer tokens, and only there"
+    scores = index_scores(q, weights, cache, table, owners, lens)
+    worst = 0.0
+    for row, (chosen, seen) in enumerate(zip(slots, lens.tolist(), strict=True)):
+        chosen = chosen[chosen >= 0]
+        at = chosen.unsqueeze(1) // page == table[int(owners[row])].long()  # [n, pages]
+        tokens = at.int().argmax(1) * page + chosen % page
+        if not at.any(1).all() or (tokens >= seen).any() or len(tokens.unique()) < len(tokens):
+            return float("inf"), f"row {row} chooses tokens that it does not see, or one twice"
+        mine = scores[row, :seen]
+        least = mine.topk(len(tokens)).values[-1]
+        gap = (least - mine[tokens].amin()) / mine.abs().amax().clamp(min=1e-30)
+        worst = max(worst, float(gap))
+    return worst, f"the worst choice is {worst:.3g} below the best" if worst > tolerance else ""
+
+
 _SPECIAL: dict[str, Callable[..., Verdict]] = {
     "route": _compare_route,
     "quantize_group": _compare_quantised,
     "index_prologue": _compare_index_prologue,
     "index_scores": _compare_scores,
     "index_topk": _compare_slots,
+    "index_select": _compare_selected,
 }

@@ -21,11 +21,14 @@ from ds_runtime.ops.reference.cases import PagedCache, SampleExperts
 from ds_runtime.ops.reference.formats import fp8_vectors, is_fp8, torch_dtype
 from ds_runtime.ops.reference.index import allocate_index_pages, fp8_parts
 from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel, Layout, Offers, load_attr, load_kernel
-from ds_runtime.ops.weight import Weight, WeightPart
+from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.testing.numerics import copy_strided
 
 _PLAIN = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
-_STRUCTURES = (Batch, DecodePart, PrefillPart, PrefixChunk, Segments, Weight, WeightPart)
+_STRUCTURES = (
+    *(Batch, DecodePart, PrefillPart, PrefixChunk, Segments),
+    *(MlaWeights, Weight, WeightPart),
+)
 
 Encode = Callable[[PagedCache], Tensor]
 
@@ -121,7 +124,8 @@ class CacheCodec:
             raise LookupError(f"only kernels of {_PLAIN[role]} can be tried on an index cache")
         for layout in offers.layouts:
             if layout.tag in kernel.layouts:
-                users = [k for k in offers.kernels if layout.tag in k.layouts]
+                here = [k for k in offers.kernels if k.refuse(facts) is None]
+                users = [k for k in here if layout.tag in k.layouts]
                 writers = [k for k in users if k.op.name == "cache_write"]
                 readers = [k for k in users if k.op.name == "cache_gather"]
                 if writers and readers:
@@ -152,17 +156,26 @@ class CacheCodec:
         function(made, rows[:, :kv_lora], rows[:, kv_lora:], held.to(self.device))
         return made
 
-    def decode(self, cache: Tensor, page_size: int) -> Tensor:
-        """All logical rows on the host: [slots, width]."""
+    def cut(self, cache: Tensor, page_size: int, pages: Tensor) -> Tensor:
+        """A cache of these pages alone, in the same layout."""
+        if self.layout is None or self.gather is None:
+            return cache[pages.to(cache.device)]
+        return self.encode(PagedCache(self.decode(cache, page_size, pages), page_size))
+
+    def decode(self, cache: Tensor, page_size: int, pages: Tensor | None = None) -> Tensor:
+        """All logical rows on the host, or those of some pages: [slots, width]."""
+        if pages is not None and (self.layout is None or self.gather is None):
+            cache = cache[pages.to(cache.device)]
         if self.role == "index" and cache.dtype == torch.uint8:
             keys, scales = fp8_parts(cache.detach().cpu().contiguous())
             values = keys.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
             return (values * scales.unsqueeze(-1)).flatten(0, 1)
         if self.layout is None or self.gather is None:
             return cache.detach().cpu().reshape(-1, cache.shape[-1])
-        pages = cache.shape[0]
-        table = torch.arange(pages, dtype=torch.int32, device=self.device).unsqueeze(0)
-        total = pages * page_size
+        if pages is None:
+            pages = torch.arange(cache.shape[0])
+        table = pages.to(self.device, torch.int32).unsqueeze(0)
+        total = table.shape[1] * page_size
         cu = torch.tensor([0, total], dtype=torch.int32, device=self.device)
         starts = torch.zeros(1, dtype=torch.int64, device=self.device)
         dtype = getattr(torch, self.facts.dtype)

@@ -140,7 +140,7 @@ def ds_topk(facts: Facts) -> Sequence[Kernel]:
 @hookimpl
 def ds_ops(facts: Facts) -> Sequence[Kernel]:
     elsewhere = {*_ATTENTION, "experts", "linear", "router_logits", "route"}
-    return [_offer(name) for name in OPS if name not in elsewhere]
+    return [_offer(name) for name, op in OPS.items() if name not in elsewhere and not op.optional]
 
 
 _ATTENTION = frozenset(
@@ -154,6 +154,7 @@ _ATTENTION = frozenset(
         "cache_gather",
         "cache_move",
         "index_prologue",
+        "index_select",
         "index_scores",
         "index_topk",
         "sparse_prefill",

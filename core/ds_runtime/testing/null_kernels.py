@@ -145,6 +145,19 @@ def index_scores(
     return _zeros(q.shape[0], page_table.shape[1] * cache.shape[1])
 
 
+def index_select(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    owners: Tensor,
+    lens: Tensor,
+    k: int,
+) -> Tensor:
+    """Null of IndexSelect: nothing is chosen."""
+    return torch.full((q.shape[0], k), -1, dtype=torch.int32)
+
+
 def index_topk(
     scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
 ) -> Tensor:
@@ -167,7 +180,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Null of Route: always the first experts."""
-    tokens, k = logits.shape[0], routing.top_k
+    tokens, k = logits.shape[0], routing.top_k + routing.shared
     ids = torch.arange(k, dtype=torch.int32).repeat(tokens, 1)
     return torch.full((tokens, k), 1.0 / k), ids
 

@@ -6,6 +6,7 @@ as it was. A capture in which an op would wait for a device is refused.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -92,6 +93,34 @@ def _refuse(func: Any, args: tuple[Any, ...]) -> None:
         raise CaptureError(f"{name} waits for the device")
 
 
+class Recording:
+    """Torch ops between `begin` and `end`, to run again. Raises CaptureError where a device could
+    not record what is asked of it.
+    """
+
+    def __init__(self) -> None:
+        self._modes = contextlib.ExitStack()
+        self._ops: list[_Recorded] = []
+
+    def begin(self) -> None:
+        """Every op from here on is recorded."""
+        recorder = _Recorder()
+        self._ops = recorder.ops
+        self._modes.enter_context(_HostReads())
+        self._modes.enter_context(recorder)
+
+    def end(self) -> None:
+        """What was recorded is complete."""
+        self._modes.close()
+
+    def replay(self) -> None:
+        """The same ops on the same tensors."""
+        for op, args, kwargs, made in self._ops:
+            results = list(_tensors(op(*args, **kwargs)))
+            for i, tensor in made:
+                tensor.copy_(results[i])
+
+
 class ReplayBackend:
     """See GraphBackend. `replays` counts, per capture, how often it was replayed."""
 
@@ -100,17 +129,17 @@ class ReplayBackend:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record `run`; raises CaptureError where a device could not."""
-        with _HostReads(), _Recorder() as recorder:
+        recording = Recording()
+        recording.begin()
+        try:
             run()
-        recorded = recorder.ops
+        finally:
+            recording.end()
         number = len(self.replays)
         self.replays.append(0)
 
         def replay() -> None:
             self.replays[number] += 1
-            for op, args, kwargs, made in recorded:
-                results = list(_tensors(op(*args, **kwargs)))
-                for i, tensor in made:
-                    tensor.copy_(results[i])
+            recording.replay()
 
         return replay

@@ -20,7 +20,7 @@ from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference.attention import decode_batch
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, SampleExperts, Saved
 from ds_runtime.ops.spec import Facts, Kernel, Offers
-from ds_runtime.ops.weight import ExpertSource, Packed, Weight
+from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
 from ds_runtime.testing.conformance import Ran
 from ds_runtime.testing.inputs import CacheCodec, rebuild
 
@@ -32,7 +32,7 @@ _CACHE = {  # which argument is the cache
         "mla_prologue": 6,
         "index_prologue": 8,
     },
-    **{"index_scores": 2, "sparse_prefill": 1, "sparse_decode": 1},
+    **{"index_scores": 2, "index_select": 2, "sparse_prefill": 1, "sparse_decode": 1},
 }
 _SLOTS = {  # which argument names slots of it
     **{"cache_write": 3, "mla_prologue": 7, "index_prologue": 9},
@@ -97,7 +97,8 @@ class _Place:
         result = self._made(*args)
         after = list(rest)
         if used is not None:
-            after[_CACHE[name]] = args[_CACHE[name]][used]
+            cache = args[_CACHE[name]]
+            after[_CACHE[name]] = self._codec(cache).cut(cache, self._facts.page_size, used)
         self._show(name, (Call(before, written=written),), tuple(after), result)
         return result
 
@@ -107,7 +108,7 @@ class _Place:
 
     def pack(self, source: Any, facts: Facts) -> Any:
         """Keeps a copy of the weight on the host."""
-        if isinstance(source, Weight):
+        if isinstance(source, Weight | MlaWeights):
             kept: Any = _host(source)
             packed = self._made.pack(source, facts)
         else:
@@ -122,7 +123,8 @@ class _Place:
         self._made.prepare(state, batch)
 
     def _applied(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
-        if self._ops.quiet or name == "state":
+        # Optional fusions are not asked: what they fuse is, where prefill computes it.
+        if self._ops.quiet or name == "state" or self._kernel.op.optional:
             return function(*args)
         calls = self._decode(args) if name == "run" else self._weighed(name, args)
         after = tuple(args)
@@ -156,7 +158,7 @@ class _Place:
         size = self._facts.page_size
         spans = [range(-(-n // size)) for n in part.host_kv_lens]
         used, table = _used_pages(part.page_table.cpu(), spans)
-        paged = self._paged(cache[used.to(cache.device)])
+        paged = self._paged(cache, used)
         most = max(part.q_lens, default=1)
         limits = Limits(
             max(1, part.rows),
@@ -187,7 +189,7 @@ class _Place:
             used = used if used.numel() else torch.zeros(1, dtype=torch.int64)
             new = torch.searchsorted(used, slots.long() // size) * size + slots % size
             rest[_SLOTS[name]] = torch.where(real, new.to(slots.dtype), slots)
-        elif name == "index_scores":  # its result is as wide as the table: all pages stay
+        elif name in ("index_scores", "index_select"):  # results are about all pages
             used = torch.arange(cache.shape[0])
         else:
             starts, segs = args[2].tolist(), args[3]
@@ -195,14 +197,16 @@ class _Place:
             spans = [range(s // size, -(-(s + n) // size)) for s, n in pairs]
             used, rest[1] = _used_pages(args[1].cpu(), spans)
         used = used.to(cache.device)
-        rest[_CACHE[name]] = self._paged(cache[used])
+        rest[_CACHE[name]] = self._paged(cache, used)
         return used, rest
 
-    def _paged(self, cache: Tensor) -> PagedCache:
+    def _codec(self, cache: Tensor) -> CacheCodec:
+        return CacheCodec.of(self._kernel, self._facts, cache.device, self._ops.offers)
+
+    def _paged(self, cache: Tensor, pages: Tensor) -> PagedCache:
         """What these pages hold, as logical rows."""
-        size = self._facts.page_size
-        codec = CacheCodec.of(self._kernel, self._facts, cache.device, self._ops.offers)
-        return PagedCache(codec.decode(cache, size).clone(), size, codec.role)
+        size, codec = self._facts.page_size, self._codec(cache)
+        return PagedCache(codec.decode(cache, size, pages).clone(), size, codec.role)
 
     def _show(
         self, name: str, calls: tuple[Call, ...], after: tuple[Any, ...], result: Any

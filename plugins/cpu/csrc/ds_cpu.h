@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define DS_CPU_ABI 7
+#define DS_CPU_ABI 8
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -17,7 +17,9 @@
 #define DS_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-enum DsType : int32_t { DS_F32 = 0, DS_BF16 = 1, DS_E4M3 = 2 };  // the last for caches only
+// The last two for caches only; DS_GROUPED is latent_fp8_groups, whose token is the latent in e4m3, a
+// float32 scale per 128 of it and the rotated key in bfloat16.
+enum DsType : int32_t { DS_F32 = 0, DS_BF16 = 1, DS_E4M3 = 2, DS_GROUPED = 3 };
 enum DsRouting : int32_t { DS_GREEDY = 0, DS_GROUP_LIMITED = 1, DS_NOAUX_TC = 2 };
 enum DsFormat : int32_t {  // of packed weights
   DS_DENSE = 0,  // the dtype of the activations
@@ -57,8 +59,8 @@ DS_EXPORT void ds_cpu_silu_mul(int32_t dtype, const void* x, int64_t ldx, void* 
 DS_EXPORT void ds_cpu_rope(int32_t dtype, const void* x, int64_t stride_row, int64_t stride_head,
                            const int64_t* positions, const float* cos_sin, void* out, int64_t rows,
                            int64_t heads, int64_t d);
-// Stores [latent | k_rope] rows at slots >= 0 of a cache of `width` elements per slot; cache_dtype is
-// dtype, or e4m3: nearest, at most 448 in magnitude.
+// Stores [latent | k_rope] rows of `width` elements at slots >= 0 of a cache; cache_dtype is dtype,
+// e4m3 (nearest, at most 448 in magnitude) or DS_GROUPED.
 DS_EXPORT void ds_cpu_cache_write(int32_t dtype, int32_t cache_dtype, void* cache, int64_t width,
                                   const void* latent, int64_t ld_latent, int64_t lora,
                                   const void* k_rope, int64_t ld_rope, const int64_t* slots,
@@ -84,12 +86,13 @@ DS_EXPORT void ds_cpu_quantize_group(int32_t dtype, const void* x, int64_t ldx, 
 // out [tokens, experts] = x [tokens, hidden] times w [experts, hidden]^T, in float32.
 DS_EXPORT void ds_cpu_router_logits(int32_t dtype, const void* x, int64_t ldx, const float* w,
                                     float* out, int64_t tokens, int64_t experts, int64_t hidden);
-// The experts of each token, [tokens, top_k], and their weights. bias [experts] may be null; sigmoid:
-// else softmax; method: a DsRouting. At most 1024 experts.
+// The experts of each token, [tokens, top_k + shared], and their weights; behind the chosen come
+// shared slots experts, experts + 1, .. of weight 1. bias [experts] may be null; sigmoid: else
+// softmax; method: a DsRouting. At most 1024 experts.
 DS_EXPORT void ds_cpu_route(const float* logits, int64_t ldl, const float* bias, float* weights,
                             int32_t* ids, int64_t tokens, int64_t experts, int64_t top_k,
-                            int64_t groups, int64_t open_groups, int32_t sigmoid, int32_t method,
-                            int32_t renormalise, double scale);
+                            int64_t shared, int64_t groups, int64_t open_groups, int32_t sigmoid,
+                            int32_t method, int32_t renormalise, double scale);
 // One token per row of logits [rows, vocab] by inverse CDF; a temperature of 0 takes the largest.
 DS_EXPORT void ds_cpu_sample(const float* logits, int64_t ldl, const float* temperature,
                              const int32_t* top_k, const float* top_p, const float* min_p,
@@ -141,7 +144,7 @@ DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int6
                               int64_t inter, void* memory);
 // Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
 // new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
-// the cache [pages, page_size, width] (in dtype or DS_E4M3) through pages + i * max_pages. out
+// the cache [pages, page_size, width] (in dtype, DS_E4M3 or DS_GROUPED) through pages + i * max_pages. out
 // [rows, heads, lora]; zeros where lens[i] is 0. Rows after lens[i] are never read. tree: null, or per
 // row which of the last 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b;
 // those before it sees all. memory: as many bytes as mla_decode_memory says for these sequences and

@@ -4,6 +4,7 @@
 // ROWS of them over a range of keys. Ranges depend on the length alone and their partial results
 // are merged in order, so results depend neither on the threads nor on the other sequences.
 #include "attend.h"
+#include "cache.h"
 #include "ds_cpu.h"
 #include "parallel.h"
 
@@ -104,6 +105,21 @@ struct Memory {
   int64_t needed() const { return bytes + max_threads() * desk + 64; }
 };
 
+// `count` keys as C: where they lie, or converted into `buffer`.
+template <class C, class K>
+const C* const* keys_as(const K* const* keys, int count, const Call& call, C* buffer,
+                        const C** converted) {
+  if constexpr (std::is_same_v<K, grouped>) {
+    for (int j = 0; j < count; ++j) {
+      converted[j] = buffer + j * call.width;
+      widen_token(keys[j], buffer + j * call.width, call.lora, call.width - call.lora);
+    }
+    return converted;
+  } else {
+    return rows_as<C>(keys, count, call.width, buffer, converted);
+  }
+}
+
 template <class T, class K, class C>
 void attend(const Call& call, const Unit& u, const Partials& partials, void* memory) {
   Arena arena(memory);
@@ -128,11 +144,12 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
 
   const int32_t* pages = call.pages + u.sequence * call.max_pages;
   int64_t page = u.first / call.page_size, row = u.first % call.page_size;
+  const int64_t size = token_size<K>(call.lora, call.width - call.lora);
   const K* rows[2][KEYS];
   auto next = [&](int64_t j0, const K** to) {  // where keys [j0, j0 + result) of this unit lie
     const int count = int(u.last - j0 < KEYS ? u.last - j0 : KEYS);
     for (int j = 0; j < count; ++j) {
-      to[j] = (const K*)call.cache + (pages[page] * call.page_size + row) * call.width;
+      to[j] = (const K*)call.cache + (pages[page] * call.page_size + row) * size;
       if (++row == call.page_size) row = 0, ++page;
     }
     return count;
@@ -141,8 +158,8 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
   for (int64_t j0 = u.first, i = 0; j0 < u.last; j0 += KEYS, i = 1 - i) {
     const int later = next(j0 + KEYS, rows[1 - i]);
     const C* wide[KEYS];
-    const C* const* keys = rows_as<C>(rows[i], count, call.width, desk.wide, wide);
-    tile.block(keys, keys, j0, count, Ahead(rows[1 - i], call.width, rows[1 - i], 0, later));
+    const C* const* keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
+    tile.block(keys, keys, j0, count, Ahead(rows[1 - i], size, rows[1 - i], 0, later));
     count = later;
   }
 
@@ -235,10 +252,10 @@ void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q, int64_t s
                        const int64_t* tree) {
   const Call call{q,    stride_row, stride_head, cache,        page_size, width,     lora, pages,
                   max_pages, lens,  starts,      float(scale), out,       sequences, heads, tree};
-  if (dtype == DS_F32)
-    (kv_dtype == DS_E4M3 ? mla_decode<float, e4m3, float> : mla_decode<float, float, float>)(
-        call, memory, bytes);
-  else
-    (kv_dtype == DS_E4M3 ? mla_decode<bf16, e4m3, Bf16Math> : mla_decode<bf16, bf16, Bf16Math>)(
-        call, memory, bytes);
+  auto run = dtype == DS_F32 ? mla_decode<float, float, float> : mla_decode<bf16, bf16, Bf16Math>;
+  if (kv_dtype == DS_E4M3)
+    run = dtype == DS_F32 ? mla_decode<float, e4m3, float> : mla_decode<bf16, e4m3, Bf16Math>;
+  if (kv_dtype == DS_GROUPED)
+    run = dtype == DS_F32 ? mla_decode<float, grouped, float> : mla_decode<bf16, grouped, Bf16Math>;
+  run(call, memory, bytes);
 }

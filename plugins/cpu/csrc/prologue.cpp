@@ -22,13 +22,12 @@ void rope(const void* x, int64_t stride_row, int64_t stride_head, const int64_t*
 template <class T, class C>
 void cache_write(void* cache, int64_t width, const void* latent, int64_t ld_latent, int64_t lora,
                  const void* k_rope, int64_t ld_rope, const int64_t* slots, int64_t rows) {
+  const int64_t rope = width - lora, size = token_size<C>(lora, rope);
   parallel(rows, 1, 2 * rows * width * int64_t(sizeof(T)), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      if (slots[r] < 0) continue;
-      C* to = (C*)cache + slots[r] * width;
-      store_cached((const T*)latent + r * ld_latent, to, lora);
-      store_cached((const T*)k_rope + r * ld_rope, to + lora, width - lora);
-    }
+    for (int64_t r = begin; r < end; ++r)
+      if (slots[r] >= 0)
+        store_token((const T*)latent + r * ld_latent, (const T*)k_rope + r * ld_rope,
+                    (C*)cache + slots[r] * size, lora, rope);
   });
 }
 
@@ -48,7 +47,7 @@ struct Prologue {
 
   template <class T, class U, class C>
   void run() const {
-    const int64_t width = lora + rope;
+    const int64_t width = lora + rope, size = token_size<C>(lora, rope);
     const int64_t bytes = rows * (heads * rope + width) * 2 * int64_t(sizeof(T));
     parallel(rows, 1, bytes, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
@@ -60,10 +59,7 @@ struct Prologue {
         rotate_heads(in + lora, 0, angles, key, 1, rope);
         rotate_heads((const T*)q + r * stride_row, stride_head, angles,
                      (T*)q_rope + r * heads * rope, heads, rope);
-        if (slots[r] < 0) continue;
-        C* to = (C*)cache + slots[r] * width;
-        store_cached(low, to, lora);
-        store_cached(key, to + lora, rope);
+        if (slots[r] >= 0) store_token(low, key, (C*)cache + slots[r] * size, lora, rope);
       }
     });
   }
@@ -84,9 +80,11 @@ void ds_cpu_rope(int32_t dtype, const void* x, int64_t stride_row, int64_t strid
 void ds_cpu_cache_write(int32_t dtype, int32_t cache_dtype, void* cache, int64_t width,
                         const void* latent, int64_t ld_latent, int64_t lora, const void* k_rope,
                         int64_t ld_rope, const int64_t* slots, int64_t rows) {
-  const bool fp8 = cache_dtype == DS_E4M3;
-  auto write = dtype == DS_F32 ? (fp8 ? cache_write<float, e4m3> : cache_write<float, float>)
-                               : (fp8 ? cache_write<bf16, e4m3> : cache_write<bf16, bf16>);
+  auto write = dtype == DS_F32 ? cache_write<float, float> : cache_write<bf16, bf16>;
+  if (cache_dtype == DS_E4M3)
+    write = dtype == DS_F32 ? cache_write<float, e4m3> : cache_write<bf16, e4m3>;
+  if (cache_dtype == DS_GROUPED)
+    write = dtype == DS_F32 ? cache_write<float, grouped> : cache_write<bf16, grouped>;
   write(cache, width, latent, ld_latent, lora, k_rope, ld_rope, slots, rows);
 }
 
@@ -102,6 +100,8 @@ void ds_cpu_mla_prologue(int32_t dtype, int32_t weight_dtype, int32_t cache_dtyp
   dispatch(dtype, weight_dtype, [&](auto t, auto u) {
     using T = decltype(t);
     using U = decltype(u);
-    cache_dtype == DS_E4M3 ? all.template run<T, U, e4m3>() : all.template run<T, U, T>();
+    cache_dtype == DS_E4M3      ? all.template run<T, U, e4m3>()
+    : cache_dtype == DS_GROUPED ? all.template run<T, U, grouped>()
+                                : all.template run<T, U, T>();
   });
 }

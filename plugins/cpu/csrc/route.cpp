@@ -156,7 +156,7 @@ struct Largest {
 
 struct Choice {
   const float* bias;  // or null
-  int64_t experts, top_k, groups, open_groups;
+  int64_t experts, top_k, shared, groups, open_groups;
   bool sigmoid, limited, biased, renormalise;
   float scale;
 
@@ -224,6 +224,10 @@ struct Choice {
     }
     const float factor = renormalise ? scale / (total + 1e-20f) : scale;
     for (int64_t i = 0; i < top_k; ++i) weights[i] *= factor;
+    for (int64_t i = 0; i < shared; ++i) {
+      ids[top_k + i] = int32_t(experts + i);
+      weights[top_k + i] = 1.0f;
+    }
   }
 };
 
@@ -239,15 +243,17 @@ void ds_cpu_router_logits(int32_t dtype, const void* x, int64_t ldx, const float
 }
 
 void ds_cpu_route(const float* logits, int64_t ldl, const float* bias, float* weights, int32_t* ids,
-                  int64_t tokens, int64_t experts, int64_t top_k, int64_t groups,
-                  int64_t open_groups, int32_t sigmoid, int32_t method, int32_t renormalise,
-                  double scale) {
+                  int64_t tokens, int64_t experts, int64_t top_k, int64_t shared,
+                  int64_t groups, int64_t open_groups, int32_t sigmoid, int32_t method,
+                  int32_t renormalise, double scale) {
   if (experts > MOST || groups > experts || top_k > experts) return;
-  const Choice choice{bias,         experts,           top_k,           groups,           open_groups,
-                      sigmoid != 0, method != DS_GREEDY, method == DS_NOAUX_TC, renormalise != 0,
-                      float(scale)};
+  const Choice choice{bias,         experts,           top_k,
+                      shared,       groups,            open_groups,
+                      sigmoid != 0, method != DS_GREEDY, method == DS_NOAUX_TC,
+                      renormalise != 0, float(scale)};
+  const int64_t width = top_k + shared;
   parallel(tokens, 1, tokens * experts * 32, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
-      choice.one(logits + t * ldl, weights + t * top_k, ids + t * top_k);
+      choice.one(logits + t * ldl, weights + t * width, ids + t * width);
   });
 }

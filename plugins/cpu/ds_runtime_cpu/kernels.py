@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_runtime.api import (
+    FP8_GROUPS,
     OPS,
     RANK_PLATFORM,
     RANK_PORTABLE,
@@ -27,7 +28,9 @@ from ds_runtime_cpu import machine, native
 _FORMATS = frozenset({"dense", "fp8_block", "int8_channel", "int4_group"})
 _DENSE = frozenset({"dense", "fp8_block"})
 _LAYOUTS = {"kv": frozenset({"latent_pages.v1"}), "index": frozenset({"index_pages.v1"})}
-_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
+_SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
+# The version of the contract that each op's kernels are written for; else 1.
+_CONTRACTS = {"mla_decode": 2, "route": 2}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _PANELS = "fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns"
 _A8 = "activations are rounded to int8, by token or by token and group"
@@ -58,6 +61,12 @@ def _kv_dtype(facts: Facts) -> str | None:
     if facts.kv_dtype in (facts.dtype, "float8_e4m3fn"):
         return None
     return f"knows a cache of {facts.dtype} or float8_e4m3fn, not {facts.kv_dtype}"
+
+
+def _scaled(facts: Facts) -> str | None:
+    if facts.kv_dtype == FP8_GROUPS:
+        return None
+    return f"knows a cache of {FP8_GROUPS}, not of {facts.kv_dtype}"
 
 
 def _same_kv(facts: Facts) -> str | None:
@@ -123,6 +132,7 @@ def _packs(facts: Facts) -> str | None:
 _torch_only = gates(_dtype, _on_cpu)
 _needs_native = gates(_torch_only, _library)
 _native_cache = gates(_kv_dtype, _needs_native)
+_native_scaled = gates(_scaled, _needs_native)
 _native_index = gates(_index, _needs_native)
 _native_route = gates(_experts, _needs_native)
 _matmul_decode = gates(_same_kv, _torch_only)
@@ -158,6 +168,11 @@ def _by_row(op: str, fn: str, refuse: Gates = _needs_native) -> Kernel:
     return replace(base, batch_invariant=True, workspace=_nothing)
 
 
+def _of_scaled(kernel: Kernel) -> Kernel:
+    """The kernel for latent_fp8_groups."""
+    return replace(kernel, layouts=_SCALED_PAGES)
+
+
 def _integers(op: str, fn: str, fmt: str, numerics: str) -> Kernel:
     """A kernel for one format that rounds activations to 8 bits."""
     own = frozenset({fmt})
@@ -190,6 +205,14 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("index_topk", "sparse:index_topk", RANK_SPECIALISED, _needs_native),
     _offer("sparse_prefill", "sparse:sparse_mla", RANK_SPECIALISED, _native_cache),
     _offer("sparse_decode", "sparse:sparse_mla", RANK_SPECIALISED, _native_cache),
+    _of_scaled(
+        _offer("cache_write", "prologue:scaled_cache_write", RANK_SPECIALISED, _native_scaled)
+    ),
+    _of_scaled(_by_row("mla_prologue", "prologue:scaled_mla_prologue", _native_scaled)),
+    *(
+        _of_scaled(_offer(op, "sparse:scaled_sparse_mla", RANK_SPECIALISED, _native_scaled))
+        for op in ("sparse_prefill", "sparse_decode")
+    ),
 )
 MOE: tuple[Kernel, ...] = (
     _panels("experts", "experts:experts_native"),

@@ -26,7 +26,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -51,7 +51,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "embed": (_P, _P, _I, _I, _I, _P, _I, _I),
     "quantize_group": (_T, _P, _I, _I, _T, _P, _P, _I, _I),
     "router_logits": (_T, _P, _I, _P, _P, _I, _I, _I),
-    "route": (_P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _T, _T, _T, _D),
+    "route": (_P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _T, _T, _T, _D),
     "sample": (_P, _I, _P, _P, _P, _P, _P, _P, _I, _I),
     "mask_logits": (_P, _I, _P, _P, _P, _I, _I),
     "logprobs": (_P, _I, _P, _I, _P, _P, _P, _I, _I),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_runtime_cpu.native import active
-from ds_runtime_cpu.small import CODE
+from ds_runtime_cpu.small import CACHE, CODE
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,13 +21,14 @@ def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tens
 
 
 def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
-    """CacheWrite for latent_pages in the compute dtype or in float8_e4m3fn."""
+    """CacheWrite for latent_pages in the compute dtype or in float8_e4m3fn, and for
+    latent_fp8_groups."""
     rows, lora = latent.shape
     active.cache_write(
         CODE[latent.dtype],
-        CODE[cache.dtype],
+        CACHE[cache.dtype],
         cache.data_ptr(),
-        cache.shape[2],
+        lora + k_rope.shape[1],
         latent.data_ptr(),
         latent.stride()[0],
         lora,
@@ -48,7 +49,8 @@ def mla_prologue(
     cache: Tensor,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """MlaPrologue for latent_pages in the compute dtype or in float8_e4m3fn."""
+    """MlaPrologue for latent_pages in the compute dtype or in float8_e4m3fn, and for
+    latent_fp8_groups."""
     rows, heads, head = q.shape
     width, lora = kv.shape[1], norm_weight.shape[0]
     rope_dim, dtype = width - lora, q.dtype
@@ -59,7 +61,7 @@ def mla_prologue(
     active.mla_prologue(
         CODE[dtype],
         CODE[norm_weight.dtype],
-        CODE[cache.dtype],
+        CACHE[cache.dtype],
         q.data_ptr() + (head - rope_dim) * dtype.itemsize,
         by_row,
         by_head,
@@ -80,3 +82,7 @@ def mla_prologue(
         rows,
     )
     return q_rope, latent, k_rope
+
+
+# Of the other layout: kernels that are offered apart have names of their own.
+scaled_cache_write, scaled_mla_prologue = cache_write, mla_prologue

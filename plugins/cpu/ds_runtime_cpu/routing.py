@@ -34,8 +34,9 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     """Route over at most 1024 experts."""
     tokens, experts = logits.shape
     top_k = routing.top_k
-    weights = torch.empty(tokens, top_k)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32)
+    width = top_k + routing.shared
+    weights = torch.empty(tokens, width)
+    ids = torch.empty(tokens, width, dtype=torch.int32)
     active.route(
         logits.data_ptr(),
         logits.stride()[0],
@@ -45,6 +46,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         tokens,
         experts,
         top_k,
+        routing.shared,
         routing.n_group,
         routing.topk_group,
         routing.scoring == "sigmoid",

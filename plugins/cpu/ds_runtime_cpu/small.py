@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_runtime_cpu.native import active
 
 CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
+CACHE = CODE | {torch.uint8: 3}  # bytes are a cache of latent_fp8_groups
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_runtime_cpu.attention import needed
 from ds_runtime_cpu.native import active
-from ds_runtime_cpu.small import CODE
+from ds_runtime_cpu.small import CACHE, CODE
 
 _ROWS = 64  # whose ranges of keys are in memory at a time
 _BYTES = {torch.uint8: torch.float8_e4m3fn}  # an FP8 index cache is bytes: keys, then scales
@@ -114,8 +114,9 @@ def index_topk(
 
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
-    """SparseMla for latent_pages in the compute dtype or in float8_e4m3fn: decode over a page table
-    of the chosen slots, every row a sequence and every page one token."""
+    """SparseMla for latent_pages in the compute dtype or in float8_e4m3fn, and for
+    latent_fp8_groups: decode over a page table of the chosen slots, every row a sequence and every
+    page one token."""
     rows, heads, width = q.shape
     n = slots.shape[1]
     out = torch.empty(rows, heads, kv_lora, dtype=q.dtype)
@@ -125,7 +126,7 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
     active.compact_slots(
         slots.data_ptr(), slots.stride()[0], n, pages.data_ptr(), lens.data_ptr(), rows
     )
-    codes, starts = (CODE[q.dtype], CODE[cache.dtype]), torch.arange(_ROWS + 1, dtype=torch.int32)
+    codes, starts = (CODE[q.dtype], CACHE[cache.dtype]), torch.arange(_ROWS + 1, dtype=torch.int32)
     memory = torch.empty(0, dtype=torch.uint8)
     for first in range(0, rows, _ROWS):
         count = min(_ROWS, rows - first)
@@ -154,3 +155,6 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
             0,
         )
     return out
+
+
+scaled_sparse_mla = sparse_mla  # of the other layout, offered apart

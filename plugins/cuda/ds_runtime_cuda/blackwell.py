@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_runtime.api import RANK_PLATFORM, RANK_SPECIALISED, Change, Facts, Gate, Kernel
+from ds_runtime.api import (
+    RANK_PLATFORM,
+    RANK_SPECIALISED,
+    Change,
+    Facts,
+    Fixable,
+    Gate,
+    Kernel,
+    checks,
+)
 from ds_runtime_cuda.gates import (
     BF16,
+    BLOCK,
+    EXPERT_BLOCKS,
     FP8,
+    LATENT,
     arch,
-    blocks,
-    expert_blocks,
-    latent,
     library,
-    most_heads,
     offer,
-    pages,
-    same_kv,
 )
 
 ARCHITECTURES = ("sm100", "sm103")
@@ -28,6 +34,8 @@ _HERE = arch(*ARCHITECTURES)
 _NVFP4 = frozenset({"nvfp4"})
 _MXFP8, _MXFP4 = frozenset({"mxfp8"}), frozenset({"mxfp4"})
 _SHUFFLE = ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_a", "shuffle_matrix_sf_a")
+_TRTLLM_MLA = library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla")
+_CUTE_MOE, _CUTE_SCALES = "fused_moe.CuteDslMoEWrapper", "cute_dsl.convert_sf_to_mma_layout"
 _FP4_MOE = "fused_moe.trtllm_fp4_block_scale_routed_moe"
 
 
@@ -49,26 +57,59 @@ def _tiles(cols: int, rows: int = 1) -> Gate:
 
 
 def _few_bits(
-    op: str, fn: str, rank: int, formats: frozenset[str], *checks: Gate, numerics: str = ""
+    op: str, fn: str, rank: int, formats: frozenset[str], *each: Gate, numerics: str = ""
 ) -> Kernel:
-    """A kernel of fp4's formats, whose adapter lies in flashinfer_fp4.py."""
-    made = offer(op, f"flashinfer_fp4:{fn}", rank, _HERE, *checks, BF16, formats=formats)
+    """A kernel of fp4's formats, whose adapter lies in flashinfer_fp4.py if `fn` says no other."""
+    where = fn if ":" in fn else f"flashinfer_fp4:{fn}"
+    made = offer(op, where, rank, _HERE, *each, BF16, formats=formats)
     return replace(made, provider="flashinfer", numerics=numerics, keeps=formats)
 
 
-def _packed(op: str, fn: str, *checks: Gate) -> Kernel:
+def _packed(op: str, fn: str, *each: Gate) -> Kernel:
     note = "scales are powers of two: others are rounded up, and codes with them"
     made = offer(
         op,
         f"deep_gemm_packed:{fn}",
         RANK_PLATFORM,
         _HERE,
-        *checks,
+        *each,
         BF16,
         formats=FP8,
         note=note,
     )
     return replace(made, provider="deep_gemm")
+
+
+def _fp8_kv(facts: Facts) -> str | None:
+    if facts.kv_dtype == "float8_e4m3fn":
+        return None
+    said = f"reads a cache of float8_e4m3fn, not of {facts.kv_dtype}"
+    return Fixable(said, "pass --kv-cache-dtype fp8")
+
+
+def trtllm_heads(facts: Facts) -> str | None:
+    """Of a rank: TensorRT-LLM's generated kernels know no number between the two."""
+    heads = facts.dims.get("heads", 0)
+    if heads <= 64 or heads == 128:
+        return None
+    return Fixable(f"takes up to 64 heads, or 128, not {heads}", "choose another --tp")
+
+
+def _decode(fn: str, kv: Gate, note: str = "", numerics: str = "") -> Kernel:
+    made = offer(
+        "mla_decode",
+        f"flashinfer:{fn}",
+        RANK_SPECIALISED,
+        _HERE,
+        _TRTLLM_MLA,
+        BF16,
+        LATENT,
+        trtllm_heads,
+        kv,
+        checks.page_sizes(32, 64),
+        note=note,
+    )
+    return replace(made, numerics=numerics)
 
 
 def _sparse(op: str) -> Kernel:
@@ -77,19 +118,29 @@ def _sparse(op: str) -> Kernel:
         "flashinfer:sparse_mla",
         RANK_SPECIALISED,
         _HERE,
-        library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla"),
+        _TRTLLM_MLA,
         BF16,
-        latent,
-        most_heads,
-        same_kv,
-        pages(32, 64),
+        LATENT,
+        trtllm_heads,
+        checks.same_kv,
+        checks.page_sizes(32, 64),
     )
 
 
 _QUANTISE = library("flashinfer", "nvfp4_quantize", "block_scale_interleave", "gemm.mm_fp4")
 _QUANTISE_MX = library("flashinfer", "mxfp8_quantize", "block_scale_interleave", "gemm.mm_mxfp8")
 
-ATTENTION: tuple[Kernel, ...] = (_sparse("sparse_prefill"), _sparse("sparse_decode"))
+ATTENTION: tuple[Kernel, ...] = (
+    _decode("MlaDecodeTrtllm", checks.same_kv),
+    _decode(
+        "MlaDecodeTrtllmFp8",
+        _fp8_kv,
+        note="queries are rounded to FP8, too",
+        numerics="fp8_queries",
+    ),
+    _sparse("sparse_prefill"),
+    _sparse("sparse_decode"),
+)
 MOE: tuple[Kernel, ...] = (
     _few_bits(
         "experts",
@@ -111,6 +162,15 @@ MOE: tuple[Kernel, ...] = (
     ),
     _few_bits(
         "experts",
+        "flashinfer_cute:ExpertsNvfp4CuteDsl",
+        RANK_PLATFORM,
+        _NVFP4,
+        library("flashinfer", "nvfp4_quantize", _CUTE_MOE, _CUTE_SCALES, "block_scale_interleave"),
+        _tiles(128),
+        numerics="mxfp4_w4a4",
+    ),
+    _few_bits(
+        "experts",
         "ExpertsMxfp4",
         RANK_SPECIALISED,
         _MXFP4,
@@ -122,7 +182,7 @@ MOE: tuple[Kernel, ...] = (
         "experts",
         "ExpertsFp8Packed",
         library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
-        expert_blocks,
+        EXPERT_BLOCKS,
     ),
 )
 LINEAR: tuple[Kernel, ...] = (
@@ -144,15 +204,26 @@ LINEAR: tuple[Kernel, ...] = (
         _tiles(128, rows=32),
         numerics="fp8_w8a8",
     ),
-    _packed("linear", "LinearFp8Packed", library("deep_gemm", "fp8_gemm_nt"), blocks(out=8)),
+    _packed(
+        "linear",
+        "LinearFp8Packed",
+        library("deep_gemm", "fp8_gemm_nt"),
+        checks.linear_groups(BLOCK, 8),
+    ),
 )
 ALL = ATTENTION + MOE + LINEAR
 
 
 def defaults(facts: Facts) -> list[Change]:
-    """FP8 latents where attention is sparse and a library reads them."""
-    read = "flash_mla.flash_mla_with_kvcache" in facts.device.features
-    if facts.device.arch not in ARCHITECTURES or "index_topk" not in facts.dims or not read:
+    """FP8 latents where attention is sparse and a library reads them; shared experts apart where
+    the routed ones go to a kernel that takes these in fours."""
+    if facts.device.arch not in ARCHITECTURES:
         return []
-    why = "sparse attention reads chosen tokens one by one: fewer bytes, and twice the context"
-    return [Change("kv_cache_dtype", "fp8", why)]
+    features, wishes = facts.device.features, list[Change]()
+    if "flashinfer.fused_moe.trtllm_fp8_block_scale_routed_moe" in features:
+        why = "TRT-LLM's kernels take experts in fours"
+        wishes.append(Change("disable_fusion", ("shared_experts",), why))
+    if "index_topk" in facts.dims and "flash_mla.flash_mla_with_kvcache" in features:
+        why = "sparse attention reads chosen tokens one by one: fewer bytes, and twice the context"
+        wishes.append(Change("kv_cache_dtype", "fp8", why))
+    return wishes

@@ -7,6 +7,7 @@ compiled for each weight shape when they first run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import FP8_EXPERTS, FP8_ROWS, ExpertSource, Facts, Packed, Weight
-from ds_runtime_cuda import blocks, grouped
+from ds_runtime.api import FP8_EXPERTS, FP8_ROWS, ExpertSource, Facts, Packed, Weight, fp8_blocks
+from ds_runtime_cuda import grouped
 from ds_runtime_cuda.quant import quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
@@ -39,14 +40,13 @@ class LinearFp8:
         self._gemm = _library().fp8_gemm_nt
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = blocks.join(weight)
+        joined = fp8_blocks.join(weight)
         if joined is None:
-            dense = weight.dequantise(torch.bfloat16)
-            return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, blocks.restore)
+            return fp8_blocks.dense(weight, self.tag)
         values, scale = joined
         tensors = {"weight": values, "scale": scale}
         nbytes = values.nbytes + scale.nbytes
-        return Packed(FP8_ROWS, weight.shape, tensors, nbytes, blocks.restore)
+        return Packed(FP8_ROWS, weight.shape, tensors, nbytes, fp8_blocks.restore)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag, FP8_ROWS)
@@ -56,6 +56,20 @@ class LinearFp8:
         if x.shape[0]:
             self._gemm(quantise(x), (packed.tensors["weight"], packed.tensors["scale"]), out)
         return out
+
+
+def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
+    """`Kernel.ahead` of LinearFp8: it compiles per shape of the weight and kind of tile."""
+    n, k = facts.shape
+    values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="cuda")
+    scale = torch.empty(-(-n // 128), -(-k // 128), dtype=torch.float32, device="cuda")
+    packed = Packed(FP8_ROWS, (n, k), {"weight": values, "scale": scale}, 0)
+    kernel = LinearFp8(facts)
+    for count in rows:
+        kernel.apply(torch.zeros(count, k, dtype=torch.bfloat16, device="cuda"), packed)
+    torch.cuda.synchronize()
+    del values, scale, packed
+    torch.cuda.empty_cache()
 
 
 class ExpertsFp8:
@@ -68,7 +82,7 @@ class ExpertsFp8:
         tensors: dict[str, Tensor] = {}
         for e in range(source.num_experts):
             gate, up, down = source.expert(e)
-            upper, lower = blocks.join(Weight((*gate.parts, *up.parts))), blocks.join(down)
+            upper, lower = fp8_blocks.join(Weight((*gate.parts, *up.parts))), fp8_blocks.join(down)
             assert upper is not None and lower is not None, "refuse() lets whole blocks pass alone"
             parts = (*upper, *lower)
             for name, part in zip(_PARTS, parts, strict=True):
@@ -96,7 +110,7 @@ class ExpertsFp8:
 
 
 def _restore_gate_up(packed: Packed) -> Tensor:
-    return blocks.spread(packed.tensors["gate_up"], packed.tensors["gate_up_scale"])
+    return fp8_blocks.spread(packed.tensors["gate_up"], packed.tensors["gate_up_scale"])
 
 
 def index_scores(

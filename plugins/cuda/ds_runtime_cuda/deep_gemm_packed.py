@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Weight
-from ds_runtime_cuda import blocks, deep_gemm, grouped
+from ds_runtime.api import ExpertSource, Facts, Packed, Weight, fp8_blocks
+from ds_runtime_cuda import deep_gemm, grouped
 from ds_runtime_cuda.quant import power_above, quantise
 
 _PARTS = ("gate_up", "down")
@@ -26,20 +26,20 @@ def rounded(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     power = power_above(scale)
     if bool((power == scale).all()):
         return values, scale
-    return (blocks.spread(values, scale) / _wide(power, values)).to(values.dtype), power
+    return (fp8_blocks.spread(values, scale) / _wide(power, values)).to(values.dtype), power
 
 
 def _wide(scale: Tensor, values: Tensor) -> Tensor:
     rows, cols = values.shape[-2:]
-    tall = scale.repeat_interleave(blocks.BLOCK, -2)[..., :rows, :]
-    return tall.repeat_interleave(blocks.BLOCK, -1)[..., :cols]
+    tall = scale.repeat_interleave(fp8_blocks.BLOCK, -2)[..., :rows, :]
+    return tall.repeat_interleave(fp8_blocks.BLOCK, -1)[..., :cols]
 
 
 def pack_exponents(scale: Tensor, rows: int) -> Tensor:
     """Block scales [row blocks, groups] → int32 [rows, ⌈groups / 4⌉], rows adjacent."""
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)  # the sign is 0
     exponents = F.pad(exponents, (0, -scale.shape[1] % 4))
-    words = exponents.contiguous().view(torch.int32).repeat_interleave(blocks.BLOCK, 0)[:rows]
+    words = exponents.contiguous().view(torch.int32).repeat_interleave(fp8_blocks.BLOCK, 0)[:rows]
     held = words.new_zeros(words.shape[1], -(-rows // 4) * 4)
     held[:, :rows] = words.T
     return held.as_strided((rows, words.shape[1]), (1, held.shape[1]))
@@ -47,17 +47,16 @@ def pack_exponents(scale: Tensor, rows: int) -> Tensor:
 
 def unpack_exponents(words: Tensor, groups: int) -> Tensor:
     """One scale per 128 rows and group again: [..., row blocks, groups] float32."""
-    every = words[..., :: blocks.BLOCK, :].clone(memory_format=torch.contiguous_format)
+    every = words[..., :: fp8_blocks.BLOCK, :].clone(memory_format=torch.contiguous_format)
     return (every.view(torch.uint8)[..., :groups].to(torch.int32) << 23).view(torch.float32)
 
 
 def _restore(packed: Packed) -> Tensor:
     held = packed.tensors
     if "dense" in held:
-        dense: Tensor = held["dense"]
-        return dense.to(torch.float32)
-    groups = -(-held["weight"].shape[-1] // blocks.BLOCK)
-    return blocks.spread(held["weight"], unpack_exponents(held["scale"], groups))
+        return fp8_blocks.restore(packed)
+    groups = -(-held["weight"].shape[-1] // fp8_blocks.BLOCK)
+    return fp8_blocks.spread(held["weight"], unpack_exponents(held["scale"], groups))
 
 
 class LinearFp8Packed:
@@ -69,7 +68,7 @@ class LinearFp8Packed:
         self._gemm = deep_gemm._library().fp8_gemm_nt
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = blocks.join(weight)
+        joined = fp8_blocks.join(weight)
         if joined is None:
             dense = weight.dequantise(torch.bfloat16)
             return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, _restore)
@@ -102,7 +101,7 @@ class ExpertsFp8Packed:
         for e in range(source.num_experts):
             gate, up, down = source.expert(e)
             for name, weight in zip(_PARTS, (Weight((*gate.parts, *up.parts)), down), strict=True):
-                joined = blocks.join(weight)
+                joined = fp8_blocks.join(weight)
                 assert joined is not None, "refuse() lets whole blocks pass alone"
                 values, scale = rounded(*joined)
                 words = pack_exponents(scale, len(values))
@@ -135,5 +134,5 @@ class ExpertsFp8Packed:
 
 def _restore_gate_up(packed: Packed) -> Tensor:
     held = packed.tensors
-    groups = held["gate_up"].shape[-1] // blocks.BLOCK
-    return blocks.spread(held["gate_up"], unpack_exponents(held["gate_up_scale"], groups))
+    groups = held["gate_up"].shape[-1] // fp8_blocks.BLOCK
+    return fp8_blocks.spread(held["gate_up"], unpack_exponents(held["gate_up_scale"], groups))

@@ -85,6 +85,10 @@ class MlaDecode:
         return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
 
 
+class MlaDecodeFewHeads(MlaDecode):
+    """For heads that fill a quarter of its tiles or less: ranked by itself."""
+
+
 def _filled(q: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """(queries with as many heads, slots with as many per row as the kernels take)."""
     heads, count = q.shape[1], slots.shape[1]

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, ExpertSource, Facts, Limits, Packed, Segments, Weight
-from ds_runtime_cuda import blocks
+from ds_runtime.api import Batch, ExpertSource, Facts, Limits, Packed, Segments, Weight, fp8_blocks
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
 from ds_runtime_cuda.quant import quantise
 
 _WORKSPACE = 128 << 20  # bytes, as the library advises
 _LN2 = 0.6931471805599453
 _SLOTS = 128  # of which a row has a multiple
+_E4M3 = 448.0  # the largest value
 _NOPE = 128  # DeepSeek's, by which the library tells its kernels apart
 
 
@@ -146,8 +146,13 @@ class MlaDecodeTrtllm:
         count, heads, _ = q.shape
         if not count:
             return q.new_empty(0, heads, LATENT)
-        out = self._attend(
-            query=q.contiguous().unsqueeze(1),  # [rows, 1, heads, 576]
+        return self._run(state, q.contiguous(), cache, scale).view(count, heads, LATENT)
+
+    def _run(self, state: Queries, q: Tensor, cache: Tensor, scale: float | Tensor) -> Tensor:
+        """scale: of q·k; a float32 tensor of one where queries have one of their own."""
+        count = q.shape[0]
+        out: Tensor = self._attend(
+            query=q.unsqueeze(1),  # [rows, 1, heads, 576]
             kv_cache=cache,
             workspace_buffer=_workspace(q.device),
             qk_nope_head_dim=self._nope,
@@ -159,7 +164,17 @@ class MlaDecodeTrtllm:
             bmm1_scale=scale,
             bmm2_scale=1.0,
         )
-        return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
+        return out
+
+
+class MlaDecodeTrtllmFp8(MlaDecodeTrtllm):
+    """The same over a cache of e4m3: queries are e4m3, too, under one scale for all of them."""
+
+    def _run(self, state: Queries, q: Tensor, cache: Tensor, scale: float | Tensor) -> Tensor:
+        most = q.abs().amax().to(torch.float32).nan_to_num(1.0).clamp(min=1e-20)
+        size = (most / _E4M3).view(1)
+        rounded = (q / size).to(torch.float8_e4m3fn)
+        return super()._run(state, rounded, cache, size * scale).to(q.dtype)
 
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
@@ -233,14 +248,13 @@ class LinearGroupwise:
         self._gemm = _library("flashinfer.gemm").gemm_fp8_nt_groupwise
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = blocks.join(weight)
+        joined = fp8_blocks.join(weight)
         if joined is None:
-            dense = weight.dequantise(torch.bfloat16)
-            return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, blocks.restore)
+            return fp8_blocks.dense(weight, self.tag)
         values, scale = joined
         tensors = {"weight": values, "scale": scale, "scale_t": scale.T.contiguous()}
         nbytes = values.nbytes + 2 * scale.nbytes
-        return Packed(self.tag, weight.shape, tensors, nbytes, blocks.restore)
+        return Packed(self.tag, weight.shape, tensors, nbytes, fp8_blocks.restore)
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
@@ -274,7 +288,7 @@ class ExpertsTrtllm:
         for e in range(source.num_experts):
             gate, up, down = source.expert(e)
             # The library wants the up half first.
-            upper, lower = blocks.join(Weight((*up.parts, *gate.parts))), blocks.join(down)
+            upper, lower = fp8_blocks.join(Weight((*up.parts, *gate.parts))), fp8_blocks.join(down)
             assert upper is not None and lower is not None, "refuse() lets whole blocks pass alone"
             for name, part in zip(_EXPERT_PARTS, (*upper, *lower), strict=True):
                 if e == 0:
@@ -317,6 +331,6 @@ _EXPERT_PARTS = ("up_gate", "up_gate_scale", "down", "down_scale")
 
 def _restore_gate_up(packed: Packed) -> Tensor:
     """Gate first again."""
-    both = blocks.spread(packed.tensors["up_gate"], packed.tensors["up_gate_scale"])
+    both = fp8_blocks.spread(packed.tensors["up_gate"], packed.tensors["up_gate_scale"])
     up, gate = both.chunk(2, dim=1)
     return torch.cat((gate, up), dim=1)

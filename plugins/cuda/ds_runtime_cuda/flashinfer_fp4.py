@@ -27,7 +27,7 @@ def _library(module: str = "flashinfer") -> Any:
     return import_module(module)
 
 
-def _swizzled(scale: Tensor) -> Tensor:
+def swizzled(scale: Tensor) -> Tensor:
     """Scales [rows, groups] in tiles of 128 × 4, as the library lays them out: 2-D, padded."""
     rows, groups = scale.shape
     flat: Tensor = _library().block_scale_interleave(scale.contiguous().view(torch.uint8))
@@ -70,7 +70,7 @@ class LinearNvfp4:
         scale, top = fp4.scales(weight)
         made = {
             "weight": fp4.codes(weight),
-            "scale": _swizzled(scale),
+            "scale": swizzled(scale),
             "alpha": torch.full((1,), top / fp4.TOP, device=scale.device),
             "top": torch.full((1,), fp4.TOP, device=scale.device),
         }
@@ -120,7 +120,7 @@ class LinearMxfp8:
         values = torch.cat([p.tensors["weight"].view(torch.uint8) for p in weight.parts])
         made = {
             "weight": values.view(torch.float8_e4m3fn),
-            "scale": _swizzled(fp4.exponents(weight)),
+            "scale": swizzled(fp4.exponents(weight)),
         }
         return _packed(self.tag, weight.shape, made, _restore_mxfp8)
 
@@ -145,7 +145,7 @@ def _restore_mxfp8(packed: Packed) -> Tensor:
     return values
 
 
-class _Experts:
+class Experts:
     """What the experts below share: tensors of one expert after another, and their scalars."""
 
     tag = ""
@@ -193,7 +193,7 @@ def _first(out: Any) -> Tensor:
     return result
 
 
-class ExpertsNvfp4(_Experts):
+class ExpertsNvfp4(Experts):
     """Routed experts in NVFP4 with TensorRT-LLM's fused kernels."""
 
     tag = "cuda.flashinfer_trtllm_nvfp4_experts"
@@ -246,7 +246,7 @@ class ExpertsNvfp4(_Experts):
         return _first(out)
 
 
-class ExpertsMxfp4(_Experts):
+class ExpertsMxfp4(Experts):
     """Routed experts with MXFP4 weights and MXFP8 activations, TensorRT-LLM's fused kernels."""
 
     tag = "cuda.flashinfer_trtllm_mxfp4_experts"
@@ -294,7 +294,7 @@ class ExpertsMxfp4(_Experts):
         return _first(out)
 
 
-class ExpertsNvfp4Cutlass(_Experts):
+class ExpertsNvfp4Cutlass(Experts):
     """Routed experts in NVFP4 with CUTLASS's fused kernels, sums in a fixed order."""
 
     tag = "cuda.flashinfer_cutlass_nvfp4_experts"
@@ -305,7 +305,7 @@ class ExpertsNvfp4Cutlass(_Experts):
     def _one(self, name: str, weight: Weight) -> dict[str, Tensor]:
         scale, top = fp4.scales(weight)
         top_ = torch.tensor(top, device=scale.device)
-        return {name: fp4.codes(weight), f"{name}_scale": _swizzled(scale), f"{name}_top": top_}
+        return {name: fp4.codes(weight), f"{name}_scale": swizzled(scale), f"{name}_top": top_}
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

@@ -17,27 +17,28 @@ from ds_runtime.api import (
     RANK_PORTABLE,
     RANK_REFERENCE,
     RANK_SPECIALISED,
+    Facts,
+    Gate,
     Kernel,
+    checks,
 )
 from ds_runtime_cuda.gates import (
     BF16,
+    BLOCK,
     DENSE,
+    EXPERT_BLOCKS,
     FP8,
     HALVES,
+    HEADS_192,
     INDEX_PAGES,
+    LATENT,
     SCALED_PAGES,
     arch,
-    blocks,
-    expert_blocks,
     fp8_keys,
-    heads_192,
-    latent,
+    in_fours,
     library,
-    most_heads,
     multiplies_fp8,
     offer,
-    pages,
-    same_kv,
     scaled_kv,
     sixteen_bytes,
 )
@@ -47,7 +48,6 @@ RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind
 
 _FA3 = library("sgl_kernel", "flash_attn.flash_attn_varlen_func")
 _FA3_KV = library("sgl_kernel", "flash_attn.flash_attn_with_kvcache")
-_TRTLLM_MLA = library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla")
 _TRTLLM_MOE = library("flashinfer", "fused_moe.trtllm_fp8_block_scale_routed_moe")
 _FLASH_MLA = library("flash_mla", "flash_mla_with_kvcache", "get_mla_decoding_metadata")
 _SPARSE = library("flash_mla", "flash_mla_sparse_fwd")
@@ -59,8 +59,8 @@ _MQA_LOGITS = library(
 
 def _sparse(op: str) -> tuple[Kernel, Kernel]:
     """FlashMLA over bfloat16 pages, and over FP8 groups."""
-    here, common = arch("sm90", "sm100"), (BF16, latent, most_heads)
-    plain = offer(op, "flash_mla:sparse_mla", RANK_PLATFORM, here, _SPARSE, *common, same_kv)
+    here, common = arch("sm90", "sm100"), (BF16, LATENT, checks.heads(128))
+    plain = offer(op, "flash_mla:sparse_mla", RANK_PLATFORM, here, _SPARSE, *common, checks.same_kv)
     scaled = offer(
         op,
         "flash_mla:scaled_sparse_mla",
@@ -69,10 +69,28 @@ def _sparse(op: str) -> tuple[Kernel, Kernel]:
         _SCALED,
         *common,
         scaled_kv,
-        pages(64),
+        checks.page_sizes(64),
         layouts=SCALED_PAGES,
     )
     return plain, scaled
+
+
+_FEW = 16  # heads up to which the portable kernel is ahead of one that computes 64
+
+
+def _most_filled(facts: Facts) -> str | None:
+    heads = facts.dims.get("heads", 0)
+    return None if heads > _FEW else f"offered behind portable kernels for {heads} heads"
+
+
+def _few_filled(facts: Facts) -> str | None:
+    heads = facts.dims.get("heads", 0)
+    return None if heads <= _FEW else f"offered before portable kernels for {heads} heads"
+
+
+def _flash_mla(name: str, rank: int, heads: Gate, note: str = "") -> Kernel:
+    common = (arch("sm90"), _FLASH_MLA, HALVES, LATENT, checks.same_kv, checks.page_sizes(64))
+    return offer("mla_decode", f"flash_mla:{name}", rank, *common, heads, note=note)
 
 
 ATTENTION: tuple[Kernel, ...] = (
@@ -86,19 +104,8 @@ ATTENTION: tuple[Kernel, ...] = (
         _MQA_LOGITS,
         HALVES,
         fp8_keys,
-        pages(64),
+        checks.page_sizes(64),
         layouts=INDEX_PAGES,
-    ),
-    offer(
-        "mla_decode",
-        "flashinfer:MlaDecodeTrtllm",
-        RANK_SPECIALISED,
-        arch("sm100", "sm103"),
-        _TRTLLM_MLA,
-        BF16,
-        latent,
-        same_kv,
-        pages(32, 64),
     ),
     offer(
         "mla_decode",
@@ -107,29 +114,20 @@ ATTENTION: tuple[Kernel, ...] = (
         arch("sm90"),
         _FA3_KV,
         HALVES,
-        latent,
-        same_kv,
+        LATENT,
+        checks.same_kv,
         note="FlashAttention 3",
     ),
-    offer(
-        "mla_decode",
-        "flash_mla:MlaDecode",
-        RANK_PLATFORM,
-        arch("sm90"),
-        _FLASH_MLA,
-        HALVES,
-        latent,
-        same_kv,
-        pages(64),
-    ),
+    _flash_mla("MlaDecode", RANK_PLATFORM, _most_filled),
+    _flash_mla("MlaDecodeFewHeads", RANK_BEHIND, _few_filled, "computes 64 heads at once"),
     offer(
         "mla_decode",
         "flashinfer:MlaDecode",
         RANK_BEHIND,
         library("flashinfer", "mla.BatchMLAPagedAttentionWrapper"),
         HALVES,
-        latent,
-        same_kv,
+        LATENT,
+        checks.same_kv,
         note="planned on the host before every step",
     ),
     offer(
@@ -139,7 +137,7 @@ ATTENTION: tuple[Kernel, ...] = (
         arch("sm90"),
         _FA3,
         HALVES,
-        heads_192,
+        HEADS_192,
         note="FlashAttention 3",
     ),
     offer(
@@ -148,7 +146,7 @@ ATTENTION: tuple[Kernel, ...] = (
         RANK_BEHIND,
         library("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper"),
         HALVES,
-        heads_192,
+        HEADS_192,
         graph_safe=False,
     ),
 )
@@ -160,7 +158,8 @@ MOE: tuple[Kernel, ...] = (
         arch("sm100", "sm103"),
         _TRTLLM_MOE,
         BF16,
-        expert_blocks,
+        EXPERT_BLOCKS,
+        in_fours,
         formats=FP8,
     ),
     offer(
@@ -170,7 +169,7 @@ MOE: tuple[Kernel, ...] = (
         arch("sm90"),
         library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
         BF16,
-        expert_blocks,
+        EXPERT_BLOCKS,
         formats=FP8,
         note="fills every expert's rows up to 128: for long prompts",
         packing=FP8_EXPERTS,
@@ -193,10 +192,11 @@ LINEAR: tuple[Kernel, ...] = (
         arch("sm90"),
         library("deep_gemm", "fp8_gemm_nt"),
         BF16,
-        blocks(out=8),
+        checks.linear_groups(BLOCK, 8),
         formats=FP8,
         packing=FP8_ROWS,
         from_rows=2,  # one row needs no matrix unit, and no launch that quantises it
+        ahead="deep_gemm:compile_linear",
     ),
     offer(
         "linear",
@@ -205,7 +205,7 @@ LINEAR: tuple[Kernel, ...] = (
         arch("sm100", "sm103"),
         library("flashinfer", "gemm.gemm_fp8_nt_groupwise"),
         BF16,
-        blocks(out=128),
+        checks.linear_groups(BLOCK, 128),
         formats=FP8,
     ),
     offer(
@@ -215,7 +215,7 @@ LINEAR: tuple[Kernel, ...] = (
         arch("sm90"),
         multiplies_fp8,
         BF16,
-        blocks(out=16),
+        checks.linear_groups(BLOCK, 16),
         formats=FP8,
     ),
     offer("linear", "torch_ops:LinearCublas", RANK_BEHIND, formats=DENSE),

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_runtime.api import (
-    Communicator,
     DeviceInfo,
-    GraphBackend,
     MemoryInfo,
-    Platform,
     Refusal,
+    TorchPlatform,
     device_nodes,
     has_library,
     installed,
@@ -23,9 +19,6 @@ from ds_runtime.api import (
     read_file,
 )
 from ds_runtime_cuda import driver, software
-
-if TYPE_CHECKING:
-    import torch
 
 VENDOR = "0x10de"
 CLASSES = ("0x03",)
@@ -102,57 +95,26 @@ def _gpu(index: int) -> driver.Gpu:
     return found
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(TorchPlatform):
     """Local rank r computes on the r-th visible GPU."""
 
     name = "cuda"
     score = 100
-    asynchronous = True
-    captures = True
-    kv_share = 0.85
+    torch_type = "cuda"
+    collectives = "nccl"
+    graph = "CUDAGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return describe(_gpu(rank), software.features())
 
-    def device(self, rank: int = 0) -> torch.device:
-        import torch
-
-        return torch.device("cuda", rank)
-
-    def memory(self, rank: int = 0) -> MemoryInfo:
-        """What torch keeps for later allocations counts as free."""
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(self.device(rank))
-        else:
-            total, free = driver.memory(_gpu(rank).bus)
+    def idle_memory(self, rank: int) -> MemoryInfo:
+        total, free = driver.memory(_gpu(rank).bus)
         return MemoryInfo(total=total, free=free)
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+        super().init_worker(rank, size, threads)
         import torch
 
-        torch.cuda.set_device(self.device(rank))
-        if threads is not None:
-            torch.set_num_threads(threads)
         # Contracts accumulate in fp32, also across the parts of a split reduction.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-    def communicator(
-        self, rank: int, size: int, init_method: str, timeout: float = 600.0
-    ) -> Communicator:
-        from ds_runtime.api import TorchCommunicator
-
-        here = self.device(rank if self.local_rank is None else self.local_rank)
-        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=here)
-
-    def graph_backend(self, rank: int = 0) -> GraphBackend:
-        from ds_runtime_cuda.graphs import CudaGraphs
-
-        return CudaGraphs(self.device(rank))
-
-    def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()

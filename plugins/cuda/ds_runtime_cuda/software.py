@@ -32,7 +32,9 @@ LIBRARIES = (
     Library("deep_gemm", ("sgl-deep-gemm",)),
     Library("flash_mla", ("sgl-flash-mla",)),
     Library(
-        "flashinfer", ("flashinfer-python",), (("mla", "*"), ("fused_moe", "*"), ("gemm", "*"))
+        "flashinfer",
+        ("flashinfer-python",),
+        (("mla", "*"), ("fused_moe", "*"), ("gemm", "*"), ("cute_dsl", "*")),
     ),
     Library("sgl_kernel", ("sglang-kernel", "sgl-kernel"), (("flash_attn", "flash_ops*"),)),
     Library("triton", ("triton",)),

@@ -6,8 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Facts, Packed, ReferenceExperts, ReferenceLinear, Weight, silu_mul
-from ds_runtime_cuda import blocks, grouped
+from ds_runtime.api import (
+    Facts,
+    Packed,
+    ReferenceExperts,
+    ReferenceLinear,
+    Weight,
+    fp8_blocks,
+    silu_mul,
+)
+from ds_runtime_cuda import grouped
 from ds_runtime_cuda.quant import quantise
 
 _ROWS, _COLUMNS = 16, 512  # cuBLAS multiplies by so many rows, and so many inputs
@@ -28,14 +36,13 @@ class LinearScaledMm:
         pass
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = blocks.join(weight)
+        joined = fp8_blocks.join(weight)
         if joined is None:
-            dense = weight.dequantise(torch.bfloat16)
-            return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, blocks.restore)
+            return fp8_blocks.dense(weight, self.tag)
         values, scale = joined
         if missing := -values.shape[1] % _COLUMNS:
             values = F.pad(values.view(torch.uint8), (0, missing)).view(torch.float8_e4m3fn)
-            scale = F.pad(scale, (0, missing // blocks.BLOCK))
+            scale = F.pad(scale, (0, missing // fp8_blocks.BLOCK))
         tensors = {"weight": values, "scale": scale}
         nbytes = values.nbytes + scale.nbytes
         return Packed(self.tag, weight.shape, tensors, nbytes, _restore_unpadded)
@@ -61,7 +68,7 @@ class LinearScaledMm:
 
 
 def _restore_unpadded(packed: Packed) -> Tensor:
-    return blocks.restore(packed)[:, : packed.shape[1]]
+    return fp8_blocks.restore(packed)[:, : packed.shape[1]]
 
 
 class ExpertsGroupedMm(ReferenceExperts):

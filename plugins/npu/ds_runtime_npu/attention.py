@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Batch, Facts, Limits, Packed, Segments, Weight, rows_of, torch_dtype
-from ds_runtime_npu.cache import paged
+from ds_runtime_npu.cache import halves, paged
 from ds_runtime_npu.library import npu
 
 LATENT, ROPE, HEAD = 512, 64, 128  # what the ops are made for
@@ -66,7 +66,7 @@ class MlaDecode:
             q[..., :LATENT].unsqueeze(1).contiguous(),  # [rows, 1, heads, latent]
             latent,
             latent,
-            query_rope=q[..., LATENT:].unsqueeze(1).contiguous(),
+            query_rope=halves(q[..., LATENT:]).unsqueeze(1),
             key_rope=rope,
             block_table=state.table[:count],
             block_size=self._page,
@@ -101,7 +101,7 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
         block_table=torch.arange(pages, dtype=torch.int32, device=q.device).unsqueeze(0),
         actual_seq_lengths_query=lengths[0],
         actual_seq_lengths_kv=lengths[1],
-        query_rope=q[..., LATENT:].contiguous(),
+        query_rope=halves(q[..., LATENT:]),
         key_rope=rope.unsqueeze(2),
         layout_query="TND",
         layout_kv="PA_BSND",

@@ -2,8 +2,10 @@
 
 The vendor's attention reads latents and rotated keys from tensors of their own and takes no gaps
 between pages, so that one layer is two dense arrays in one storage: the tensor that is handed
-around, [pages, page_size, kv_lora], is the first, and behind it lie a spare row and the keys
-[pages, page_size, rope], with a spare row, too. What is padding is written to the spare rows.
+around, [pages, page_size, kv_lora], is the first, and behind it lie a spare page and the keys
+[pages, page_size, rope], with a spare page, too. What is padding is written to the spare pages.
+Keys lie as halves (all first values of their pairs, then all second ones), as npu_mla_prolog_v3
+writes them: queries are halved where they meet them.
 """
 
 from __future__ import annotations
@@ -18,40 +20,56 @@ from ds_runtime_npu.library import npu
 
 
 class Parts(NamedTuple):
-    """Views of one layer: latent [rows + 1, kv_lora], rope [rows + 1, rope]; the last is spare."""
+    """Views of one layer's rows, spare ones last: latent [rows, kv_lora], rope [rows, rope]."""
 
     latent: Tensor
     rope: Tensor
 
 
+def halves(x: Tensor) -> Tensor:
+    """[..., d] of pairs (x0, x1), (x2, x3)… as (x0, x2, …, x1, x3, …): new and dense."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
+
+
+def pairs(x: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2).transpose(-1, -2).flatten(-2)
+
+
 def allocate(num_pages: int, facts: Facts, device: Any) -> Tensor:
     """One layer's cache, zeroed: the view of its latents."""
     latent, rope = facts.dims["kv_lora"], facts.dims["qk_rope"]
-    rows = num_pages * facts.page_size
-    flat = torch.zeros(
-        (rows + 1) * (latent + rope), dtype=torch_dtype(facts.kv_dtype), device=device
-    )
-    return flat[: rows * latent].view(num_pages, facts.page_size, latent)
+    rows = (num_pages + 1) * facts.page_size
+    flat = torch.zeros(rows * (latent + rope), dtype=torch_dtype(facts.kv_dtype), device=device)
+    shape = num_pages, facts.page_size, latent
+    return flat[: num_pages * facts.page_size * latent].view(shape)
 
 
 def parts(cache: Tensor, rope: int) -> Parts:
     """Of the tensor that `allocate` gave."""
     pages, page, latent = cache.shape
-    rows = pages * page + 1
+    rows = (pages + 1) * page
     first = cache.as_strided((rows, latent), (latent, 1), 0)
     return Parts(first, cache.as_strided((rows, rope), (rope, 1), rows * latent))
 
 
 def paged(cache: Tensor, rope: int) -> tuple[Tensor, Tensor]:
-    """(latents [pages, page_size, kv_lora], keys [pages, page_size, rope]), both dense."""
-    pages, page, _ = cache.shape
-    return cache, parts(cache, rope).rope[:-1].view(pages, page, rope)
+    """(latents [pages, page_size, kv_lora], keys [pages, page_size, rope]), both dense; the spare
+    page is the last.
+    """
+    held, page, width = parts(cache, rope), *cache.shape[1:]
+    return held.latent.view(-1, page, width), held.rope.view(-1, page, rope)
+
+
+def places(cache: Tensor, slots: Tensor) -> Tensor:
+    """Slots, and where they are negative the spare page's first row."""
+    return torch.where(slots < 0, cache.shape[0] * cache.shape[1], slots)
 
 
 def _rope(cache: Tensor) -> int:
     """Width of the keys that lie behind the latents."""
     values = cache.untyped_storage().nbytes() // cache.element_size()
-    return values // (cache.shape[0] * cache.shape[1] + 1) - cache.shape[2]
+    return values // ((cache.shape[0] + 1) * cache.shape[1]) - cache.shape[2]
 
 
 def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
@@ -59,10 +77,9 @@ def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) ->
     if not slots.shape[0]:
         return
     held = parts(cache, k_rope.shape[1])
-    spare = held.latent.shape[0] - 1
-    places = torch.where(slots < 0, spare, slots).unsqueeze(1)
-    for target, values in ((held.latent, latent), (held.rope, k_rope)):
-        npu().npu_scatter_nd_update_(target, places, values.to(target.dtype).contiguous())
+    at = places(cache, slots).unsqueeze(1)
+    for target, values in ((held.latent, latent), (held.rope, halves(k_rope))):
+        npu().npu_scatter_nd_update_(target, at, values.to(target.dtype).contiguous())
 
 
 def cache_gather(
@@ -80,14 +97,12 @@ def cache_gather(
     inside = torch.arange(segs.total, device=cache.device) - segs.cu[owner]
     token = starts[owner] + inside
     rows = page_table[owner, token // page].to(torch.int64) * page + token % page
-    return held.latent[rows].to(dtype), held.rope[rows].to(dtype)
+    return held.latent[rows].to(dtype), pairs(held.rope[rows].to(dtype))
 
 
 def cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     """CacheMove for latent_split."""
-    held = parts(cache, _rope(cache))
-    spare = held.latent.shape[0] - 1
-    old = torch.where(sources < 0, spare, sources)
-    new = torch.where(sources < 0, spare, targets)
-    for rows in held:
+    old = places(cache, sources)
+    new = torch.where(sources < 0, old, targets)
+    for rows in parts(cache, _rope(cache)):
         rows[new] = rows[old]

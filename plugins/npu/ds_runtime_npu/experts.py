@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Routing, Weight, route, torch_dtype
+from ds_runtime.api import (
+    ExpertSource,
+    Facts,
+    Packed,
+    Routing,
+    Weight,
+    route,
+    torch_dtype,
+    with_shared_slots,
+)
 from ds_runtime_npu import int8
 from ds_runtime_npu.library import NZ, npu
 
@@ -141,4 +150,4 @@ def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
         routed_scaling_factor=routing.scale,
         eps=1e-20,
     )
-    return weights, ids
+    return with_shared_slots(weights, ids, routing)

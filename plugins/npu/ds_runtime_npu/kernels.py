@@ -15,6 +15,7 @@ from ds_runtime.api import (
     Gate,
     Kernel,
     Layout,
+    checks,
     gates,
 )
 from ds_runtime_npu.platform import INSTALL
@@ -22,10 +23,12 @@ from ds_runtime_npu.platform import INSTALL
 PROVIDER = "npu"
 _DENSE, _INT8 = frozenset({"dense", "fp8_block"}), frozenset({"int8_channel"})
 _WIDENED = "FP8 weights are held in the compute dtype: these chips multiply none"
-_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
-_LATENT, _ROPE = 512, 64
-_MOST_HEADS, _MOST_COLUMNS = 128, 65535
-_MOST_PAGE, _PAGE = 1024, 16
+# The version of the contract that each op's kernels are written for; else 1.
+_CONTRACTS = {"mla_decode": 2, "route": 2}
+_MOST_COLUMNS = 65535
+_PROLOG_HIDDEN, _PROLOG_INNER = (6144, 7168, 7680), 1536
+_INDEX_HEADS, _INDEX_DIM = 64, 128
+_INDEX_PAGES = frozenset({"index_pages.v1"})
 _ARCHS = ("ascend910b", "ascend910_93")
 
 
@@ -35,7 +38,7 @@ def _bytes_per_token(facts: Facts) -> int:
 
 LATENT_SPLIT = Layout(
     name="latent_split",
-    version=1,
+    version=2,
     allocate="ds_runtime_npu.cache:allocate",
     bytes_per_token=_bytes_per_token,
 )
@@ -50,46 +53,6 @@ def _npu(facts: Facts) -> str | None:
     if "torch_npu" not in facts.device.features:
         return Fixable("torch-npu is not installed", INSTALL)
     return None
-
-
-def _halves(facts: Facts) -> str | None:
-    if facts.dtype in ("bfloat16", "float16"):
-        return None
-    return f"computes in bfloat16 or float16, not {facts.dtype}"
-
-
-def _latent(facts: Facts) -> str | None:
-    latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
-    if (latent, rope) != (_LATENT, _ROPE):
-        return f"made for {_LATENT} latent and {_ROPE} rotated values, not {latent} and {rope}"
-    return None
-
-
-def _heads(facts: Facts) -> str | None:
-    heads = facts.dims.get("heads", 0)
-    return f"at most {_MOST_HEADS} heads, not {heads}" if heads > _MOST_HEADS else None
-
-
-def _same_kv(facts: Facts) -> str | None:
-    if facts.kv_dtype != facts.dtype:
-        said = f"keeps a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
-        return Fixable(said, "pass --kv-cache-dtype auto")
-    return None
-
-
-def _pages(facts: Facts) -> str | None:
-    if facts.page_size % _PAGE == 0 and facts.page_size <= _MOST_PAGE:
-        return None
-    said = f"page size {facts.page_size}, takes multiples of {_PAGE} up to {_MOST_PAGE}"
-    return Fixable(said, "pass --page-size 128")
-
-
-def _heads_192(facts: Facts) -> str | None:
-    dims = facts.dims
-    shape = dims.get("qk_nope", 0), dims.get("qk_rope", 0), dims.get("v", 0)
-    if shape == (128, 64, 128):
-        return None
-    return f"made for heads of 128 and 64 query and 128 value dims, not {shape}"
 
 
 def _whole(multiple: int) -> Gate:
@@ -112,24 +75,50 @@ def _absorbs(facts: Facts) -> str | None:
     return f"multiplies dims in multiples of 16, and {odd[0]} is none" if odd else None
 
 
+def _prolog(facts: Facts) -> str | None:
+    hidden, inner, heads = (facts.dims.get(n, 0) for n in ("hidden", "q_lora", "heads"))
+    if hidden not in _PROLOG_HIDDEN or inner != _PROLOG_INNER:
+        sizes = " or ".join(map(str, _PROLOG_HIDDEN))
+        wanted = f"{sizes} hidden values and {_PROLOG_INNER} of the query latent"
+        return f"made for {wanted}, not {hidden} and {inner}"
+    if heads & (heads - 1) or heads > 128:
+        return f"takes a power of two of heads up to 128, not {heads}"
+    return None
+
+
+def _indexer(facts: Facts) -> str | None:
+    dims = facts.dims
+    heads, dim, keep = (dims.get(f"index_{n}", 0) for n in ("heads", "dim", "topk"))
+    if heads > _INDEX_HEADS or dim != _INDEX_DIM:
+        wanted = f"up to {_INDEX_HEADS} index heads of {_INDEX_DIM} values"
+        return f"takes {wanted}, not {heads} of {dim}"
+    if not (keep <= 2048 or (keep <= 8192 and keep % 1024 == 0)):
+        return f"keeps up to 2048 tokens, or multiples of 1024 up to 8192, not {keep}"
+    if facts.index_dtype != facts.dtype:
+        said = f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
+        return Fixable(said, f"pass --index-cache-dtype {facts.dtype}")
+    return None
+
+
 def _offer(
     op: str,
     fn: str,
-    *checks: Gate,
+    *each: Gate,
     formats: frozenset[str] = frozenset(),
     rank: int = RANK_SPECIALISED,
     graph_safe: bool = True,
     copies: float = 1,
     note: str = "",
 ) -> Kernel:
+    layouts = {"": frozenset[str](), "kv": frozenset({LATENT_SPLIT.tag}), "index": _INDEX_PAGES}
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_npu.{fn}",
         provider=PROVIDER,
         rank=rank,
-        refuse=gates(_npu, *checks),
+        refuse=gates(_npu, *each),
         formats=formats,
-        layouts=frozenset({LATENT_SPLIT.tag}) if OPS[op].layout else frozenset(),
+        layouts=layouts[OPS[op].layout],
         phases=frozenset({"prefill", "decode", "verify"}),
         contract=_CONTRACTS.get(op, 1),
         graph_safe=graph_safe,
@@ -140,9 +129,24 @@ def _offer(
     )
 
 
-_MLA = gates(_halves, _latent, _heads, _same_kv, _pages)
-_CACHE = gates(_halves, _same_kv, _pages)
+_HALVES = checks.dtypes("bfloat16", "float16")
+_PAGES = checks.page_multiples(16, most=1024, best=128)
+_LATENT, _HEADS_192 = checks.latent(512, 64), checks.head_dims(128, 64, 128)
+_CACHE = gates(_HALVES, checks.same_kv, _PAGES)
+_MLA = gates(_HALVES, _LATENT, checks.heads(128), checks.same_kv, _PAGES)
 ATTENTION: tuple[Kernel, ...] = (
+    _offer(
+        "mla_inputs",
+        "inputs:MlaProlog",
+        checks.dtypes("bfloat16"),
+        _LATENT,
+        _HEADS_192,
+        _prolog,
+        checks.same_kv,
+        checks.page_sizes(16, 128),
+        formats=_DENSE,
+        note="keeps its weights beside those of prefill; --disable-fusion mla_inputs frees them",
+    ),
     _offer(
         "mla_decode",
         "attention:MlaDecode",
@@ -150,14 +154,15 @@ ATTENTION: tuple[Kernel, ...] = (
         graph_safe=False,
         note="takes lengths from the host",
     ),
+    _offer("index_select", "indexer:index_select", _HALVES, _indexer, _PAGES),
     _offer("sparse_prefill", "attention:sparse_mla", _MLA),
     _offer("sparse_decode", "attention:sparse_mla", _MLA),
-    _offer("mha_prefill", "attention:mha_prefill", _halves, _heads_192),
-    _offer("merge_state", "attention:merge_state", _halves),
+    _offer("mha_prefill", "attention:mha_prefill", _HALVES, _HEADS_192),
+    _offer("merge_state", "attention:merge_state", _HALVES),
     _offer(
         "mla_absorb",
         "attention:MlaAbsorb",
-        _halves,
+        _HALVES,
         _absorbs,
         formats=_DENSE,
         copies=2,
@@ -168,19 +173,19 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("cache_move", "cache:cache_move", _CACHE, rank=RANK_PLATFORM),
 )
 MOE: tuple[Kernel, ...] = (
-    _offer("experts", "experts:ExpertsInt8", _halves, _whole(32), formats=_INT8),
-    _offer("experts", "experts:Experts", _halves, _whole(16), formats=_DENSE, note=_WIDENED),
+    _offer("experts", "experts:ExpertsInt8", _HALVES, _whole(32), formats=_INT8),
+    _offer("experts", "experts:Experts", _HALVES, _whole(16), formats=_DENSE, note=_WIDENED),
 )
 TOPK: tuple[Kernel, ...] = (
     _offer("route", "experts:choose", note="routings that the op does not know in torch"),
 )
 LINEAR: tuple[Kernel, ...] = (
-    _offer("linear", "linear:LinearInt8", _halves, _whole(32), formats=_INT8),
+    _offer("linear", "linear:LinearInt8", _HALVES, _whole(32), formats=_INT8),
     _offer("linear", "linear:LinearDense", formats=_DENSE, rank=RANK_PLATFORM, note=_WIDENED),
 )
 SMALL: tuple[Kernel, ...] = (
-    _offer("rms_norm", "small:rms_norm", _halves),
-    _offer("add_rms_norm", "small:add_rms_norm", _halves),
+    _offer("rms_norm", "small:rms_norm", _HALVES),
+    _offer("add_rms_norm", "small:add_rms_norm", _HALVES),
     _offer("rope", "small:rope"),
-    _offer("silu_mul", "small:silu_mul", _halves),
+    _offer("silu_mul", "small:silu_mul", _HALVES),
 )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ds_runtime.api import (
-    Communicator,
     DeviceInfo,
-    GraphBackend,
     MemoryInfo,
-    Platform,
     Refusal,
+    TorchPlatform,
     device_nodes,
     installed,
     package_folder,
@@ -21,13 +18,11 @@ from ds_runtime.api import (
     read_file,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 VENDOR = "0x19e5"
 CLASSES = ("0x12",)
 INSTALL = 'pip install "ds-runtime[npu]"'
 TOOLKITS = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
+OLDEST_CANN = (8, 5)  # of the first torch-npu with these schemas
 OLDEST = (2, 9)  # of torch-npu: the first release with these schemas
 CHIPS: Mapping[str, tuple[str, str, int]] = {  # PCI device → arch, name, AI cores of a die
     "0xd802": ("ascend910b", "Ascend 910B", 20),
@@ -38,6 +33,16 @@ _MEMORY = 64 << 30  # bytes of a die, until torch-npu is there to ask
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
+
+
+def _cann(root: Path) -> Iterator[str]:
+    """Versions of the toolkit, as its installer left them."""
+    for folder in TOOLKITS:
+        for file in sorted((root / folder).glob("*-linux/ascend_toolkit_install.info")):
+            for line in read_file(file).splitlines():
+                name, _, value = line.partition("=")
+                if name.strip() == "version":
+                    yield value.strip()
 
 
 def probe(
@@ -58,6 +63,11 @@ def probe(
         return Refusal("broken", f"{what}, but /dev/davinci_manager is not in this container")
     if not any((root / folder).exists() for folder in TOOLKITS):
         return Refusal("not installed", f"{what}, without the CANN toolkit in /usr/local/Ascend")
+    old = next((v for v in _cann(root) if _release(v) and _release(v) < OLDEST_CANN), None)
+    if old is not None:
+        oldest = ".".join(map(str, OLDEST_CANN))
+        said = f"{what}, but CANN {old} is older than {oldest}, which torch-npu is built with"
+        return Refusal("unsupported", f"{said}: install it from hiascend.com")
     chips = {read_file(device / "device") for device in pci}
     if chips and not chips & CHIPS.keys():
         known = " and ".join(name for _, name, _ in CHIPS.values())
@@ -93,57 +103,30 @@ def libraries() -> frozenset[str]:
     return frozenset(found)
 
 
-class NpuPlatform(Platform):
+class NpuPlatform(TorchPlatform):
     """Local rank r computes on the r-th die."""
 
     name = "npu"
     score = 100
-    asynchronous = True
-    captures = True
-    kv_share = 0.85
+    torch_type = "npu"
+    collectives = "hccl"
+    graph = "NPUGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
         found = pci_devices(Path("/"), VENDOR, CLASSES)
         chip = read_file(found[min(rank, len(found) - 1)] / "device") if found else ""
         return describe(chip, libraries())
 
-    def device(self, rank: int = 0) -> torch.device:
-        import torch
+    def runtime(self) -> Any:
+        """torch-npu registers itself with torch."""
+        import torch_npu
 
-        return torch.device("npu", rank)
+        return torch_npu.npu
 
-    def memory(self, rank: int = 0) -> MemoryInfo:
-        """What torch keeps for later allocations counts as free; before torch is there, all is."""
-        torch_npu = sys.modules.get("torch_npu")
-        if torch_npu is None:
-            return MemoryInfo(total=_MEMORY, free=_MEMORY)
-        torch_npu.npu.empty_cache()
-        free, total = torch_npu.npu.mem_get_info(self.device(rank))
-        return MemoryInfo(total=total, free=free)
+    def idle_memory(self, rank: int) -> MemoryInfo:
+        """All of it: what other processes hold is known once torch has the device."""
+        return MemoryInfo(total=_MEMORY, free=_MEMORY)
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
-        import torch
-        import torch_npu
-
-        torch_npu.npu.set_device(self.device(rank))
-        torch_npu.npu.config.allow_internal_format = True  # of weights in fractal format
-        if threads is not None:
-            torch.set_num_threads(threads)
-
-    def communicator(
-        self, rank: int, size: int, init_method: str, timeout: float = 600.0
-    ) -> Communicator:
-        from ds_runtime.api import TorchCommunicator
-
-        here = self.device(rank if self.local_rank is None else self.local_rank)
-        return TorchCommunicator("hccl", rank, size, init_method, timeout, device=here)
-
-    def graph_backend(self, rank: int = 0) -> GraphBackend:
-        from ds_runtime_npu.graphs import NpuGraphs
-
-        return NpuGraphs(self.device(rank))
-
-    def synchronize(self) -> None:
-        import torch_npu
-
-        torch_npu.npu.synchronize()
+        super().init_worker(rank, size, threads)
+        self.runtime().config.allow_internal_format = True  # of weights in fractal format

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Facts, Packed, Weight
+from ds_runtime.api import Facts, Packed, Weight, fp8_blocks
 from ds_runtime_rocm import blocks
 
 _ROWS = 32  # activations of the FP4 matmul come in whole tiles of so many rows
@@ -28,17 +28,6 @@ def _library(module: str = "aiter") -> Any:
 def fp8_dtype(arch: str) -> torch.dtype:
     """What the architecture multiplies."""
     return blocks.FNUZ if arch == "gfx942" else blocks.E4M3
-
-
-def dense(weight: Weight, tag: str) -> Packed:
-    """A shard that cuts a block keeps no blocks: it is held in bfloat16."""
-    values = weight.dequantise(torch.bfloat16)
-    return Packed(tag, weight.shape, {"dense": values}, values.nbytes, _restore_dense)
-
-
-def _restore_dense(packed: Packed) -> Tensor:
-    values: Tensor = packed.tensors["dense"]
-    return values.to(torch.float32)
 
 
 class LinearFp8:
@@ -56,7 +45,7 @@ class LinearFp8:
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         joined = blocks.join(weight, self._fp8)
         if joined is None:
-            return dense(weight, self.tag)
+            return fp8_blocks.dense(weight, self.tag)
         values, scale = joined
         if self.shuffled:
             values = _library("aiter.ops.shuffle").shuffle_weight(values, (16, 16))
@@ -80,7 +69,7 @@ class LinearFp8:
     def _restore(self, packed: Packed) -> Tensor:
         values = packed.tensors["weight"]
         plain = blocks.unshuffle(values) if self.shuffled else values
-        return blocks.spread(plain, packed.tensors["scale"])
+        return fp8_blocks.spread(plain, packed.tensors["scale"])
 
 
 class LinearFp8Shuffled(LinearFp8):
@@ -101,7 +90,7 @@ class LinearMxfp4:
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         joined = blocks.join_mxfp4(weight)
         if joined is None:
-            return dense(weight, self.tag)
+            return fp8_blocks.dense(weight, self.tag)
         values, exponents = joined
         values = _library("aiter.ops.shuffle").shuffle_weight(values, (16, 16))
         scale = _library("aiter.utility.fp4_utils").e8m0_shuffle(exponents)

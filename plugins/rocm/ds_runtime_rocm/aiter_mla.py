@@ -1,12 +1,14 @@
-"""AITER: absorbed MLA decode, attention over chosen slots, and prefill.
+"""AITER: absorbed MLA decode and prefill, attention over chosen slots, and plain prefill.
 
-Source of the calls: github.com/ROCm/aiter, aiter/mla.py and aiter/ops/mha.py. Decode reads the
-cache through lists of slots (pages of one token), so that any page size serves, and one row per
-query, so that chosen slots are just another list.
+Source of the calls: github.com/ROCm/aiter, aiter/mla.py and aiter/ops/mha.py. All read the cache
+through lists of slots (pages of one token), so that any page size serves: decode has a list per
+query, so that chosen slots are just another list; prefill has one per sequence, whose last queries
+it masks, which is what verifying drafts needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -19,6 +21,7 @@ from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of
 
 LATENT, ROPE = 512, 64  # what the library's kernels are made for
 HEADS = (16, 32, 64, 128)  # numbers of heads that it has one for, in bfloat16
+PREFILL_HEADS = (16, 128)
 
 
 @cache
@@ -28,9 +31,10 @@ def _library(module: str = "aiter") -> Any:
 
 @dataclass
 class State:
-    """Lists of slots: those of row i are slots[starts[i]:starts[i + 1]]. All int32.
+    """Lists of slots: those of list i are slots[starts[i]:starts[i + 1]]. All int32.
 
-    queries [rows + 1]: one query per row. ones [rows]: tokens in each list's last page.
+    queries [lists + 1]: which rows attend each list. ones [lists]: tokens in each list's last
+    page. longest: most queries of a list.
     """
 
     slots: Tensor
@@ -39,17 +43,43 @@ class State:
     ones: Tensor
     count: int = 0
     total: int = 0
+    longest: int = 1
+
+    @staticmethod
+    def make(limits: Limits, lists: int, page: int, longest: int = 1) -> State:
+        device, most = limits.device, lists * limits.max_pages_per_sequence * page
+        bounds = torch.arange(lists + 1, dtype=torch.int32, device=device)
+        ones = torch.ones(lists, dtype=torch.int32, device=device)
+        slots = torch.zeros(most, dtype=torch.int32, device=device)
+        return State(slots, bounds.clone(), bounds, ones, longest=longest)
+
+    def fill(self, table: Tensor, owners: Sequence[int], lens: Sequence[int], page: int) -> None:
+        """List i: the first lens[i] slots of sequence owners[i]."""
+        self.count, self.total = len(lens), sum(lens)
+        device = self.slots.device
+        host = torch.tensor((owners, lens), dtype=torch.int32)
+        owner, length = host.to(device, non_blocking=True)
+        ends = length.cumsum(0, dtype=torch.int32)
+        self.starts[1 : self.count + 1].copy_(ends)
+        row = torch.repeat_interleave(length, output_size=self.total)
+        token = torch.arange(self.total, device=device, dtype=torch.int32) - (ends - length)[row]
+        pages = table[owner[row], token // page]
+        self.slots[: self.total].copy_(pages * page + token % page)
+
+
+def _padded(q: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """[rows, heads, width] with heads of zeros up to the next of these numbers."""
+    missing = next(n for n in sizes if n >= q.shape[1]) - q.shape[1]
+    return torch.nn.functional.pad(q, (0, 0, 0, missing)) if missing else q.contiguous()
 
 
 def _attend(q: Tensor, cache: Tensor, state: State, slots: Tensor, scale: float) -> Tensor:
     """[rows, heads, 512] of q [rows, heads, 576] over the cached rows that `state` lists."""
     count, heads, width = q.shape
-    padded = next(n for n in HEADS if n >= heads)
-    if padded > heads:
-        q = torch.cat((q, q.new_zeros(count, padded - heads, width)), 1)
-    out = q.new_empty(count, padded, LATENT)
+    q = _padded(q, HEADS)
+    out = q.new_empty(count, q.shape[1], LATENT)
     _library("aiter.mla").mla_decode_fwd(
-        q.contiguous(),
+        q,
         cache.view(-1, 1, 1, width),  # [slots, page, kv heads, width]
         out,
         state.queries[: count + 1],
@@ -70,36 +100,58 @@ class MlaDecode:
         self._captured = facts.graph_capture
 
     def state(self, limits: Limits) -> State:
-        rows = limits.max_sequences * limits.max_queries
-        most = rows * limits.max_pages_per_sequence * self._page
-        device = limits.device
-        queries = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        ones = torch.ones(rows, dtype=torch.int32, device=device)
-        slots = torch.zeros(most, dtype=torch.int32, device=device)
-        return State(slots, queries.clone(), queries, ones)
+        return State.make(limits, limits.max_sequences * limits.max_queries, self._page)
+
+    def prepare(self, state: State, batch: Batch) -> None:
+        part, state.count, state.total = batch.decode, 0, 0
+        if part is not None and part.size:
+            owners, lens = zip(*rows_of(part), strict=True)
+            state.fill(part.page_table, owners, lens, self._page)
+
+    def run(self, state: State, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        if not q.shape[0]:
+            return q.new_empty(0, q.shape[1], LATENT)
+        return _attend(q, cache, state, self._slots(state), scale)
+
+    def _slots(self, state: State) -> Tensor:
+        """How the library splits its work follows from the list's length: captured, from the
+        longest."""
+        return state.slots if self._captured else state.slots[: state.total]
+
+
+class MlaVerify(MlaDecode):
+    """See the library's mla_prefill_fwd: the queries of a sequence read its tokens once."""
+
+    def state(self, limits: Limits) -> State:
+        return State.make(limits, limits.max_sequences, self._page, limits.max_queries)
 
     def prepare(self, state: State, batch: Batch) -> None:
         part, state.count, state.total = batch.decode, 0, 0
         if part is None or not part.size:
             return
-        owners, lens = zip(*rows_of(part), strict=True)
-        state.count, state.total = len(lens), sum(lens)
-        device, page = state.slots.device, self._page
-        host = torch.tensor((owners, lens), dtype=torch.int32)
-        owner, length = host.to(device, non_blocking=True)
-        ends = length.cumsum(0, dtype=torch.int32)
-        state.starts[1 : state.count + 1].copy_(ends)
-        row = torch.repeat_interleave(length, output_size=state.total)
-        token = torch.arange(state.total, device=device, dtype=torch.int32) - (ends - length)[row]
-        pages = part.page_table[owner[row], token // page]
-        state.slots[: state.total].copy_(pages * page + token % page)
+        state.fill(part.page_table, range(part.size), part.host_kv_lens, self._page)
+        rows = torch.tensor((0, *(part.q_lens or (1,) * part.size)), dtype=torch.int32)
+        ends = rows.cumsum(0, dtype=torch.int32)
+        state.queries[: state.count + 1].copy_(ends, non_blocking=True)
 
     def run(self, state: State, q: Tensor, cache: Tensor, scale: float) -> Tensor:
-        if not q.shape[0]:
-            return q.new_empty(0, q.shape[1], LATENT)
-        # How the library splits its work follows from the list's length: captured, from the longest
-        slots = state.slots if self._captured else state.slots[: state.total]
-        return _attend(q, cache, state, slots, scale)
+        rows, heads, width = q.shape
+        if not rows:
+            return q.new_empty(0, heads, LATENT)
+        q, count = _padded(q, PREFILL_HEADS), state.count
+        out = q.new_empty(rows, q.shape[1], LATENT)
+        _library("aiter.mla").mla_prefill_fwd(
+            q,
+            cache.view(-1, 1, 1, width),
+            out,
+            state.queries[: count + 1],
+            state.starts[: count + 1],
+            self._slots(state),
+            state.ones[:count],
+            state.longest,
+            sm_scale=scale,
+        )
+        return out[:, :heads]
 
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:

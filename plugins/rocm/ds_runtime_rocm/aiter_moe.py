@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Routing, Weight, torch_dtype
+from ds_runtime.api import (
+    ExpertSource,
+    Facts,
+    Packed,
+    Routing,
+    Weight,
+    fp8_blocks,
+    torch_dtype,
+    with_shared_slots,
+)
 from ds_runtime.api import route as reference_route
 from ds_runtime_rocm import blocks
 from ds_runtime_rocm.aiter_gemm import fp8_dtype, unshuffle_scale
@@ -116,7 +125,7 @@ class ExpertsFp8(_Experts):
 
     def _restore(self, packed: Packed) -> Tensor:
         held = packed.tensors
-        return blocks.spread(blocks.unshuffle(held["gate_up"]), held["gate_up_scale"])
+        return fp8_blocks.spread(blocks.unshuffle(held["gate_up"]), held["gate_up_scale"])
 
 
 class ExpertsMxfp4(_Experts):
@@ -154,18 +163,18 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
     if not tokens:
-        return weights, ids
+        return with_shared_slots(weights, ids, routing)
     grouped = routing.n_group in _GROUPS and experts % routing.n_group == 0
     sizes = routing.n_group, routing.topk_group, routing.renormalize
     if routing.method == "noaux_tc" and routing.scoring == "sigmoid" and grouped:
         _biased(logits.contiguous(), bias, weights, ids, routing)
-        return weights, ids
+        return with_shared_slots(weights, ids, routing)
     if routing.method == "group_limited_greedy" and routing.scoring == "softmax" and grouped:
         _library().grouped_topk(
             logits.contiguous(), weights, ids, *sizes, is_softmax=True,
             routed_scaling_factor=routing.scale,
         )  # fmt: skip
-        return weights, ids
+        return with_shared_slots(weights, ids, routing)
     return reference_route(logits, bias, routing)
 
 

@@ -5,29 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Weight, decode_scale
+from ds_runtime.api import Weight, fp8_blocks
 
-BLOCK, GROUP = 128, 32
+GROUP = 32
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 
 def join(weight: Weight, fp8: torch.dtype) -> tuple[Tensor, Tensor] | None:
-    """(fp8 [rows, cols], float32 scales [row blocks, column blocks]) of all parts, one below the
-    other; None where a part begins inside a block, or ends inside one before the last.
-    """
-    last = weight.parts[-1]
-    for part in weight.parts:
-        if part.block != (BLOCK, BLOCK) or part.offset != (0, 0):
-            return None
-        if part is not last and part.shape[0] % BLOCK:
-            return None
-    cols = -(-weight.shape[1] // BLOCK)
-    values, scales = [], []
-    for part in weight.parts:
-        rows = -(-part.shape[0] // BLOCK)
-        values.append(part.tensors["weight"].view(torch.uint8))
-        scales.append(decode_scale(part.tensors["scale"][:rows, :cols], torch.float32))
-    return flavour(torch.cat(values), torch.cat(scales).contiguous(), fp8)
+    """`fp8_blocks.join` in the flavour `fp8`."""
+    joined = fp8_blocks.join(weight)
+    return None if joined is None else flavour(joined[0].view(torch.uint8), joined[1], fp8)
 
 
 def flavour(codes: Tensor, scales: Tensor, fp8: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -38,13 +25,6 @@ def flavour(codes: Tensor, scales: Tensor, fp8: torch.dtype) -> tuple[Tensor, Te
         return codes.view(E4M3), scales
     codes = torch.where(codes == 0x80, torch.zeros_like(codes), codes)
     return codes.view(FNUZ), scales * 2
-
-
-def spread(values: Tensor, scales: Tensor) -> Tensor:
-    """Back to float32: [..., rows, cols] from codes and their block scales."""
-    rows, cols = values.shape[-2:]
-    wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
-    return values.to(torch.float32) * wide.repeat_interleave(BLOCK, -1)[..., :cols]
 
 
 def join_mxfp4(weight: Weight) -> tuple[Tensor, Tensor] | None:

@@ -15,6 +15,7 @@ from ds_runtime.api import (
     Fixable,
     Gate,
     Kernel,
+    checks,
     gates,
 )
 from ds_runtime_rocm.software import INSTALL, INSTALL_TILELANG
@@ -25,11 +26,11 @@ _LAYOUTS = {
     "kv": frozenset({"latent_pages.v1"}),
     "index": frozenset({"index_pages.v1"}),
 }
-_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
+# The version of the contract that each op's kernels are written for; else 1.
+_CONTRACTS = {"mla_decode": 2, "route": 2}
 _NUMERICS = {_FP8: "fp8_w8a8", _MXFP4: "mxfp4_w4a4"}
-_LATENT, _ROPE, _INDEX = 512, 64, 128
+_INDEX = 128
 _BLOCK, _GROUP = 128, 32
-_MOST_HEADS = 128
 _ARCHS = ("gfx942", "gfx950")
 
 
@@ -38,23 +39,6 @@ def _gpu(facts: Facts) -> str | None:
     if not arch.startswith("gfx"):
         return f"runs on AMD GPUs, not on {facts.device.type}"
     return None if arch in _ARCHS else f"made for {' and '.join(_ARCHS)}, not for {arch}"
-
-
-def _arch(*wanted: str) -> Gate:
-    def check(facts: Facts) -> str | None:
-        arch = facts.device.arch
-        return None if arch in wanted else f"made for {' and '.join(wanted)}, not for {arch}"
-
-    return check
-
-
-def _dtype(*wanted: str) -> Gate:
-    def check(facts: Facts) -> str | None:
-        if facts.dtype in wanted:
-            return None
-        return f"computes in {' or '.join(wanted)}, not {facts.dtype}"
-
-    return check
 
 
 def _aiter(*functions: str) -> Gate:
@@ -79,25 +63,6 @@ def _tilelang(facts: Facts) -> str | None:
     return Fixable("tilelang is not installed", INSTALL_TILELANG)
 
 
-def _latent(facts: Facts) -> str | None:
-    latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
-    if (latent, rope) != (_LATENT, _ROPE):
-        return f"made for {_LATENT} latent and {_ROPE} rotated values, not {latent} and {rope}"
-    return None
-
-
-def _heads(facts: Facts) -> str | None:
-    heads = facts.dims.get("heads", 0)
-    return f"at most {_MOST_HEADS} heads, not {heads}" if heads > _MOST_HEADS else None
-
-
-def _same_kv(facts: Facts) -> str | None:
-    if facts.kv_dtype != facts.dtype:
-        said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
-        return Fixable(said, "pass --kv-cache-dtype auto")
-    return None
-
-
 def _same_index(facts: Facts) -> str | None:
     if facts.index_dtype == facts.dtype:
         return None
@@ -109,42 +74,18 @@ def _index_keys(facts: Facts) -> str | None:
     return None if dim == _INDEX else f"made for index keys of {_INDEX} values, not {dim}"
 
 
-def _heads_192(facts: Facts) -> str | None:
-    dims = facts.dims
-    shape = dims.get("qk_nope", 0) + dims.get("qk_rope", 0), dims.get("v", 0)
-    return None if shape == (192, 128) else f"made for heads of 192 and 128 dims, not {shape}"
-
-
-def _inputs(group: int, out: int) -> Gate:
-    """Inputs in whole groups, outputs a multiple of `out`."""
-
-    def check(facts: Facts) -> str | None:
-        if not facts.shape:
-            return None
-        rows, cols = facts.shape[-2:]
-        if cols % group:
-            return f"quantises groups of {group} inputs, and {cols} are not whole groups"
-        return f"needs a multiple of {out} outputs, not {rows}" if rows % out else None
-
-    return check
-
-
-def _widths(multiple: int) -> Gate:
-    """Both widths of experts (experts, width, hidden) in multiples."""
-
-    def check(facts: Facts) -> str | None:
-        odd = [n for n in facts.shape[1:] if n % multiple]
-        return f"needs widths in multiples of {multiple}, and {odd[0]} is none" if odd else None
-
-    return check
+def _prefill_heads(facts: Facts) -> str | None:
+    heads = facts.dims.get("heads", 0)
+    return None if heads <= 16 or heads == 128 else f"takes up to 16 heads, or 128, not {heads}"
 
 
 def _offer(
     op: str,
     fn: str,
     rank: int,
-    *checks: Gate,
+    *each: Gate,
     formats: frozenset[str] = frozenset(),
+    phases: frozenset[str] = frozenset({"prefill", "decode", "verify"}),
     note: str = "",
 ) -> Kernel:
     provider = fn.partition(":")[0].partition("_")[0]
@@ -153,10 +94,10 @@ def _offer(
         fn=f"ds_runtime_rocm.{fn}",
         provider="rocm" if provider == "torch" else provider,
         rank=rank,
-        refuse=gates(_gpu, *checks),
+        refuse=gates(_gpu, *each),
         formats=formats,
         layouts=_LAYOUTS[OPS[op].layout],
-        phases=frozenset({"prefill", "decode", "verify"}),
+        phases=phases,
         contract=_CONTRACTS.get(op, 1),
         note=note,
         numerics=_NUMERICS.get(formats, ""),
@@ -164,21 +105,34 @@ def _offer(
     )
 
 
-_BF16, _HALVES = _dtype("bfloat16"), _dtype("bfloat16", "float16")
-_MLA = gates(_aiter("mla.mla_decode_fwd"), _BF16, _latent, _same_kv, _heads)
-_SPARSE = gates(_tilelang, _HALVES, _latent, _same_kv)
+_BF16, _HALVES = checks.dtypes("bfloat16"), checks.dtypes("bfloat16", "float16")
+_LATENT = checks.latent(512, 64)
+_MLA = gates(_aiter("mla.mla_decode_fwd"), _BF16, _LATENT, checks.same_kv, checks.heads(128))
+_SPARSE = gates(_tilelang, _HALVES, _LATENT, checks.same_kv)
 _MOE, _SHUFFLE = "fused_moe.fused_moe", "ops.shuffle.shuffle_weight"
 _EXPONENTS = "utility.fp4_utils.e8m0_shuffle"
 
 ATTENTION: tuple[Kernel, ...] = (
     _offer("mla_decode", "aiter_mla:MlaDecode", RANK_SPECIALISED, _MLA),
     _offer(
+        "mla_decode",
+        "aiter_mla:MlaVerify",
+        RANK_SPECIALISED + 1,
+        _aiter("mla.mla_prefill_fwd"),
+        _BF16,
+        _LATENT,
+        checks.same_kv,
+        _prefill_heads,
+        phases=frozenset({"verify"}),
+        note="a sequence's queries read its tokens once",
+    ),
+    _offer(
         "mha_prefill",
         "aiter_mla:mha_prefill",
         RANK_SPECIALISED,
         _aiter("flash_attn_varlen_func"),
         _HALVES,
-        _heads_192,
+        checks.head_dims(128, 64, 128),
     ),
     _offer("sparse_prefill", "aiter_mla:sparse_mla", RANK_PLATFORM, _MLA),
     _offer("sparse_decode", "aiter_mla:sparse_mla", RANK_PLATFORM, _MLA),
@@ -201,7 +155,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         _aiter(_MOE, _SHUFFLE),
         _BF16,
-        _widths(_BLOCK),
+        checks.expert_widths(_BLOCK),
         formats=_FP8,
         note="in e4m3fnuz on gfx942: the same bits, twice the scale",
     ),
@@ -209,10 +163,10 @@ MOE: tuple[Kernel, ...] = (
         "experts",
         "aiter_moe:ExpertsMxfp4",
         RANK_SPECIALISED,
-        _arch("gfx950"),
+        checks.archs("gfx950"),
         _aiter(_MOE, _SHUFFLE, _EXPONENTS),
         _BF16,
-        _widths(2 * _BLOCK),
+        checks.expert_widths(2 * _BLOCK),
         formats=_MXFP4,
         note="rounds activations to FP4, too",
     ),
@@ -222,7 +176,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         _aiter(_MOE, _SHUFFLE),
         _HALVES,
-        _widths(_GROUP),
+        checks.expert_widths(_GROUP),
         formats=_DENSE,
     ),
 )
@@ -240,10 +194,10 @@ LINEAR: tuple[Kernel, ...] = (
         "linear",
         "aiter_gemm:LinearFp8",
         RANK_SPECIALISED,
-        _arch("gfx942"),
+        checks.archs("gfx942"),
         _aiter("gemm_a8w8_blockscale", "per_group_quant_hip"),
         _BF16,
-        _inputs(_BLOCK, out=16),
+        checks.linear_groups(_BLOCK, 16),
         formats=_FP8,
         note="in e4m3fnuz: the same bits, twice the scale",
     ),
@@ -251,20 +205,20 @@ LINEAR: tuple[Kernel, ...] = (
         "linear",
         "aiter_gemm:LinearFp8Shuffled",
         RANK_SPECIALISED,
-        _arch("gfx950"),
+        checks.archs("gfx950"),
         _aiter("gemm_a8w8_blockscale_bpreshuffle", "per_group_quant_hip", _SHUFFLE),
         _BF16,
-        _inputs(_BLOCK, out=16),
+        checks.linear_groups(_BLOCK, 16),
         formats=_FP8,
     ),
     _offer(
         "linear",
         "aiter_gemm:LinearMxfp4",
         RANK_SPECIALISED,
-        _arch("gfx950"),
+        checks.archs("gfx950"),
         _aiter("gemm_a4w4", "per_1x32_f4_quant_hip", _SHUFFLE, _EXPONENTS),
         _BF16,
-        _inputs(_BLOCK, out=_GROUP),
+        checks.linear_groups(_BLOCK, _GROUP),
         formats=_MXFP4,
         note="rounds activations to FP4, too",
     ),

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_runtime.api import (
-    Communicator,
     DeviceInfo,
-    GraphBackend,
     MemoryInfo,
-    Platform,
     Refusal,
+    TorchPlatform,
     installed,
     pci_devices,
     read_file,
 )
 from ds_runtime_rocm import software
-
-if TYPE_CHECKING:
-    import torch
 
 VENDOR = "0x1002"
 CLASSES = ("0x03", "0x12")
@@ -132,58 +125,27 @@ def describe(gpu: Gpu, libraries: frozenset[str]) -> DeviceInfo:
     )
 
 
-class RocmPlatform(Platform):
+class RocmPlatform(TorchPlatform):
     """Local rank r computes on the r-th GPU."""
 
     name = "rocm"
     score = 100
-    asynchronous = True
-    captures = True
-    kv_share = 0.85
+    torch_type = "cuda"  # torch's name for it
+    collectives = "nccl"  # RCCL, under the name that torch has for both
+    graph = "CUDAGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return describe(gpus(Path("/"))[rank], software.features())
 
-    def device(self, rank: int = 0) -> torch.device:
-        import torch
-
-        return torch.device("cuda", rank)  # torch's name for it
-
-    def memory(self, rank: int = 0) -> MemoryInfo:
-        """What torch keeps for later allocations counts as free; before torch is there, all is."""
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info(self.device(rank))
-            return MemoryInfo(total=total, free=free)
+    def idle_memory(self, rank: int) -> MemoryInfo:
+        """All of it: what other processes hold is known once torch has the device."""
         total = gpus(Path("/"))[rank].memory
         return MemoryInfo(total=total, free=total)
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
+        super().init_worker(rank, size, threads)
         import torch
 
-        torch.cuda.set_device(self.device(rank))
-        if threads is not None:
-            torch.set_num_threads(threads)
         # Contracts accumulate in fp32, also across the parts of a split reduction.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
-    def communicator(
-        self, rank: int, size: int, init_method: str, timeout: float = 600.0
-    ) -> Communicator:
-        from ds_runtime.api import TorchCommunicator
-
-        here = self.device(rank if self.local_rank is None else self.local_rank)
-        # RCCL, under the name that torch has for both
-        return TorchCommunicator("nccl", rank, size, init_method, timeout, device=here)
-
-    def graph_backend(self, rank: int = 0) -> GraphBackend:
-        from ds_runtime_rocm.graphs import HipGraphs
-
-        return HipGraphs(self.device(rank))
-
-    def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from ds_runtime_triton.config import Config, Sizes, folder, tuned
 from ds_runtime_triton.experts import ExpertsDense, part_of_config, sorted_pairs, sum_of_pairs
 from ds_runtime_triton.jit.coded import coded_experts_kernel
 from ds_runtime_triton.launch import cdiv
-from ds_runtime_triton.quant import quantise_with_sums
+from ds_runtime_triton.quant import quantise_for_int4
 from ds_runtime_triton.weight_only import ptx
 
 
@@ -169,15 +169,16 @@ def multiply(
     form, (rows, k) = stack.form, x.shape
     a8 = form.word == torch.uint8
     decode = bool(config.pop("PTX", 0)) if a8 else ptx(config, form, x.dtype)
-    x_scale = x_sum = weights  # not read
+    x_scale = x_less = weights  # not read
     if a8:
-        x, x_scale, x_sum = quantise_with_sums(
+        x, x_scale, x_less = quantise_for_int4(
             x, form.span // form.scales, form.spans * form.scales
         )
     direct = tiles[0] is ids
-    config["PTX"] = decode
+    step = config.get("STEP", 1)
+    config = {**config, "PTX": decode, "STEP": step if form.spans % step == 0 else 1}
     coded_experts_kernel[(most * cdiv(stack.rows, config["BLOCK_N"]),)](
-        x, x_scale, x_sum, stack.words, stack.scale, stack.zero, stack.row_scale, weights, out,
+        x, x_scale, x_less, stack.words, stack.scale, stack.zero, stack.row_scale, weights, out,
         *tiles, ids, ids.numel(), rows, stack.rows, k, x.stride(0), form.lead, form.spans,
         stack.scale_rows, **form.launch(), A8=a8, TOP_K=ids.shape[1], GATED=is_gate_up,
         DIRECT=direct, **config,

@@ -31,7 +31,8 @@ FP8 = "float8_e4m3fn"
 _LATENT_PAGES = frozenset({"latent_pages.v1"})
 _SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 _LAYOUTS = {"": frozenset[str](), "kv": _LATENT_PAGES, "index": frozenset({"index_pages.v1"})}
-_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
+# The version of the contract that each op's kernels are written for; else 1.
+_CONTRACTS = {"mla_decode": 2, "route": 2}
 _BOTH = frozenset({"dense", "fp8_block"})
 _BLOCKS = frozenset({"fp8_block"})
 _INT8 = frozenset({"int8_channel", "int8_block"})
@@ -205,6 +206,7 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("cache_move", "cache:cache_move", _latent_pages),
     _offer("cache_write", "scaled:scaled_cache_write", _scaled_pages, layouts=_SCALED_PAGES),
     _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_pages, layouts=_SCALED_PAGES),
+    _offer("cache_move", "scaled:scaled_cache_move", _scaled_pages, layouts=_SCALED_PAGES),
     _offer("index_prologue", "index:index_prologue", _index_pages),
     _offer("index_scores", "index:index_scores", gates(_index_sums, _index_pages)),
     _offer("index_topk", "index:index_topk", workspace=held.index_topk),

@@ -16,7 +16,7 @@ def _quantise(
     group: int,
     ue8m0: bool,
     by_group: bool,
-    sums: Tensor | None = None,
+    less: Tensor | None = None,
     dtype: torch.dtype = FP8,
 ) -> Tensor:
     rows, n = x.shape
@@ -25,8 +25,8 @@ def _quantise(
         strides = scale.stride() if not by_group else scale.stride()[::-1]
         block = 1 if rows <= 64 else 8
         quantise_kernel[(cdiv(rows, block), cdiv(n, group))](
-            x, q, scale, scale if sums is None else sums, rows, n, x.stride(0), *strides, group,
-            pow2(group), ue8m0, sums is not None, block, num_warps=1 if block == 1 else 4,
+            x, q, scale, scale if less is None else less, rows, n, x.stride(0), *strides, group,
+            pow2(group), ue8m0, less is not None, block, num_warps=1 if block == 1 else 4,
         )  # fmt: skip
     return q
 
@@ -49,9 +49,9 @@ def quantise_by_group(
     return _quantise(x, scale, group, ue8m0, True, dtype=dtype), scale
 
 
-def quantise_with_sums(x: Tensor, group: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As quantise_by_group, and the sums of the quantised groups, both [groups, tokens]; zeros for
-    groups behind the last column."""
+def quantise_for_int4(x: Tensor, group: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scale, less) for products with int4 codes read as e4m3 numbers, see quantise_kernel;
+    scale and less [groups, tokens], zeros for groups behind the last column."""
     make = torch.empty if groups == cdiv(x.shape[1], group) else torch.zeros
-    scale, sums = make(2, groups, x.shape[0], dtype=torch.float32, device=x.device)
-    return _quantise(x, scale, group, False, True, sums), scale, sums
+    scale, less = make(2, groups, x.shape[0], dtype=torch.float32, device=x.device)
+    return _quantise(x, scale, group, False, True, less), scale, less

@@ -10,6 +10,7 @@ from ds_runtime_triton.jit.router import route_kernel, router_rows_kernel, route
 from ds_runtime_triton.launch import cdiv, pow2
 
 _ROWS_LIMIT = 128  # tokens up to which rows are streamed instead of multiplied in tiles
+_FEW = 32  # tokens up to which a program is quick rather than thrifty
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -18,10 +19,10 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     arguments = (x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0))
     if 0 < tokens <= _ROWS_LIMIT:
-        few = min(8, pow2(tokens))
-        block = min(1024, pow2(n, 16)) * 2 // few if few > 2 else min(1024, pow2(n, 16))
+        few = min(4 if tokens <= _FEW else 8, pow2(tokens))
+        block = min(1024 if few <= 4 else 256, pow2(n, 16))
         router_rows_kernel[(cdiv(experts, 2), cdiv(tokens, few))](
-            *arguments, few, 2, max(16, block), num_warps=4
+            *arguments, few, 2, block, num_warps=4
         )
     elif tokens:
         router_tiles_kernel[(cdiv(tokens, 64), cdiv(experts, 64))](
@@ -33,8 +34,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Route: one program per token."""
     tokens, experts = logits.shape
-    weights = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
+    width = routing.top_k + routing.shared
+    weights = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(tokens, width, dtype=torch.int32, device=logits.device)
     if tokens == 0:
         return weights, ids
     paired = routing.method == "noaux_tc"
@@ -45,7 +47,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     route_kernel[(tokens,)](
         logits.contiguous(), bias if biased else logits, weights, ids, experts, groups, per_group,
         routing.topk_group, routing.scale, routing.scoring == "softmax", limited, paired, biased,
-        routing.renormalize, routing.top_k, pow2(routing.top_k), pow2(groups), pow2(per_group),
+        routing.renormalize, routing.top_k, routing.shared, pow2(width), pow2(groups),
+        pow2(per_group),
         num_warps=1,
     )  # fmt: skip
     return weights, ids

@@ -1,4 +1,4 @@
-"""The layout `latent_fp8_groups`: its parts, and CacheWrite and CacheGather over it."""
+"""The layout `latent_fp8_groups`: its parts, and CacheWrite, CacheGather and CacheMove over it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Segments
+from ds_runtime_triton.cache import cache_move
 from ds_runtime_triton.jit.scaled import scaled_gather_kernel, scaled_write_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
@@ -67,3 +68,8 @@ def scaled_cache_gather(
             LATENT=pow2(kv_lora), ROPE=pow2(width), num_warps=4,
         )  # fmt: skip
     return latent, k_rope
+
+
+def scaled_cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """CacheMove: rows are copied as they are."""
+    cache_move(cache, sources, targets)

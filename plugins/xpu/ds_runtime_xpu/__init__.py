@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ds_runtime.api import Change, Facts, Kernel, Platform, Refusal, hookimpl
 
@@ -57,10 +58,12 @@ def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
 def ds_defaults(facts: Facts) -> Sequence[Change]:
     if not facts.device.arch.startswith("xe"):
         return []
+    from ds_runtime_xpu.kernels import FP8_SCORES
+
     changes = []
-    has_scores = "vllm_xpu_kernels.fp8_paged_mqa_logits" in facts.device.features
-    if "index_topk" in facts.dims and not (facts.device.arch == "xe2-hpg" and has_scores):
-        why = "nothing here scores FP8 index keys, and Triton converts none for this GPU"
+    wished = replace(facts, index_dtype="float8_e4m3fn", page_size=64)
+    if "index_topk" in facts.dims and (said := FP8_SCORES.refuse(wished)) is not None:
+        why = f"nothing here scores FP8 index keys: {FP8_SCORES.name}: {said}"
         changes = [Change("index_cache_dtype", facts.dtype, why)]
     return [
         *changes,

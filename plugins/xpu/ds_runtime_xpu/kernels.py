@@ -15,6 +15,7 @@ from ds_runtime.api import (
     Fixable,
     Gate,
     Kernel,
+    checks,
     gates,
 )
 from ds_runtime_xpu.software import DISTRIBUTIONS, INSTALL
@@ -29,7 +30,6 @@ _PROVIDERS = {  # names that no other plugin has
     "sgl_kernel": "sgl_xpu",
 }
 _BLOCK = 128
-_MOST_HEADS = 128
 _INDEX = 64, 128  # heads and width of V3.2's indexer
 
 
@@ -41,15 +41,6 @@ def _gpu(facts: Facts) -> str | None:
 def _xe2(facts: Facts) -> str | None:
     arch = facts.device.arch
     return None if arch == "xe2-hpg" else f"made for xe2-hpg (Arc B-series), not for {arch}"
-
-
-def _dtype(*wanted: str) -> Gate:
-    def check(facts: Facts) -> str | None:
-        if facts.dtype in wanted:
-            return None
-        return f"computes in {' or '.join(wanted)}, not {facts.dtype}"
-
-    return check
 
 
 def _package(module: str, *functions: str) -> Gate:
@@ -67,42 +58,6 @@ def _package(module: str, *functions: str) -> Gate:
     return check
 
 
-def _latent(facts: Facts) -> str | None:
-    latent, rope = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
-    if (latent, rope) != (512, 64):
-        return f"made for 512 latent and 64 rotated values, not {latent} and {rope}"
-    return None
-
-
-def _heads(facts: Facts) -> str | None:
-    heads = facts.dims.get("heads", 0)
-    if heads > _MOST_HEADS:
-        return Fixable(f"takes at most {_MOST_HEADS} heads, not {heads}", "raise --tp")
-    return None
-
-
-def _eight_heads(facts: Facts) -> str | None:
-    heads = facts.dims.get("heads", 0)
-    return f"takes multiples of 8 heads, not {heads}" if heads % 8 else None
-
-
-def _same_kv(facts: Facts) -> str | None:
-    if facts.kv_dtype != facts.dtype:
-        said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
-        return Fixable(said, "pass --kv-cache-dtype auto")
-    return None
-
-
-def _pages(*sizes: int) -> Gate:
-    def check(facts: Facts) -> str | None:
-        if facts.page_size in sizes:
-            return None
-        said = f"page size {facts.page_size}, takes {' or '.join(map(str, sizes))}"
-        return Fixable(said, "pass --page-size 64")
-
-    return check
-
-
 def _index(facts: Facts) -> str | None:
     shape = facts.dims.get("index_heads", 0), facts.dims.get("index_dim", 0)
     if shape != _INDEX:
@@ -115,21 +70,6 @@ def _index(facts: Facts) -> str | None:
     return None
 
 
-def _sixteens(facts: Facts) -> str | None:
-    """Whole groups of 128 inputs, and outputs that oneDNN's group scales take."""
-    if not facts.shape:
-        return None
-    rows, cols = facts.shape[-2:]
-    if cols % _BLOCK:
-        return f"quantises groups of {_BLOCK} inputs, and {cols} are not whole groups"
-    return f"needs a multiple of 16 outputs, not {rows}" if rows % 16 else None
-
-
-def _expert_blocks(facts: Facts) -> str | None:
-    cut = [n for n in facts.shape[1:] if n % _BLOCK]
-    return f"needs whole blocks of {_BLOCK}, and {cut[0]} are none" if cut else None
-
-
 def _sixteen_bytes(facts: Facts) -> str | None:
     odd = [n for n in facts.shape[1:] if n % 8]
     return f"needs rows of whole 16 bytes, and {odd[0]} values are none" if odd else None
@@ -139,7 +79,7 @@ def _offer(
     op: str,
     fn: str,
     rank: int,
-    *checks: Gate,
+    *each: Gate,
     formats: frozenset[str] = frozenset(),
     numerics: str = "",
     note: str = "",
@@ -150,7 +90,7 @@ def _offer(
         fn=f"ds_runtime_xpu.{fn}",
         provider=_PROVIDERS[module],
         rank=rank,
-        refuse=gates(_gpu, *checks),
+        refuse=gates(_gpu, *each),
         formats=formats,
         layouts=_LAYOUTS.get(OPS[op].layout, frozenset()),
         phases=frozenset({"prefill", "decode", "verify"}),
@@ -161,9 +101,19 @@ def _offer(
     )
 
 
-_BF16, _HALVES = _dtype("bfloat16"), _dtype("bfloat16", "float16")
+_BF16, _HALVES = checks.dtypes("bfloat16"), checks.dtypes("bfloat16", "float16")
+_LATENT, _EXPERT_BLOCKS = checks.latent(512, 64), checks.expert_widths(_BLOCK)
 _MOE = _package("vllm_xpu_kernels", "XpuFusedMoe")
 
+FP8_SCORES = _offer(
+    "index_scores",
+    "vllm_index:index_scores",
+    RANK_SPECIALISED,
+    _xe2,
+    _package("vllm_xpu_kernels", "fp8_paged_mqa_logits"),
+    _index,
+    checks.page_sizes(64),
+)
 ATTENTION: tuple[Kernel, ...] = (
     _offer(
         "mla_decode",
@@ -172,10 +122,10 @@ ATTENTION: tuple[Kernel, ...] = (
         _xe2,
         _package("sgl_kernel", "flash_mla_decode", "xpu"),
         _HALVES,
-        _latent,
-        _heads,
-        _same_kv,
-        _pages(16, 32, 64, 128),
+        _LATENT,
+        checks.heads(128),
+        checks.same_kv,
+        checks.page_sizes(16, 32, 128, 64),
     ),
     *(
         _offer(
@@ -185,9 +135,9 @@ ATTENTION: tuple[Kernel, ...] = (
             _xe2,
             _package("sgl_kernel", "flash_mla_sparse_fwd", "xpu"),
             _BF16,
-            _latent,
-            _eight_heads,
-            _same_kv,
+            _LATENT,
+            checks.heads(128, multiple=8),
+            checks.same_kv,
         )
         for op in ("sparse_prefill", "sparse_decode")
     ),
@@ -198,17 +148,9 @@ ATTENTION: tuple[Kernel, ...] = (
         _package("vllm_xpu_kernels", "per_token_group_fp8_quant", "indexer_k_quant_and_cache"),
         _HALVES,
         _index,
-        _pages(64),
+        checks.page_sizes(64),
     ),
-    _offer(
-        "index_scores",
-        "vllm_index:index_scores",
-        RANK_SPECIALISED,
-        _xe2,
-        _package("vllm_xpu_kernels", "fp8_paged_mqa_logits"),
-        _index,
-        _pages(64),
-    ),
+    FP8_SCORES,
 )
 MOE: tuple[Kernel, ...] = (
     _offer(
@@ -218,7 +160,7 @@ MOE: tuple[Kernel, ...] = (
         _xe2,
         _MOE,
         _HALVES,
-        _expert_blocks,
+        _EXPERT_BLOCKS,
         formats=_FP8,
         note="weights widened in the kernel, activations not rounded",
     ),
@@ -229,7 +171,7 @@ MOE: tuple[Kernel, ...] = (
         _xe2,
         _MOE,
         _HALVES,
-        _expert_blocks,
+        _EXPERT_BLOCKS,
         formats=frozenset({"mxfp8"}),
         note="weights widened in the kernel, activations not rounded",
     ),
@@ -240,7 +182,7 @@ MOE: tuple[Kernel, ...] = (
         _xe2,
         _MOE,
         _HALVES,
-        _expert_blocks,
+        _EXPERT_BLOCKS,
         formats=frozenset({"mxfp4"}),
         note="weights widened in the kernel, activations not rounded",
     ),
@@ -263,7 +205,7 @@ LINEAR: tuple[Kernel, ...] = (
         _package("torch", "scaled_mm"),
         _package("vllm_xpu_kernels", "per_token_group_fp8_quant"),
         _BF16,
-        _sixteens,
+        checks.linear_groups(_BLOCK, 16),
         formats=_FP8,
         numerics="fp8_w8a8",
         note="oneDNN with group scales",

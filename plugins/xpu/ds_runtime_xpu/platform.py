@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_runtime.api import (
-    Communicator,
     DeviceInfo,
-    GraphBackend,
     MemoryInfo,
-    Platform,
     Refusal,
+    TorchPlatform,
     has_library,
     installed,
     pci_devices,
 )
 from ds_runtime_xpu import level_zero, software
-
-if TYPE_CHECKING:
-    import torch
 
 VENDOR = "0x8086"
 CLASSES = ("0x03",)
@@ -105,56 +98,19 @@ def _gpu(index: int) -> level_zero.Gpu:
     return level_zero.gpu(index)
 
 
-class XpuPlatform(Platform):
+class XpuPlatform(TorchPlatform):
     """Local rank r computes on torch's device xpu:r; a GPU of two stacks is two of them."""
 
     name = "xpu"
     score = 80
-    asynchronous = True
-    captures = True
-    kv_share = 0.85
+    torch_type = "xpu"
+    collectives = "xccl"
+    graph = "XPUGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return describe(_gpu(rank), software.features())
 
-    def device(self, rank: int = 0) -> torch.device:
-        import torch
-
-        return torch.device("xpu", rank)
-
-    def memory(self, rank: int = 0) -> MemoryInfo:
-        """What torch keeps for later allocations counts as free; what other processes hold is known
-        once torch has the device.
-        """
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.xpu.is_initialized():
-            total = _gpu(rank).memory
-            return MemoryInfo(total=total, free=total)
-        torch.xpu.empty_cache()
-        free, total = torch.xpu.mem_get_info(self.device(rank))
-        return MemoryInfo(total=total, free=free)
-
-    def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
-        import torch
-
-        torch.xpu.set_device(self.device(rank))
-        if threads is not None:
-            torch.set_num_threads(threads)
-
-    def communicator(
-        self, rank: int, size: int, init_method: str, timeout: float = 600.0
-    ) -> Communicator:
-        from ds_runtime.api import TorchCommunicator
-
-        here = self.device(rank if self.local_rank is None else self.local_rank)
-        return TorchCommunicator("xccl", rank, size, init_method, timeout, device=here)
-
-    def graph_backend(self, rank: int = 0) -> GraphBackend:
-        from ds_runtime_xpu.graphs import XpuGraphs
-
-        return XpuGraphs(self.device(rank))
-
-    def synchronize(self) -> None:
-        import torch
-
-        torch.xpu.synchronize()
+    def idle_memory(self, rank: int) -> MemoryInfo:
+        """All of it: what other processes hold is known once torch has the device."""
+        total = _gpu(rank).memory
+        return MemoryInfo(total=total, free=total)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Facts, Packed, ReferenceLinear, Weight
-from ds_runtime_xpu import blocks
+from ds_runtime.api import Facts, Packed, ReferenceLinear, Weight, fp8_blocks
 
 _GROUP, _LEAST, _MAX = 128, 1e-4, 448.0
 
@@ -48,13 +47,14 @@ class LinearScaledMm:
         _library()
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        joined = blocks.join(weight)
+        joined = fp8_blocks.join(weight)
         if joined is None:
-            dense = weight.dequantise(torch.bfloat16)
-            return Packed(self.tag, weight.shape, {"dense": dense}, dense.nbytes, blocks.restore)
+            return fp8_blocks.dense(weight, self.tag)
         values, scale = joined
         tensors = {"weight": values, "scale": scale}
-        return Packed(self.tag, weight.shape, tensors, values.nbytes + scale.nbytes, blocks.restore)
+        return Packed(
+            self.tag, weight.shape, tensors, values.nbytes + scale.nbytes, fp8_blocks.restore
+        )
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Weight, torch_dtype
-from ds_runtime_xpu import blocks
+from ds_runtime.api import ExpertSource, Facts, Packed, Weight, fp8_blocks, torch_dtype
 
 _PARTS = ("gate_up", "down")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -91,7 +90,7 @@ class ExpertsFp8(ExpertsDense):
     tag = "vllm_xpu.experts_fp8"
 
     def _encoded(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        joined = blocks.join(weight)
+        joined = fp8_blocks.join(weight)
         assert joined is not None, "refuse() lets whole blocks pass alone"
         values, scale = joined
         return {name: values.view(torch.uint8).T, f"{name}_scale": scale.T}
@@ -102,7 +101,7 @@ class ExpertsFp8(ExpertsDense):
     @staticmethod
     def _restore(packed: Packed) -> Tensor:
         held = packed.tensors
-        return blocks.spread(held["gate_up"], held["gate_up_scale"]).transpose(1, 2)
+        return fp8_blocks.spread(held["gate_up"], held["gate_up_scale"]).transpose(1, 2)
 
 
 class ExpertsMxfp8(ExpertsDense):

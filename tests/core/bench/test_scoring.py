@@ -71,3 +71,42 @@ def test_values_that_only_look_alike_differ(got, want):
 def test_agreement():
     assert scoring.agreement([(1, 1), (2, 3), (4, 4), (5, 5)]) == 0.75
     assert scoring.agreement([]) == 0.0
+
+
+PASSAGES = ("one two three", "four five six seven", "eight")
+
+
+def planted(depth, tokens, first=0):
+    """A key's prompt where every character is a token."""
+    entry = {"fact": "The key is 5.", "depth": depth}
+    entry["messages"] = [{"role": "user", "content": "Which key?"}]
+
+    def encode(text):
+        return [ord(c) for c in text]
+
+    def decode(ids):
+        return "".join(map(chr, ids))
+
+    return scoring.planted(entry, PASSAGES, first, tokens, encode, decode)
+
+
+def test_keys_are_planted_at_their_depth_between_words():
+    system, question = planted(0.5, 67)
+    assert question == {"role": "user", "content": "Which key?"}
+    assert system["content"] == "one two three\n\nfour The key is 5. five six seven\n\neight"
+    for depth in (0.0, 0.2, 0.9, 0.999):
+        for tokens in (40, 64, 200):
+            text = planted(depth, tokens, first=2)[0]["content"]
+            assert text.count("The key is 5.") == 1
+            assert len(text) + len("Which key?") + 3 == tokens + 1  # the space before it
+            without = text.replace(" The key is 5.", "", 1)
+            assert (without + " ").startswith("eight\n\none two "[: len(without)])
+            before = text.index(" The key") / len(without)
+            assert depth - 12 / len(without) <= before <= depth + 1 / len(without)
+
+
+def test_a_key_is_the_whole_answer():
+    assert scoring.key_correct("12345" + scoring.EOS, "12345")
+    assert scoring.key_correct("<think>a</think>12345", "12345")
+    for wrong in ("12346", "The key is 12345.", "12345 12345", ""):
+        assert not scoring.key_correct(wrong, "12345")

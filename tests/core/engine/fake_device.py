@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+from ds_runtime.engine.holdings import Pages
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
@@ -75,27 +76,29 @@ class Row:
 
 
 class FakeDevice:
-    def __init__(self, num_pages: int, page_size: int, max_running: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_running: int, ranks: int = 1) -> None:
         self.page_size = page_size
-        self.cache = [[POISON] * page_size for _ in range(num_pages)]
+        self.caches = [[[POISON] * page_size for _ in range(num_pages)] for _ in range(ranks)]
         self.rows: dict[int, Row] = {}
         self.last_tokens = [POISON] * max_running
         self.drafts: dict[int, list[int]] = {}  # of a row, behind its last token
 
-    def poison(self, pages) -> None:
+    def poison(self, rank, pages) -> None:
         for page in pages:
-            self.cache[page] = [POISON] * self.page_size
+            self.caches[rank][page] = [POISON] * self.page_size
 
     def launch(self, plan: StepPlan) -> StepResult:
         for init in plan.init:
             self.rows[init.row] = Row(init, init.prompt + init.output)
         writes = [self._slots(w, w.start) for w in plan.works]
-        flat = [slot for slots in writes for slot in slots]
+        flat = [
+            (w.rank, *slot) for w, slots in zip(plan.works, writes, strict=True) for slot in slots
+        ]
         assert len(set(flat)) == len(flat), "two works write to one slot"
         inputs = [self._inputs(w) for w in plan.works]
-        for slots, tokens in zip(writes, inputs, strict=True):
+        for work, slots, tokens in zip(plan.works, writes, inputs, strict=True):
             for (page, row), token in zip(slots, tokens, strict=True):
-                self.cache[page][row] = token
+                self.caches[work.rank][page][row] = token
         return StepResult(step=plan.step, works=[self._run(w, plan.drafts) for w in plan.works])
 
     def _slots(self, work: Work, start: int):
@@ -124,7 +127,7 @@ class FakeDevice:
     def _run(self, work: Work, drafts: int) -> WorkResult:
         row = self.rows[work.row]
         end = work.start + work.length
-        seen = [self.cache[page][i] for page, i in self._slots(work, 0)]
+        seen = [self.caches[work.rank][page][i] for page, i in self._slots(work, 0)]
         known = end - work.draws + 1 if work.sample else end
         assert seen[:known] == row.sequence[:known], f"{work.rid}: the cache holds other tokens"
         assert work.sample == (known == len(row.sequence))
@@ -166,15 +169,19 @@ class Rig:
         *,
         prefix: bool = True,
         overlap: int = 0,
+        ranks: int = 1,
         **limits,
     ) -> None:
         values = {"context_length": 200, "max_running": 8, "eos": (EOS,), **limits}
         values.setdefault("draft_room", max(0, values.get("drafts", 0) - 1))
         self.limits = SchedulerLimits(vocab_size=VOCAB, page_size=page_size, **values)
-        self.pool = PagePool(num_pages)
-        self.prefix = PrefixCache(page_size) if prefix else None
-        self.scheduler = Scheduler(self.limits, self.pool, self.prefix)
-        self.device = FakeDevice(num_pages, page_size, self.limits.max_running)
+        self.ranks = [
+            Pages(PagePool(num_pages), PrefixCache(page_size) if prefix else None, page_size)
+            for _ in range(ranks)
+        ]
+        self.pool, self.prefix = self.ranks[0].pool, self.ranks[0].prefix
+        self.scheduler = Scheduler(self.limits, self.ranks)
+        self.device = FakeDevice(num_pages, page_size, self.limits.max_running, ranks)
         self.overlap = overlap
         self.submits: dict[str, Submit] = {}
         self.answers: dict[str, Answer] = {}
@@ -213,7 +220,8 @@ class Rig:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.check_plan(plan)
-            self.device.poison(self.pool.free_pages())
+            for rank, pages in enumerate(self.ranks):
+                self.device.poison(rank, pages.pool.free_pages())
             self.launched.append((plan, self.device.launch(plan)))
             self.plans.append(plan)
         else:
@@ -257,27 +265,27 @@ class Rig:
         assert all(w.length <= self.limits.prefill_chunk for w in plan.works)
 
     def check_pages(self) -> None:
-        """Every page is free, owned by one running request, or cached, exactly once."""
-        held = list(self.pool.free_pages())
-        cached = self.prefix.check() if self.prefix else frozenset()
-        held += cached
-        for request in self.scheduler.running:
-            shared, owned = (
-                request.pages[: request.num_shared],
-                request.pages[request.num_shared :],
-            )
-            assert set(shared) <= cached
-            held += owned
-        assert sorted(held) == list(range(self.pool.num_pages))
+        """Every page of a rank is free, owned by one running request, or cached, exactly once."""
+        for rank, pages in enumerate(self.ranks):
+            held = list(pages.pool.free_pages())
+            cached = pages.prefix.check() if pages.prefix else frozenset()
+            held += cached
+            here = [r for r in self.scheduler.running if r.rank == rank]
+            assert pages.num_running == len(here)
+            for request in here:
+                assert set(request.pages[: request.num_shared]) <= cached
+                held += request.pages[request.num_shared :]
+            assert sorted(held) == list(range(pages.pool.num_pages))
         assert all(not r.pages and r.row < 0 for r in self.scheduler.waiting)
 
     def check_end(self) -> None:
         """Nothing is left behind, and everybody got what it would have got alone."""
         assert not self.scheduler.running and not self.scheduler.waiting
         self.check_pages()
-        cached = self.prefix.num_cached if self.prefix else 0
-        assert self.pool.num_free + cached == self.pool.num_pages
-        assert self.prefix is None or self.prefix.num_evictable == cached
+        for pages in self.ranks:
+            cached = pages.prefix.num_cached if pages.prefix else 0
+            assert pages.pool.num_free + cached == pages.pool.num_pages
+            assert pages.num_cached == cached
         assert sorted(self.scheduler.holdings.rows) == list(range(self.limits.max_running))
         assert not self.scheduler._groups
         pool_tokens = self.pool.num_pages * self.limits.page_size

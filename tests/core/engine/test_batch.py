@@ -52,7 +52,7 @@ def plans(draw):
 def test_batch_equals_the_naive_construction(case, packed):
     plan, page_size, prefix_chunk = case
     batch = build_batch(
-        plan, page_size, 61, LAST, Upload(torch.device("cpu"), packed), prefix_chunk
+        plan.works, page_size, 61, LAST, Upload(torch.device("cpu"), packed), prefix_chunk
     )
     ids, positions, slots, logit_rows = [], [], [], []
     for work in plan.works:

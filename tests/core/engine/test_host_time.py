@@ -8,6 +8,7 @@ import time
 import torch
 
 from ds_runtime.engine.batch import build_batch
+from ds_runtime.engine.holdings import Pages
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
@@ -19,7 +20,7 @@ from ds_runtime.sampling_params import SamplingParams
 
 def test_scheduling_64_requests_is_cheap():
     limits = SchedulerLimits(context_length=4096, vocab_size=1000, page_size=16)
-    scheduler = Scheduler(limits, PagePool(64 * 256), PrefixCache(16))
+    scheduler = Scheduler(limits, [Pages(PagePool(64 * 256), PrefixCache(16), 16)])
     for i in range(64):
         prompt = [(i * 7 + j) % 1000 for j in range(1000)]
         params = SamplingParams(max_tokens=200)
@@ -29,7 +30,7 @@ def test_scheduling_64_requests_is_cheap():
     while scheduler.has_work:
         before = time.thread_time()
         plan = scheduler.schedule()
-        batch = build_batch(plan, 16, 256, last_tokens, Upload(torch.device("cpu")), 4096)
+        batch = build_batch(plan.works, 16, 256, last_tokens, Upload(torch.device("cpu")), 4096)
         works = [WorkResult(rid=w.rid, tokens=[7] * w.draws) for w in plan.works]
         scheduler.update(plan, StepResult(step=plan.step, works=works))
         if batch.num_decode == 64:

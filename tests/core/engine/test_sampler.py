@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.engine.sampler import Draw, Sampler, stream_key, uniform
+from ds_runtime.engine.sampler import Draw, Sampler, stream_key, uniforms
 from ds_runtime.engine.step import RowInit
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.ops.reference import sampling
@@ -168,10 +168,8 @@ def test_draws_depend_on_seed_choice_and_position_only(order):
 
 
 def test_uniforms_are_uniform_and_streams_differ():
-    numbers = np.array(
-        [uniform(stream_key(seed, choice), p)
-         for seed in (0, 1, -1, 2**62) for choice in range(4) for p in range(2000)]
-    )  # fmt: skip
+    keys = [stream_key(seed, choice) for seed in (0, 1, -1, 2**62) for choice in range(4)]
+    numbers = uniforms(keys, np.tile(np.arange(2000), (len(keys), 1))).flatten()
     assert numbers.min() >= 0.0 and numbers.max() < 1.0
     assert len(set(numbers.tolist())) == len(numbers)
     histogram, _ = np.histogram(numbers, bins=32, range=(0, 1))

@@ -11,7 +11,7 @@ from ds_runtime.errors import QueueFullError
 
 SETTINGS = [
     # pages, page size, max_running, max_step_tokens, prefill_chunk, policy, prefix, overlap,
-    # in steps, and drafts where there are any
+    # in steps, drafts where there are any, and ranks that have sequences of their own
     (64, 4, 8, 64, 16, "fifo", True, False),
     (64, 4, 8, 64, 16, "priority", True, True),
     (14, 4, 6, 24, 8, "fifo", True, False),
@@ -29,6 +29,9 @@ SETTINGS = [
     (64, 4, 8, 64, 16, "fifo", True, False, 3),
     (14, 4, 6, 24, 8, "priority", True, True, 2),
     (30, 2, 12, 7, 7, "fifo", False, 2, 4),
+    (64, 4, 8, 64, 16, "fifo", True, False, 0, 2),
+    (14, 4, 14, 24, 8, "fifo", True, True, 0, 3),
+    (14, 4, 20, 40, 8, "priority", False, 2, 0, 4),
 ]
 
 
@@ -90,13 +93,15 @@ class Traffic:
         if running and r.random() < 0.03:
             self.rig.abort(*r.sample(running, min(len(running), r.randint(1, 3))))
         if r.random() < 0.02:
-            before = self.rig.pool.num_free
-            assert self.rig.scheduler.flush() == self.rig.pool.num_free - before
+            held = self.rig.scheduler.holdings
+            before = held.num_free
+            assert self.rig.scheduler.flush() == held.num_free - before
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s)))
 def test_random_traffic(setting):
-    pages, page_size, max_running, step_tokens, chunk, policy, prefix, overlap, *drafts = setting
+    pages, page_size, max_running, step_tokens, chunk, policy, prefix, overlap, *more = setting
+    drafts, ranks = more if len(more) == 2 else (sum(more), 1)
     rig = Rig(
         pages,
         page_size,
@@ -108,7 +113,8 @@ def test_random_traffic(setting):
         policy=policy,
         context_length=90,
         queue_limit=30,
-        drafts=sum(drafts),
+        drafts=drafts,
+        ranks=ranks,
     )
     traffic = Traffic(rig, seed=SETTINGS.index(setting))
     while traffic.num_submitted < 500:
@@ -123,4 +129,5 @@ def test_random_traffic(setting):
     if pages * page_size < 60:
         assert stats.preemptions > 0
     rig.scheduler.flush()
-    assert rig.pool.num_free == pages
+    assert rig.scheduler.holdings.num_free == pages * ranks
+    assert {w.rank for p in rig.plans for w in p.works} == set(range(ranks))

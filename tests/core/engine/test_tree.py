@@ -56,14 +56,15 @@ def test_a_grown_tree_has_the_likeliest_paths(steps, topk, seed, data):
         if growth is None:
             growth = Growth.begin(shape, scores[:, 0], tokens[:, 0])
             paths = [(int(t),) for t in tokens[0, 0]]
-            lines = growth.next_lines(1, None)
+            lines = growth.next_lines(1)
         else:
             grown = [(*p, int(t)) for p, some in zip(paths, tokens[0], strict=True) for t in some]
-            chosen = growth.grow(scores, tokens)
+            numbers = torch.arange(topk).unsqueeze(1)
+            chosen = growth.grow(scores[0], tokens[0], numbers).view(1, topk)
             flat = growth.frontier - growth.count + topk * topk
             above, paths = paths, [grown[i] for i in flat[0].tolist()]
             assert [above[i] for i in chosen[0].tolist()] == [p[:-1] for p in paths]
-            lines = growth.next_lines(level + 1, chosen)
+            lines = growth.next_lines(level + 1)
         assert growth.frontier_tokens()[0].tolist() == [p[-1] for p in paths]
         assert [bin(x).count("1") for x in lines[0].tolist()] == [level + 1] * topk
 
@@ -168,6 +169,11 @@ def test_kept_tokens_have_the_models_distribution(temperature):
 def test_moves_bring_a_branch_to_the_front():
     slots = torch.tensor([40, 41, 42, 43, 80, 81, 5])  # of trees of 4 and 2, and of a prompt
     branch = Branch(torch.tensor([2, 1, 0]), torch.tensor([[0, 2, 3], [4, 5, 5], [6, 6, 6]]))
-    sources, targets = moves(branch, slots)
+    sources, targets, rows = moves(branch, slots)
     assert sources.tolist() == [[42, 43], [-1, -1], [-1, -1]]
     assert targets[0].tolist() == [41, 42]
+    assert rows[0].tolist() == [2, 3]
+    # The same draws in a step whose sequences take five rows each.
+    lies = torch.tensor([0, 1, 2, 3, 5, 6, 10])
+    assert moves(branch, slots, lies).rows[0].tolist() == [2, 3]
+    assert moves(branch, slots, lies).rows[1].tolist() == [6, 6]

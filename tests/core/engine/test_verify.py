@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_runtime.engine.handle import sort_rows
-from ds_runtime.engine.sampler import Sampler, stream_key, uniform
+from ds_runtime.engine.sampler import Sampler, stream_key, uniforms
 from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.engine.verify import claim, judge
@@ -24,7 +24,7 @@ LIMIT = 51.18
 def draw(logits, positions, keys):
     """Tokens of the reference sampler at temperature 1: logits [rows, vocab]."""
     ones = torch.ones(len(keys))
-    draws = torch.tensor([uniform(k, p) for k, p in zip(keys, positions, strict=True)])
+    draws = torch.from_numpy(uniforms(keys, np.array(positions)))
     args = (ones, torch.zeros(len(keys), dtype=torch.int32), ones, ones * 0, draws.double())
     return sampling.sample(logits, *args)
 

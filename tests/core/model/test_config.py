@@ -297,3 +297,9 @@ def test_tensor_parallel_must_divide():
     config.check_tp(8)
     with pytest.raises(ConfigError, match="--tp 3: num_attention_heads 16"):
         config.check_tp(3)
+    config = replace(config, heads=15)
+    with pytest.raises(ConfigError, match="--tp 2: num_attention_heads 15"):
+        config.check_tp(2)
+    config.check_tp(2, 1)
+    dims = config.dims(2, 1)
+    assert dims["heads"] == 15 and dims["intermediate"] == config.intermediate // 2

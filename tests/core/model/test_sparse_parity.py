@@ -9,7 +9,8 @@ import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.model import indexer, indexing
+from ds_runtime.model import indexer
+from ds_runtime.ops import sparse
 from ds_runtime.ops.reference import INDEX_PAGES, LATENT_FP8_GROUPS
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.testing.oracle import Oracle, compare
@@ -89,7 +90,7 @@ def test_random_schedules(checkpoints, shape, kernels):
 
 def test_scores_in_groups(checkpoints, monkeypatch):
     """As prompts are scored whose scores would not fit: a few rows at a time."""
-    monkeypatch.setattr(indexing, "SCORES", 700)
+    monkeypatch.setattr(sparse, "SCORES", 700)
     folder, oracle = checkpoints("v32")
     prompts = prompts_of(oracle)
     compare(oracle, prompts, run_schedule(Harness(decide(folder)), prompts, 2, 100), 1e-4)

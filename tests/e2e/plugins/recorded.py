@@ -4,16 +4,39 @@ decode steps of them by recording torch ops.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from ds_runtime.api import OPS, Kernel, hookimpl, rows_of
+from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
+from ds_runtime.ops.reference.index import _rotated, hadamard
 from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.testing.replay import ReplayBackend
 from ds_runtime_cpu.platform import CpuPlatform
 
 PAGES = frozenset({"latent_pages.v1"})
+KEYS = frozenset({"index_pages.v1"})
+
+
+GROUPS = []  # of this process: what the collectives below speak through
+
+
+@torch.library.custom_op("recorded::collective", mutates_args=())
+def collective(x: torch.Tensor, name: str) -> torch.Tensor:
+    """A collective as one op, which is over when it returns: torch's own are not."""
+    return getattr(GROUPS[-1], name)(x.clone())
+
+
+class Collectives:
+    def __init__(self, group):
+        self.rank, self.size = group.rank, group.size
+        self.gather_objects, self.close = group.gather_objects, group.close
+        for name in ("all_reduce", "all_gather", "gather_rows", "reduce_scatter"):
+            setattr(self, name, partial(collective, name=name))
+        GROUPS.append(group)
 
 
 class Recorded(CpuPlatform):
@@ -21,19 +44,52 @@ class Recorded(CpuPlatform):
     score = -1
     asynchronous = True
     captures = True
-    backend: ReplayBackend
+    backend: ReplayBackend  # the last one that was asked for
+
+    def communicator(self, rank, size, init_method, timeout=600.0):
+        return Collectives(super().communicator(rank, size, init_method, timeout))
 
     def graph_backend(self, rank=0):
-        self.backend = ReplayBackend()
+        Recorded.backend = ReplayBackend()
         return self.backend
 
 
 def cache_write(cache, latent, k_rope, slots):
+    put(cache, torch.cat((latent, k_rope), -1), slots)
+
+
+def put(cache, rows, slots):
+    """Write rows where slots are not negative."""
+    if not rows.shape[0]:
+        return
     flat = cache.view(-1, cache.shape[2])
     owned = torch.arange(flat.shape[0], device=slots.device)
     hit = slots == owned.unsqueeze(1)  # [slots of the cache, tokens]
-    new = hit.to(latent.dtype) @ torch.cat((latent, k_rope), -1)
+    new = rows[hit.int().argmax(1)]
     flat.copy_(torch.where(hit.any(1, keepdim=True), new.to(flat.dtype), flat))
+
+
+def cache_move(cache, sources, targets):
+    flat = cache.view(-1, cache.shape[2])
+    for old, new in zip(sources.unbind(1), targets.unbind(1), strict=True):
+        put(cache, flat[old.clamp(min=0)], torch.where(old < 0, -1, new))
+
+
+def index_prologue(
+    q, k, norm_weight, norm_bias, eps, positions, cos_sin, interleaved, cache, slots
+):
+    cos, sin = cos_sin[positions].chunk(2, dim=-1)
+    keys = F.layer_norm(k, k.shape[-1:], norm_weight, norm_bias, eps)
+    put(cache, hadamard(_rotated(keys, cos, sin, interleaved)), slots)
+    queries = hadamard(_rotated(q, cos.unsqueeze(1), sin.unsqueeze(1), interleaved))
+    return queries, queries.new_ones(q.shape[:2])
+
+
+def index_scores(q, weights, cache, page_table, owners, lens):
+    keys = cache[page_table[owners].long()].flatten(1, 2)  # [rows, tokens, d]
+    seen = torch.arange(keys.shape[1], device=q.device) < lens.unsqueeze(1)
+    keys = torch.where(seen.unsqueeze(-1), keys, 0.0)
+    return torch.einsum("rht,rh->rt", torch.einsum("rhd,rtd->rht", q, keys).relu(), weights)
 
 
 class MlaDecode:
@@ -43,19 +99,24 @@ class MlaDecode:
     def state(self, limits):
         shape = limits.max_sequences * limits.max_queries, limits.max_pages_per_sequence
         table = torch.zeros(shape, dtype=torch.int64, device=limits.device)
-        return table, torch.ones_like(table[:, :1])
+        return table, torch.ones_like(table[:, :1]), torch.full_like(table[:, :1], -1)
 
     def prepare(self, state, batch):
         if (part := batch.decode) is not None:
-            table, lens = state
+            table, lens, bits = state
             owner, seen = (torch.tensor(x) for x in zip(*rows_of(part), strict=True))
             table.zero_()[: part.rows, : part.page_table.shape[1]].copy_(part.page_table[owner])
             lens[: part.rows, 0].copy_(seen)
+            bits.fill_(-1)
+            if part.tree is not None:
+                bits[: part.rows, 0].copy_(part.tree)
 
     def run(self, state, q, cache, scale):
-        table, lens = (t[: q.shape[0]] for t in state)
+        table, lens, bits = (t[: q.shape[0]] for t in state)
         keys = cache[table].flatten(1, 2)  # [sequences, tokens, width]
-        seen = torch.arange(keys.shape[1], device=q.device) < lens  # [sequences, tokens]
+        tokens = torch.arange(keys.shape[1], device=q.device)
+        place = tokens - (lens - TAIL)
+        seen = (tokens < lens) & ((place < 0) | ((bits >> place.clamp(0, TAIL - 1)) & 1).bool())
         keys = torch.where(seen.unsqueeze(-1), keys, 0.0)
         scores = torch.einsum("shw,stw->sht", q, keys) * scale
         weights = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1)
@@ -91,12 +152,18 @@ def sample(logits, temperature, top_k, top_p, min_p, uniform):
     return torch.where(temperature > 0, drawn.argmax(1), logits.argmax(1))
 
 
+def logprobs(logits, ids, top_n):
+    values = torch.log_softmax(logits, dim=-1)
+    order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top_n]
+    return values.gather(1, ids.unsqueeze(1)).squeeze(1), values.gather(1, order), order
+
+
 def _refuse(facts):
     return None if facts.dtype == "float32" else "computes in float32"
 
 
 def offer(op, name, **extra):
-    phases = frozenset({"prefill", "decode", "verify"})
+    phases = frozenset({"prefill", "decode", "verify", "tree"})
     contract = OPS[op].version
     return Kernel(
         OPS[op],
@@ -119,13 +186,16 @@ def ds_platform():
 def ds_attention(facts):
     return [
         offer("cache_write", "cache_write", layouts=PAGES),
+        offer("cache_move", "cache_move", layouts=PAGES),
         offer("mla_decode", "MlaDecode", layouts=PAGES),
+        offer("index_prologue", "index_prologue", layouts=KEYS),
+        offer("index_scores", "index_scores", layouts=KEYS),
     ]
 
 
 @hookimpl
 def ds_ops(facts):
-    return [offer("sample", "sample")]
+    return [offer("sample", "sample"), offer("logprobs", "logprobs")]
 
 
 @hookimpl

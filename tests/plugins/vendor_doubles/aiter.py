@@ -50,6 +50,31 @@ def mla_decode_fwd(
     return None, None
 
 
+def mla_prefill_fwd(
+    q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, sm_scale
+):
+    rows, heads, width = q.shape
+    require(q.is_contiguous(), "only support Q.is_contiguous() for now")
+    require(heads in (16, 128), "only support num_q_heads/num_kv_heads==16 or 128 for now")
+    require(width == 576 and o.shape == (rows, heads, 512), "576 in, 512 out")
+    require(kv_buffer.shape[1:] == (1, 1, 576), "[slots, page 1, kv heads 1, 576]")
+    require(q.dtype == kv_buffer.dtype == o.dtype == torch.bfloat16, f"unsupport Q {q.dtype}")
+    lists = (qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+    require(all(t.dtype == torch.int32 for t in lists), "int32 metadata")
+    queries, bounds = qo_indptr.tolist(), kv_indptr.tolist()
+    require(len(queries) == len(bounds) == len(kv_last_page_lens) + 1, "of each sequence")
+    require(bool((kv_last_page_lens == 1).all()) and queries[-1] == rows, "pages")
+    require(max_seqlen_q >= int(qo_indptr.diff().max()), "max_seqlen_q")
+    pairs = zip(itertools.pairwise(queries), itertools.pairwise(bounds), strict=True)
+    for (first, last), (begin, end) in pairs:
+        keys = kv_buffer[kv_indices[begin:end].long()].flatten(1)
+        for row in range(first, last):  # causal, aligned at the ends
+            seen = end - begin - (last - 1 - row)
+            require(seen > 0, "a query without keys")
+            o[row] = attend(q[row], keys, keys[:, :512], sm_scale, seen)[0].to(o.dtype)
+    return o, None
+
+
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
     return_lse,
@@ -115,9 +140,8 @@ def per_group_quant_hip(x, quant_dtype, transpose_scale):
     require(x.is_contiguous() and x.shape[-1] % 128 == 0, "whole groups of 128")
     require(quant_dtype == fp8(), f"{GFX} has no {quant_dtype}")
     groups = x.float().view(*x.shape[:-1], -1, 128)
-    scale = groups.abs().amax(-1) / torch.finfo(quant_dtype).max
-    safe = torch.where(scale == 0, 1.0, scale)
-    q = (groups / safe.unsqueeze(-1)).to(quant_dtype).view(x.shape)
+    scale = groups.abs().amax(-1).clamp(min=1e-10) / torch.finfo(quant_dtype).max
+    q = (groups / scale.unsqueeze(-1)).to(quant_dtype).view(x.shape)
     if transpose_scale:  # the shape stays, the numbers lie column by column
         scale = scale.T.contiguous().view(scale.shape)
     return q, scale
@@ -290,6 +314,7 @@ def grouped_topk(
 MODULES = doubles(
     "aiter",
     mla_decode_fwd,
+    mla_prefill_fwd,
     flash_attn_varlen_func,
     shuffle_weight,
     e8m0_shuffle,

@@ -269,7 +269,67 @@ def cutlass_fused_moe(
     return [swiglu_experts(x, ids, weights, *both, rounded).to(output_dtype)]
 
 
+def convert_sf_to_mma_layout(sf, m, k, num_groups):
+    groups = k // 16
+    tiles = -(-m // 128), -(-groups // 4)
+    require(sf.numel() == num_groups * tiles[0] * tiles[1] * 512, "whole tiles of 128 × 4")
+    require(m % 128 == 0 and k % 64 == 0, "whole tiles")
+    return sf.view(num_groups, *tiles, 32, 4, 4).permute(3, 4, 1, 5, 2, 0)
+
+
+class CuteDslMoEWrapper:
+    def __init__(
+        self, num_experts, top_k, hidden_size, intermediate_size, use_cuda_graph, device,
+        use_fused_finalize, quant_mode,
+    ):  # fmt: skip
+        require(quant_mode == "w4a4" and not use_fused_finalize, "a fixed order of sums")
+        require(hidden_size % 128 == 0 and intermediate_size % 128 == 0, "whole tiles")
+        self.sizes = num_experts, hidden_size, intermediate_size
+        self.top_k = top_k
+
+    def run(
+        self, x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf,
+        w1_alpha, fc2_input_scale, w2_weight, w2_weight_sf, w2_alpha,
+    ):  # fmt: skip
+        experts, hidden, inter = self.sizes
+        require(x.dtype == torch.uint8, "quant_mode='w4a4' requires packed uint8 input")
+        require(x.shape[1] == hidden // 2 and x_sf.shape == (len(x), hidden // 16), "linear scales")
+        require(token_selected_experts.shape[1] == self.top_k, "top_k")
+        require(token_selected_experts.dtype == torch.int32, "int32 ids")
+        alphas = w1_alpha, w2_alpha
+        require(all(a.shape == (experts,) and a.dtype == torch.float32 for a in alphas), "alphas")
+        require(fc2_input_scale.numel() == 1, "one scale")
+        both = []
+        for codes, scale, rows, cols in (
+            (w1_weight, w1_weight_sf, 2 * inter, hidden),
+            (w2_weight, w2_weight_sf, hidden, inter),
+        ):
+            require(codes.shape == (experts, rows, cols // 2), "[experts, rows, cols / 2]")
+            require(scale.shape == (32, 4, rows // 128, 4, cols // 64, experts), "MMA's layout")
+            flat = scale.permute(5, 2, 4, 0, 1, 3).reshape(experts, -1)
+            wide = [
+                spread(
+                    unpacked(c), uninterleaved(s, rows, cols // 16).contiguous().view(FP8), 1, 16
+                )
+                for c, s in zip(codes, flat, strict=True)
+            ]
+            both.append(torch.stack(wide))
+        turns = both[0].view(experts, -1, 2, 64, hidden)  # 64 rows of up, 64 of gate
+        both[0] = turns.transpose(1, 2).reshape(experts, 2 * inter, hidden)
+        rows = spread(unpacked(x), x_sf.view(FP8), 1, 16)
+
+        def rounded(e, up, gate):
+            act = F.silu(gate * w1_alpha[e]) * (up * w1_alpha[e])
+            codes, sizes = to_nvfp4(act[None], fc2_input_scale)
+            return spread(unpacked(codes), sizes, 1, 16)[0] * w2_alpha[e]
+
+        ids, weights = token_selected_experts, token_final_scales
+        return swiglu_experts(rows, ids, weights, *both, rounded).to(torch.bfloat16)
+
+
 FLASHINFER = (
+    convert_sf_to_mma_layout,
+    CuteDslMoEWrapper,
     block_scale_interleave,
     shuffle_matrix_a,
     shuffle_matrix_sf_a,

@@ -288,7 +288,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     assert kv_cache.shape[1] in (32, 64) and bmm2_scale == 1.0 and query.shape[1] == 1
     assert block_tables.dtype == seq_lens.dtype == torch.int32
     assert int(seq_lens.max()) <= max_seq_len
-    assert query.dtype == kv_cache.dtype and query.is_contiguous() and query.shape[2] <= 128
+    assert query.dtype == kv_cache.dtype and query.is_contiguous()
+    assert query.dtype in (torch.bfloat16, torch.float8_e4m3fn), query.dtype
+    assert query.shape[2] <= 64 or query.shape[2] == 128, "no heads between 64 and 128"
+    if isinstance(bmm1_scale, torch.Tensor):  # which FP8 alone takes
+        assert query.dtype == torch.float8_e4m3fn and bmm1_scale.dtype == torch.float32
+        bmm1_scale = float(bmm1_scale.reshape(()))
     found = torch.empty(*query.shape[:3], 512)
     if sparse_mla_top_k:
         assert block_tables.shape == (len(query), 1, sparse_mla_top_k)
@@ -298,7 +303,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         else:
             keys = rows_of(kv_cache, block_tables[i], length)
         found[i, 0] = attend(query[i, 0], keys, keys[:, :512], bmm1_scale, length)[0]
-    return found.to(query.dtype)
+    return found.to(torch.bfloat16)
 
 
 def gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, scale_major_mode, out_dtype):
@@ -329,7 +334,7 @@ def trtllm_fp8_block_scale_routed_moe(
 ):
     ids, weights = topk_ids
     assert routing_bias is n_group is topk_group is routed_scaling_factor is None  # routed before
-    assert top_k == ids.shape[1] and local_expert_offset == 0
+    assert top_k == ids.shape[1] and local_expert_offset == 0 and num_experts % 4 == 0
     assert gemm1_weights.shape[1] == 2 * intermediate_size
     assert ids.dtype == torch.int32 and weights.dtype == torch.bfloat16
     assert hidden_states_scale.shape == (hidden_states.shape[1] // 128, ids.shape[0])

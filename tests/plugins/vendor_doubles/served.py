@@ -42,7 +42,7 @@ def on_host(plugin: str, device: str, without: Sequence[str] = COMPILERS) -> Dev
     return replace(info, type="cpu", features=info.features - set(without))
 
 
-def _platform(info: DeviceInfo) -> types.ModuleType:
+def platform(info: DeviceInfo) -> types.ModuleType:
     """A plugin whose platform "double" is that device."""
     made = types.ModuleType("double")
 
@@ -96,7 +96,7 @@ def serve(
     draw = random.Random(7)
     prompts = [[draw.randrange(model.config.vocab_size) for _ in range(n)] for n in LENGTHS]
     params = SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=1, ignore_eos=True)
-    with LLM(folder, **given | settings, extra_plugins=[_platform(info)]) as llm:
+    with LLM(folder, **given | settings, extra_plugins=[platform(info)]) as llm:
         outputs = llm.generate(prompts, params)
         rows = llm.plan.rows
     kernels: dict[str, set[str]] = {}
@@ -105,10 +105,26 @@ def serve(
     return Told(statistics.mean(_errors(model, outputs)), kernels)
 
 
+def answers(
+    folder: Path | str, plugin: str, device: str, **settings: Any
+) -> tuple[list[tuple[int, ...]], dict[str, set[str]]]:
+    """Greedy token ids of an engine there, and its kernels by op."""
+    info = on_host(plugin, device)
+    given = {"platform": "double", "plugins": (plugin,), "threads": 1, "dtype": "bfloat16"}
+    given |= {"context_length": 256, "kv_memory": "16MB"}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(folder, **given | settings, extra_plugins=[platform(info)]) as llm:
+        outputs = llm.generate([[5, 9, 2, 7], [11] * 40], params)
+        kernels: dict[str, set[str]] = {}
+        for row in llm.plan.rows:
+            kernels.setdefault(row.op, set()).add(row.kernel)
+        return [tuple(o.token_ids) for o in outputs], kernels
+
+
 def demo(plugin: str, device: str) -> tuple[str, set[str]]:
     """What the embedded demo model answers to a sum there, and the providers that computed."""
     given = {"platform": "double", "plugins": (plugin,), "threads": 1, "dtype": "bfloat16"}
-    with LLM("demo", **given, extra_plugins=[_platform(on_host(plugin, device))]) as llm:
+    with LLM("demo", **given, extra_plugins=[platform(on_host(plugin, device))]) as llm:
         messages = [{"role": "user", "content": "What is 123 + 456?"}]
         (output,) = llm.chat(messages, SamplingParams(max_tokens=64, temperature=0))
         return output.text, {row.provider for row in llm.plan.rows}

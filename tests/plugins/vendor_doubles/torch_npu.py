@@ -112,6 +112,80 @@ def npu_sparse_flash_attention(
     return out.to(query.dtype), torch.empty(0), torch.empty(0)
 
 
+def npu_lightning_indexer(
+    query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
+    layout_query, layout_key, sparse_count, sparse_mode,
+):  # fmt: skip
+    _dense(query, key, weights)
+    require((layout_query, layout_key, sparse_mode) == ("TND", "PA_BSND", 0), "pages, no mask")
+    rows, heads, width = query.shape
+    _, page, one, same = key.shape
+    require(width == same == 128 and heads <= 64 and one == 1, "up to 64 heads of 128")
+    require(query.dtype == key.dtype == weights.dtype in HALVES, f"dtype {weights.dtype}")
+    require(weights.shape == (rows, heads), "a weight for each query")
+    require(page % 16 == 0 and page <= 1024, f"block size {page}")
+    kept = sparse_count <= 2048 or sparse_count in range(3072, 8193, 1024)
+    require(sparse_count >= 1 and kept, f"sparse_count {sparse_count}")
+    for t in (actual_seq_lengths_query, actual_seq_lengths_key, block_table):
+        require(t.dtype == torch.int32, "int32")
+    ends = actual_seq_lengths_query.tolist()
+    require(len(ends) == len(actual_seq_lengths_key) == len(block_table), "of each sequence")
+    require(ends == sorted(ends) and ends[-1] == rows, "sums of the sequences' queries")
+    out = torch.full((rows, 1, sparse_count), -1, dtype=torch.int32)
+    for i, length in enumerate(actual_seq_lengths_key.tolist()):
+        keys = rows_of(key[:, :, 0], block_table[i], length).float()
+        for row in range(ends[i - 1] if i else 0, ends[i]):
+            scores = torch.relu(query[row].float() @ keys.T) * weights[row].float().unsqueeze(1)
+            best = scores.sum(0).topk(min(sparse_count, length)).indices
+            out[row, 0, : len(best)] = best
+    return out, torch.empty(0, dtype=query.dtype)
+
+
+def npu_mla_prolog_v3(
+    token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rmsnorm_gamma_cq,
+    rmsnorm_gamma_ckv, rope_sin, rope_cos, kv_cache, kr_cache, cache_index, rmsnorm_epsilon_cq,
+    rmsnorm_epsilon_ckv, cache_mode, query_norm_flag,
+):  # fmt: skip
+    (tokens, hidden), (heads, nope, latent) = token_x.shape, weight_uk.shape
+    inner, rope = weight_dq.shape[1], rope_sin.shape[1]
+    require(hidden in (6144, 7168, 7680) and inner == 1536, f"He {hidden}, Hcq {inner}")
+    require(heads in (1, 2, 4, 8, 16, 32, 64, 128), f"N {heads}")
+    require((nope, latent, rope) == (128, 512, 64), "D 128, Hckv 512, Dr 64")
+    shapes = weight_uq_qr.shape, weight_dkv_kr.shape
+    require(shapes == ((inner, heads * 192), (hidden, 576)), "the weights' shapes")
+    for weight in (weight_dq, weight_uq_qr, weight_dkv_kr):
+        _fractal(weight)
+    every = token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos
+    every = *every, rmsnorm_gamma_cq, rmsnorm_gamma_ckv, kv_cache, kr_cache
+    require(all(t.dtype == torch.bfloat16 for t in every), "bfloat16")
+    _dense(token_x, weight_uk, rope_sin, rope_cos, kv_cache, kr_cache, cache_index)
+    blocks, size = kv_cache.shape[:2]
+    require(cache_mode == "PA_BSND" and size in (16, 128), f"block size {size}")
+    shapes = kv_cache.shape, kr_cache.shape
+    require(shapes == ((blocks, size, 1, 512), (blocks, size, 1, 64)), "both caches")
+    require(cache_index.dtype == torch.int64 and cache_index.shape == (tokens,), "int64 [T]")
+    require(bool(((cache_index >= 0) & (cache_index < blocks * size)).all()), "an index outside")
+    x = token_x.float()
+    normed = npu_rms_norm((x @ weight_dq.float()).bfloat16(), rmsnorm_gamma_cq, rmsnorm_epsilon_cq)
+    q = (normed[0].float() @ weight_uq_qr.float()).view(tokens, heads, 192)
+    query = torch.einsum("thd,hdl->thl", q[..., :128], weight_uk.float()).bfloat16()
+    sin, cos = rope_sin.float(), rope_cos.float()
+    both = (x @ weight_dkv_kr.float()).bfloat16()
+    kv = npu_rms_norm(both[:, :512].contiguous(), rmsnorm_gamma_ckv, rmsnorm_epsilon_ckv)[0]
+    kv_cache.view(-1, 512)[cache_index] = kv
+    kr_cache.view(-1, 64)[cache_index] = _halved(both[:, 512:].float(), sin, cos).bfloat16()
+    q_rope = _halved(q[..., 128:], sin.unsqueeze(1), cos.unsqueeze(1)).bfloat16()
+    normed = normed[0] if query_norm_flag else torch.zeros(1, dtype=torch.bfloat16)
+    return query, q_rope, torch.zeros(1), normed, torch.zeros(1)
+
+
+def _halved(x, sin, cos):
+    """Pairs rotated, given as halves: sines and cosines are halves twice."""
+    apart = torch.cat((x[..., ::2], x[..., 1::2]), -1)
+    first, second = apart.chunk(2, -1)
+    return apart * cos + torch.cat((-second, first), -1) * sin
+
+
 def npu_attention_update(lse, local_out, update_type):
     require(update_type == 1, "lse_out is given where update_type is 1")
     require(all(s.dtype == torch.float32 and s.dim() == 1 for s in lse), "float32 [rows]")

@@ -34,7 +34,7 @@ def _blocks(request: PartRequest) -> WeightPart:
     bytes of the blocks that cover the columns."""
     checkpoint, name = request.checkpoint, request.place.tensors["weight"]
     kind = BLOCKS[checkpoint.entry(name).dtype]
-    raw = checkpoint.row_bytes(name, request.rows).to(request.device)
+    raw = checkpoint.row_bytes(name, request.rows, request.device)
     first = request.cols.start // kind.elements
     last = max(first, -(-request.cols.stop // kind.elements))
     rows, cols = raw.shape[0], request.cols.stop - request.cols.start
@@ -79,8 +79,8 @@ def _kv_b(request: PartRequest) -> WeightPart:
             f"{names[0]} and {names[1]}: shapes {[heads, latent, nope]} and {[also, v, width]} "
             f"found, which together do not make the {[rows, cols]} expected from config.json"
         )
-    keys = checkpoint.read(names[0]).to(request.device)
-    below = checkpoint.read(names[1]).to(request.device)
+    keys = checkpoint.read(names[0], device=request.device)
+    below = checkpoint.read(names[1], device=request.device)
     dtype = below.dtype if keys.dtype == below.dtype else torch.float32
     halves = (keys.transpose(1, 2).to(dtype), below.to(dtype))
     whole = torch.cat(halves, dim=1).reshape(rows, cols)

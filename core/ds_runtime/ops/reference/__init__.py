@@ -15,10 +15,11 @@ from ds_runtime.ops.spec import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel, Layou
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "reference"
-_OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb"})
+_OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb", "mla_inputs"})
 _HOST_LOOPS = frozenset(  # references that read the device to decide what to do
     {"mla_decode", "experts", "mha_prefill", "cache_gather", "sample", "logprobs"}
     | {"cache_write", "cache_move", "mla_prologue", "index_prologue", "index_scores"}
+    | {"index_select", "mla_inputs"}
 )
 # A row's bits are its own. Where rows are summed, torch's order depends on how many there are.
 _NO_SUMS = frozenset({"embed", "rope", "quantize_group"})
@@ -67,6 +68,7 @@ LATENT_FP8_GROUPS = Layout(
 _SCALED = {  # kernels of this layout: op → function
     "cache_write": "scaled_cache_write",
     "cache_gather": "scaled_cache_gather",
+    "cache_move": "scaled_cache_move",
     "sparse_prefill": "scaled_sparse_mla",
     "sparse_decode": "scaled_sparse_mla",
 }
@@ -147,11 +149,13 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
         "merge_state",
         "mla_decode",
         "mla_absorb",
+        "mla_inputs",
         "mla_prologue",
         "cache_write",
         "cache_gather",
         "cache_move",
         "index_prologue",
+        "index_select",
         "index_scores",
         "index_topk",
         "sparse_prefill",

@@ -151,6 +151,20 @@ def index_topk(
     return torch.cat((slots, slots.new_full((rows, k - order.shape[1]), -1)), dim=1)
 
 
+def index_select(
+    q: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    page_table: Tensor,
+    owners: Tensor,
+    lens: Tensor,
+    k: int,
+) -> Tensor:
+    """Reference of IndexSelect."""
+    scores = index_scores(q, weights, cache, page_table, owners, lens)
+    return index_topk(scores, lens, owners, page_table, cache.shape[1], k)
+
+
 def index_prologue_samples(facts: Facts) -> Iterator[Case]:
     """Slices as the model makes them, padding, no heads, both rotations, far positions."""
     d, rope = facts.dims["index_dim"], facts.dims["qk_rope"]
@@ -189,6 +203,14 @@ def index_scores_samples(facts: Facts) -> Iterator[Case]:
         q, scale = make.index_queries(len(owners), heads)
         weights = make.normal(len(owners), heads, dtype=torch.float32) * scale * d**-0.5
         yield case(label, facts, q, weights, cache, table, owners, seen)
+
+
+def index_select_samples(facts: Facts) -> Iterator[Case]:
+    """What index_scores is asked, with few and many tokens to keep."""
+    for i, scored in enumerate(index_scores_samples(facts)):
+        (call,) = scored.calls
+        for k in (16,) if i else (16, 2048):
+            yield case(f"{scored.label}, best {k}", facts, *call.args, k)
 
 
 def index_topk_samples(facts: Facts) -> Iterator[Case]:

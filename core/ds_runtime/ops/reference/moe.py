@@ -55,6 +55,16 @@ def mask_groups(choice: Tensor, routing: Routing) -> Tensor:
     return choice.masked_fill(~experts_open, closed)
 
 
+def with_shared_slots(weights: Tensor, ids: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """What Route gives, of the chosen: [tokens, top_k] → [tokens, top_k + shared]."""
+    if not routing.shared:
+        return weights, ids
+    tokens, first = ids.shape[0], routing.num_experts
+    slots = torch.arange(first, first + routing.shared, dtype=ids.dtype, device=ids.device)
+    ones = weights.new_ones(tokens, routing.shared)
+    return torch.cat((weights, ones), 1), torch.cat((ids, slots.expand(tokens, -1)), 1)
+
+
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Reference of Route."""
     scores, choice = scores_and_choice(logits, bias, routing)
@@ -62,7 +72,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     weights = scores.gather(1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * routing.scale, ids.to(torch.int32)
+    return with_shared_slots(weights * routing.scale, ids.to(torch.int32), routing)
 
 
 class ReferenceExperts:
@@ -132,6 +142,8 @@ _ROUTINGS: tuple[tuple[str, Routing], ...] = (
     ("one group", Routing(8, 48, 1, 1, "sigmoid", "noaux_tc", True, 2.827)),
     ("groups of one", Routing(3, 8, 8, 4, "sigmoid", "noaux_tc", True, 1.0)),
     ("softmax with bias", replace(_V3, scoring="softmax", renormalize=False)),
+    ("two shared slots", replace(_V2, shared=2)),
+    ("one shared slot", replace(_V3, shared=1)),
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
-from ds_runtime.ops.reference.cache import gather_rows
+from ds_runtime.ops.reference.cache import cache_move, gather_rows
 from ds_runtime.ops.reference.formats import fp8_vectors, wide
 from ds_runtime.ops.reference.sparse import attend_slots
 from ds_runtime.ops.spec import Facts
@@ -87,3 +87,8 @@ def scaled_sparse_mla(
     """SparseMla for latent_fp8_groups."""
     rows = cache.flatten(0, 1)
     return attend_slots(q, slots, kv_lora, scale, lambda chosen: decoded(rows[chosen], kv_lora))
+
+
+def scaled_cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Reference of CacheMove for latent_fp8_groups, whose rows are copied as they are."""
+    cache_move(cache, sources, targets)

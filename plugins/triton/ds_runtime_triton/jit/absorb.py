@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 
-@triton.jit
+
+@entry
 def absorb_kernel(
     x,
     w,
@@ -31,6 +32,7 @@ def absorb_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t, h, n] = Σ_k x[t, h, k] · W_h(n, k), K and N being the inner and the outer width.
 
@@ -39,6 +41,7 @@ def absorb_kernel(
     else w is e4m3 with w_scale [⌈rows / GROUP_N⌉, scale_width], a column per GROUP_K; UNIFORM: a
     tile lies in one of these blocks.
     """
+    follow(PDL)
     head = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -79,7 +82,7 @@ def absorb_kernel(
         tl.store(to, acc.to(out.dtype.element_ty), mask=(m < tokens)[:, None] & (n < N)[None, :])
 
 
-@triton.jit
+@entry
 def widen_kernel(
     w,
     scale,
@@ -91,8 +94,10 @@ def widen_kernel(
     GROUP_K: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """FP8 values times their scales, as out's dtype: [rows, cols]."""
+    follow(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (col < cols)[None, :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.quant import to_fp8
 
 
@@ -53,7 +54,7 @@ def turn_heads(
     tl.store(to, tl.reshape(both, (HEADS, 2 * PAIRS)).to(q_out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@entry
 def rope_kernel(
     q,
     k,
@@ -68,8 +69,10 @@ def rope_kernel(
     k_token,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """HEADS heads of one token; the last program of a token turns its key."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     half = d // 2
@@ -89,7 +92,7 @@ def rope_kernel(
         )
 
 
-@triton.jit
+@entry
 def cache_write_kernel(
     cache,
     latent,
@@ -104,8 +107,10 @@ def cache_write_kernel(
     rope_row,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token's row; a negative slot is padding."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -118,7 +123,7 @@ def cache_write_kernel(
         tl.store(to + kv_lora + cols, stored(values, cache.dtype.element_ty), mask=cols < rope)
 
 
-@triton.jit
+@entry
 def cache_gather_kernel(
     cache,
     page_table,
@@ -132,8 +137,10 @@ def cache_gather_kernel(
     table_row,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK rows of one sequence's range."""
+    follow(PDL)
     sequence = tl.program_id(1)
     begin = tl.load(cu + sequence)
     count = tl.load(cu + sequence + 1) - begin
@@ -150,7 +157,7 @@ def cache_gather_kernel(
         tl.store(to, values.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@entry
 def mla_prologue_kernel(
     q,
     kv,
@@ -176,9 +183,11 @@ def mla_prologue_kernel(
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
     LATENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """HEADS query heads of one token; the last program of a token norms, turns and stores its
     latent and key."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     half = rope // 2
@@ -213,7 +222,7 @@ def mla_prologue_kernel(
         turn_heads(begin, q_out, token, block, heads, rope, q_head, cos, sin, HEADS, PAIRS)
 
 
-@triton.jit
+@entry
 def cache_move_kernel(
     cache,
     sources,
@@ -226,8 +235,10 @@ def cache_move_kernel(
     source_row,
     target_row,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The pairs of one sequence in their order: no source is the target of an earlier pair."""
+    follow(PDL)
     sequence, col = tl.program_id(0), tl.arange(0, WIDTH)
     mask = col < width
     for i in range(count):

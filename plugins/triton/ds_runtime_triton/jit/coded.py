@@ -18,6 +18,7 @@ from ds_runtime_triton.jit.decode import (
     decode_int4,
     decode_int8,
 )
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.experts import place_of, tile_rows
 from ds_runtime_triton.jit.gemm import row_side, store_tile, tile_place, token_side
 from ds_runtime_triton.jit.small import silu
@@ -134,50 +135,46 @@ def span_of_numbers(
 
 
 @triton.jit
-def scaled_sum(part, sums, x_scale, w_scale, SWAP: tl.constexpr):
-    """Σ x · (code − 8) · scales, where part = Σ x · code · 2^-9 and sums = Σ x."""
-    whole = part * 512.0 - token_side(sums * 8.0, SWAP)
-    return whole * (token_side(x_scale, SWAP) * row_side(w_scale, SWAP))
-
-
-@triton.jit
 def span_of_bytes(
-    acc, word, x_at, k, K, x_scale_at, x_sum_at, tokens, scale_at, w_scale, N,
+    acc, word, x_at, k, K, x_scale, x_less, x_scale_at, x_less_at, tokens, scale_at, w_scale, N,
     SCALES: tl.constexpr, WIDTH: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the product with one span of int4 codes, tokens and codes being e4m3."""
+    """acc plus the product with one span of int4 codes, tokens and codes being e4m3. x_scale,
+    x_less and w_scale: of its first scale."""
     low, high = decode_bytes(word, PTX, dtype)
     a0 = tokens_at(x_at, k, K, EVEN)
     a1 = tokens_at(x_at + WIDTH, k + WIDTH, K, EVEN)
-    none = tl.zeros(acc.shape, tl.float32)
-    x_scale, sums = tl.load(x_scale_at), tl.load(x_sum_at)
+    part = product_into(tl.zeros(acc.shape, tl.float32), a0, low, SWAP)
     if SCALES == 1:
-        part = product_into(product_into(none, a0, low, SWAP), a1, high, SWAP)
-        return acc + scaled_sum(part, sums, x_scale, w_scale, SWAP)
+        part = product_into(part, a1, high, SWAP)
+        whole = part * token_side(x_scale, SWAP) - token_side(x_less, SWAP)
+        return acc + whole * row_side(w_scale, SWAP)
     else:
-        first = tl.load(scale_at)
-        acc += scaled_sum(product_into(none, a0, low, SWAP), sums, x_scale, first, SWAP)
-        second = tl.load(scale_at + N)
-        x_scale, sums = tl.load(x_scale_at + tokens), tl.load(x_sum_at + tokens)
-        return acc + scaled_sum(product_into(none, a1, high, SWAP), sums, x_scale, second, SWAP)
+        first, second = tl.load(scale_at), tl.load(scale_at + N)
+        whole = part * token_side(x_scale, SWAP) - token_side(x_less, SWAP)
+        acc += whole * row_side(first, SWAP)
+        x_scale, x_less = tl.load(x_scale_at + tokens), tl.load(x_less_at + tokens)
+        part = product_into(tl.zeros(acc.shape, tl.float32), a1, high, SWAP)
+        whole = part * token_side(x_scale, SWAP) - token_side(x_less, SWAP)
+        return acc + whole * row_side(second, SWAP)
 
 
 @triton.jit
 def coded_product(
-    x, x_rows, x_scale, x_sum, token, tokens, words, scale, zero, row_scale, n, N, K, lead, spans,
+    x, x_rows, x_scale, x_less, token, tokens, words, scale, zero, row_scale, n, N, K, lead, spans,
     first, last,
     CODES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, SCALES: tl.constexpr,
     SPANS_PER_SCALE: tl.constexpr, SHIFT: tl.constexpr, ASYM: tl.constexpr, ROWS: tl.constexpr,
     A8: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Tokens at x_rows times weight rows n, over spans first … last − 1: fp32 [BLOCK_M, BLOCK_N],
-    or with SWAP its transpose.
+    or with SWAP its transpose. STEP spans are taken at once; it divides last − first.
 
     words [spans, N, WIDTH]; scale [groups, N], or of bytes [spans, N] with those of a span in one
     word; zero [groups, N] int8; row_scale [N]. lead: columns of nothing before the first. A8: x is
-    e4m3 with x_scale and x_sum [groups, tokens].
+    e4m3 with x_scale and x_less [groups, tokens], see quantise_kernel.
     """
     span_columns: tl.constexpr = PLANES * WIDTH
     groups: tl.constexpr = SCALES if SHIFT == 0 else 1  # rows of `scale` per span
@@ -187,54 +184,65 @@ def coded_product(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
     ahead: tl.constexpr = SCALES == 1 or SHIFT > 0
+    # Scales are read one span ahead: nothing else hides their latency.
     scales = tl.zeros((BLOCK_N,), scale.dtype.element_ty)
-    if ahead:  # scales are read one span ahead: nothing else hides their latency
+    if ahead:
         scales = tl.load(scale + (tl.minimum(first, spans - 1) // SPANS_PER_SCALE) * N + n)
-    for span in range(first, last):
-        word = tl.load(w_at + tl.cast(span, tl.int64) * (N * WIDTH))
-        k = span * span_columns + lane - lead
-        group = (span // SPANS_PER_SCALE) * groups
-        scale_at = scale + group * N + n
-        next_scales = scales
-        if ahead:
-            next_scales = tl.load(
-                scale + (tl.minimum(span + 1, spans - 1) // SPANS_PER_SCALE) * N + n
-            )
-        if A8:
-            acc = span_of_bytes(
-                acc, word, x_at + span * span_columns, k, K,
-                x_scale + span * SCALES * tokens + token, x_sum + span * SCALES * tokens + token,
-                tokens, scale_at, scales, N,
-                SCALES, WIDTH, SWAP, EVEN, PTX, dtype,
-            )  # fmt: skip
-        elif SCALES == 1:
-            part = span_of_numbers(
-                tl.zeros(acc.shape, tl.float32), word, x_at + span * span_columns, k, K, scale_at,
-                scales, zero + group * N + n, N, CODES, PLANES, WIDTH, SCALES, SHIFT, ASYM, SWAP,
-                EVEN, PTX, dtype,
-            )  # fmt: skip
-            acc += part * row_side(scales, SWAP)
-        else:
-            acc = span_of_numbers(
-                acc, word, x_at + span * span_columns, k, K, scale_at, scales,
-                zero + (span * SCALES) * N + n, N, CODES, PLANES, WIDTH, SCALES, SHIFT, ASYM, SWAP,
-                EVEN, PTX, dtype,
-            )  # fmt: skip
-        scales = next_scales
+    scale_step, token_scale, token_less = SCALES * tokens, 0.0, 0.0
+    if A8:
+        own = tl.minimum(first, spans - 1) * scale_step + token
+        token_scale, token_less = tl.load(x_scale + own), tl.load(x_less + own)
+    for begin in range(first, last, STEP):
+        for i in tl.static_range(STEP):
+            span = begin + i
+            word = tl.load(w_at + tl.cast(span, tl.int64) * (N * WIDTH))
+            k = span * span_columns + lane - lead
+            group = (span // SPANS_PER_SCALE) * groups
+            scale_at = scale + group * N + n
+            next = tl.minimum(span + 1, spans - 1)
+            next_scales = scales
+            if ahead:
+                next_scales = tl.load(scale + (next // SPANS_PER_SCALE) * N + n)
+            if A8:
+                own = next * scale_step + token
+                next_scale, next_less = tl.load(x_scale + own), tl.load(x_less + own)
+                at = span * scale_step + token
+                acc = span_of_bytes(
+                    acc, word, x_at + span * span_columns, k, K, token_scale, token_less,
+                    x_scale + at, x_less + at, tokens, scale_at, scales, N,
+                    SCALES, WIDTH, SWAP, EVEN, PTX, dtype,
+                )  # fmt: skip
+                token_scale, token_less = next_scale, next_less
+            elif SCALES == 1:
+                part = span_of_numbers(
+                    tl.zeros(acc.shape, tl.float32), word, x_at + span * span_columns, k, K,
+                    scale_at, scales, zero + group * N + n, N, CODES, PLANES, WIDTH, SCALES, SHIFT,
+                    ASYM, SWAP, EVEN, PTX, dtype,
+                )  # fmt: skip
+                acc += part * row_side(scales, SWAP)
+            else:
+                acc = span_of_numbers(
+                    acc, word, x_at + span * span_columns, k, K, scale_at, scales,
+                    zero + (span * SCALES) * N + n, N, CODES, PLANES, WIDTH, SCALES, SHIFT, ASYM,
+                    SWAP, EVEN, PTX, dtype,
+                )  # fmt: skip
+            scales = next_scales
     if ROWS:
         acc *= row_side(tl.load(row_scale + n), SWAP)
     return acc
 
 
-@triton.jit
+@entry
 def coded_gemm_kernel(
     x, words, scale, zero, row_scale, y, partial, arrived, M, N, K, stride_x, lead, spans,
     CODES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, SCALES: tl.constexpr,
     SPANS_PER_SCALE: tl.constexpr, SHIFT: tl.constexpr, ASYM: tl.constexpr, ROWS: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x · wᵀ."""
+    follow(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -246,7 +254,7 @@ def coded_gemm_kernel(
         row_scale, tl.minimum(n, N - 1), N, K, lead, spans, split * each,
         tl.minimum((split + 1) * each, spans),
         CODES, PLANES, WIDTH, SCALES, SPANS_PER_SCALE, SHIFT, ASYM, ROWS, False, SWAP, EVEN, PTX,
-        BLOCK_M, BLOCK_N,
+        1, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
     to = y + at_m.to(tl.int64) * N + at_n
@@ -268,15 +276,16 @@ def gated(acc, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
     return silu(gate) * up
 
 
-@triton.jit
+@entry
 def coded_experts_kernel(
-    x, x_scale, x_sum, words, scale, zero, row_scale, weights, out, order, owner, used, ids, pairs,
+    x, x_scale, x_less, words, scale, zero, row_scale, weights, out, order, owner, used, ids, pairs,
     tokens, N, K, stride_x, lead, spans, scale_rows,
     CODES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, SCALES: tl.constexpr,
     SPANS_PER_SCALE: tl.constexpr, SHIFT: tl.constexpr, ASYM: tl.constexpr, ROWS: tl.constexpr,
     A8: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, SWAP: tl.constexpr,
     TOP_K: tl.constexpr, GATED: tl.constexpr, DIRECT: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The pairs of a tile (jit/experts.py) times one matrix of its expert, [experts, N, …].
 
@@ -284,6 +293,7 @@ def coded_experts_kernel(
     x holds pairs, and out [pairs, N] the product times the pair's weight. scale and zero have
     scale_rows · N numbers per expert.
     """
+    follow(PDL)
     tiles_m = pairs
     if not DIRECT:
         tiles_m = tl.load(used)
@@ -296,11 +306,11 @@ def coded_experts_kernel(
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         at = expert * scale_rows * N
         acc = coded_product(
-            x, row.to(tl.int64) * stride_x, x_scale, x_sum, row, rows,
+            x, row.to(tl.int64) * stride_x, x_scale, x_less, row, rows,
             words + expert * N * spans * WIDTH, scale + at, zero + at, row_scale + expert * N,
             tl.minimum(n, N - 1), N, K, lead, spans, 0, spans,
             CODES, PLANES, WIDTH, SCALES, SPANS_PER_SCALE, SHIFT, ASYM, ROWS, A8, SWAP, EVEN, PTX,
-            BLOCK_M, BLOCK_N,
+            STEP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         at_m, real_m = token_side(pair, SWAP), token_side(real, SWAP)
         if GATED:

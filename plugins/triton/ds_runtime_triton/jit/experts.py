@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.gemm import (
     product,
     row_scales,
@@ -21,7 +22,7 @@ from ds_runtime_triton.jit.quant import scale_of, to_codes
 from ds_runtime_triton.jit.small import silu
 
 
-@triton.jit
+@entry
 def sort_pairs_kernel(
     ids,
     order,
@@ -41,10 +42,12 @@ def sort_pairs_kernel(
     GROUP_K: tl.constexpr,
     UE8M0: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program e < num_experts fills the tiles of expert e: order [tiles · BLOCK_M], owner [tiles],
     used [1] (number of tiles). The others quantise ROWS tokens by one group each (GROUP_K 0: there
     are none)."""
+    follow(PDL)
     pid = tl.program_id(0)
     if pid < num_experts:
         expert = tl.arange(0, EXPERTS)
@@ -159,7 +162,7 @@ def multiply(
     return acc
 
 
-@triton.jit
+@entry
 def gate_up_kernel(
     x,
     x_scale,
@@ -190,6 +193,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """silu(x · gateᵀ) · (x · upᵀ) of the pairs of a tile: out [pairs, N].
 
@@ -197,6 +201,7 @@ def gate_up_kernel(
     GROUP_N. SCALED: x, w and out are e4m3 or int8, x with x_scale [groups, tokens], out with
     out_scale [⌈N / OUT_GROUP⌉, pairs]; OUT_GROUP divides BLOCK_N.
     """
+    follow(PDL)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = pairs
     if not DIRECT:
@@ -270,7 +275,7 @@ def gate_up_kernel(
             tl.store(to, hidden.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@entry
 def down_kernel(
     h,
     h_scale,
@@ -296,8 +301,10 @@ def down_kernel(
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """weights · (h · downᵀ) of the pairs of a tile: out [pairs, N]. w: [experts, N, K]."""
+    follow(PDL)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_m = tl.load(used)
     tile, tile_n = place_of(tl.program_id(0), tiles_m, tiles_n, GROUP)
@@ -326,7 +333,7 @@ def down_kernel(
         tl.store(to, (acc * weight_m).to(out.dtype.element_ty), mask=real_m & (at_n < N))
 
 
-@triton.jit
+@entry
 def down_direct_kernel(
     h,
     h_scale,
@@ -351,12 +358,14 @@ def down_direct_kernel(
     BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token: Σ over its experts of weight · (h · downᵀ): out [tokens, N]. Its experts are
     shared out to SPLIT programs, of which the last to come adds up.
 
     The one token stands BLOCK_M times in the tile: the matrix unit takes no fewer.
     """
+    follow(PDL)
     tile, split, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -399,9 +408,10 @@ def down_direct_kernel(
     store_line(line, to, n < N, partial, arrived, place, split, SPLIT, BLOCK_N)
 
 
-@triton.jit
-def sum_pairs_kernel(y, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+@entry
+def sum_pairs_kernel(y, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t] = Σ_k y[t · TOP_K + k], one block of columns of one token."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.quant import group_scale, scale_of, to_codes, to_fp8
 
 
@@ -126,7 +127,7 @@ def store_line(
             tl.store(arrived + tile, 0)
 
 
-@triton.jit
+@entry
 def dense_gemm_kernel(
     x,
     w,
@@ -144,8 +145,10 @@ def dense_gemm_kernel(
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y = x · wᵀ. EVEN: BLOCK_K · SPLIT divides K."""
+    follow(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -173,7 +176,7 @@ def dense_gemm_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@entry
 def fp8_gemm_kernel(
     x,
     x_scale,
@@ -197,6 +200,7 @@ def fp8_gemm_kernel(
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y = x · wᵀ where BLOCK_K columns share a scale.
 
@@ -204,6 +208,7 @@ def fp8_gemm_kernel(
     quantised like w, with x_scale [K / BLOCK_K, M]; otherwise every program quantises the tokens
     that it reads.
     """
+    follow(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -251,7 +256,7 @@ def fp8_gemm_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@entry
 def fp8_vector_kernel(
     x,
     w,
@@ -268,9 +273,11 @@ def fp8_vector_kernel(
     GROUPS: tl.constexpr,
     SPLIT: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As fp8_gemm_kernel for a single token, without the matrix unit: GROUPS groups of BLOCK_K
     columns of BLOCK_N rows are read at once. EVEN: they divide K."""
+    follow(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     read = tl.minimum(n, N - 1)
@@ -301,7 +308,7 @@ def fp8_vector_kernel(
     store_line(line, y + n, n < N, partial, arrived, tile, split, SPLIT, BLOCK_N)
 
 
-@triton.jit
+@entry
 def fp8_wide_kernel(
     x,
     x_scale,
@@ -319,9 +326,11 @@ def fp8_wide_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """As fp8_gemm_kernel, for many quantised tokens. The tile is multiplied in two halves, so that
     a product waits in half the registers, and two programs share a core."""
+    follow(PDL)
     half: tl.constexpr = BLOCK_N // 2
     tile = tl.program_id(0)
     tile_m, tile_n = tile_place(tile, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)

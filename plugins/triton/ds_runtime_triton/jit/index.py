@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.quant import group_scale, to_fp8
 
 
@@ -38,7 +39,7 @@ def hadamard(x, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr):
     return x * DIM**-0.5
 
 
-@triton.jit
+@entry
 def index_prologue_kernel(
     q,
     k,
@@ -66,11 +67,13 @@ def index_prologue_kernel(
     STAGES: tl.constexpr,
     PAIRS: tl.constexpr,
     FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """HEADS query heads of one token; the last program of a token does its key.
 
     key_scales: where the scales of page 0 begin, scale_page apart, in float32; unused unless FP8.
     """
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     col = tl.arange(0, DIM)
@@ -116,7 +119,7 @@ def index_prologue_kernel(
             tl.store(scale_out + place, tl.full((HEADS,), 1.0, tl.float32), mask=head < heads)
 
 
-@triton.jit
+@entry
 def index_scores_kernel(
     q,
     weights,
@@ -143,12 +146,14 @@ def index_scores_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Scores of CHUNK tokens for ROWS neighbouring rows, which mostly are of one sequence.
 
     A tile is [BLOCK_N tokens, ROWS · HEADS], so that a token's heads are summed within few lanes.
     Keys of every sequence among the rows are read once; only its own rows are stored.
     """
+    follow(PDL)
     first_row = tl.program_id(1) * ROWS
     begin = tl.program_id(0) * CHUNK
     lane = tl.arange(0, ROWS * HEADS)

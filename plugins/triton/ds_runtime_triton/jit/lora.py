@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 
-@triton.jit
+
+@entry
 def lora_down_kernel(
     x,
     a,
@@ -20,8 +21,10 @@ def lora_down_kernel(
     stride_ag,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """inner[row, group] = x · Aᵀ in fp32, of one row, one group and RANK ranks."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
     slot = tl.load(adapters + row).to(tl.int64)
@@ -40,7 +43,7 @@ def lora_down_kernel(
         tl.store(inner + (row * groups + group) * rank + ranks, tl.sum(acc, 1), mask=ranks < rank)
 
 
-@triton.jit
+@entry
 def lora_up_kernel(
     inner,
     b,
@@ -54,8 +57,10 @@ def lora_up_kernel(
     stride_bg,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y[row, group] += inner · B, one block of columns. `groups`: of inner, 1 or as many as y's."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1).to(tl.int64)
     slot = tl.load(adapters + row).to(tl.int64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
+
 
 @triton.jit
 def scores_of(q_low, q_high, k_low, k_high, HIGH: tl.constexpr):
@@ -79,7 +81,7 @@ def attend(
     return acc, top, total
 
 
-@triton.jit
+@entry
 def mha_prefill_kernel(
     q,
     k,
@@ -105,9 +107,11 @@ def mha_prefill_kernel(
     V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_M queries of one head of one sequence; the longest rows start first. `scale` holds
     log2(e). q_row … v_head are strides."""
+    follow(PDL)
     sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     q_begin = tl.load(q_cu + sequence)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.gemm import product, row_side, token_side
 
 
@@ -149,7 +150,7 @@ def store_heads(
         tl.store(to, log_total, mask=head < heads)
 
 
-@triton.jit
+@entry
 def mla_decode_kernel(
     q,
     cache,
@@ -179,11 +180,13 @@ def mla_decode_kernel(
     SWAP: tl.constexpr,
     APART: tl.constexpr,
     TREE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_H heads of one row over its share of the tokens. `scale` holds log2(e); results are
     those of `store_heads`. EXACT: LATENT and ROPE are the widths.
     TREE: of the last 64 tokens the row sees those whose bit is set in its number in `bits`.
     """
+    follow(PDL)
     block, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lens + row)
@@ -229,7 +232,7 @@ def mla_decode_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@entry
 def mla_combine_kernel(
     partial,
     sums,
@@ -240,8 +243,10 @@ def mla_combine_kernel(
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LATENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one row: the mean of the splits that saw a token, or of all without lens."""
+    follow(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if lens is None:
         used = SPLITS

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 
-@triton.jit
-def rms_norm_kernel(x, weight, out, n, stride, eps, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+
+@entry
+def rms_norm_kernel(
+    x, weight, out, n, stride, eps, BLOCK: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr
+):
     """ONCE: a row fits into BLOCK columns and is read once."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -26,7 +30,7 @@ def rms_norm_kernel(x, weight, out, n, stride, eps, BLOCK: tl.constexpr, ONCE: t
         tl.store(out + row * n + at, scaled.to(out.dtype.element_ty), mask=at < n)
 
 
-@triton.jit
+@entry
 def add_rms_norm_kernel(
     x,
     residual,
@@ -39,8 +43,10 @@ def add_rms_norm_kernel(
     eps,
     BLOCK: tl.constexpr,
     ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The sum is rounded to its dtype before it is normed; `summed` may be `residual`."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), tl.float32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
+
 
 @triton.jit
 def group_scale(amax, UE8M0: tl.constexpr):
@@ -43,12 +45,12 @@ def to_codes(values, dtype: tl.constexpr):
         return to_fp8(values, dtype)
 
 
-@triton.jit
+@entry
 def quantise_kernel(
     x,
     q,
     scale,
-    sums,
+    less,
     rows,
     n,
     stride,
@@ -57,11 +59,17 @@ def quantise_kernel(
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     UE8M0: tl.constexpr,
-    SUMS: tl.constexpr,
+    FOR_INT4: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK rows of one group. WIDTH: GROUP rounded up to a power of two. The last group of a
-    row may be short. SUMS: also the sum of what q holds, beside each scale."""
+    row may be short.
+
+    FOR_INT4: for products with int4 codes that are read as e4m3 numbers code · 2^-9. scale is 2^9
+    times as large, and less is what 8 too much in every code adds: 8 · scale · Σ q.
+    """
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     inside = tl.arange(0, WIDTH)
@@ -73,6 +81,8 @@ def quantise_kernel(
     made = to_codes(values / scales[:, None], q.dtype.element_ty)
     tl.store(q + row[:, None] * n + cols[None, :], made, mask=mask)
     place = row * stride_scale_row + group * stride_scale_group
+    if FOR_INT4:
+        added = scales * (8.0 * tl.sum(made.to(tl.float32), 1))
+        tl.store(less + place, added, mask=row < rows)
+        scales *= 512.0
     tl.store(scale + place, scales, mask=row < rows)
-    if SUMS:
-        tl.store(sums + place, tl.sum(made.to(tl.float32), 1), mask=row < rows)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 
-@triton.jit
+
+@entry
 def router_rows_kernel(
     x,
     weight,
@@ -19,8 +20,10 @@ def router_rows_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A few tokens by a few experts without the matrix unit: every program streams its rows."""
+    follow(PDL)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     k = tl.arange(0, BLOCK)
@@ -37,7 +40,7 @@ def router_rows_kernel(
     tl.store(place, tl.sum(acc, 2), mask=mask)
 
 
-@triton.jit
+@entry
 def router_tiles_kernel(
     x,
     weight,
@@ -51,9 +54,11 @@ def router_tiles_kernel(
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Many tokens. THIRDS: x is bfloat16, and fp32 weights are three bfloat16 that sum to them,
     so that the matrix unit's products are exact."""
+    follow(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     k = tl.arange(0, BLOCK)
@@ -77,7 +82,7 @@ def router_tiles_kernel(
     tl.store(place, acc, mask=mask)
 
 
-@triton.jit
+@entry
 def route_kernel(
     logits,
     bias,
@@ -94,12 +99,16 @@ def route_kernel(
     BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PER_GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token. Experts lie as [GROUPS, PER_GROUP]; LIMITED: only the best groups stay open;
-    PAIRS: a group counts by its two best, and closed experts are −inf, not 0. SLOTS ≥ TOP_K."""
+    PAIRS: a group counts by its two best, and closed experts are −inf, not 0. Behind the chosen
+    come SHARED experts that every token takes. SLOTS ≥ TOP_K + SHARED."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, PER_GROUP)[None, :]
     expert = group * per_group + member
@@ -150,7 +159,9 @@ def route_kernel(
         taken = tl.where(lane == at, 1, taken)
     if RENORMALISE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    number = (chosen // PER_GROUP) * per_group + chosen % PER_GROUP
-    mask = slots < TOP_K
-    tl.store(ids + token * TOP_K + slots, tl.minimum(number, num_experts - 1), mask=mask)
-    tl.store(weights + token * TOP_K + slots, weight * scale, mask=mask)
+    number = tl.minimum((chosen // PER_GROUP) * per_group + chosen % PER_GROUP, num_experts - 1)
+    number = tl.where(slots < TOP_K, number, num_experts + slots - TOP_K)
+    weight = tl.where(slots < TOP_K, weight * scale, 1.0)
+    place, mask = token * (TOP_K + SHARED) + slots, slots < TOP_K + SHARED
+    tl.store(ids + place, number, mask=mask)
+    tl.store(weights + place, weight, mask=mask)

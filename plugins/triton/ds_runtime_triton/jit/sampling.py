@@ -10,13 +10,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
+
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
-def mask_kernel(logits, masks, which, out, vocab, row_stride, mask_stride, BLOCK: tl.constexpr):
+@entry
+def mask_kernel(
+    logits,
+    masks,
+    which,
+    out,
+    vocab,
+    row_stride,
+    mask_stride,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program per row and block of tokens."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(which + row)
@@ -171,7 +184,7 @@ def draw(
     return tl.where(token == HIGHEST, tl.max(tl.where(kept, at, 0), 0), token)
 
 
-@triton.jit
+@entry
 def sample_kernel(
     logits,
     temperatures,
@@ -184,8 +197,10 @@ def sample_kernel(
     stride,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row. BLOCKS · BLOCK ≥ vocab."""
+    follow(PDL)
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * stride
     temperature = tl.load(temperatures + r)
@@ -217,11 +232,21 @@ def sample_kernel(
     tl.store(tokens + r, best.to(tl.int64))
 
 
-@triton.jit
+@entry
 def logprobs_kernel(
-    logits, ids, chosen, values, top_ids, vocab, stride, top_n, BLOCK: tl.constexpr
+    logits,
+    ids,
+    chosen,
+    values,
+    top_ids,
+    vocab,
+    stride,
+    top_n,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: log-softmax at its id, and at the top_n best."""
+    follow(PDL)
     r = tl.program_id(0).to(tl.int64)
     row = logits + r * stride
     lane = tl.arange(0, BLOCK)

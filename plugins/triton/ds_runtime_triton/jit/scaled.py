@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.quant import group_scale, to_fp8
 from ds_runtime_triton.jit.sparse import GROUP, latents
 
 
-@triton.jit
+@entry
 def scaled_write_kernel(
     cache,
     scales,
@@ -30,8 +30,10 @@ def scaled_write_kernel(
     rope_row,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token's row; a negative slot is padding. cache, scales, keys: of slot 0."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot >= 0:
@@ -54,7 +56,7 @@ def scaled_write_kernel(
         tl.store(to_key, key.to(keys.dtype.element_ty), mask=col < rope)
 
 
-@triton.jit
+@entry
 def scaled_gather_kernel(
     cache,
     scales,
@@ -77,8 +79,10 @@ def scaled_gather_kernel(
     BLOCK_N: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_N rows of one sequence's range."""
+    follow(PDL)
     sequence = tl.program_id(1)
     begin = tl.load(cu + sequence)
     count = tl.load(cu + sequence + 1) - begin

@@ -5,10 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 
-@triton.jit
-def embed_kernel(ids, table, out, start, rows, n, stride, BLOCK: tl.constexpr):
+
+@entry
+def embed_kernel(ids, table, out, start, rows, n, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One block of columns of one token's row; zeros for ids that the table does not hold."""
+    follow(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + token) - start
@@ -23,9 +26,10 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def silu_mul_kernel(gate_up, out, n, stride, BLOCK: tl.constexpr):
+@entry
+def silu_mul_kernel(gate_up, out, n, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One block of columns of one row: gate in the first n columns, up in the next."""
+    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = gate_up + row * stride + cols
@@ -34,7 +38,7 @@ def silu_mul_kernel(gate_up, out, n, stride, BLOCK: tl.constexpr):
     tl.store(out + row * n + cols, (silu(gate) * up).to(out.dtype.element_ty), mask=cols < n)
 
 
-@triton.jit
+@entry
 def merge_state_kernel(
     out_a,
     lse_a,
@@ -53,8 +57,10 @@ def merge_state_kernel(
     lse_token_b,
     lse_head_b,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One head of one token. The names after `d` are strides."""
+    follow(PDL)
     pair = tl.program_id(0).to(tl.int64)
     token, head = pair // heads, pair % heads
     cols = tl.arange(0, BLOCK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.gemm import token_side
 from ds_runtime_triton.jit.mla import attend, store_heads
 
@@ -36,7 +37,7 @@ def latents(
     return values
 
 
-@triton.jit
+@entry
 def sparse_mla_kernel(
     q,
     cache,
@@ -72,6 +73,7 @@ def sparse_mla_kernel(
     BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr,
     APART: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """BLOCK_H heads of one row over `share` of its `count` slots. `scale` holds log2(e).
 
@@ -79,6 +81,7 @@ def sparse_mla_kernel(
     begin, each with its own strides. Results are those of `store_heads`. EXACT: LATENT and ROPE
     are the widths.
     """
+    follow(PDL)
     block, split = tl.program_id(0), tl.program_id(1)
     line = tl.program_id(2).to(tl.int64)
     head = block * BLOCK_H + tl.arange(0, BLOCK_H)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ds_runtime_triton.jit.entry import entry, follow
+
 BINS: tl.constexpr = tl.constexpr(256)
 
 
@@ -65,7 +67,7 @@ def advance(
         return (known << 8) | (255 - digit), wanted
 
 
-@triton.jit
+@entry
 def count_kernel(
     scores,
     lens,
@@ -79,9 +81,11 @@ def count_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Counts one digit in one chunk of a row, BLOCK scores at a time; the row's first program
     writes what it settled."""
+    follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
     if (length > k) & (chunk * CHUNK < length):
@@ -106,7 +110,7 @@ def count_kernel(
         tl.store(at + tl.arange(0, BINS), total)
 
 
-@triton.jit
+@entry
 def gather_kernel(
     scores,
     lens,
@@ -125,9 +129,11 @@ def gather_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Writes the slots that one chunk of a row has among the best: those above the k-th best score
     in order, and behind those of all chunks the first that equal it."""
+    follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
     to = out + row.to(tl.int64) * k

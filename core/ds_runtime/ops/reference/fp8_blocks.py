@@ -1,11 +1,12 @@
-"""FP8 block weights as matrix libraries want them: whole 128×128 blocks from the start."""
+"""FP8 weights in blocks of 128 × 128 as matrix libraries want them: whole from the first on."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Packed, Weight, decode_scale
+from ds_runtime.ops.reference.formats import decode_scale
+from ds_runtime.ops.weight import Packed, Weight
 
 BLOCK = 128
 
@@ -21,25 +22,32 @@ def join(weight: Weight) -> tuple[Tensor, Tensor] | None:
         if part is not last and part.shape[0] % BLOCK:
             return None
     cols = -(-weight.shape[1] // BLOCK)
-    values = torch.cat([part.tensors["weight"].view(torch.uint8) for part in weight.parts])
-    scales = [
-        decode_scale(part.tensors["scale"][: -(-part.shape[0] // BLOCK), :cols], torch.float32)
-        for part in weight.parts
-    ]
-    return values.view(torch.float8_e4m3fn), torch.cat(scales).contiguous()
+    values, scales = [], []
+    for part in weight.parts:
+        rows = -(-part.shape[0] // BLOCK)
+        values.append(part.tensors["weight"].view(torch.uint8))
+        scales.append(decode_scale(part.tensors["scale"][:rows, :cols], torch.float32))
+    joined = torch.cat(values).view(torch.float8_e4m3fn)
+    return joined, torch.cat(scales).contiguous()
 
 
 def spread(values: Tensor, scales: Tensor) -> Tensor:
-    """Back to float32: [..., rows, cols] from e4m3 and its block scales."""
+    """Back to float32: [..., rows, cols] from codes of any 8 bits and their block scales."""
     rows, cols = values.shape[-2:]
     wide = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
     return values.to(torch.float32) * wide.repeat_interleave(BLOCK, -1)[..., :cols]
+
+
+def dense(weight: Weight, tag: str) -> Packed:
+    """A shard that cuts a block, which no such matmul takes: held in bfloat16, as "dense"."""
+    held = weight.dequantise(torch.bfloat16)
+    return Packed(tag, weight.shape, {"dense": held}, held.nbytes, restore)
 
 
 def restore(packed: Packed) -> Tensor:
     """`Packed.restore` of tensors "weight" and "scale", or "dense"."""
     tensors = packed.tensors
     if "dense" in tensors:
-        dense: Tensor = tensors["dense"]
-        return dense.to(torch.float32)
+        held: Tensor = tensors["dense"]
+        return held.to(torch.float32)
     return spread(tensors["weight"], tensors["scale"])

@@ -1,0 +1,107 @@
+"""Kernels that compile when they first run, compiled beside loading by processes of their own.
+
+What they compile lies in caches on disk, where this process finds it. Such a process is
+`python -m ds_runtime.engine.ahead`; it reads a `Work` from its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from tempfile import TemporaryFile
+
+import torch
+
+from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.spec import Facts, load_attr
+
+_PROCESSES = 3  # each holds memory of the device while it compiles
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one process compiles. tasks: (`Kernel.ahead`, facts of a place). index: the device's."""
+
+    tasks: tuple[tuple[str, Facts], ...]
+    rows: tuple[int, ...]
+    index: int | None
+
+
+def tasks_of(bound: BoundOps) -> list[tuple[str, Facts]]:
+    """Of all kernels that are bound, once per shape, the largest first."""
+    found: dict[tuple[str, tuple[int, ...], str, str], Facts] = {}
+    for kernel, facts in bound.kernels():
+        if kernel.ahead:
+            found.setdefault((kernel.ahead, facts.shape, facts.weight_format, facts.dtype), facts)
+    ordered = sorted(found.items(), key=lambda item: -prod(item[1].shape))
+    return [(key[0], facts) for key, facts in ordered]
+
+
+class Ahead:
+    """The processes at work, from construction on; leaving the context waits for them, since they
+    hold memory of the device. rows: of the calls that must not compile any more; none: no process.
+    """
+
+    def __init__(self, bound: BoundOps, device: torch.device, rows: Sequence[int]) -> None:
+        tasks = tasks_of(bound) if rows else []
+        self._running = [
+            _Process(Work(tuple(tasks[first::_PROCESSES]), tuple(rows), device.index))
+            for first in range(min(_PROCESSES, len(tasks)))
+        ]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        for process in self._running:
+            why = process.end(kill=kind is not None)
+            if why and kind is None:
+                print(
+                    f"kernels could not be compiled while weights were loaded ({why}); they are "
+                    "compiled when they first run",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+class _Process:
+    """What it writes is kept for the case that it fails."""
+
+    def __init__(self, work: Work) -> None:
+        self._said = TemporaryFile()  # noqa: SIM115 (open until `end`)
+        command = [sys.executable, "-P", "-m", "ds_runtime.engine.ahead"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self._said, stderr=self._said
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # `end` tells
+            pickle.dump(work, pipe)
+
+    def end(self, kill: bool) -> str:
+        """The last line of one that failed, after waiting for it."""
+        if kill:
+            self._process.kill()
+        code = self._process.wait()
+        with self._said as said:
+            said.seek(0)
+            lines = [line.strip() for line in said.read().decode(errors="replace").split("\n")]
+        return next((line for line in reversed(lines) if line), f"exit {code}") if code else ""
+
+
+@torch.inference_mode()
+def main() -> None:
+    """The life of such a process."""
+    work: Work = pickle.load(sys.stdin.buffer)
+    if work.index is not None:
+        torch.accelerator.set_device_index(work.index)
+    for path, facts in work.tasks:
+        load_attr(path)(facts, work.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Gates that many kernels share: what libraries commonly limit, each said in one sentence.
+
+A gate is a function of a site's facts that gives None, or why a kernel cannot serve there. Those in
+here know no library: a plugin adds what its own wants beyond them. Torch-free.
+"""
+
+from __future__ import annotations
+
+from ds_runtime.ops.spec import Facts, Fixable, Gate
+
+
+def dtypes(*wanted: str) -> Gate:
+    """Computes in these."""
+
+    def check(facts: Facts) -> str | None:
+        if facts.dtype in wanted:
+            return None
+        return f"computes in {' or '.join(wanted)}, not {facts.dtype}"
+
+    return check
+
+
+def archs(*wanted: str) -> Gate:
+    """Made for these architectures of the plugin's devices."""
+
+    def check(facts: Facts) -> str | None:
+        arch = facts.device.arch
+        return None if arch in wanted else f"made for {' and '.join(wanted)}, not for {arch}"
+
+    return check
+
+
+def latent(latent: int, rope: int) -> Gate:
+    """Attends in a latent space of this width, with so many rotated values beside it."""
+
+    def check(facts: Facts) -> str | None:
+        found = facts.dims.get("kv_lora", 0), facts.dims.get("qk_rope", 0)
+        if found == (latent, rope):
+            return None
+        return f"made for {latent} latent and {rope} rotated values, not {found[0]} and {found[1]}"
+
+    return check
+
+
+def head_dims(nope: int, rope: int, value: int) -> Gate:
+    """Attends heads of these widths."""
+
+    def check(facts: Facts) -> str | None:
+        dims = facts.dims
+        found = dims.get("qk_nope", 0), dims.get("qk_rope", 0), dims.get("v", 0)
+        if found == (nope, rope, value):
+            return None
+        wanted, has = (f"{a} + {b} and {c}" for a, b, c in ((nope, rope, value), found))
+        return f"made for heads of {wanted} dims, not {has}"
+
+    return check
+
+
+def heads(most: int, multiple: int = 1) -> Gate:
+    """Takes up to so many heads of a rank, in multiples."""
+
+    def check(facts: Facts) -> str | None:
+        found = facts.dims.get("heads", 0)
+        if found > most:
+            return Fixable(f"takes at most {most} heads, not {found}", "raise --tp")
+        return f"takes multiples of {multiple} heads, not {found}" if found % multiple else None
+
+    return check
+
+
+def same_kv(facts: Facts) -> str | None:
+    """The cache holds the compute dtype."""
+    if facts.kv_dtype == facts.dtype:
+        return None
+    said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
+    return Fixable(said, "pass --kv-cache-dtype auto")
+
+
+def page_sizes(*sizes: int) -> Gate:
+    """Reads pages of these sizes, the last being the best."""
+
+    def check(facts: Facts) -> str | None:
+        if facts.page_size in sizes:
+            return None
+        said = f"page size {facts.page_size}, takes {' or '.join(map(str, sorted(sizes)))}"
+        return Fixable(said, f"pass --page-size {sizes[-1]}")
+
+    return check
+
+
+def page_multiples(of: int, most: int, best: int) -> Gate:
+    """Reads pages of whole multiples of tokens."""
+
+    def check(facts: Facts) -> str | None:
+        if facts.page_size % of == 0 and facts.page_size <= most:
+            return None
+        said = f"page size {facts.page_size}, takes multiples of {of} up to {most}"
+        return Fixable(said, f"pass --page-size {best}")
+
+    return check
+
+
+def linear_groups(inputs: int, outputs: int = 1) -> Gate:
+    """A matmul of whole groups of inputs, whose outputs are a multiple."""
+
+    def check(facts: Facts) -> str | None:
+        if not facts.shape:
+            return None
+        rows, cols = facts.shape[-2:]
+        if cols % inputs:
+            return f"quantises groups of {inputs} inputs, and {cols} are not whole groups"
+        return f"needs a multiple of {outputs} outputs, not {rows}" if rows % outputs else None
+
+    return check
+
+
+def expert_widths(multiple: int) -> Gate:
+    """Routed experts, shape (experts, width, hidden), whose both widths are multiples."""
+
+    def check(facts: Facts) -> str | None:
+        odd = [n for n in facts.shape[1:] if n % multiple]
+        return f"needs widths in multiples of {multiple}, and {odd[0]} is none" if odd else None
+
+    return check

@@ -1,0 +1,53 @@
+"""Captured steps over torch's graphs: for platforms to hand out. Nothing here knows a vendor.
+
+Every device that torch captures on has the same interface for it, in a module of the device's name
+(`torch.NAME`): `Stream`, `stream`, `synchronize`, and a graph class with `capture_begin`,
+`capture_end`, `replay` and `pool`.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TorchGraphs:
+    """GraphBackend. Captures on one side stream, into one memory pool.
+
+    runtime: torch's module of the device. graph: the name of its graph class.
+    """
+
+    def __init__(self, runtime: Any, graph: str, device: torch.device) -> None:
+        self._runtime, self._device = runtime, device
+        self._graph = getattr(runtime, graph)
+        self._stream = runtime.Stream(device)
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See GraphBackend."""
+        graph = self._graph()
+        # A pool ends with the last graph in it: its number must not be given again.
+        pool = next((g.pool() for g in self._graphs), None)
+        self._runtime.synchronize(self._device)
+        collects = gc.isenabled()
+        gc.disable()  # a tensor freed while a capture is under way would break it
+        try:
+            with self._runtime.stream(self._stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"The \w+ Graph is empty")  # as of no rows
+                graph.capture_begin(pool=pool)
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        self._graphs.add(graph)
+        replay: Callable[[], None] = graph.replay
+        return replay

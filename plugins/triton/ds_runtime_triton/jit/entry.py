@@ -1,0 +1,51 @@
+"""What every kernel that is launched begins with, and how it is launched.
+
+Where configs/<arch>/launch.json says PDL, a kernel may be launched before the one in front of it
+has ended (programmatic dependent launch): its programs take the places that become free, and wait
+for the other's writes. Every kernel waits before it reads or writes anything, so that the end of
+one is the end of all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ds_runtime_triton.config import tuned
+from ds_runtime_triton.machine import architecture
+
+
+@cache
+def _options() -> dict[str, Any]:
+    """What each launch on this device has beside the kernel's own arguments."""
+    overlapping = tuned(architecture(), "launch").at(1)["PDL"]
+    return {"PDL": 1, "launch_pdl": True} if overlapping else {"PDL": 0}
+
+
+class Entry:
+    """A kernel as it is launched: kernel[grid](arguments of its own, …)."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.__doc__ = fn.__doc__
+        self.fn = fn
+        self.compiled = triton.jit(fn)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(self.compiled[grid], **_options())
+
+
+def entry(fn: Callable[..., Any]) -> Entry:
+    """A kernel whose last parameter is PDL and whose first statement is follow(PDL)."""
+    return Entry(fn)
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Let the next kernel start when it finds room, and wait for the one before."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,77 @@
+"""Kernels that compile when they first run are compiled by other processes, beside loading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ds_runtime.engine.ahead import Ahead, tasks_of
+from ds_runtime.ops.spec import DeviceInfo, Kernel
+from ds_runtime.ops.table import OPS
+from ds_runtime.testing.conformance import facts_for
+
+FACTS = facts_for(DeviceInfo("cpu", "host", "any"), "bfloat16")
+CPU = torch.device("cpu")
+
+
+def bound(*kernels: tuple[str, tuple[int, ...]]) -> SimpleNamespace:
+    """Stands for BoundOps: `ahead` of kernels, with the shapes of their places."""
+    found = [
+        (Kernel(OPS["linear"], "m:k", "me", ahead=ahead), replace(FACTS, shape=shape))
+        for ahead, shape in kernels
+    ]
+    return SimpleNamespace(kernels=lambda: iter(found))
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module on the path of new processes; what `compiled` was asked for lies in the folder."""
+    text = f"""
+import pathlib
+def compiled(facts, rows):
+    name = "x".join(map(str, facts.shape)) + "-" + ".".join(map(str, rows))
+    (pathlib.Path({str(tmp_path)!r}) / name).touch()
+def fails(facts, rows):
+    raise RuntimeError("no compiler here")
+"""
+    (tmp_path / "compilers.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_each_shape_is_compiled_once_for_all_rows(compiler, capfd):
+    place = "compilers:compiled"
+    ops = bound((place, (64, 32)), (place, (64, 32)), ("", (9, 9)), (place, (128, 256)))
+    assert [facts.shape for _, facts in tasks_of(ops)] == [(128, 256), (64, 32)]
+    with Ahead(ops, CPU, (1, 8)):
+        pass
+    made = {p.name for p in compiler.iterdir() if "x" in p.name}
+    assert made == {"128x256-1.8", "64x32-1.8"}
+    assert capfd.readouterr().err == ""
+
+
+def test_one_that_fails_is_a_line_and_stops_nothing(compiler, capfd):
+    with Ahead(bound(("compilers:fails", (64, 32))), CPU, (1,)):
+        pass
+    said = capfd.readouterr().err
+    assert "no compiler here" in said and said.count("\n") == 1
+
+
+def test_nothing_is_started_where_nothing_compiles(monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with Ahead(bound(("", (64, 32))), CPU, (1,)), Ahead(bound(("a:b", (1, 1))), CPU, ()):
+        pass
+
+
+def test_an_error_while_loading_ends_them(compiler, capfd):
+    (compiler / "compilers.py").write_text("import time\ndef sleeps(*_):\n    time.sleep(600)\n")
+    with (
+        pytest.raises(ValueError, match="damaged"),
+        Ahead(bound(("compilers:sleeps", (64, 32))), CPU, (1,)),
+    ):
+        raise ValueError("damaged")
+    assert capfd.readouterr().err == ""

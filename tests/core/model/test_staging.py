@@ -1,0 +1,139 @@
+"""Weights on their way to a device that copies late and in order, and experts read ahead."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from ds_runtime.errors import CheckpointError
+from ds_runtime.model import checkpoint, staging
+from ds_runtime.model.checkpoint import Checkpoint
+from ds_runtime.model.loader import LayerExperts
+from ds_runtime.model.staging import Staging
+from ds_runtime.ops.weight import WeightPart
+
+
+class LateDevice:
+    """Copies happen when an event behind them is awaited, and no sooner."""
+
+    def __init__(self, monkeypatch):
+        self.queue = []
+        monkeypatch.setattr(staging, "page_locked", lambda n: torch.zeros(n, dtype=torch.uint8))
+        monkeypatch.setattr(staging, "event_on", lambda device: self.event())
+
+    def event(self):
+        queue, upto = self.queue, len(self.queue)
+
+        class Event:
+            def synchronize(self):
+                for i in range(upto):
+                    queue[i]()
+
+        return Event()
+
+    def tensor(self, size):
+        device, held = self, torch.zeros(size, dtype=torch.uint8)
+
+        class There:
+            data = held
+
+            def copy_(self, filled, non_blocking):
+                assert non_blocking
+                done = []
+                device.queue.append(lambda: done or (held.copy_(filled), done.append(1)))
+
+        return There()
+
+
+@pytest.fixture(scope="module")
+def patched():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@given(sizes=st.lists(st.integers(1, 256), max_size=40))
+def test_nothing_is_overwritten_before_the_device_has_it(patched, sizes):
+    device = LateDevice(patched)
+    ring, there = Staging(torch.device("cpu"), 1024), []
+    for number, size in enumerate(sizes):
+        room = ring.room(size)
+        room.fill_(number % 251 + 1)
+        there.append(device.tensor(size))
+        ring.send(room, there[-1])
+    device.event().synchronize()
+    for number, tensor in enumerate(there):
+        assert (tensor.data == number % 251 + 1).all(), number
+
+
+def test_a_checkpoint_reads_the_same_by_way_of_a_device(tmp_path, monkeypatch):
+    wanted = {
+        "wide": torch.randn(300, 70).to(torch.bfloat16),
+        "codes": torch.randn(5, 9, 33).to(torch.float8_e4m3fn),
+        "one": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+    }
+    save_file(wanted, tmp_path / "model.safetensors")
+    LateDevice(monkeypatch)
+    ring = Staging(torch.device("cpu"), 4096)  # several pieces per tensor
+    monkeypatch.setattr(checkpoint, "shares_memory", lambda device: False)
+    monkeypatch.setattr(checkpoint, "_STRIP", 700)
+    monkeypatch.setattr(Checkpoint, "_ring", lambda self, device: ring)
+    monkeypatch.setattr(staging, "event_on", lambda device: torch.Event("cpu"))
+    files = Checkpoint(tmp_path)
+    found = {name: files.read(name) for name in wanted}
+    found["rows"] = files.read("wide", slice(7, 201))
+    found["cols"] = files.read("wide", slice(7, 201), slice(3, 50))
+    found["stack"] = files.read("codes", slice(2, 9), slice(5, 6), index=3)
+    found["sent"] = files.sent(wanted["codes"], "cpu")
+    wanted |= {
+        "rows": wanted["wide"][7:201],
+        "cols": wanted["wide"][7:201, 3:50],
+        "stack": wanted["codes"][3, 2:9, 5:6],
+        "sent": wanted["codes"],
+    }
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name].to(torch.float32), tensor.to(torch.float32)), name
+
+
+class _Loader:
+    """Stands for model.loader.Loader: parts are named, one is damaged."""
+
+    class config:
+        experts, hidden, moe_intermediate = 6, 8, 4
+
+    class shard:
+        size = 1
+
+    def __init__(self):
+        self.read = []
+        self.readers = ThreadPoolExecutor(3)
+
+    def shared_slots(self, layer):
+        return 0
+
+    def part(self, module, target, piece, pieces):
+        assert (piece, pieces) == (0, 1)
+        self.read.append(module)
+        if module == "model.layers.3.mlp.experts.4.up_proj":
+            raise CheckpointError("damaged")
+        return WeightPart(module, target, (1, 1), {})
+
+
+def test_experts_are_read_before_they_are_asked_for_and_errors_come_with_their_own():
+    load = _Loader()
+    experts = LayerExperts(load, 3, "dense")
+    for index in range(4):
+        names = [w.parts[0].name for w in experts.expert(index)]
+        at = f"model.layers.3.mlp.experts.{index}."
+        assert names == [at + "gate_proj", at + "up_proj", at + "down_proj"]
+    with pytest.raises(CheckpointError, match="damaged"):
+        experts.expert(4)
+    assert experts.expert(5)[0].parts[0].name.endswith("5.gate_proj")
+    load.readers.shutdown()
+    assert len(load.read) == len(set(load.read)) == 17

@@ -1,0 +1,219 @@
+"""Attention divided by sequences among real ranks over Gloo: the answers of one rank, whatever lies
+where.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from served import serving
+from test_lora_llm import Adapted
+from test_parity_llm import SETTINGS as PARITY
+from test_parity_llm import check, prompts_of
+
+from ds_runtime import LLM, OutputRules, SamplingParams
+from ds_runtime.errors import RequestError
+from ds_runtime.testing.oracle import Oracle
+from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+
+SETTINGS = {
+    "platform": "cpu",
+    "dtype": "float32",
+    "kv_memory": "2MB",
+    "threads": 1,
+    "dist_timeout": 60,
+    "chunked_prefill_size": 24,
+    "max_step_tokens": 60,
+    "max_running_requests": 12,
+}
+DIVIDED = {"tp": 2, "enable_dp_attention": True}
+EXTRAS = (
+    {"logprobs": 2},
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"logprobs": 1, "prompt_logprobs": 1},
+    {"frequency_penalty": 0.8, "presence_penalty": 0.2},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 1, "repetition_penalty": 1.2},
+    {"min_tokens": 5, "stop_token_ids": tuple(range(2, 99))},
+    {"rules": OutputRules(regex="(a|bc){20,30}"), "temperature": 1.0, "seed": 9},
+    {"rules": OutputRules(choice=("alpha", "beta"))},
+    {"logit_bias": {9: 3.0}, "n": 3, "temperature": 0.7, "seed": 5},
+    {"stop": ("a", "b", "c"), "temperature": 1.0, "seed": 8},
+)
+
+
+def prompts(count, seed=5, longest=80):
+    draw = random.Random(seed)
+    return [[draw.randrange(2, 258) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def params(count):
+    lengths = (30, 12, 1, 40, 25, 9, 50, 33, 60, 20, 40)
+    return [SamplingParams(max_tokens=lengths[i], **EXTRAS[i]) for i in range(count)]
+
+
+def answers(outputs):
+    return [[(c.token_ids, c.text, c.finish_reason) for c in o.outputs] for o in outputs]
+
+
+def logprobs(outputs):
+    entries = [
+        entry for o in outputs for entry in [*(o.prompt_logprobs or ()), *(o.logprobs or ())]
+    ]
+    return [entry.logprob for entry in entries if entry is not None]
+
+
+def same(outputs, expected):
+    assert answers(outputs) == answers(expected)
+    assert logprobs(outputs) == pytest.approx(logprobs(expected), abs=1e-4)
+
+
+def ask(llm):
+    """Mixed batches, more and fewer sequences than ranks, prefixes, and what is left early."""
+    found = llm.generate(prompts(11), params(11)) + llm.generate(prompts(1), params(1))
+    cached = llm.generate([[*p, 7, 8] for p in prompts(5)], params(5))
+    assert [o.usage.cached_tokens for o in cached] == [80, 64, 0, 0, 32]
+    left = llm.stream(prompts(1, 9)[0], SamplingParams(max_tokens=60, ignore_eos=True))
+    for _ in range(4):
+        next(left)
+    found += llm.generate(prompts(3, 6), params(3))
+    left.close()
+    guided = [SamplingParams(max_tokens=30, **EXTRAS[i]) for i in (7, 1, 8)]
+    found += llm.generate(prompts(3, 4, 20), guided)
+    return found + cached + llm.generate(prompts(4, 7), params(4))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    with LLM(tiny, **SETTINGS) as llm:
+        return ask(llm)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_mixed_batches_give_what_one_rank_gives(tiny, alone, tp):
+    with LLM(tiny, **SETTINGS, tp=tp, enable_dp_attention=True) as llm:
+        same(ask(llm), alone)
+        stats, most = llm.stats(), 2_000_000 // (40 * 4 * 3 * 16)
+        assert stats.pages_total == tp * most, "as many on each rank as one rank alone has"
+        assert f"{most} pages of 16 on each of {tp} ranks" in llm.banner
+        llm.flush_cache()
+        assert llm.stats().pages_free == stats.pages_total, "a page is lost"
+        assert llm.plan.dp_attention and llm.plan.tp == tp
+
+
+def test_little_memory_is_divided_by_sequences(tiny):
+    """Five of seven pages are one context: two ranks hold twice as many; each preempts its own."""
+    small = {**SETTINGS, "context_length": 80, "kv_memory": 7 * 40 * 4 * 3 * 16}
+    long = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
+    asked = prompts(7, 3, 39)
+    with LLM(tiny, **small) as llm:
+        expected, one = llm.generate(asked, long), llm.stats()
+    with LLM(tiny, **small, **DIVIDED) as llm:
+        same(llm.generate(asked, long), expected)
+        two = llm.stats()
+        with pytest.raises(RequestError, match="the context 80"):
+            llm.generate([list(range(2, 90))])
+    assert (one.pages_total, two.pages_total) == (7, 14)
+    assert two.preemptions > 0 and two.steps < 0.7 * one.steps
+
+
+@pytest.mark.parametrize("shape", ["v2-fp8", "v32", pytest.param("v3", marks=pytest.mark.slow)])
+def test_log_probabilities_are_those_of_transformers(tmp_path, shape):
+    name, _, fp8 = shape.partition("-")
+    oracle = Oracle((write_tiny_fp8 if fp8 else write_tiny)(tmp_path, name, seed=11))
+    scored = SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=2, ignore_eos=True)
+    with LLM(tmp_path, **PARITY, **DIVIDED, chunked_prefill_size=33) as llm:
+        check(oracle, llm.generate(prompts_of(oracle, (90, 23, 1, 45, 60)), scored))
+        check(oracle, llm.generate(prompts_of(oracle, (70,)), scored))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugins"))
+    import recorded
+
+    yield recorded
+    del sys.modules["recorded"]
+
+
+def test_captured_and_overlapped_steps(tiny, alone, recorded):
+    settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": ()}
+    with LLM(tiny, extra_plugins=[recorded], **settings, graph_sizes=(2, 8)) as llm:
+        replays = llm._assembly.platform.backend.replays
+        assert len(replays) == 4 and not any(replays), "a step and a draw behind masks per size"
+        same(ask(llm), alone)
+        assert all(replays[::2]) and any(replays[1::2])
+
+
+@pytest.mark.slow
+def test_adapters_in_captured_steps(tiny, tmp_path, recorded):
+    """Whole beside attention, cut beside FFNs; one is loaded into steps that are captured."""
+    adapted = Adapted(tiny, tmp_path)
+    settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": (), "graph_sizes": (4,)}
+    slots = {"lora": adapted.flags("a"), "max_loras": 2, "max_lora_rank": 8}
+    asked, scored = prompts(6, 1, 60), SamplingParams(max_tokens=10, logprobs=0)
+    with LLM(tiny, extra_plugins=[recorded], **settings, **slots) as llm:
+        llm.load_lora_adapter("b", adapted.folders["b"])
+        for names in (["a", None, "b", "b", "a", None], [None] * 5 + ["b"], [None] * 6):
+            adapted.check(llm.generate(asked, scored, lora=names), names)
+        assert llm._assembly.platform.backend.replays[0] > 20
+
+
+@pytest.mark.slow
+def test_adapters_of_routed_experts(tiny, tmp_path):
+    adapted = Adapted(tiny, tmp_path)
+    asked, scored = prompts(6, 1, 60), SamplingParams(max_tokens=10, logprobs=0)
+    with LLM(tiny, **SETTINGS, **DIVIDED, lora=adapted.flags("e")) as llm:
+        names = ["e", None, None, "e", "e", None]
+        adapted.check(llm.generate(asked, scored, lora=names), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"page_size": 4, "chunked_prefill_size": 1}, 1e-4),
+        ({"disable_radix_cache": True, "prefix_chunk": 5}, 1e-4),
+        ({"kv_cache_dtype": "fp8"}, 5e-3),  # what is near the middle of two codes
+        ({"dtype": "bfloat16"}, 0.15),
+        ({"quantize": "int8", "dtype": "bfloat16"}, 0.15),
+    ],
+    ids=str,
+)
+def test_other_settings_give_what_one_rank_gives(tiny, settings, tolerance):
+    """Coarse dtypes round what ranks sum in another order, so only first tokens are compared."""
+    found = []
+    for divided in ({}, DIVIDED):
+        with LLM(tiny, **{**SETTINGS, **settings, **divided}) as llm:
+            found.append(llm.generate(prompts(9), SamplingParams(max_tokens=12, logprobs=0)))
+    if tolerance == 1e-4:
+        same(found[1], found[0])
+    firsts = [[o.logprobs[0].logprob for o in outputs] for outputs in found]
+    assert firsts[1] == pytest.approx(firsts[0], abs=tolerance)
+
+
+@pytest.mark.slow
+def test_over_http_with_the_demo_model():
+    flags = ("--tp", "2", "--enable-dp-attention", "--threads", "1", "--dtype", "float32")
+    sums = [(12, 30), (123, 456), (7, 8), (999, 1), (250, 250)]
+    with serving("demo", *flags) as served:
+        url = served.wait_url()
+        assert len(served.ranks()) == 2
+
+        def total(pair):
+            talk = [{"role": "user", "content": f"What is {pair[0]} + {pair[1]}?"}]
+            body = {"messages": talk, "temperature": 0, "max_tokens": 100}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+            return answer["choices"][0]["message"]["content"]
+
+        with ThreadPoolExecutor(len(sums)) as pool:
+            found = list(pool.map(total, sums))
+        assert [f.rpartition(">")[2] for f in found] == [str(a + b) for a, b in sums]
+        said = httpx.get(f"{url}/server_info").json()
+        assert said["engine"]["enable_dp_attention"] and said["engine"]["tp"] == 2
+        assert httpx.post(f"{url}/flush_cache").json()["pages_freed"] > 0

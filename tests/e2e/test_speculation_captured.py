@@ -1,0 +1,159 @@
+"""Captured cycles beside what else may be on: answers are those of plain steps, token for token.
+
+On the platform that records torch ops: a replay there works on the tensors of the capture, as on a
+device. It is asynchronous, so steps are launched ahead; prompts come in chunks, and again from the
+prefix cache.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_speculation import SETTINGS, asked, shortened
+from test_speculation_pairs import answers, made  # noqa: F401
+
+from ds_runtime import LLM, OutputRules, SamplingParams
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.runner import Runner
+from ds_runtime.model.hf import load_config
+from ds_runtime.model.hub import resolve_model
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.testing.adapters import write_adapter
+
+CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+ADAPTIVE = {**TREE, "speculative_adaptive": True}
+DRAFTING = pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=("chain", "tree"))
+RULES = (
+    OutputRules(json_schema='{"type": "object", "properties": {"sum": {"type": "integer"}}}'),
+    OutputRules(regex="(a|bc|[d-k]x){20,30}"),
+)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    sys.path.insert(0, str(Path(__file__).parent / "plugins"))
+    try:
+        import recorded
+
+        yield recorded
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many small ops, for which two threads wait for each other where the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def everything(**settings):
+    """Every kind of request, then some again; and the engine's statistics."""
+    with LLM("demo", **{**SETTINGS, **settings}) as llm:
+        prompts, params = asked(llm)
+        params = [shortened(p, 10) for p in params]
+        for i, rules in enumerate(RULES):
+            prompts.append(llm.tokenizer.encode("What is 12 + 30?") * (1 + i))
+            params.append(SamplingParams(max_tokens=12, temperature=float(i), seed=i, rules=rules))
+        outputs = llm.generate(prompts, params) + llm.generate(prompts[:3], params[:3])
+        found = [(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in outputs]
+        return found, llm.stats()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return everything(disable_graph=True)[0]
+
+
+@DRAFTING
+def test_every_kind_of_request(recorded, plain, drafting):
+    """Logprobs, penalties, biases, stop strings, grammars, in batches between and at the sizes."""
+    found, stats = everything(
+        **drafting,
+        extra_plugins=[recorded],
+        platform="recorded",
+        plugins=(),
+        graph_sizes=(1, 3),
+        max_running_requests=3,
+        page_size=8,
+    )
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours[:3] == theirs[:3]
+        for a, b in zip(ours[3] or (), theirs[3] or (), strict=True):
+            assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert stats.accepted_tokens > 20 and stats.cached_tokens
+    # A verification, the draft layer behind it, and the chain or each level of the tree, per size.
+    replays = recorded.Recorded.backend.replays
+    assert len(replays) == (6 if drafting is CHAIN else 8) and all(replays)
+
+
+def run(settings, plugins=()):
+    """A runner, warm, whose caches are NaN where nothing was written."""
+    assembly = assemble(EngineConfig(**settings), settings, plugins)
+    runner = Runner(assembly, SoloCommunicator(), poison=True)
+    runner.warm_up()
+    return runner
+
+
+def driven(runner, aborted):
+    """Tokens of four requests, one of which is aborted, and how many were preempted."""
+    engine = Engine(runner.assembly, runner)
+    for i in range(4):
+        params = SamplingParams(max_tokens=22, ignore_eos=True, temperature=i % 2)
+        prompt = [40 + i, 90, 5, 7] * 4
+        engine.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=i))
+    tokens = {str(i): [] for i in range(4)}
+    while engine.has_work:
+        for message in engine.step():
+            tokens[message.rid] += message.tokens
+        if aborted in tokens and len(tokens[aborted]) > 9:
+            engine.abort([aborted])
+            del tokens[aborted]
+    holdings, stats = engine.scheduler.holdings, engine.stats()
+    assert holdings.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
+    engine.close()
+    return tokens, stats.preemptions
+
+
+@pytest.mark.parametrize("drafting", [CHAIN, TREE, ADAPTIVE], ids=("chain", "tree", "adaptive"))
+@pytest.mark.parametrize("captured", [True, False])
+def test_aborts_and_preemption(recorded, drafting, captured):
+    """Four requests of 38 tokens, and pages for 80."""
+    settings = {**SETTINGS, "context_length": 40, "page_size": 4, "max_step_tokens": 40}
+    want, _ = driven(run(settings), "2")
+    settings |= {"platform": "recorded", "plugins": (), "kv_memory": 1_110_000}
+    settings |= {"graph_sizes": (4,), "disable_graph": not captured, **drafting}
+    found, preempted = driven(run(settings, [recorded]), "2")
+    assert found == want and len(found) == 3 and preempted
+    assert not captured or any(recorded.Recorded.backend.replays)
+
+
+@DRAFTING
+@pytest.mark.parametrize("shape", ["tiny-v3", "tiny-v32"], ids=("fp8", "sparse"))
+def test_formats_and_sparse_attention(recorded, made, shape, drafting):  # noqa: F811
+    ours = {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
+    plain, _ = answers(made[shape], **ours, disable_graph=True)
+    found, stats = answers(made[shape], **ours, **drafting)
+    assert found == plain and stats.draft_tokens > 0
+    assert all(recorded.Recorded.backend.replays)
+
+
+@DRAFTING
+def test_adapters(recorded, tmp_path, drafting):
+    config = load_config(resolve_model("demo"))
+    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
+    settings = {"lora": (f"a={tmp_path / 'a'}",), "max_running_requests": 2}
+    plain, _ = answers("demo", adapters=("a", None), **settings)
+    settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
+    found, stats = answers("demo", adapters=("a", None), **settings, **drafting)
+    assert found == plain and stats.accepted_tokens > 0
+    assert all(recorded.Recorded.backend.replays)

@@ -1,0 +1,195 @@
+"""Stand-ins for what torch and torch-npu know of a device: its memory, streams, graphs and groups.
+
+A step is recorded as ops that torch runs on the CPU, and ranks meet over Gloo. Refusals are the
+devices': a capture wants a side stream and a pool that lives, nothing may wait inside one, a
+replay wants a capture that ended; a group wants the backend of its device and a device per rank,
+dense tensors, and a dtype that it sums. `CALLS` says what was asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import types
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from ds_runtime.testing.replay import Recording
+from vendor_doubles import Named, double, records, require
+
+VENDORS = {  # plugin → torch's module, its graph class, its group's backend
+    "cuda": ("cuda", "CUDAGraph", "nccl"),
+    "rocm": ("cuda", "CUDAGraph", "nccl"),
+    "npu": ("npu", "NPUGraph", "hccl"),
+    "xpu": ("xpu", "XPUGraph", "xccl"),
+}
+SUMS = {  # what a backend adds up, of the dtypes that models compute in
+    "nccl": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "hccl": (torch.float32, torch.bfloat16, torch.float16),
+    "xccl": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+}
+CALLS: Counter[str] = Counter()
+FREE, TOTAL = 3 << 30, 8 << 30
+
+
+class Stream:
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+
+class Graph:
+    """Of any vendor. The pool ends with the last graph in it."""
+
+    under_way: Graph | None = None
+    current: Stream | None = None  # None: the default stream
+    pools: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self) -> None:
+        self.recording, self.ended, self.number = Recording(), False, 0
+
+    def __del__(self) -> None:
+        Graph.pools[self.number] -= 1
+
+    def capture_begin(self, pool: Any = None) -> None:
+        require(Graph.current is not None, "graphs must be captured on a non-default stream")
+        require(Graph.under_way is None, "a capture is under way already")
+        require(pool is None or Graph.pools[pool[0]] > 0, "the pool has ended with its last graph")
+        self.number = len(Graph.pools) + 1 if pool is None else pool[0]
+        Graph.pools[self.number] += 1
+        Graph.under_way = self
+        self.recording.begin()
+
+    def capture_end(self) -> None:
+        require(Graph.under_way is self, "no capture is under way")
+        Graph.under_way, self.ended = None, True
+        self.recording.end()
+        CALLS["captures"] += 1
+
+    def pool(self) -> tuple[int, int]:
+        require(self.ended, "a graph has a pool once it is captured")
+        return self.number, 0
+
+    def replay(self) -> None:
+        require(self.ended and Graph.under_way is None, "replay of a graph that is not captured")
+        self.recording.replay()
+        CALLS["replays"] += 1
+
+
+@contextlib.contextmanager
+def stream(stream: Stream) -> Any:
+    before, Graph.current = Graph.current, stream
+    try:
+        yield
+    finally:
+        Graph.current = before
+
+
+def synchronize(device: Any = None) -> None:
+    require(Graph.under_way is None, "not permitted while a stream is captured")
+
+
+def set_device(device: Any) -> None:
+    require(device is not None, "a device")
+    CALLS["set_device"] += 1
+
+
+def empty_cache() -> None:
+    require(Graph.under_way is None, "not permitted while a stream is captured")
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    return FREE, TOTAL
+
+
+def is_initialized() -> bool:
+    return True
+
+
+FUNCTIONS = (stream, synchronize, set_device, empty_cache, mem_get_info, is_initialized)
+METHODS = ("capture_begin", "capture_end", "pool", "replay")
+
+
+def runtime(vendor: str) -> dict[str, Any]:
+    """The attributes of torch's module of a device, each behind the vendor's own signature."""
+    module, graph, _ = VENDORS[vendor]
+    if module == "npu":
+        told = {n.partition(":")[2]: text for n, text in records("torch_npu_device").items()}
+    else:
+        real = getattr(torch, module)
+        told = {f.__name__: signature(getattr(real, f.__name__)) for f in FUNCTIONS}
+        told |= {f"{graph}.{m}": signature(getattr(getattr(real, graph), m)) for m in METHODS}
+    made = {f.__name__: double(f.__name__, told[f.__name__], f) for f in FUNCTIONS}
+    methods = {m: double(m, told[f"{graph}.{m}"], getattr(Graph, m)) for m in METHODS}
+    return made | {graph: type(graph, (Graph,), methods), "Stream": Stream}
+
+
+def signature(function: Any) -> str:
+    """As a record has it: without annotations, and names where defaults are no literals."""
+    found, none = inspect.signature(function), inspect.Parameter.empty
+    plain = [
+        p.replace(annotation=none, default=p.default if _literal(p.default) else Named("named"))
+        for p in found.parameters.values()
+    ]
+    return str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+
+
+def _literal(value: Any) -> bool:
+    none = inspect.Parameter.empty
+    return value is none or value is None or isinstance(value, str | int | float | bool)
+
+
+# ---- groups ----
+
+
+def groups(vendor: str) -> dict[str, Any]:
+    """torch.distributed's functions that a communicator calls, over Gloo."""
+    module, _, wanted = VENDORS[vendor]
+    join, reduce_, gather = dist.init_process_group, dist.all_reduce, dist.all_gather
+
+    def init_process_group(backend, init_method, timeout, world_size, rank, device_id):  # type: ignore[no-untyped-def]
+        require(backend == wanted, f"torch's device {module} is joined by {wanted}, not {backend}")
+        require(device_id is not None and device_id.type == module, "a device of this kind")
+        require(device_id.index is not None, "the device needs an index")
+        join("gloo", init_method=init_method, timeout=timeout, world_size=world_size, rank=rank)
+        every: list[Any] = [None] * world_size
+        dist.all_gather_object(every, device_id.index)
+        require(len(set(every)) == world_size, f"duplicate device: ranks have {every}")
+        CALLS["joined"] += 1
+
+    def all_reduce(tensor, group):  # type: ignore[no-untyped-def]
+        require(tensor.is_contiguous(), "tensors must be contiguous")
+        require(tensor.dtype in SUMS[wanted], f"{wanted} does not sum {tensor.dtype}")
+        CALLS["all_reduce"] += 1
+        reduce_(tensor, group=group)
+
+    def all_gather(tensor_list, tensor, group):  # type: ignore[no-untyped-def]
+        every = (*tensor_list, tensor)
+        require(all(t.is_contiguous() for t in every), "tensors must be contiguous")
+        same = {(t.shape, t.dtype) for t in every}
+        require(len(same) == 1, "tensors of one shape and dtype")
+        CALLS["all_gather"] += 1
+        gather(tensor_list, tensor, group=group)
+
+    functions = (init_process_group, all_reduce, all_gather)
+    return {f.__name__: double(f.__name__, signature(getattr(dist, f.__name__)), f)
+            for f in functions}  # fmt: skip
+
+
+def stand_in(vendor: str, put: Any = setattr) -> None:
+    """Put all of it in place; `put` may be monkeypatch.setattr, which undoes it."""
+    module, _, _ = VENDORS[vendor]
+    made = runtime(vendor)
+    if module == "npu":
+        package = types.ModuleType("torch_npu")
+        package.npu = types.SimpleNamespace(config=types.SimpleNamespace(), **made)  # type: ignore[attr-defined]
+        sys.modules["torch_npu"] = package
+        put(torch, "npu", package.npu)
+    else:
+        for name, value in made.items():
+            put(getattr(torch, module), name, value)
+    for name, value in groups(vendor).items():
+        put(dist, name, value)
