@@ -1,7 +1,9 @@
 """What the plugin layer may cost: processor time of a fresh process, its bytecode written before.
 
 Processor time, because others may be using the machine; the least of a few runs, because it is
-the work that counts. The work of processes that it starts is in it.
+the work that counts. The work of processes that it starts is in it. The limit of the plugin layer
+holds where the same interpreter imports from its own library, and copies itself, in PACE; on a
+slower machine it grows as that does.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from faulty import install
 
 PLAN = 1.5  # seconds for `ds-runtime plan` of a described device, from a cold start
 LAYER = 0.15  # seconds for finding, trying, loading and asking every plugin
+PACE = 0.07  # seconds of MEASURE_PACE on a Xeon of 2.6 GHz, where the layer takes 0.05 to 0.08
 
 SPENT = """
 import os, sys
@@ -37,6 +40,19 @@ plugins = load_plugins(failed=failed, installed=installed)
 works = [p for p, _ in plugins.platforms().values() if p is not None]
 plugins.offers(Facts(works[0].info(), Dims({"kv_lora": 512, "qk_rope": 64, "heads": 4})))
 assert not failed and len(plugins.reports) >= 12 and "torch" not in sys.modules
+print(spent() - begin)
+"""
+)
+MEASURE_PACE = (
+    SPENT
+    + """
+begin = spent()
+import asyncio, email.message, http.client, json, logging, typing, unittest.mock
+child = os.fork()
+import decimal, fractions, pickle, statistics, xml.dom.minidom, zipfile
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
 print(spent() - begin)
 """
 )
@@ -66,6 +82,11 @@ def least(code: str, *args: str, runs: int = 5, **environment: str) -> float:
     return min(took)
 
 
+def allowed() -> float:
+    """What the plugin layer may take on this machine, in seconds."""
+    return LAYER * max(1.0, least(MEASURE_PACE) / PACE)
+
+
 def test_a_plan_for_a_described_device_from_a_cold_start() -> None:
     assert least(MEASURE_PLAN, "h200") < PLAN
 
@@ -75,7 +96,7 @@ def test_the_plugin_layer_with_every_plugin_of_the_tree_and_some_more(tmp_path: 
     for i in range(5):
         install(tmp_path, None, code.format(f"p{i}"), f"p{i}", f"p{i}-dist")
     path = os.pathsep.join([*filter(None, sys.path), str(tmp_path)])
-    assert least(MEASURE_LAYER, PYTHONPATH=path) < LAYER
+    assert least(MEASURE_LAYER, PYTHONPATH=path) < allowed()
 
 
 def test_work_that_a_plugin_adds_is_seen(tmp_path: Path) -> None:
@@ -83,7 +104,7 @@ def test_work_that_a_plugin_adds_is_seen(tmp_path: Path) -> None:
     install(tmp_path, None, "sum(range(12_000_000))\n", "slow", "slow-dist")
     path = os.pathsep.join([*filter(None, sys.path), str(tmp_path)])
     code = MEASURE_LAYER.replace(">= 12", ">= 7")
-    assert least(code, runs=1, PYTHONPATH=path) > LAYER
+    assert least(code, runs=1, PYTHONPATH=path) > allowed()
 
 
 @pytest.mark.parametrize("verb", ["plugins", "doctor", "plan"])

@@ -21,10 +21,11 @@ from typing import IO, Any
 from ds_runtime.installed import Entry
 from ds_runtime.ops.spec import Refusal
 from ds_runtime.platform.spec import Platform
-from ds_runtime.plugins import Plugins, importable, load_plugins
+from ds_runtime.plugins import ALWAYS, Plugins, importable, load_plugins
 
 LIMIT = 20.0  # seconds per plugin: drivers of many devices take their time
 _GRACE = 3.0
+_OURS = (*ALWAYS.values(), "ds_runtime.api")  # imported before the copy, so once instead of twice
 _DONE = "\t\n"
 
 
@@ -43,6 +44,8 @@ def look(
     if not hasattr(os, "fork") or threading.active_count() > 1 or "torch" in sys.modules:
         return {}
     todo = importable(installed, names, allowlist)
+    for module in _OURS:
+        import_module(module)
     failed: dict[str, Refusal] = {}
     while todo:
         name, refusal = _try(installed, todo, allowlist, LIMIT if limit is None else limit, ask)
