@@ -96,6 +96,16 @@ def test_every_kind_of_request(recorded, plain, drafting):
     assert len(replays) == (6 if drafting is CHAIN else 8) and all(replays)
 
 
+def test_sizes_that_no_step_could_verify_are_said(recorded):
+    """Three requests with two drafts each are nine tokens."""
+    ours = {"platform": "recorded", "plugins": (), "extra_plugins": [recorded], "prefix_chunk": 8}
+    with LLM(
+        "demo", **{**SETTINGS, **CHAIN, **ours, "max_step_tokens": 8, "graph_sizes": (1, 3)}
+    ) as llm:
+        said = "steps of more requests than 1, since 3 of 3 tokens are over --max-step-tokens 8"
+        assert said in llm.banner
+
+
 def run(settings, plugins=()):
     """A runner, warm, whose caches are NaN where nothing was written."""
     assembly = assemble(EngineConfig(**settings), settings, plugins)

@@ -32,9 +32,22 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         f"{runner.context_length}",
         *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
         *op_lines(assembly),
+        *_not_captured(runner),
         *(f"{'not used':<10}{name}: {refusal}" for name, refusal in assembly.others),
     ]
     return "\n".join(lines)
+
+
+def _not_captured(runner: Runner) -> list[str]:
+    """Which steps with drafts run op by op, though steps are captured."""
+    if runner.cycles is None or not (sizes := runner.cycles.left_out):
+        return []
+    tokens = max(runner.cycles.place.shape.choices) + 1
+    most = max(runner.cycles.sizes, default=0)
+    return [
+        f"{'graphs':<10}not captured: steps of more requests than {most}, since {sizes[0]} of "
+        f"{tokens} tokens are over --max-step-tokens {runner.config.max_step_tokens}"
+    ]
 
 
 def op_lines(assembly: Assembly) -> list[str]:

@@ -21,10 +21,19 @@ from ds_runtime.speculation import Speculation
 
 
 class Cycles:
-    """The captured cycles of a runner. sizes: in sequences."""
+    """The captured cycles of a runner. sizes: in sequences. left_out: sizes that were asked for,
+    whose drafts no step could verify together.
+    """
 
-    def __init__(self, place: CyclePlace, sizes: Sequence[int], backend: GraphBackend) -> None:
+    def __init__(
+        self,
+        place: CyclePlace,
+        sizes: Sequence[int],
+        backend: GraphBackend,
+        left_out: Sequence[int] = (),
+    ) -> None:
         self.sizes = tuple(sizes)
+        self.left_out = tuple(left_out)
         self.place = place
         drafts = place.shape.choices
         self._queries = sorted({n + 1 for n in drafts})
@@ -60,7 +69,8 @@ class Cycles:
         whose drafts no step could verify together are left out.
         """
         model, queries = draft.model, max(shape.choices) + 1
-        sizes = [size for size in sizes if size * queries <= base.limits.max_tokens]
+        left_out = [size for size in sizes if size * queries > base.limits.max_tokens]
+        sizes = [size for size in sizes if size not in left_out]
         most = max(sizes, default=0)
 
         def made(rows: int, columns: int, kind: torch.dtype) -> Tensor:
@@ -81,7 +91,7 @@ class Cycles:
             tail=made(most, width, dtype),
             tail_logits=made(most, base.vocab, torch.float32),
         )
-        return Cycles(place, sizes, backend)
+        return Cycles(place, sizes, backend, left_out)
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
