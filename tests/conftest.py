@@ -1,6 +1,8 @@
-"""Triton's kernels run in its interpreter where no accelerator is.
+"""What holds for every test of a run.
 
-That must be chosen before Triton is first imported, in this process and in those of the tests.
+Triton's kernels run in its interpreter where no accelerator is: that must be chosen before Triton
+is first imported, in this process and in those of the tests. Of several workers each takes its
+share of the cores; with all cores in each, threads wait for those that another worker holds up.
 """
 
 from __future__ import annotations
@@ -14,3 +16,5 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     if not torch.accelerator.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))

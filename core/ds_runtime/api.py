@@ -44,6 +44,7 @@ from ds_runtime.ops.spec import (
 )
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.accelerator import TorchPlatform
+from ds_runtime.plan import read_plan
 from ds_runtime.platform.probe import (
     device_nodes,
     exported_names,
@@ -157,6 +158,7 @@ __all__ = [
     "package_folder",
     "pci_devices",
     "read_file",
+    "read_plan",
     "route",
     "rows_of",
     "seen_of",

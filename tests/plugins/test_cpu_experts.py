@@ -151,6 +151,33 @@ def test_shapes(isa, data):
         torch.testing.assert_close(packed.dequantise(), torch.stack(gate_up), rtol=1e-6, atol=1e-6)
 
 
+class MixedSource(Source):
+    """Zero points in gate and up, or in down alone."""
+
+    def __init__(self, zeros_up: bool) -> None:
+        self.num_experts, self.hidden, self.intermediate, self.format = 3, 128, 64, "int4_group"
+        zeros = (zeros_up, zeros_up, not zeros_up)
+        shapes = ((64, 128), (64, 128), (128, 64))
+        kinds = ["int4_group zeros" if z else "int4_group" for z in zeros]
+        self.experts = [
+            tuple(make(*s, k, 32, torch.bfloat16) for s, k in zip(shapes, kinds, strict=True))
+            for _ in range(3)
+        ]
+
+
+@every_isa
+@pytest.mark.parametrize("zeros_up", [True, False])
+def test_zero_points_in_some_matrices_stay_int4(isa, zeros_up):
+    torch.manual_seed(5)
+    source = MixedSource(zeros_up)
+    ids, weights, x = route(7, 3, 2), torch.rand(7, 2), torch.randn(7, 128).to(torch.bfloat16)
+    with native.using(isa):
+        kernel = ExpertsNative(facts(torch.bfloat16))
+        packed = kernel.pack(source, facts(torch.bfloat16))
+        assert packed.nbytes < 3 * 3 * 64 * 128  # not a byte a weight
+        close(kernel.apply(x, weights, ids, packed), reference(x, weights, ids, source))
+
+
 @every_isa
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -124,9 +124,13 @@ def test_the_plan_says_the_instruction_set_and_a_lock_holds_it(tmp_path, capsys)
     locked = json.loads(lock.read_text())
     assert locked["arch"] in ("x86-64", "aarch64", "aarch64-bf16")
     assemble(EngineConfig(platform="cpu", cpu_isa="generic", plan=str(lock)))
-    if RUNNABLE[0] != "generic":
+    found = assemble(EngineConfig(platform="cpu", plan=str(lock)))
+    assert found.device.arch == locked["arch"] and native.library().isa == "generic"
+    for other in RUNNABLE[:-1]:
         with pytest.raises(ConfigError, match=r"arch: '.*' here, 'x86-64' there"):
-            assemble(EngineConfig(platform="cpu", plan=str(lock)))
+            assemble(EngineConfig(platform="cpu", cpu_isa=other, plan=str(lock)))
+    assemble(EngineConfig(platform="cpu"))
+    assert native.library().isa == RUNNABLE[0]
     capsys.readouterr()
     assert main(["plan", "--platform", "cpu", "--cpu-isa", "generic"]) == 0
     assert f"platform cpu ({locked['arch']})" in capsys.readouterr().out

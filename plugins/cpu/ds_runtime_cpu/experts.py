@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_runtime.api import ExpertSource, Facts, Packed, UnsupportedError, Weight, WeightPart
 from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear
 from ds_runtime_cpu.native import calls
-from ds_runtime_cpu.panels import COLUMNS, Form, dense, form_of
+from ds_runtime_cpu.panels import COLUMNS, Form, forms_of
 from ds_runtime_cpu.small import CODE
 
 
@@ -130,8 +130,8 @@ def _forms(
     gate: WeightPart, up: WeightPart, down: WeightPart, dtype: torch.dtype
 ) -> tuple[Form, Form]:
     """How gate and up, and down are held: in their own format if all can be."""
-    forms = form_of((gate, up), dtype), form_of((down,), dtype)
-    return forms if forms[0].code == forms[1].code else (dense(dtype), dense(dtype))
+    both, one = forms_of(((gate, up), (down,)), dtype)
+    return both, one
 
 
 def _gate_up_native(packed: Packed) -> Tensor:

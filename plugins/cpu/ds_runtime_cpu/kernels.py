@@ -33,7 +33,10 @@ _SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 _CONTRACTS = {"mla_decode": 2, "route": 2}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _PANELS = "fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns"
-_A8 = "activations are rounded to int8, by token or by token and group"
+_A8 = (
+    "activations are rounded to int8, by token or by token and group; weights whose groups no "
+    "multiple of 32 columns divides are held in the compute dtype"
+)
 _KV_B = "kv_b is kept twice: whole for prefill, and per head for decode"
 _MAX_EXPERTS = 1024  # of the native router's buffers
 _MAX_INDEX = 1024  # of the native index prologue's
@@ -80,8 +83,9 @@ def _index(facts: Facts) -> str | None:
     if facts.index_dtype not in (facts.dtype, "float8_e4m3fn"):
         said = f"knows index keys of {facts.dtype} or float8_e4m3fn, not {facts.index_dtype}"
         return Fixable(said, "pass --index-cache-dtype auto")
-    if facts.dims["index_dim"] > _MAX_INDEX:
-        return f"knows index keys of at most {_MAX_INDEX}, not {facts.dims['index_dim']}"
+    dim = facts.dims["index_dim"]
+    if dim > _MAX_INDEX or dim & (dim - 1):
+        return f"rotates index keys of a power of two up to {_MAX_INDEX}, not {dim}"
     return None
 
 

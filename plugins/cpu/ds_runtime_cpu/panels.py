@@ -7,7 +7,7 @@ format with its scales. int8 and int4 weights meet activations that are rounded 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
@@ -156,6 +156,17 @@ def form_of(parts: Iterable[WeightPart], dtype: torch.dtype) -> Form:
     return _own(parts, dtype, parts[0].format, along) or dense(dtype)
 
 
+def forms_of(groups: Iterable[Iterable[WeightPart]], dtype: torch.dtype) -> tuple[Form, ...]:
+    """How groups of parts are held that one kernel reads: all in one format, or all dense. int4
+    with zero points is one with int4 without, whose zero points are 0.
+    """
+    found = tuple(form_of(parts, dtype) for parts in groups)
+    codes = {form.code for form in found}
+    if codes == {_INT4, _INT4_ZEROS}:
+        return tuple(replace(form, code=_INT4_ZEROS) for form in found)
+    return found if len(codes) == 1 else (dense(dtype),) * len(found)
+
+
 def _own(parts: tuple[WeightPart, ...], dtype: torch.dtype, name: str, along: int) -> Form | None:
     """The parts' format `name` if panels can have it; scales change at multiples of `along`."""
     if any(p.format != name or p.block is None or p.dequantiser for p in parts):
@@ -207,7 +218,7 @@ class Matmul:
         """panels: uint8, `heads` packed [n, k] matrices."""
         assert panels.is_contiguous() and panels.nbytes == heads * form.nbytes(n, k)
         self._panels = panels  # alive as long as the call has its address
-        self._n, self._k, self._heads = n, k, heads
+        self._n, self._k, self._heads, self._dtype = n, k, heads, form.dtype
         self._memory = form.memory if form.memory(1, k) else None
         settled = (panels.data_ptr(), form.group, None, heads * n, n, heads, None, n, k, None)
         kinds = (form.code, CODE[form.dtype])
@@ -215,7 +226,8 @@ class Matmul:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k], the same for all heads, its last dim contiguous → [T, heads · n], new."""
-        tokens = x.shape[0]
+        tokens, k = x.shape
+        assert k == self._k and x.dtype == self._dtype, (x.shape, x.dtype, self._k)
         out = x.new_empty(tokens, self._heads * self._n)
         memory = self._room(tokens)
         where = 0 if memory is None else memory.data_ptr()
@@ -227,8 +239,9 @@ class Matmul:
         by_row, by_head, by_column = x.stride()
         if by_column != 1:
             return self.per_head(x.contiguous())
-        tokens = x.shape[0]
-        out = x.new_empty(tokens, self._heads, self._n)
+        tokens, heads, k = x.shape
+        assert (heads, k, x.dtype) == (self._heads, self._k, self._dtype), (x.shape, x.dtype)
+        out = x.new_empty(tokens, heads, self._n)
         memory = self._room(tokens * self._heads)
         where = 0 if memory is None else memory.data_ptr()
         self._call(x.data_ptr(), by_row, by_head, out.data_ptr(), tokens, where)

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ds_runtime.api import Ceilings, Communicator, ConfigError, DeviceInfo, MemoryInfo, Platform
+from ds_runtime.api import (
+    Ceilings,
+    Communicator,
+    ConfigError,
+    DeviceInfo,
+    MemoryInfo,
+    Platform,
+    read_plan,
+)
 from ds_runtime_cpu import machine, native, placement
 from ds_runtime_cpu.isa import ISAS, limited, usable
 
@@ -37,6 +45,14 @@ def _device_info(isa: str | None, pinned: bool) -> DeviceInfo:
     )
 
 
+def _locked(plan: str) -> str:
+    """The variant of a locked plan: AUTO if that is what AUTO gives, or none that runs here."""
+    arch, features = str(read_plan(plan).get("arch")), machine.processor().features
+    by_arch = {machine.arch(n, limited(n, features)): n for n in reversed(native.runnable())}
+    best = _device_info(next(iter(native.runnable()), None), pinned=False).arch
+    return AUTO if arch == best else by_arch.get(arch, AUTO)
+
+
 def _choices(wanted: str) -> str:
     """What can be chosen, for the end of a refusal."""
     known = [*native.runnable(), AUTO]
@@ -55,8 +71,12 @@ class CpuPlatform(Platform):
         self._isa = AUTO
 
     def configure(self, config: EngineConfig) -> None:
-        """`--cpu-isa`: the variant of the native kernels, and the features that info() tells."""
+        """`--cpu-isa`: the variant of the native kernels, and the features that info() tells. Left
+        alone, it is the one that a plan given by `--plan` was locked with, if it runs here.
+        """
         isa = config.cpu_isa
+        if isa == AUTO and config.plan is not None:
+            isa = _locked(config.plan)
         if isa != AUTO and (reason := native.refused(isa)) is not None:
             raise ConfigError(f"--cpu-isa {isa}: {reason}; {_choices(isa)}")
         native.choose(None if isa == AUTO else isa)

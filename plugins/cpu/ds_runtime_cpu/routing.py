@@ -35,6 +35,7 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     tokens, experts = logits.shape
     top_k = routing.top_k
     width = top_k + routing.shared
+    assert top_k <= experts and experts % routing.n_group == 0, (experts, routing)
     weights = torch.empty(tokens, width)
     ids = torch.empty(tokens, width, dtype=torch.int32)
     active.route(

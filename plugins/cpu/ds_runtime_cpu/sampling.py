@@ -53,6 +53,7 @@ def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
 def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs."""
     rows, vocab = logits.shape
+    assert top_n <= vocab, (top_n, vocab)
     ids = ids.contiguous()
     chosen = torch.empty(rows)
     values = torch.empty(rows, top_n)

@@ -89,6 +89,7 @@ def embed(ids: Tensor, table: Tensor, start: int) -> Tensor:
 def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """QuantizeGroup for float32 and bfloat16."""
     rows, n = x.shape
+    assert n % group == 0, (n, group)
     q = torch.empty(rows, n, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, n // group)
     active.quantize_group(
