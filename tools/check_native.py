@@ -1,6 +1,7 @@
 """Runs the CPU plugin's native code under the tools that watch memory and threads.
 
-python tools/check_native.py [valgrind] [address] [thread] [pytest] [arm] [--build FOLDER]
+python tools/check_native.py [valgrind] [address] [thread] [pytest] [arm] [--require]
+    [--build FOLDER]
 
 valgrind  the driver on the generic library, under memcheck, leaks included
 address   the driver on every library, instrumented by AddressSanitizer and UBSan
@@ -11,7 +12,7 @@ arm       the driver on the generic library of aarch64, cross-compiled and emula
           must be near those of this machine
 
 Each but the last also does on purpose what it must find. Without names all run; one whose tool is
-missing is skipped with a line. Needs cmake and a C++ compiler.
+missing is skipped with a line, or with --require ends the run. Needs cmake and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -31,10 +32,15 @@ from ds_runtime_cpu import native
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1500  # seconds for one command, on a machine that also does other things
 CXX = os.environ.get("CXX") or shutil.which("c++") or "c++"
+RUNTIMES = "Debian: g++, or libclang-rt-dev for clang++"
 # LeakSanitizer stops all threads through ptrace, and with OpenMP's may itself crash; leaks are
 # valgrind's to find.
 NO_LEAKS = {"ASAN_OPTIONS": "detect_leaks=0"}
 TESTS = ("tests/conformance/test_variants.py", "tests/conformance/test_ops.py", "-k", "cpu")
+
+
+class Missing(Exception):
+    """What a check needs and this machine lacks, with the package of Debian that has it."""
 
 
 def say(text: str) -> None:
@@ -70,13 +76,14 @@ def must_find(
     say(f"  found as it should be: {says}")
 
 
-def knows(sanitizer: str) -> bool:
-    """Whether the compiler links programs with this sanitizer."""
+def need(sanitizer: str) -> None:
+    """The compiler must link programs with this sanitizer."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text("int main() { return 0; }\n")
         command = [CXX, f"-fsanitize={sanitizer}", source, "-o", source.with_suffix("")]
-        return subprocess.run(list(map(str, command)), capture_output=True).returncode == 0
+        if subprocess.run(list(map(str, command)), capture_output=True).returncode:
+            raise Missing(f"{CXX} links nothing with -fsanitize={sanitizer} ({RUNTIMES})")
 
 
 def built(
@@ -94,8 +101,7 @@ def built(
 def valgrind(build: Path) -> None:
     tool = shutil.which("valgrind")
     if tool is None:
-        say("skipped: no valgrind on this machine")
-        return
+        raise Missing("valgrind (Debian: valgrind)")
     driver, library = built(build / "plain", "", ["generic"])
     leaks = ["--leak-check=full", "--errors-for-leak-kinds=definite", "--show-leak-kinds=definite"]
     command = [tool, "--quiet", "--error-exitcode=9", *leaks, driver]
@@ -107,9 +113,7 @@ def valgrind(build: Path) -> None:
 
 
 def address(build: Path) -> None:
-    if not knows("address,undefined"):
-        say(f"skipped: {CXX} has no AddressSanitizer")
-        return
+    need("address,undefined")
     driver, *libraries = built(build / "address", "address,undefined", native.runnable())
     must([driver, "--large", *libraries], NO_LEAKS)
     must([driver, "--stress", "4", *libraries], NO_LEAKS)
@@ -118,9 +122,7 @@ def address(build: Path) -> None:
 
 
 def thread(build: Path) -> None:
-    if not knows("thread"):
-        say(f"skipped: {CXX} has no ThreadSanitizer")
-        return
+    need("thread")
     isas = dict.fromkeys((native.runnable()[0], "generic"))
     driver, *libraries = built(build / "thread", "thread", list(isas))
     must([driver, *libraries])
@@ -129,13 +131,14 @@ def thread(build: Path) -> None:
 
 
 def pytest(build: Path) -> None:
+    need("address,undefined")
     runtimes = [
         Path(subprocess.check_output([CXX, f"-print-file-name={name}"], text=True).strip())
         for name in ("libasan.so", "libstdc++.so")
     ]
-    if not knows("address,undefined") or not all(r.is_absolute() for r in runtimes):
-        say(f"skipped: {CXX} has no AddressSanitizer to preload")
-        return
+    for runtime in runtimes:
+        if not runtime.is_absolute():
+            raise Missing(f"{runtime} of {CXX}, to preload (Debian: g++, with CXX=g++)")
     folder = build / "address"
     if not folder.is_dir():
         built(folder, "address,undefined", native.runnable())
@@ -163,9 +166,10 @@ native.calls().rms_norm(0, 0, x.data_ptr(), 64, x.data_ptr(), 1e-6, out.data_ptr
 
 def arm(build: Path) -> None:
     compiler, emulator = (shutil.which(n) for n in ("aarch64-linux-gnu-g++", "qemu-aarch64-static"))
-    if compiler is None or emulator is None:
-        say("skipped: no cross compiler or no emulator for aarch64 on this machine")
-        return
+    if compiler is None:
+        raise Missing("aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
+    if emulator is None:
+        raise Missing("qemu-aarch64-static (Debian: qemu-user-static)")
     driver, library = built(build / "plain", "", ["generic"])
     results = build / "results"
     must([driver, "--save", results, library])
@@ -189,15 +193,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--build", type=Path, help="keep what is built in this folder")
+    parser.add_argument("--require", action="store_true", help="fail where a tool is missing")
     args = parser.parse_args()
     if unknown := set(args.checks) - set(CHECKS):
         parser.error(f"{', '.join(sorted(unknown))}: no such check; there are {', '.join(CHECKS)}")
     if shutil.which("cmake") is None:
-        sys.exit("cmake is missing: pip install cmake")
+        sys.exit("FAILED: missing: cmake (Debian: cmake)")
     with tempfile.TemporaryDirectory() as temporary:
         for name in args.checks or CHECKS:
             say(f"== {name}")
-            CHECKS[name]((args.build or Path(temporary)).resolve())
+            try:
+                CHECKS[name]((args.build or Path(temporary)).resolve())
+            except Missing as missing:
+                if args.require:
+                    sys.exit(f"FAILED: missing: {missing}")
+                say(f"skipped: missing: {missing}")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ Library open(const char* path) {
     if (!found) fail("not exported", name);
     return found;
   };
-  if (!reinterpret_cast<decltype(&ds_cpu_score)>(symbol("ds_cpu_score"))())
-    fail("cannot run here", path);
   Library library;
 #define X(name) library.name = reinterpret_cast<decltype(&ds_cpu_##name)>(symbol("ds_cpu_" #name));
   DRIVER_FUNCTIONS(X)
 #undef X
+  if (library.abi_version() != DS_CPU_ABI) fail("has another interface", path);
+  if (!library.score()) fail("cannot run here", path);
+  if (library.threads() < 1) fail("has no thread", path);
   return library;
 }
 

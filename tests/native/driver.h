@@ -16,8 +16,11 @@
 
 namespace driver {
 
-// Every function of ds_cpu.h that computes. tests/plugins/test_cpu_driver.py compares the list.
+// Every function of ds_cpu.h. tests/plugins/test_cpu_driver.py compares the list.
 #define DRIVER_FUNCTIONS(X) \
+  X(abi_version)            \
+  X(score)                  \
+  X(threads)                \
   X(set_threads)            \
   X(bind_threads)           \
   X(large_pages)            \

@@ -186,26 +186,31 @@ struct Router {
   int32_t method;
 };
 
-void routing(std::vector<Case>& to, int64_t tokens) {
+void routing(std::vector<Case>& to, int64_t tokens, int64_t shared) {
   for (const Router r : {Router{1, 1, 1, 1, DS_GREEDY}, Router{7, 3, 1, 1, DS_GREEDY},
                          Router{24, 5, 8, 3, DS_GROUP_LIMITED}, Router{64, 8, 8, 4, DS_NOAUX_TC},
                          Router{20, 20, 2, 2, DS_NOAUX_TC}})
     for (const int32_t flags : {0, 1, 2, 3})
       to.push_back({"route", [=](const Library& library, Results& results) {
                       Random random(16);
+                      const int64_t width = r.top_k + shared;
                       Matrix<float> logits(tokens, r.experts, r.experts + 1), bias(1, r.experts);
-                      Matrix<float> weights(tokens, r.top_k);
-                      Matrix<int32_t> ids(tokens, r.top_k);
+                      Matrix<float> weights(tokens, width);
+                      Matrix<int32_t> ids(tokens, width);
                       logits.fill(random, NAN);
                       bias.fill(random, 0.0f);
                       library.route(logits.data, logits.ld, r.method == DS_NOAUX_TC ? bias.data : nullptr,
-                                    weights.data, ids.data, tokens, r.experts, r.top_k, r.groups,
-                                    r.open_groups, flags & 1, r.method, flags >> 1, 2.5);
+                                    weights.data, ids.data, tokens, r.experts, r.top_k, shared,
+                                    r.groups, r.open_groups, flags & 1, r.method, flags >> 1, 2.5);
                       results.take(weights, "route's weights");
-                      ids.each([&](int32_t id) {
-                        if (id < 0 || id >= r.experts) fail("chooses no expert", "route");
-                        results.take(float(id), "route");
-                      });
+                      for (int64_t t = 0; t < tokens; ++t)
+                        for (int64_t i = 0; i < width; ++i) {
+                          const int32_t id = ids.at(t, i);
+                          if (i < r.top_k ? id < 0 || id >= r.experts
+                                          : id != r.experts + i - r.top_k || weights.at(t, i) != 1)
+                            fail("chooses no expert", "route");
+                          results.take(float(id), "route");
+                        }
                     }});
 }
 
@@ -307,7 +312,8 @@ void small_cases(std::vector<Case>& to, bool large) {
     caches<Half, Grouped>(to, s);
     sampling(to, s);
   }
-  for (const int64_t tokens : {0, 1, 9}) routing(to, tokens);
+  for (const int64_t tokens : {0, 1, 9})
+    for (const int64_t shared : {0, 2}) routing(to, tokens, shared);
   housekeeping(to);
 }
 

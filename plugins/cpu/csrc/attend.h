@@ -101,7 +101,7 @@ class Tile {
 
   // Keys first, first + 1, ..., count <= KEYS of them, and their values. Meanwhile `ahead`.
   void block(const C* const* key, const C* const* value, int64_t first, int count,
-             const Ahead& ahead = {}) {
+             const RowsAhead& ahead = {}) {
     const int64_t panels = (columns_ + PANEL - 1) / PANEL;
     first_ = first;
     count_ = count;
@@ -349,7 +349,7 @@ class Tile {
 
   int64_t d_, dv_, words_, columns_, stride_;
   int64_t rows_ = 0, padded_ = 0, first_ = 0;
-  Ahead ahead_;
+  RowsAhead ahead_;
   int count_ = 0;
   float scale_ = 0.0f;
   bool fresh_ = true;

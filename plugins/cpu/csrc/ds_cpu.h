@@ -35,7 +35,8 @@ DS_EXPORT int32_t ds_cpu_score();
 DS_EXPORT int32_t ds_cpu_threads();
 // For the calling thread, and for others from their first call on.
 DS_EXPORT void ds_cpu_set_threads(int64_t count);
-// Thread i may run on the processors cpus[ends[i - 1]] to cpus[ends[i] - 1].
+// Thread i may run on the processors cpus[ends[i - 1]] to cpus[ends[i] - 1], those of its memory node.
+// Where first ones differ there are several nodes: then thread i reads what it packed of experts.
 DS_EXPORT void ds_cpu_bind_threads(const int32_t* cpus, const int64_t* ends, int64_t threads);
 // Ask the operating system for large pages under a buffer that is about to be filled.
 DS_EXPORT void ds_cpu_large_pages(void* data, int64_t bytes);
@@ -88,7 +89,8 @@ DS_EXPORT void ds_cpu_router_logits(int32_t dtype, const void* x, int64_t ldx, c
                                     float* out, int64_t tokens, int64_t experts, int64_t hidden);
 // The experts of each token, [tokens, top_k + shared], and their weights; behind the chosen come
 // shared slots experts, experts + 1, .. of weight 1. bias [experts] may be null; sigmoid: else
-// softmax; method: a DsRouting. At most 1024 experts.
+// softmax; method: a DsRouting. Writes nothing, and says nothing, where there are more than 1024
+// experts, or fewer than top_k or than groups: that is the caller's to refuse.
 DS_EXPORT void ds_cpu_route(const float* logits, int64_t ldl, const float* bias, float* weights,
                             int32_t* ids, int64_t tokens, int64_t experts, int64_t top_k,
                             int64_t shared, int64_t groups, int64_t open_groups, int32_t sigmoid,
@@ -123,8 +125,8 @@ DS_EXPORT void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, in
 DS_EXPORT void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out,
                              int64_t n, int64_t k, int64_t group);
 // For every head h: y [m, n] = x [m, k] * w [n, k]^T, accumulated in float32, at x + h * sxh and
-// y + h * syh; w packed, one head after the other. memory, aligned to 64, of int8 and int4: rows of
-// activations * (k padded to 64 + 8 * groups) + 192 bytes.
+// y + h * syh; w packed, one head after the other. Zeros if k is 0. memory, aligned to 64, of int8
+// and int4: rows of activations * (k padded to 64 + 8 * groups) + 192 bytes.
 DS_EXPORT void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64_t ldx,
                              int64_t sxh, const void* w, int64_t group, void* y, int64_t ldy,
                              int64_t syh, int64_t heads, int64_t m, int64_t n, int64_t k,
@@ -145,7 +147,7 @@ DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int6
 // Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
 // new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
 // the cache [pages, page_size, width] (in dtype, DS_E4M3 or DS_GROUPED) through pages + i * max_pages. out
-// [rows, heads, lora]; zeros where lens[i] is 0. Rows after lens[i] are never read. tree: null, or per
+// [rows, heads, lora]; zeros where lens[i] <= 0. Rows after lens[i] are never read. tree: null, or per
 // row which of the last 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b;
 // those before it sees all. memory: as many bytes as mla_decode_memory says for these sequences and
 // the threads of now.

@@ -13,6 +13,13 @@ namespace {
 
 constexpr int64_t HALF = NB / 2;
 
+// Results of a few tokens, up to so many floats, are kept by pair, which cuts work anywhere; those
+// of many are summed as they come, a few columns of all tokens at a time.
+#if !defined(DS_BY_PAIR)
+#define DS_BY_PAIR (1 << 19)
+#endif
+constexpr int64_t BY_PAIR = DS_BY_PAIR;
+
 // The (token, choice) pairs in the order of their experts; a place is a position in that order.
 struct Routes {
   int64_t tokens, top_k, active;
@@ -64,22 +71,20 @@ class Layer {
   Layer(Panels<Fmt> w13, Panels<Fmt> w2, int64_t experts, int64_t tokens, int64_t top_k)
       : w13_(w13), w2_(w2), experts_(experts), hidden_(w13.k), inter_(w2.k) {
     r_.tokens = tokens, r_.top_k = top_k;
-    // Results of a few tokens are kept by pair, which cuts work anywhere; those of many are summed
-    // as they come, a few columns of all tokens at a time.
-    by_pair_ = tokens * top_k * hidden_ <= (1 << 19);
+    by_pair_ = tokens * top_k * hidden_ <= BY_PAIR;
   }
 
   // Lays the buffers out.
-  void buffers(Carve& take) {
+  void buffers(Arena& arena) {
     const int64_t pairs = r_.tokens * r_.top_k;
-    take(ints_, Routes::ints(r_.tokens, r_.top_k, experts_));
-    take(act_, pairs * inter_);
-    take(sums_, (by_pair_ ? pairs : r_.tokens) * hidden_);
+    ints_ = arena.take<int32_t>(Routes::ints(r_.tokens, r_.top_k, experts_));
+    act_ = arena.take<Act>(pairs * inter_);
+    sums_ = arena.take<float>((by_pair_ ? pairs : r_.tokens) * hidden_);
     if constexpr (QUANTISES<Fmt>) {
-      in_.template buffers<Fmt>(take, r_.tokens > 1 ? pairs : r_.tokens, hidden_, w13_.group);
-      mid_.template buffers<Fmt>(take, pairs, inter_, w2_.group);
+      in_.template buffers<Fmt>(arena, r_.tokens > 1 ? pairs : r_.tokens, hidden_, w13_.group);
+      mid_.template buffers<Fmt>(arena, pairs, inter_, w2_.group);
     } else if (r_.tokens > 1) {
-      take(gathered_, pairs * hidden_);
+      gathered_ = arena.take<X>(pairs * hidden_);
     }
   }
 
@@ -134,14 +139,19 @@ class Layer {
   }
 
   // Units of one panel of each active expert, `panels` to an expert; body(active expert, panel).
+  // Threads begin with equal work, one expert after the other. On several memory nodes thread i has
+  // instead the panels of every expert that it packed (`parallel` divides them so), and helps its
+  // neighbours where these do not divide evenly.
   template <class Body>
   void each_panel(int64_t panels, int64_t panel_bytes, Body body) {
+    const bool local = on_several_nodes.load(std::memory_order_relaxed);
     const int64_t n = r_.active * panels;
     // A panel costs its bytes, and arithmetic outweighs them from some 16 tokens on.
     auto weight = [&](int64_t a) { return 16 + r_.count(a); };
     int64_t total = 0;
     for (int64_t a = 0; a < r_.active; ++a) total += weight(a) * panels;
     auto first = [&](int64_t i, int64_t pieces) {
+      if (local) return panels * i / pieces * r_.active;
       int64_t want = total * i / pieces;
       for (int64_t a = 0; a < r_.active; ++a) {
         const int64_t all = weight(a) * panels;
@@ -150,19 +160,27 @@ class Layer {
       }
       return n;
     };
-    share(n, total / 16 * panel_bytes, first, [&](auto next) {
+    share(n, total / 16 * panel_bytes, first, [&](auto next, int64_t pieces) {
       TileSession session;
       (void)session;
-      for (int64_t u = next(); u >= 0; u = next()) body(u / panels, u % panels);
+      const int64_t strips = local ? pieces : 1;  // of panels, one after the other
+      for (int64_t u = next(); u >= 0; u = next()) {
+        const int64_t s = ((u / r_.active + 1) * strips - 1) / panels;
+        const int64_t p = panels * s / strips, width = panels * (s + 1) / strips - p;
+        const int64_t at = u - p * r_.active;
+        body(at / width, p + at % width);
+      }
     });
   }
 
-  // emit(place, 64 values) for the tokens of active expert a and one panel.
+  // emit(place, 64 values) for the tokens of active expert a and one panel. one_row: x is the only
+  // token's row, which is that of every place, even where the token names an expert twice.
   template <class Emit>
   void product(const typename Fmt::Panel& panel, const Tokens& x, bool one_row, int64_t a, int64_t k,
                Emit emit) const {
     alignas(64) typename Fmt::Sum sums[Fmt::TOKENS][NB];
-    const int64_t m = r_.count(a), cuts = (m + Fmt::TOKENS - 1) / Fmt::TOKENS;
+    const int64_t m = r_.count(a);
+    const int64_t cuts = one_row ? m : (m + Fmt::TOKENS - 1) / Fmt::TOKENS;
     for (int64_t c = 0; c < cuts; ++c) {
       const int64_t begin = r_.from[a] + m * c / cuts, end = r_.from[a] + m * (c + 1) / cuts;
       const int64_t row = one_row ? 0 : begin;
@@ -218,7 +236,7 @@ class Layer {
     const int64_t units = (panels + width - 1) / width;
     const int64_t cost = (r_.active + r_.pairs / 16) * panels * w2_.bytes();
     auto first = [&](int64_t i, int64_t pieces) { return units * i / pieces; };
-    share(units, cost, first, [&](auto next) {
+    share(units, cost, first, [&](auto next, int64_t) {
       TileSession session;
       (void)session;
       for (int64_t u = next(); u >= 0; u = next()) {
@@ -276,9 +294,9 @@ static void with_layer(int32_t format, int32_t dtype, const void* w13, int64_t g
     const Panels<Fmt> up{(const char*)w13, group13, hidden, zeros};
     const Panels<Fmt> down{(const char*)w2, group2, inter, zeros};
     Layer<Fmt, decltype(element)> layer(up, down, experts, tokens, top_k);
-    Carve take{(char*)memory};
-    layer.buffers(take);
-    body(layer, take.used);
+    Arena arena(memory);
+    layer.buffers(arena);
+    body(layer, arena.used());
   });
 }
 
@@ -294,6 +312,10 @@ void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx, c
                     int64_t group2, void* out, int64_t tokens, int64_t top_k, int64_t experts,
                     int64_t hidden, int64_t inter, void* memory) {
   if (tokens <= 0) return;
+  if (hidden <= 0 || inter <= 0) {  // matmuls want k > 0
+    std::memset(out, 0, size_t(tokens * hidden * (dtype == DS_F32 ? 4 : 2)));
+    return;
+  }
   with_layer(format, dtype, w13, group13, w2, group2, tokens, top_k, experts, hidden, inter, memory,
              [&](auto& layer, int64_t) { layer.run(x, ldx, weights, ids, out); });
 }

@@ -84,7 +84,7 @@ void products_of(int vectors, const C* queries, const Call& call, int64_t padded
                  const C* const* key, int count, float* to) {
   if (vectors == NV) {
     constexpr int K = KEY_TILE[NV];
-    Ahead none;
+    RowsAhead none;
     for (int j = 0; j < count; j += K)
       score_tile<K, NV>(queries, call.d, padded, key + j, count - j < K ? count - j : K, none,
                         to + j * padded);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "amx.h"
+#include "arena.h"
 #include "bytes.h"
 #include "quantize.h"
 
@@ -23,17 +24,6 @@ struct Tokens8 {
   int64_t at(int64_t t) const { return index ? index[t] : t; }
 };
 
-// Hands out memory piece by piece; from null, it only counts.
-struct Carve {
-  char* memory;
-  int64_t used = 0;
-  template <class T>
-  void operator()(T*& pointer, int64_t count) {
-    pointer = memory ? (T*)(memory + used) : nullptr;
-    used += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
-  }
-};
-
 // Buffers of rows in 8 bits.
 struct Quantised {
   int64_t k, group, groups, ld;
@@ -44,13 +34,13 @@ struct Quantised {
 
   // group 0: one for the whole of k.
   template <class Fmt>
-  void buffers(Carve& take, int64_t rows, int64_t columns, int64_t group_size) {
+  void buffers(Arena& arena, int64_t rows, int64_t columns, int64_t group_size) {
     k = columns, ld = padded8(k), flip = Fmt::FLIP;
     group = group_size > 0 ? group_size : ld;
     groups = k > 0 ? (k + group - 1) / group : 1;
-    take(q, rows * ld);
-    take(scale, rows * groups);
-    take(sum, rows * groups);
+    q = arena.take<uint8_t>(rows * ld);
+    scale = arena.take<float>(rows * groups);
+    sum = arena.take<int32_t>(rows * groups);
   }
   template <class X>
   void set(int64_t row, const X* x) const {

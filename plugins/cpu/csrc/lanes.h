@@ -18,7 +18,7 @@ constexpr int32_t LEAST = INT32_MIN;  // below the key of every float
 constexpr float LEAST_EXP = -87.0f;  // e^x is taken for 0 below: exp (simd.h) goes no further
 
 // only(x, bits): x where the lane's bit is set, else -inf; bits above the lanes' mean nothing.
-// Keys is order() of a vector's lanes; Sums adds vectors up in eight float64 sums.
+// Keys is order() of a vector's lanes; WideSums adds vectors up in eight float64 sums.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
 // (x1, x0, x3, x2, ...)
@@ -51,7 +51,7 @@ struct Keys {
   void store(int32_t* p) const { _mm512_storeu_si512(p, v); }
 };
 
-struct Sums {
+struct WideSums {
   __m512d v = _mm512_setzero_pd();
   void add(F x) {
     v = _mm512_add_pd(v, _mm512_cvtps_pd(_mm512_castps512_ps256(x.v)));
@@ -98,7 +98,7 @@ struct Keys {
   void store(int32_t* p) const { _mm256_storeu_si256((__m256i*)p, v); }
 };
 
-struct Sums {
+struct WideSums {
   __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
   void add(F x) {
     low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x.v)));
@@ -155,7 +155,7 @@ struct Keys {
   void store(int32_t* p) const { std::memcpy(p, v, sizeof v); }
 };
 
-struct Sums {
+struct WideSums {
   double v[8] = {};
   void add(F x) {
     for (int i = 0; i < F::W; ++i) v[i & 7] += double(x.v[i]);
@@ -165,7 +165,7 @@ struct Sums {
 
 #endif
 
-inline double all(const Sums& sums) {
+inline double all(const WideSums& sums) {
   double v[8];
   sums.store(v);
   return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7]));

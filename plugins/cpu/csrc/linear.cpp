@@ -17,8 +17,8 @@ struct Inputs {
       : x((const X*)data), ldx(ld), sxh(per_head) {
     if constexpr (QUANTISES<Fmt>) {
       const int64_t own = sxh ? heads : 1;
-      Carve take{memory};
-      q.template buffers<Fmt>(take, own * m, k, group);
+      Arena arena(memory);
+      q.template buffers<Fmt>(arena, own * m, k, group);
       parallel(own * m, 1, own * m * k, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) q.set(i, x + i / m * sxh + i % m * ldx);
       });
@@ -45,6 +45,11 @@ void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64_t ldx, in
   with_format(format, dtype, [&](auto fmt, auto element) {
     using Fmt = decltype(fmt);
     using X = decltype(element);
+    if (k <= 0) {  // sums of nothing
+      for (int64_t i = 0; i < heads * m; ++i)
+        std::memset((void*)((X*)y + i / m * syh + i % m * ldy), 0, size_t(n) * sizeof(X));
+      return;
+    }
     const Panels<Fmt> weight{(const char*)w, group, k, format == DS_INT4_ZEROS};
     const Inputs<Fmt, X> inputs(x, ldx, sxh, heads, m, k, group, (char*)memory);
     const int64_t panels = panels_of(n);

@@ -72,7 +72,7 @@ void attend(const Call& call, int64_t i, int64_t head, int64_t row, int64_t rows
     const C *wide_keys[KEYS], *wide_values[KEYS];
     tile.block(rows_as<C>(key[i], count, call.k.d, desk.keys, wide_keys),
                rows_as<C>(value[i], count, call.v.d, desk.values, wide_values), j0, count,
-               Ahead(key[1 - i], call.k.d, value[1 - i], call.v.d, later));
+               RowsAhead(key[1 - i], call.k.d, value[1 - i], call.v.d, later));
     count = later;
   }
   for (int64_t m = 0; m < rows; ++m) {

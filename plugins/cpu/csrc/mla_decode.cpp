@@ -159,7 +159,7 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
     const int later = next(j0 + KEYS, rows[1 - i]);
     const C* wide[KEYS];
     const C* const* keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
-    tile.block(keys, keys, j0, count, Ahead(rows[1 - i], size, rows[1 - i], 0, later));
+    tile.block(keys, keys, j0, count, RowsAhead(rows[1 - i], size, rows[1 - i], 0, later));
     count = later;
   }
 
@@ -176,7 +176,7 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
 
 // A unit's share of its group's rows, from the partial results of all ranges.
 template <class T>
-void merge(const Call& call, const Unit& u, const Partials& partials, int64_t columns) {
+void merge(const Call& call, const Unit& u, const Partials& partials, int64_t stride) {
   const int64_t length = call.lens[u.sequence], range = range_of(length);
   const int64_t ranges = (length + range - 1) / range, mine = u.first / range;
   const int64_t rows = up_to(u.rows, F::W), first = u.partial - mine * rows;
@@ -186,13 +186,13 @@ void merge(const Call& call, const Unit& u, const Partials& partials, int64_t co
       const float top = partials.top[first + r * rows + m];
       high = top > high ? top : high;
     }
-    float* sums = partials.sums + (first + m) * columns;
+    float* sums = partials.sums + (first + m) * stride;
     for (int64_t r = 0; r < ranges; ++r) {
       const int64_t at = first + r * rows + m;
       const float part = std::exp2(partials.top[at] - high);
       total += partials.total[at] * part;
-      const float* more = partials.sums + at * columns;
-      for (int64_t c = 0; c < columns; c += F::W) {
+      const float* more = partials.sums + at * stride;
+      for (int64_t c = 0; c < call.lora; c += F::W) {
         const F before = r ? F::load(sums + c) : F::zero();
         fma(F::load(more + c), F::all(part), before).store(sums + c);
       }
@@ -205,7 +205,7 @@ void merge(const Call& call, const Unit& u, const Partials& partials, int64_t co
 template <class T, class K, class C>
 void mla_decode(const Call& call, void* buffer, int64_t bytes) {
   for (int64_t i = 0; i < call.sequences; ++i)  // no unit writes what sees nothing
-    if (call.lens[i] == 0) {
+    if (call.lens[i] <= 0) {
       const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
       T* out = (T*)call.out + first * call.heads * call.lora;
       std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));

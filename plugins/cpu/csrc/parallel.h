@@ -4,7 +4,8 @@
 //
 // On a machine with several memory nodes thread i stays on one node (threads.cpp). `parallel` gives
 // thread i the same piece whenever n, grain and the number of threads are the same, so panels that
-// are packed with it lie in the memory of the node that reads them later.
+// are packed with it lie in the memory of the node that reads them later. Experts, of which few are
+// read at a time, are divided likewise on such a machine (experts.cpp).
 #pragma once
 
 #include <atomic>
@@ -17,6 +18,8 @@
 #endif
 
 namespace ds {
+
+inline std::atomic<bool> on_several_nodes{false};  // whether threads are bound to such
 
 #if defined(_OPENMP)
 // Threads of the process's engine, 0: not told. OpenMP keeps the number per calling thread, so a

@@ -205,7 +205,7 @@ Kept nucleus(const Row& row, Kept kept, const Softmax& softmax, float top_p) {
   double total = 0.0;
   if (kept.all()) {
     float weights[F::W];
-    Sums sums;
+    WideSums sums;
     for (int64_t p = 0; p < row.parts; ++p)
       row.vectors(p, [&](F v, int64_t i, int count) {
         F mass = softmax(v);
@@ -264,7 +264,7 @@ int64_t walk(const Row& row, Kept kept, const Softmax& softmax, float min_p, dou
   double part[PARTS], total = 0.0;
   for (int64_t p = 0; p < row.parts; ++p) {
     if (kept.all()) {
-      Sums sums;
+      WideSums sums;
       row.vectors(p, [&](F v, int64_t, int count) {
         F mass = softmax(v);
         mass = zero_below(mass, mass, min_p);
@@ -321,7 +321,7 @@ void log_softmax(const float* x, int64_t n, int64_t id, int64_t top_n, float* ch
                  int64_t* top_ids) {
   const Row row(x, n);
   const Softmax softmax(row, 1.0f);
-  Sums sums;
+  WideSums sums;
   for (int64_t p = 0; p < row.parts; ++p)
     row.vectors(p, [&](F v, int64_t, int count) {
       sums.add(count < F::W ? first_lanes(softmax(v), count) : softmax(v));

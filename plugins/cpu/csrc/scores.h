@@ -8,12 +8,12 @@ namespace ds {
 
 // Rows that the next block reads, fetched into the second cache while this one is computed. Spread
 // evenly over its time: a burst of fetches would hold up every load behind it.
-class Ahead {
+class RowsAhead {
  public:
-  Ahead() = default;
+  RowsAhead() = default;
   template <class K, class V>
-  Ahead(const K* const* keys, int64_t key_elements, const V* const* values, int64_t value_elements,
-        int count)
+  RowsAhead(const K* const* keys, int64_t key_elements, const V* const* values,
+            int64_t value_elements, int count)
       : lists_{{(const char* const*)keys, count, key_elements * int64_t(sizeof(K))},
                {(const char* const*)values, count, value_elements * int64_t(sizeof(V))}} {
     if (count <= 0) return;
@@ -106,7 +106,7 @@ constexpr int SCORE_STEP = 8;  // words between two looks at what is to be fetch
 // Dot products of `count` <= K keys with NV vectors of packed queries: to [count][padded].
 template <int K, int NV, class C>
 inline void score_tile(const C* queries, int64_t d, int64_t padded, const C* const* key, int count,
-                       Ahead& ahead, float* to) {
+                       RowsAhead& ahead, float* to) {
   using W = Word<C>;
   constexpr int N = W::N, L = F::W;
   const C* k[K];

@@ -27,9 +27,9 @@ class alignas(64) Piece {
   std::atomic<uint64_t> ends_{0};
 };
 
-// Units [0, n), n < 2^31, on all threads. first(i, pieces) is where piece i begins. worker(next)
-// runs once per thread and calls next() for unit after unit until it gets -1. Threads beyond
-// MAX_PIECES only help.
+// Units [0, n), n < 2^31, on all threads. first(i, pieces) is where piece i begins, that of thread i.
+// worker(next, pieces) runs once per thread and calls next() for unit after unit until it gets -1.
+// Threads beyond MAX_PIECES only help.
 template <class First, class Worker>
 inline void share(int64_t n, int64_t cost, First first, Worker worker) {
   constexpr int64_t MAX_PIECES = 128;
@@ -38,13 +38,14 @@ inline void share(int64_t n, int64_t cost, First first, Worker worker) {
   const int64_t count = !worth_threads(cost, n) ? 1 : threads < MAX_PIECES ? threads : MAX_PIECES;
   for (int64_t i = 0; i < count; ++i) pieces[i].set(first(i, count), first(i + 1, count));
   each_thread(count > 1, [&](int64_t me) {
-    worker([&]() {
+    auto next = [&]() {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t unit = pieces[(me + i) % count].take(i == 0);
         if (unit >= 0) return unit;
       }
       return int64_t(-1);
-    });
+    };
+    worker(next, count);
   });
 }
 

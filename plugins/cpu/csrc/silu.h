@@ -5,6 +5,7 @@
 
 namespace ds {
 
+// -inf gives NaN, as -inf / infinity does.
 inline F silu(F g) { return g / (F::all(1.0f) + exp(g * F::all(-1.0f))); }
 
 template <class T, class U>

@@ -30,21 +30,6 @@ inline void put(bf16* p, float x) {  // round to nearest, ties to even; NaN stay
   p->bits = x != x ? 0x7fc0 : uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
-inline void put4(float* p, const float* x) { std::memcpy(p, x, 16); }
-inline void put4(bf16* p, const float* x) {
-#if defined(__AVX2__)
-  __m128 v = _mm_loadu_ps(x);
-  __m128i u = _mm_castps_si128(v);
-  __m128i lsb = _mm_and_si128(_mm_srli_epi32(u, 16), _mm_set1_epi32(1));
-  u = _mm_srli_epi32(_mm_add_epi32(u, _mm_add_epi32(lsb, _mm_set1_epi32(0x7fff))), 16);
-  __m128i nan = _mm_castps_si128(_mm_cmpunord_ps(v, v));
-  u = _mm_blendv_epi8(u, _mm_set1_epi32(0x7fc0), nan);
-  _mm_storel_epi64((__m128i*)p, _mm_packus_epi32(u, u));
-#else
-  for (int i = 0; i < 4; ++i) put(p + i, x[i]);
-#endif
-}
-
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 
 struct F {
@@ -169,9 +154,10 @@ inline F times_pow2(F x, F n) { DS_LANES(n.v[i] == n.v[i] ? std::ldexp(x.v[i], i
 
 #endif
 
-// e^x to about one unit in the last place, between e^-87 and e^88; NaN gives NaN.
+// e^x to about one unit in the last place from -87 to 88; e^-87 below, infinity from 89 on. NaN
+// gives NaN.
 inline F exp(F x) {
-  x = clamp(x, -87.0f, 88.0f);
+  x = clamp(x, -87.0f, 89.0f);
   F n = round_even(x * F::all(1.44269504f));
   F r = fma(n, F::all(-0.693359375f), x);  // x - n * ln 2, in two parts
   r = fma(n, F::all(2.12194440e-4f), r);

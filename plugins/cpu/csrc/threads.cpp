@@ -22,6 +22,13 @@ void ds_cpu_bind_threads(const int32_t* cpus, const int64_t* ends, int64_t threa
       if (cpus[i] >= 0 && cpus[i] < MOST) CPU_SET_S(cpus[i], sizeof mask, (cpu_set_t*)mask);
     sched_setaffinity(0, sizeof mask, (cpu_set_t*)mask);  // a wish: failure is fine
   });
+  int32_t low = INT32_MAX, high = -1;  // of the threads' first processors
+  for (int64_t i = 0, begin = 0; i < threads; begin = ends[i++])
+    if (begin < ends[i]) {
+      low = cpus[begin] < low ? cpus[begin] : low;
+      high = cpus[begin] > high ? cpus[begin] : high;
+    }
+  on_several_nodes.store(low < high, std::memory_order_relaxed);
 #else
   (void)cpus, (void)ends, (void)threads;
 #endif

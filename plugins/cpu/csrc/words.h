@@ -1,7 +1,8 @@
 // What attention and the indexer compute with: words of 32 bits that hold one float32, or the two
-// bfloat16 that one instruction multiplies and adds; and the parts of a caller's buffer.
+// bfloat16 that one instruction multiplies and adds.
 #pragma once
 
+#include "arena.h"
 #include "lanes.h"
 #include "widen.h"
 
@@ -27,8 +28,6 @@ constexpr int KEY_TILE[] = {0, 4};
 #endif
 constexpr int PANEL = COLUMN_VECTORS * F::W;  // columns of a panel of values
 constexpr int KEYS = DS_AMX ? 128 : 96;       // keys of a block
-
-inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // How words of C are loaded and multiplied.
 template <class C>
@@ -77,22 +76,5 @@ inline const C* const* rows_as(const T* const* rows, int count, int64_t n, C* bu
     return converted;
   }
 }
-
-// Hands out the parts of a caller's buffer, each at a cache line; counts only if there is none.
-class Arena {
- public:
-  explicit Arena(void* memory) : base_((char*)memory), at_(base_ ? -(uintptr_t)base_ & 63 : 0) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* found = base_ ? (T*)(base_ + at_) : nullptr;
-    at_ += up_to(count * int64_t(sizeof(T)), 64);
-    return found;
-  }
-  int64_t used() const { return int64_t(at_); }
-
- private:
-  char* base_;
-  uintptr_t at_;
-};
 
 }  // namespace ds
