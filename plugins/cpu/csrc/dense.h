@@ -23,7 +23,7 @@ struct TilesOf {};
 template <>
 struct TilesOf<bf16> {
   using Tiles = TilesBf16;
-  static constexpr int64_t TILES_FROM = 2;  // one streams faster by vectors, with the same bits
+  static constexpr int64_t TILES_FROM = 1;
   template <class P>
   static bool tiles_fit(const P&) {
     return true;
@@ -63,29 +63,12 @@ struct DenseBf16 : TilesOf<X> {
     for (int c0 = 0; c0 < NB; c0 += C * F::W) {
       F acc[M][C];
       load_sums<M, C>(sums, c0, more, acc);
-      dots<M>(w + 2 * c0, k1 - k0, rows, acc, ahead);
+      pairs_dots(w + 2 * c0, k1 - k0, rows, acc, ahead);
       store_sums<M, C>(acc, sums, c0);
       ahead.lines = 0;  // once is enough
     }
   }
   static void finish(const Panel&, const Tokens&, int64_t, float*, float*) {}
-
- private:
-  template <int M, int C>
-  static void dots(const bf16* w, int64_t k, const X* const* rows, F (&acc)[M][C], Ahead& ahead) {
-#if defined(__AMX_TILE__)
-    if constexpr (sizeof(X) == 2 && M == 1) {
-      ahead.lines = 0;  // the loads themselves keep memory busy
-      dots_as_tiles<M>(k, rows, acc, ahead, [&](__m512i(&v)[4]) {
-        DS_UNROLL
-        for (int c = 0; c < 4; ++c) v[c] = _mm512_loadu_si512(w + 32 * c);
-        w += 2 * NB;
-      });
-      return;
-    }
-#endif
-    pairs_dots(w, k, rows, acc, ahead);
-  }
 };
 
 // float32 weights: [n / 64][k][64].
