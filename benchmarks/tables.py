@@ -38,7 +38,8 @@ def rows_of(lines: Sequence[str]) -> list[Mapping[str, Any]]:
 
 def _key(row: Mapping[str, Any]) -> str:
     peer = row["engines"][row["engine"]].get("model", "")
-    return json.dumps([row["model"], row["settings"], row["engine"], peer], sort_keys=True)
+    settings = {k: v for k, v in row["settings"].items() if k != "threads"}  # as many as cores
+    return json.dumps([row["model"], settings, row["engine"], peer], sort_keys=True)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
