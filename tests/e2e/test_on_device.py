@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import warnings
 from contextlib import contextmanager
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_runtime import LLM, SamplingParams
+from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.masked import MaskedDraw
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.runner import Runner
 from ds_runtime.parallel.group import SoloCommunicator
@@ -90,6 +93,35 @@ def test_the_demo_answers_as_on_the_cpu(platform):
         with LLM("demo", platform=name, dtype="float32") as llm:
             found[name] = [o.token_ids for o in llm.generate(PROMPTS, params)]
     assert found[platform.name] == found["cpu"]
+
+
+def test_masks_within_captured_steps_give_the_answers_of_the_cpu(platform, monkeypatch):
+    drawn, plain = [], MaskedDraw.draw
+
+    def draw(self, count):
+        drawn.append(count)
+        return plain(self, count)
+
+    monkeypatch.setattr(MaskedDraw, "draw", draw)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    rules = (
+        OutputRules(json_schema=json.dumps(schema)),
+        OutputRules(regex="(a|bc|[d-k]x){9,12}"),
+        OutputRules(choice=("alpha", "beta")),
+    )
+    params = [SamplingParams(max_tokens=40, rules=one) for one in rules]
+    params.append(SamplingParams(max_tokens=40, rules=rules[1], temperature=1.0, seed=4))
+    params.append(SamplingParams(max_tokens=40))
+    prompts, found = [*PROMPTS, "2*3="], {}
+    for name, disable_graph in (("cpu", True), (platform.name, True), (platform.name, False)):
+        drawn.clear()
+        with LLM("demo", platform=name, dtype="float32", disable_graph=disable_graph) as llm:
+            found[name, disable_graph] = [o.text for o in llm.generate(prompts, params)]
+        assert bool(drawn) is not disable_graph
+    assert len(set(map(tuple, found.values()))) == 1, found
+    texts = found["cpu", True]
+    assert texts[0].startswith("{") and texts[2] in ("alpha", "beta")
+    assert all(re.fullmatch("(a|bc|[d-k]x){9,12}", t) for t in (texts[1], texts[3]))
 
 
 def submits():

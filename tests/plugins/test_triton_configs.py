@@ -134,7 +134,16 @@ def test_names_are_parameters_of_the_kernels():
     assert set(kernels) == NAMES
     for op, functions in kernels.items():
         known = {"num_warps", "num_stages", "maxnreg"}
-        known |= {"TORCH", "WAVES", "DIRECT", "QUANTISED", "WIDE", "VECTOR", "PROGRAMS"}
+        known |= {
+            "TORCH",
+            "WAVES",
+            "DIRECT",
+            "QUANTISED",
+            "WIDE",
+            "VECTOR",
+            "PROGRAMS",
+            "ROW_WARPS",
+        }
         for function in functions:
             known |= set(inspect.signature(function.fn).parameters)
         for param in configs(op):

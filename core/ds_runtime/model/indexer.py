@@ -156,10 +156,10 @@ class Indexer:
         self.wk = load.linear(layer, f"{INDEXER}.wk")
         self.norm = load.wide(layer, f"{INDEXER}.k_norm")
         self.norm_bias = load.wide(layer, f"{INDEXER}.k_norm.bias")
-        self.weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
         self.heads, self.dim = config.indexing.heads, config.indexing.dim
+        self.weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
+        self.weights = self.weights * (self.heads * self.dim) ** -0.5
         self.top_k, self.interleaved = config.indexing.top_k, config.indexing.interleaved
-        self.scale = (self.heads * self.dim) ** -0.5
         self.page_size = load.bound.base.page_size
         has_trees = load.bound.has("index_scores", layer, INDEXER_TREE)
         self.trees = load.ops(layer, INDEXER_TREE) if has_trees else None
@@ -198,7 +198,7 @@ class Indexer:
         )
         weights = scale
         if wanted:
-            weights = self.ops.router_logits(x, self.weights) * scale * self.scale
+            weights = self.ops.router_logits(x, self.weights) * scale
         for part in parts:
             if part.scored:
                 part.slots = self._best(q[part.rows], weights[part.rows], cache, part)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.index import index_prologue_kernel, index_scores_kernel
-from ds_runtime_triton.jit.topk import count_kernel, gather_kernel
+from ds_runtime_triton.jit.topk import count_kernel, gather_kernel, row_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.machine import architecture
 from ds_runtime_triton.workspace import BINS, CHUNKS, DIGITS, PROGRAMS
@@ -92,12 +92,21 @@ def _chunk(rows: int, width: int, programs: int) -> int:
 def index_topk(
     scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
 ) -> Tensor:
-    """IndexTopk: four launches settle the k-th best score digit by digit, a fifth collects."""
+    """IndexTopk: a launch for rows of few tokens, and where the table has room for more, four that
+    settle the k-th best score digit by digit, and one that collects."""
     rows, width = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    if rows:
-        config = dict(tuned(architecture(), "index_topk").at(rows))
-        chunk = _chunk(rows, width, config.pop("PROGRAMS"))
+    if rows == 0:
+        return out
+    config = dict(tuned(architecture(), "index_topk").at(rows))
+    chunk = _chunk(rows, width, config.pop("PROGRAMS"))
+    row_warps = config.pop("ROW_WARPS")
+    pages = owners, page_table, out, page_table.stride(0), pow2(k), page_size
+    row_kernel[(rows,)](
+        scores, lens, k, scores.stride(0), *pages, config["ALONE"], config["BLOCK"],
+        num_warps=row_warps,
+    )  # fmt: skip
+    if width > config["ALONE"]:
         chunks = cdiv(width, chunk)
         counts = torch.empty(DIGITS, rows, chunks, BINS, dtype=torch.int32, device=scores.device)
         settled = torch.empty(DIGITS, rows, 2, dtype=torch.int32, device=scores.device)
@@ -105,8 +114,5 @@ def index_topk(
         given = scores, lens, counts, settled, rows, chunks, k, scores.stride(0)
         for digit in range(DIGITS):
             count_kernel[(chunks, rows)](*given, DIGIT=digit, **config)
-        gather_kernel[(chunks, rows)](
-            *given, owners, page_table, out, page_table.stride(0), pow2(k), PAGE=page_size,
-            **config,
-        )  # fmt: skip
+        gather_kernel[(chunks, rows)](*given, *pages, **config)
     return out

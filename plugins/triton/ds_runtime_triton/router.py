@@ -6,28 +6,47 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Routing
-from ds_runtime_triton.jit.router import route_kernel, router_rows_kernel, router_tiles_kernel
+from ds_runtime_triton.jit.router import (
+    route_kernel,
+    router_rows_kernel,
+    router_sum_kernel,
+    router_tiles_kernel,
+)
 from ds_runtime_triton.launch import cdiv, pow2
 
-_ROWS_LIMIT = 128  # tokens up to which rows are streamed instead of multiplied in tiles
-_FEW = 32  # tokens up to which a program is quick rather than thrifty
+_FEW = 4  # tokens up to which rows are streamed, since the weight alone is traffic
+_SHORT, _ROWS_LIMIT = 4096, 128  # rows of fewer columns are streamed up to so many tokens
+_EXPERTS, _COLUMNS = 64, 128  # of a tile
+_PROGRAMS = 224  # that rows are cut for
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """RouterLogits: exact products, fp32 sums."""
     (tokens, n), experts = x.shape, weight.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-    arguments = (x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0))
-    if 0 < tokens <= _ROWS_LIMIT:
-        few = min(4 if tokens <= _FEW else 8, pow2(tokens))
-        block = min(1024 if few <= 4 else 256, pow2(n, 16))
+    if tokens == 0:
+        return logits
+    if tokens <= (_FEW if n >= _SHORT else _ROWS_LIMIT):
+        few = min(_FEW if tokens <= 32 else 8, pow2(tokens))
+        block = min(1024 if few <= _FEW else 256, pow2(n, 16))
         router_rows_kernel[(cdiv(experts, 2), cdiv(tokens, few))](
-            *arguments, few, 2, block, num_warps=4
-        )
-    elif tokens:
-        router_tiles_kernel[(cdiv(tokens, 64), cdiv(experts, 64))](
-            *arguments, x.dtype == torch.bfloat16, 64, 64, 64, num_warps=4, num_stages=3
-        )
+            x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0), few, 2, block,
+            num_warps=4,
+        )  # fmt: skip
+        return logits
+    block = min(64, pow2(tokens, 16))
+    tiles = cdiv(tokens, block), cdiv(experts, _EXPERTS)
+    span = cdiv(cdiv(n, _COLUMNS), cdiv(_PROGRAMS, tiles[0] * tiles[1])) * _COLUMNS
+    pieces = cdiv(n, span)
+    out = logits if pieces == 1 else logits.new_empty(pieces, tokens, experts)
+    router_tiles_kernel[(*tiles, pieces)](
+        x, weight, out, tokens, experts, n, span, x.stride(0), weight.stride(0),
+        x.dtype == torch.bfloat16, block, _EXPERTS, _COLUMNS if pieces > 1 else 64,
+        num_warps=4, num_stages=2 if pieces > 1 else 3,
+    )  # fmt: skip
+    if pieces > 1:
+        size = tokens * experts
+        router_sum_kernel[(cdiv(size, 128),)](out, logits, size, pieces, pow2(pieces), 128)
     return logits
 
 

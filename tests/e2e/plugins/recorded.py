@@ -104,7 +104,10 @@ class MlaDecode:
     def prepare(self, state, batch):
         if (part := batch.decode) is not None:
             table, lens, bits = state
-            owner, seen = (torch.tensor(x) for x in zip(*rows_of(part), strict=True))
+            owner, seen = (
+                torch.tensor(x).to(table.device, non_blocking=True)
+                for x in zip(*rows_of(part), strict=True)
+            )
             table.zero_()[: part.rows, : part.page_table.shape[1]].copy_(part.page_table[owner])
             lens[: part.rows, 0].copy_(seen)
             bits.fill_(-1)

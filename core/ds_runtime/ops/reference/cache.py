@@ -70,9 +70,7 @@ def cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     real = sources >= 0
     old, new = sources[real], targets[real]
     size = cache.shape[1]
-    entries = (
-        cache.view(torch.uint8) if is_fp8(cache.dtype) else cache
-    )  # torch has no gather of FP8
+    entries = cache.view(torch.uint8)  # bit for bit, whatever the dtype
     entries[new // size, new % size] = entries[old // size, old % size]
 
 

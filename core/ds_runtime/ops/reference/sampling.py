@@ -39,7 +39,7 @@ def _nucleus(row: Tensor, falling: Tensor, mass: Tensor, top_p: float) -> Tensor
     Sums of bins say in which bin the nucleus ends; only that bin is sorted.
     """
     bins = (falling * _PER_UNIT).clamp_(max=_BINS - 1).to(torch.int64)
-    sums = torch.bincount(bins, weights=mass, minlength=_BINS).cumsum(0)
+    sums = mass.new_zeros(_BINS).scatter_add_(0, bins, mass).cumsum(0)
     goal = top_p * sums[-1]
     cut = torch.searchsorted(sums, goal).clamp_(max=_BINS - 1)  # the first bin that reaches it
     inside = (bins == cut).nonzero().flatten()

@@ -44,10 +44,11 @@ def router_rows_kernel(
 def router_tiles_kernel(
     x,
     weight,
-    logits,
+    out,
     tokens,
     experts,
     n,
+    span,
     stride_x,
     stride_w,
     THIRDS: tl.constexpr,
@@ -56,17 +57,19 @@ def router_tiles_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Many tokens. THIRDS: x is bfloat16, and fp32 weights are three bfloat16 that sum to them,
-    so that the matrix unit's products are exact."""
+    """`span` columns of TOKENS by EXPERTS: out [pieces, tokens, experts]. THIRDS: x is bfloat16, so
+    fp32 weights are three bfloat16 that sum to them: the matrix unit's products are exact."""
     follow(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    piece = tl.program_id(2)
     k = tl.arange(0, BLOCK)
     x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
     w_rows = weight + tl.minimum(expert, experts - 1)[:, None] * stride_w + k[None, :]
     acc = tl.zeros((TOKENS, EXPERTS), tl.float32)
-    for start in range(0, n, BLOCK):
-        inside = (start + k < n)[None, :]
+    end = tl.minimum(piece * span + span, n)
+    for start in range(piece * span, end, BLOCK):
+        inside = (start + k < end)[None, :]
         a = tl.load(x_rows + start, mask=inside, other=0.0)
         b = tl.trans(tl.load(w_rows + start, mask=inside, other=0.0))
         if THIRDS:
@@ -77,9 +80,28 @@ def router_tiles_kernel(
             acc += tl.dot(a, low) + tl.dot(a, middle) + tl.dot(a, high)
         else:
             acc += tl.dot(a.to(tl.float32), b, input_precision="ieee")
-    place = logits + token.to(tl.int64)[:, None] * experts + expert[None, :]
+    place = (piece * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
     mask = (token < tokens)[:, None] & (expert < experts)[None, :]
-    tl.store(place, acc, mask=mask)
+    tl.store(out + place, acc, mask=mask)
+
+
+@entry
+def router_sum_kernel(
+    partial,
+    logits,
+    size,
+    COUNT: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The sum of COUNT pieces of `size` values each. PIECES ≥ COUNT."""
+    follow(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    piece = tl.arange(0, PIECES)[:, None]
+    mask = (piece < COUNT) & (at < size)[None, :]
+    found = tl.load(partial + piece.to(tl.int64) * size + at[None, :], mask=mask, other=0.0)
+    tl.store(logits + at, tl.sum(found, 0), mask=at < size)
 
 
 @entry

@@ -5,6 +5,9 @@ digit of the scores that agree with the k-th best in those before; the digit of 
 follows from the counts. Digits are counted upside down: bin 0 is the largest. Chunks of a row
 count on their own, so that what lies before a chunk is known without an atomic.
 
+A row of up to ALONE scores is one program's, which goes through them five times; of those beyond,
+the launches of chunks take care.
+
 counts: [digits, rows, chunks, 256] int32. settled: [digits, rows, 2] int32, what is known before
 a digit is counted: the digits so far, and how many are to be taken of those that agree with them.
 """
@@ -37,9 +40,8 @@ def histograms(counts, row, rows, chunks, used, DIGIT: tl.constexpr, CHUNKS: tl.
 
 
 @triton.jit
-def settle(held, wanted):
+def settle(total, wanted):
     """(digit of the wanted-th best, how many of that digit are to be taken)."""
-    total = tl.sum(held, 0)
     digit = tl.sum((tl.cumsum(total, 0) < wanted).to(tl.int32), 0)
     return digit, wanted - tl.sum(tl.where(tl.arange(0, BINS) < digit, total, 0), 0)
 
@@ -63,8 +65,102 @@ def advance(
         at = settled + ((DIGIT - 1) * rows + row) * 2
         known, wanted = tl.load(at), tl.load(at + 1)
         held = histograms(counts, row, rows, chunks, used, DIGIT - 1, CHUNKS)
-        digit, wanted = settle(held, wanted)
+        digit, wanted = settle(tl.sum(held, 0), wanted)
         return (known << 8) | (255 - digit), wanted
+
+
+@triton.jit
+def count(scores, begin, end, known, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
+    """How often each value of one digit occurs in scores[begin:end] that agree with the digits
+    before it: [BINS]."""
+    total = tl.zeros((BINS,), tl.int32)
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        agree = token < end
+        value = rising(tl.load(scores + token, mask=agree, other=0.0))
+        if DIGIT > 0:
+            agree = agree & ((value >> (32 - 8 * DIGIT)) == known.to(tl.uint32, bitcast=True))
+        digit = 255 - ((value >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
+        total += tl.histogram(digit, BINS, mask=agree)
+    return total
+
+
+@triton.jit
+def collect(
+    scores,
+    pages,
+    to,
+    begin,
+    end,
+    border,
+    k,
+    wanted,
+    above,
+    equal,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the slots of scores[begin:end] above `border`, and of those that equal it the first.
+
+    above, equal: how many of both lie before `begin`. wanted: how many that equal it are taken.
+    """
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < end
+        value = rising(tl.load(scores + token, mask=inside, other=0.0)).to(tl.int64)
+        more = inside & (value > border)  # all, where a row sees no more than k
+        same = inside & (value == border)
+        order = above + tl.cumsum(more.to(tl.int32), 0) - 1
+        after = equal + tl.cumsum(same.to(tl.int32), 0) - 1
+        place = tl.where(more, order, k - wanted + after)
+        page = tl.load(pages + token // PAGE, mask=inside, other=0)
+        slot = page * PAGE + token % PAGE
+        tl.store(to + place, slot, mask=more | (same & (after < wanted)))
+        above += tl.sum(more.to(tl.int32), 0)
+        equal += tl.sum(same.to(tl.int32), 0)
+
+
+@triton.jit
+def blank(to, length, k, WIDE: tl.constexpr):
+    """−1 behind the slots of a row that sees fewer than k. WIDE ≥ k."""
+    place = tl.arange(0, WIDE)
+    tl.store(to + place, -1, mask=(place >= length) & (place < k))
+
+
+@entry
+def row_kernel(
+    scores,
+    lens,
+    k,
+    score_row,
+    owners,
+    table,
+    out,
+    table_row,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """All of a row that sees up to ALONE tokens."""
+    follow(PDL)
+    row = tl.program_id(0)
+    length = tl.load(lens + row)
+    if length <= ALONE:
+        to = out + row.to(tl.int64) * k
+        blank(to, length, k, WIDE)
+        mine = scores + row.to(tl.int64) * score_row
+        pages = table + tl.load(owners + row).to(tl.int64) * table_row
+        border, none = tl.full((), -1, tl.int64), tl.full((), 0, tl.int32)
+        wanted = none
+        if length > k:
+            best, wanted = none, none + k
+            for i in tl.static_range(4):
+                digit, wanted = settle(count(mine, 0, length, best, i, BLOCK), wanted)
+                best = (best << 8) | (255 - digit)
+            border = best.to(tl.uint32, bitcast=True).to(tl.int64)
+        collect(mine, pages, to, 0, length, border, k, wanted, none, none, PAGE, BLOCK)
 
 
 @entry
@@ -78,6 +174,7 @@ def count_kernel(
     k,
     score_row,
     DIGIT: tl.constexpr,
+    ALONE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,24 +185,16 @@ def count_kernel(
     follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
-    if (length > k) & (chunk * CHUNK < length):
+    if (length > k) & (length > ALONE) & (chunk * CHUNK < length):
         used = tl.cdiv(length, CHUNK)
         known, wanted = advance(counts, settled, row, rows, chunks, used, k, DIGIT, CHUNKS)
         if chunk == 0:
             at = settled + (DIGIT * rows + row) * 2
             tl.store(at, known)
             tl.store(at + 1, wanted)
-        total = tl.zeros((BINS,), tl.int32)
         end = tl.minimum(chunk * CHUNK + CHUNK, length)
-        for start in range(chunk * CHUNK, end, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            agree = token < end
-            at = scores + row.to(tl.int64) * score_row + token
-            value = rising(tl.load(at, mask=agree, other=0.0))
-            if DIGIT > 0:
-                agree = agree & ((value >> (32 - 8 * DIGIT)) == known.to(tl.uint32, bitcast=True))
-            digit = 255 - ((value >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
-            total += tl.histogram(digit, BINS, mask=agree)
+        mine = scores + row.to(tl.int64) * score_row
+        total = count(mine, chunk * CHUNK, end, known, DIGIT, BLOCK)
         at = counts + ((DIGIT * rows + row).to(tl.int64) * chunks + chunk) * BINS
         tl.store(at + tl.arange(0, BINS), total)
 
@@ -126,6 +215,7 @@ def gather_kernel(
     table_row,
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
+    ALONE: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,11 +226,10 @@ def gather_kernel(
     follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
-    to = out + row.to(tl.int64) * k
-    if chunk == 0:
-        place = tl.arange(0, WIDE)
-        tl.store(to + place, -1, mask=(place >= length) & (place < k))
-    if chunk * CHUNK < length:
+    if (length > ALONE) & (chunk * CHUNK < length):
+        to = out + row.to(tl.int64) * k
+        if chunk == 0:
+            blank(to, length, k, WIDE)
         pages = table + tl.load(owners + row).to(tl.int64) * table_row
         used = tl.cdiv(length, CHUNK)
         above = chunk * CHUNK  # tokens before this chunk that are chosen, or equal to the k-th
@@ -157,19 +246,6 @@ def gather_kernel(
                 above += tl.sum(tl.sum(tl.where(bins < digit, held, 0), 0), 0)
                 if i == 3:
                     equal = tl.sum(tl.sum(tl.where(bins == digit, held, 0), 0), 0)
-        end = tl.minimum(chunk * CHUNK + CHUNK, length)
-        for start in range(chunk * CHUNK, end, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            inside = token < end
-            at = scores + row.to(tl.int64) * score_row + token
-            value = rising(tl.load(at, mask=inside, other=0.0)).to(tl.int64)
-            more = inside & (value > border)  # all, where a row sees no more than k
-            same = inside & (value == border)
-            order = above + tl.cumsum(more.to(tl.int32), 0) - 1
-            after = equal + tl.cumsum(same.to(tl.int32), 0) - 1
-            place = tl.where(more, order, k - wanted + after)
-            page = tl.load(pages + token // PAGE, mask=inside, other=0)
-            slot = page * PAGE + token % PAGE
-            tl.store(to + place, slot, mask=more | (same & (after < wanted)))
-            above += tl.sum(more.to(tl.int32), 0)
-            equal += tl.sum(same.to(tl.int32), 0)
+        mine = scores + row.to(tl.int64) * score_row
+        first, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length)
+        collect(mine, pages, to, first, end, border, k, wanted, above, equal, PAGE, BLOCK)

@@ -1,0 +1,35 @@
+"""Router scores in pieces of a long row, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter import needs_triton
+
+pytestmark = needs_triton
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])  # interpreted, no bfloat16
+@pytest.mark.parametrize(
+    ("tokens", "experts", "n"), [(5, 256, 4096), (33, 65, 4100), (300, 3, 4224)]
+)
+def test_rows_cut_into_pieces(tokens, experts, n, dtype):
+    from ds_runtime_triton.router import router_logits
+
+    make = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, n + 7, generator=make).to(dtype)[:, :n]
+    weight = torch.randn(experts, n, generator=make)
+    found = router_logits(x, weight)
+    exact = x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    assert ((found - exact).abs().amax() / exact.abs().amax()).item() < 1e-6
+    assert torch.equal(found, router_logits(x, weight))
+
+
+def test_many_tokens_of_short_rows():
+    from ds_runtime_triton.router import router_logits
+
+    make = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(700, 200, generator=make), torch.randn(70, 200, generator=make)
+    exact = x.double() @ weight.double().T
+    assert ((router_logits(x, weight) - exact).abs().amax() / exact.abs().amax()).item() < 1e-6
