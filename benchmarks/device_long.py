@@ -78,9 +78,9 @@ def write(model: DeepSeekModel, batch: Batch, caches: Sequence[torch.Tensor]) ->
     for block, cache in zip(model.blocks, caches, strict=False):
         at = block.attention
         x = torch.randn(batch.num_tokens, model.config.hidden, device=cache.device).to(model.dtype)
-        q, kv, query = at.inputs(x, None)
+        q, kv, query, keys = at.inputs(x, None)
         if at.indexer is not None:
-            at.indexer(x, query, batch, next(indexes), model.cos_sin, Selection())
+            at.indexer(x, query, keys, batch, next(indexes), model.cos_sin, Selection())
         q = q.view(-1, at.heads, at.qk_head)
         at.ops.mla_prologue(
             q, kv, at.kv_norm, 1e-6, batch.positions, model.cos_sin, cache, batch.slots
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--short", type=int, nargs="*", default=[2048])
     parser.add_argument("--long", type=int, nargs="*", default=[65536])
     parser.add_argument("--prefill", type=int, nargs="*", default=[32768, 65536])
-    parser.add_argument("--profile", action="store_true", help="of the long decode steps")
+    parser.add_argument("--profile", action="store_true", help="of the decode steps")
     parser.add_argument("--out", type=Path, help="add one JSON line to this file")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
@@ -159,7 +159,10 @@ def main() -> None:
         for length in args.short:
             prompts = random_prompts(args.batch, length, vocab)
             runs = [step_ms(llm, prompts) for _ in range(3)]
-            found(prompt=length, batch=args.batch, step_ms=statistics.median(runs), runs=runs)
+            row = {"prompt": length, "batch": args.batch}
+            found(**row, step_ms=statistics.median(runs), runs=runs)
+            if args.profile:
+                found(**row, **step_profile(llm, prompts))
             llm.flush_cache()
         for length in args.prefill:
             found(prompt=length, batch=1, prefill_ms=prefill_ms(llm, length, vocab))

@@ -66,7 +66,7 @@ def test_it_chooses_what_a_stable_sort_puts_first(data):
         st.lists(st.sampled_from(pool), min_size=width * len(lens), max_size=width * len(lens))
     )
     made = torch.tensor(scores).view(len(lens), width)
-    for alone in (0, width // 2, width):
+    for alone in (1, 128, 512):
         with whole_rows_up_to(alone):
             assert select(made, lens, k) == chosen(made, lens, k)
 

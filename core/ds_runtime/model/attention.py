@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Linear, RmsNorm
-from ds_runtime.model.sites import TREE, VERIFY
+from ds_runtime.model.sites import INDEXER, TREE, VERIFY
 from ds_runtime.ops.batch import Batch, PrefillPart
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rm
 
 
 class Inputs:
-    """x → query and latent. The first projections of both are one matmul where their weights have
-    one format: q = q_b(norm(q_a x)), or q_proj x for models without a query latent; kv = kv_a x.
+    """x → query, latent and index keys. Their first projections are one matmul where their weights
+    have one format: q = q_b(norm(q_a x)), or q_proj x for models without a query latent; kv = kv_a
+    x; keys = wk x where the layer has an indexer.
     """
 
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
@@ -35,25 +36,34 @@ class Inputs:
         first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
         latent = f"{AT}.kv_a_proj_with_mqa"
         query = config.q_lora or config.heads // load.heads.size * config.qk_head
-        self.widths = (query, config.latent)
-        self.both: Linear | None = None
+        widths, parts = [query, config.latent], [first, latent]
+        self.joined: Linear | None = None
         if load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
-            self.both = load.linear(layer, f"{AT}.qkv_a_proj", (first, latent))
+            out = load.bound.facts("linear", layer, f"{AT}.qkv_a_proj").shape[0]
+            if out > sum(widths):
+                widths, parts = [*widths, out - sum(widths)], [*parts, f"{INDEXER}.wk"]
+            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", tuple(parts))
         else:
             self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
+        self.widths = tuple(widths)
 
-    def __call__(self, x: Tensor, adapters: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] → q [T, heads · (nope + rope)], kv [T, kv_lora + rope], rows strided; and
-        the normed query latent [T, q_lora], which is q where there is none.
+    def __call__(
+        self, x: Tensor, adapters: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """[T, hidden] → q [T, heads · (nope + rope)], kv [T, kv_lora + rope], rows strided; the
+        normed query latent [T, q_lora], which is q where there is none; and index keys [T, dim],
+        rows strided, if their projection is one of those joined.
         """
-        if self.both is not None:
-            q, kv = self.both(x, adapters).split_with_sizes(self.widths, 1)
+        keys = None
+        if self.joined is not None:
+            q, kv, *rest = self.joined(x, adapters).split_with_sizes(self.widths, 1)
+            keys = rest[0] if rest else None
         else:
             q, kv = self.query(x, adapters), self.latent(x, adapters)
         if self.norm is None:
-            return q, kv, q
+            return q, kv, q, keys
         query = self.norm(q)
-        return self.up(query, adapters), kv, query
+        return self.up(query, adapters), kv, query, keys
 
 
 class Attention:
@@ -104,11 +114,11 @@ class Attention:
             return x
         if self.fused is not None and batch.prefill is None:
             absorbed, query = self.fused(x, batch.positions, cos_sin, cache, batch.slots)
-            self._index(x, query, batch, index_cache, cos_sin, selection)
+            self._index(x, query, None, batch, index_cache, cos_sin, selection)
             out = self._decode(absorbed, batch, cache, selection, batch.adapters)
             return self.comm.all_reduce(self.o_proj(out.flatten(1), batch.adapters))
-        q, kv, query = self.inputs(x, batch.adapters)
-        self._index(x, query, batch, index_cache, cos_sin, selection)
+        q, kv, query, keys = self.inputs(x, batch.adapters)
+        self._index(x, query, keys, batch, index_cache, cos_sin, selection)
         q = q.view(-1, self.heads, self.qk_head)
         q_rope, latent, k_rope = self.ops.mla_prologue(
             q,
@@ -127,6 +137,7 @@ class Attention:
         self,
         x: Tensor,
         query: Tensor,
+        keys: Tensor | None,
         batch: Batch,
         index_cache: Tensor | None,
         cos_sin: Tensor,
@@ -135,7 +146,7 @@ class Attention:
         """Choose the tokens to attend, in a layer that does."""
         if self.indexer is not None:
             assert selection is not None and index_cache is not None
-            self.indexer(x, query, batch, index_cache, cos_sin, selection)
+            self.indexer(x, query, keys, batch, index_cache, cos_sin, selection)
 
     def _attend(
         self,

@@ -168,6 +168,7 @@ class Indexer:
         self,
         x: Tensor,
         query: Tensor,
+        keys: Tensor | None,
         batch: Batch,
         cache: Tensor,
         cos_sin: Tensor,
@@ -175,13 +176,13 @@ class Indexer:
     ) -> None:
         """Cache the keys of x [T, hidden] and choose slots for the parts of `selection`.
 
-        query: the normed query latent, [T, q_lora].
+        query: the normed query latent, [T, q_lora]. keys: wk x [T, dim], if it is there.
         """
         parts = [p for p in (selection.decode, selection.prefill) if p is not None]
         wanted = any(p.scored for p in parts)
         heads = self.heads if wanted else 0
         q = self.wq_b(query, batch.adapters) if wanted else x.new_empty(x.shape[0], 0)
-        keys = self.wk(x, batch.adapters)
+        keys = self.wk(x, batch.adapters) if keys is None else keys
         if selection.decode is not None and selection.decode.window is not None:
             batch.index_keys.append(keys)
         q, scale = self.ops.index_prologue(

@@ -29,8 +29,8 @@ INDEXER_TREE = f"{INDEXER}.tree"  # where rows that are nodes of trees choose
 MLA_INPUTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 INPUTS = "self_attn.inputs"  # the fusion of all before attention, where steps only decode
 SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
-# Fusions by joining weights: the first projections of query and latent; shared experts as slots
-# behind the routed ones.
+# Fusions by joining weights: the first projections of query, latent and index keys; shared experts
+# as slots behind the routed ones.
 QKV_A = "qkv_a"
 SHARED_EXPERTS = "shared_experts"
 JOINS = (QKV_A, SHARED_EXPERTS)
@@ -156,8 +156,11 @@ def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, fuse: b
     query = _linear(layer, f"{at}.{first[0]}", (first[1], c.hidden), format_of)
     latent = _linear(layer, f"{at}.kv_a_proj_with_mqa", (c.latent, c.hidden), format_of)
     if fuse and query.weight_format == latent.weight_format:
-        both = (first[1] + c.latent, c.hidden)
-        return [*sites, replace(query, module=f"{at}.qkv_a_proj", shape=both)]
+        out = first[1] + c.latent
+        if c.indexing is not None and c.has_indexer(layer):
+            keys = format_of(f"model.layers.{layer}.{INDEXER}.wk")
+            out += c.indexing.dim if keys == query.weight_format else 0
+        return [*sites, replace(query, module=f"{at}.qkv_a_proj", shape=(out, c.hidden))]
     return [*sites, query, latent]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, Limits
+from ds_runtime.api import Batch, DecodePart, Limits
 
 LATENT, ROPE = 512, 64  # what the libraries' kernels are made for
 
@@ -16,14 +17,14 @@ LATENT, ROPE = 512, 64  # what the libraries' kernels are made for
 class Queries:
     """Step state. table [rows, pages] int32, lens [rows] int32; the first `count` rows count.
 
-    Every query is a row of its own, also where a sequence brings several: `host_lens` says what
-    each sees.
+    Every query is a row of its own, also where a sequence brings several.
     """
 
     table: Tensor
     lens: Tensor
     count: int = 0
-    host_lens: tuple[int, ...] = ()
+    part: DecodePart | None = None
+    spread: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @staticmethod
     def make(limits: Limits) -> Queries:
@@ -34,24 +35,38 @@ class Queries:
             torch.ones(rows, dtype=torch.int32, device=limits.device),
         )
 
+    @property
+    def host_lens(self) -> tuple[int, ...]:
+        """What each of the rows sees, on the host."""
+        if self.part is None or not self.part.q_lens:
+            return () if self.part is None else self.part.host_kv_lens
+        pairs = zip(self.part.host_kv_lens, self.part.q_lens, strict=True)
+        return tuple(seen - b for seen, n in pairs for b in reversed(range(n)))
+
     def fill(self, batch: Batch) -> None:
         """The rows of a step."""
-        part, self.count, self.host_lens = batch.decode, 0, ()
-        if part is None or not part.size:
+        self.part, self.count = batch.decode, 0
+        if self.part is None or not self.part.size:
+            self.part = None
             return
-        table, lens, self.host_lens = part.page_table, part.kv_lens, part.host_kv_lens
-        if part.q_lens:
-            counts = torch.tensor(part.q_lens)
-            owner = torch.repeat_interleave(torch.arange(part.size), counts)
-            last = counts.cumsum(0)[owner] - 1
-            behind = (last - torch.arange(part.rows)).to(torch.int32)  # queries that follow
-            self.host_lens = tuple(
-                part.host_kv_lens[i] - b
-                for i, b in zip(owner.tolist(), behind.tolist(), strict=True)
-            )
-            device = table.device
-            table = table[owner.to(device, non_blocking=True)]
-            lens = lens[owner.to(device, non_blocking=True)] - behind.to(device, non_blocking=True)
+        table, lens = self.part.page_table, self.part.kv_lens
+        if self.part.q_lens:
+            owner, behind = self._rows(self.part.q_lens)
+            table, lens = table[owner], lens[owner] - behind
         self.count = table.shape[0]
         self.table[: self.count, : table.shape[1]].copy_(table)
         self.lens[: self.count].copy_(lens)
+
+    def _rows(self, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The sequence of each row, and how many of its queries follow it: [rows] on the device.
+        Those of captured steps are the same each time, and made once."""
+        if counts not in self.spread:
+            owner = np.repeat(np.arange(len(counts)), counts)
+            behind = np.concatenate([np.arange(n)[::-1] for n in counts]).astype(np.int32)
+            there, device = torch.from_numpy, self.lens.device
+            self.spread.clear()
+            self.spread[counts] = (
+                there(owner).to(device, non_blocking=True),
+                there(behind).to(device, non_blocking=True),
+            )
+        return self.spread[counts]

@@ -103,9 +103,8 @@ def index_topk(
     row_warps = config.pop("ROW_WARPS")
     pages = owners, page_table, out, page_table.stride(0), pow2(k), page_size
     row_kernel[(rows,)](
-        scores, lens, k, scores.stride(0), *pages, config["ALONE"], config["BLOCK"],
-        num_warps=row_warps,
-    )  # fmt: skip
+        scores, lens, k, scores.stride(0), *pages, config["ALONE"], num_warps=row_warps
+    )
     if width > config["ALONE"]:
         chunks = cdiv(width, chunk)
         counts = torch.empty(DIGITS, rows, chunks, BINS, dtype=torch.int32, device=scores.device)

@@ -5,8 +5,8 @@ digit of the scores that agree with the k-th best in those before; the digit of 
 follows from the counts. Digits are counted upside down: bin 0 is the largest. Chunks of a row
 count on their own, so that what lies before a chunk is known without an atomic.
 
-A row of up to ALONE scores is one program's, which goes through them five times; of those beyond,
-the launches of chunks take care.
+A row of up to ALONE scores is one program's, which keeps them on chip; of those beyond, the
+launches of chunks take care.
 
 counts: [digits, rows, chunks, 256] int32. settled: [digits, rows, 2] int32, what is known before
 a digit is counted: the digits so far, and how many are to be taken of those that agree with them.
@@ -70,54 +70,43 @@ def advance(
 
 
 @triton.jit
-def count(scores, begin, end, known, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
-    """How often each value of one digit occurs in scores[begin:end] that agree with the digits
+def tally(value, real, known, DIGIT: tl.constexpr):
+    """How often each value of one digit occurs among the real values that agree with the digits
     before it: [BINS]."""
-    total = tl.zeros((BINS,), tl.int32)
-    for start in range(begin, end, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        agree = token < end
-        value = rising(tl.load(scores + token, mask=agree, other=0.0))
-        if DIGIT > 0:
-            agree = agree & ((value >> (32 - 8 * DIGIT)) == known.to(tl.uint32, bitcast=True))
-        digit = 255 - ((value >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
-        total += tl.histogram(digit, BINS, mask=agree)
-    return total
+    if DIGIT > 0:
+        real = real & ((value >> (32 - 8 * DIGIT)) == known.to(tl.uint32, bitcast=True))
+    digit = 255 - ((value >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
+    return tl.histogram(digit, BINS, mask=real)
 
 
 @triton.jit
-def collect(
-    scores,
-    pages,
-    to,
-    begin,
-    end,
+def place_slots(
+    value,
+    token,
+    real,
     border,
     k,
     wanted,
     above,
     equal,
+    pages,
+    to,
     PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Write the slots of scores[begin:end] above `border`, and of those that equal it the first.
+    """Write the slots of the values above `border`, and of those that equal it the first; how many
+    of both there are.
 
-    above, equal: how many of both lie before `begin`. wanted: how many that equal it are taken.
+    above, equal: how many of both lie before. wanted: how many that equal it are taken in all.
     """
-    for start in range(begin, end, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        inside = token < end
-        value = rising(tl.load(scores + token, mask=inside, other=0.0)).to(tl.int64)
-        more = inside & (value > border)  # all, where a row sees no more than k
-        same = inside & (value == border)
-        order = above + tl.cumsum(more.to(tl.int32), 0) - 1
-        after = equal + tl.cumsum(same.to(tl.int32), 0) - 1
-        place = tl.where(more, order, k - wanted + after)
-        page = tl.load(pages + token // PAGE, mask=inside, other=0)
-        slot = page * PAGE + token % PAGE
-        tl.store(to + place, slot, mask=more | (same & (after < wanted)))
-        above += tl.sum(more.to(tl.int32), 0)
-        equal += tl.sum(same.to(tl.int32), 0)
+    value = value.to(tl.int64)
+    more = real & (value > border)  # all, where a row sees no more than k
+    same = real & (value == border)
+    order = above + tl.cumsum(more.to(tl.int32), 0) - 1
+    after = equal + tl.cumsum(same.to(tl.int32), 0) - 1
+    place = tl.where(more, order, k - wanted + after)
+    page = tl.load(pages + token // PAGE, mask=real, other=0)
+    tl.store(to + place, page * PAGE + token % PAGE, mask=more | (same & (after < wanted)))
+    return tl.sum(more.to(tl.int32), 0), tl.sum(same.to(tl.int32), 0)
 
 
 @triton.jit
@@ -140,27 +129,29 @@ def row_kernel(
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     ALONE: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of a row that sees up to ALONE tokens."""
+    """All of a row that sees up to ALONE tokens, a power of two."""
     follow(PDL)
     row = tl.program_id(0)
     length = tl.load(lens + row)
     if length <= ALONE:
         to = out + row.to(tl.int64) * k
         blank(to, length, k, WIDE)
-        mine = scores + row.to(tl.int64) * score_row
         pages = table + tl.load(owners + row).to(tl.int64) * table_row
+        token = tl.arange(0, ALONE)
+        real = token < length
+        at = scores + row.to(tl.int64) * score_row + token
+        value = rising(tl.load(at, mask=real, other=0.0))
         border, none = tl.full((), -1, tl.int64), tl.full((), 0, tl.int32)
         wanted = none
         if length > k:
             best, wanted = none, none + k
             for i in tl.static_range(4):
-                digit, wanted = settle(count(mine, 0, length, best, i, BLOCK), wanted)
+                digit, wanted = settle(tally(value, real, best, i), wanted)
                 best = (best << 8) | (255 - digit)
             border = best.to(tl.uint32, bitcast=True).to(tl.int64)
-        collect(mine, pages, to, 0, length, border, k, wanted, none, none, PAGE, BLOCK)
+        place_slots(value, token, real, border, k, wanted, none, none, pages, to, PAGE)
 
 
 @entry
@@ -192,9 +183,13 @@ def count_kernel(
             at = settled + (DIGIT * rows + row) * 2
             tl.store(at, known)
             tl.store(at + 1, wanted)
+        total = tl.zeros((BINS,), tl.int32)
         end = tl.minimum(chunk * CHUNK + CHUNK, length)
-        mine = scores + row.to(tl.int64) * score_row
-        total = count(mine, chunk * CHUNK, end, known, DIGIT, BLOCK)
+        for start in range(chunk * CHUNK, end, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            at = scores + row.to(tl.int64) * score_row + token
+            value = rising(tl.load(at, mask=token < end, other=0.0))
+            total += tally(value, token < end, known, DIGIT)
         at = counts + ((DIGIT * rows + row).to(tl.int64) * chunks + chunk) * BINS
         tl.store(at + tl.arange(0, BINS), total)
 
@@ -246,6 +241,14 @@ def gather_kernel(
                 above += tl.sum(tl.sum(tl.where(bins < digit, held, 0), 0), 0)
                 if i == 3:
                     equal = tl.sum(tl.sum(tl.where(bins == digit, held, 0), 0), 0)
-        mine = scores + row.to(tl.int64) * score_row
-        first, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length)
-        collect(mine, pages, to, first, end, border, k, wanted, above, equal, PAGE, BLOCK)
+        end = tl.minimum(chunk * CHUNK + CHUNK, length)
+        for start in range(chunk * CHUNK, end, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            real = token < end
+            at = scores + row.to(tl.int64) * score_row + token
+            value = rising(tl.load(at, mask=real, other=0.0))
+            more, same = place_slots(
+                value, token, real, border, k, wanted, above, equal, pages, to, PAGE
+            )
+            above += more
+            equal += same
