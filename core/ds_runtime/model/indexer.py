@@ -86,10 +86,10 @@ class Part:
     window: Window | None = None
     slots: Tensor | None = None
 
-    @property
-    def rows(self) -> slice:
-        """The part's rows of the step."""
-        return slice(self.first, self.first + self.owners.shape[0])
+    def of(self, x: Tensor) -> Tensor:
+        """The part's rows of x, which has a row for every one of the step."""
+        count = self.owners.shape[0]
+        return x if count == x.shape[0] else x[self.first : self.first + count]
 
     @property
     def chosen(self) -> Tensor:
@@ -127,7 +127,8 @@ def _decode_owners(part: DecodePart) -> Tensor:
     device, counts = part.page_table.device, part.q_lens
     if len(set(counts)) <= 1:  # computed on the device, so that it can be captured
         every = counts[0] if counts else 1
-        return torch.arange(part.rows, dtype=torch.int32, device=device) // every
+        rows = torch.arange(part.rows, dtype=torch.int32, device=device)
+        return rows if every == 1 else rows // every
     owners = [i for i, count in enumerate(counts) for _ in range(count)]
     return torch.tensor(owners, dtype=torch.int32, device=device)
 
@@ -156,11 +157,12 @@ class Indexer:
         self.wk = load.linear(layer, f"{INDEXER}.wk")
         self.norm = load.wide(layer, f"{INDEXER}.k_norm")
         self.norm_bias = load.wide(layer, f"{INDEXER}.k_norm.bias")
-        self.weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
         self.heads, self.dim = config.indexing.heads, config.indexing.dim
         self.top_k, self.interleaved = config.indexing.top_k, config.indexing.interleaved
-        self.scale = (self.heads * self.dim) ** -0.5
-        self.page_size = load.bound.base.page_size
+        weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
+        self.weights = weights * (self.heads * self.dim) ** -0.5
+        base = load.bound.base
+        self.page_size, self.coded = base.page_size, base.index_dtype != base.dtype
         has_trees = load.bound.has("index_scores", layer, INDEXER_TREE)
         self.trees = load.ops(layer, INDEXER_TREE) if has_trees else None
 
@@ -198,10 +200,11 @@ class Indexer:
         )
         weights = scale
         if wanted:
-            weights = self.ops.router_logits(x, self.weights) * scale * self.scale
+            weights = self.ops.router_logits(x, self.weights)
+            weights = weights * scale if self.coded else weights  # else it is 1
         for part in parts:
             if part.scored:
-                part.slots = self._best(q[part.rows], weights[part.rows], cache, part)
+                part.slots = self._best(part.of(q), part.of(weights), cache, part)
             else:
                 part.slots = self._all(part)
 
