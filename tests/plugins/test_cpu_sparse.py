@@ -90,24 +90,29 @@ def test_scaled_tokens_are_written_and_attended(isa, dtype):
     torch.testing.assert_close(found.double(), weights @ keys[..., :lora], atol=atol, rtol=rtol)
 
 
+@pytest.mark.parametrize("isa", native.runnable())
+@pytest.mark.parametrize("heads", [5, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scores_depend_on_no_other_row_and_on_no_thread(dtype):
+def test_scores_depend_on_no_other_row_and_on_no_thread(dtype, heads, isa):
     torch.manual_seed(6)
-    heads, d, page = 24, 64, 16
+    d, page = 64, 16
     lens = torch.tensor([3000] * 3 + [1100, 40, 1], dtype=torch.int32)
     owners = torch.tensor([0, 0, 0, 1, 2, 3], dtype=torch.int32)
     cache = torch.randn(4 * 188, page, d).to(dtype)
     table = torch.randperm(4 * 188).to(torch.int32).view(4, 188)
     q, weights = torch.randn(6, heads, d).to(dtype), torch.randn(6, heads)
-    whole = sparse.index_scores(q, weights, cache, table, owners, lens)
+
+    def scored(some):
+        mine = owners[some], lens[some]
+        with native.using(isa):
+            return sparse.index_scores(q[some], weights[some], cache, table, *mine)
+
+    whole = scored(slice(6))
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for r in range(6):
-                some = slice(r, r + 1)
-                alone = sparse.index_scores(
-                    q[some], weights[some], cache, table, owners[some], lens[some]
-                )
+                alone = scored(slice(r, r + 1))
                 assert torch.equal(alone[0, : lens[r]], whole[r, : lens[r]]), (r, threads)
     finally:
         torch.set_num_threads(1)

@@ -45,7 +45,7 @@ class Inputs:
             self.joined = load.linear(layer, f"{AT}.qkv_a_proj", tuple(parts))
         else:
             self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
-        self.widths = tuple(widths)
+        self.widths, self.makes_keys = tuple(widths), len(widths) == 3
 
     def __call__(
         self, x: Tensor, adapters: Tensor | None
@@ -79,7 +79,10 @@ class Attention:
         self.kv_b = load.absorb(layer, f"{AT}.kv_b_proj")
         self.o_proj = load.linear(layer, f"{AT}.o_proj")
         self.fused = load.mla_inputs(layer, AT, LATENT_EPS)
-        self.indexer = Indexer(config, load, layer) if config.has_indexer(layer) else None
+        self.indexer: Indexer | None = None
+        if config.has_indexer(layer):
+            keys_come = self.inputs.makes_keys and self.fused is None
+            self.indexer = Indexer(config, load, layer, keys_come)
         if config.indexing is None:
             self.decode = self._kernel(load, layer, AT)
             # Steps with several tokens per sequence may have a kernel of their own.

@@ -86,10 +86,10 @@ class Part:
     window: Window | None = None
     slots: Tensor | None = None
 
-    @property
-    def rows(self) -> slice:
-        """The part's rows of the step."""
-        return slice(self.first, self.first + self.owners.shape[0])
+    def of(self, x: Tensor) -> Tensor:
+        """The part's rows of x, which has a row for every one of the step."""
+        count = self.owners.shape[0]
+        return x if count == x.shape[0] else x[self.first : self.first + count]
 
     @property
     def chosen(self) -> Tensor:
@@ -127,7 +127,8 @@ def _decode_owners(part: DecodePart) -> Tensor:
     device, counts = part.page_table.device, part.q_lens
     if len(set(counts)) <= 1:  # computed on the device, so that it can be captured
         every = counts[0] if counts else 1
-        return torch.arange(part.rows, dtype=torch.int32, device=device) // every
+        rows = torch.arange(part.rows, dtype=torch.int32, device=device)
+        return rows if every == 1 else rows // every
     owners = [i for i, count in enumerate(counts) for _ in range(count)]
     return torch.tensor(owners, dtype=torch.int32, device=device)
 
@@ -147,20 +148,23 @@ def _longest(part: PrefillPart) -> int:
 
 
 class Indexer:
-    """One layer's indexer."""
+    """One layer's indexer. keys_come: index keys are always handed over with the step's rows."""
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, load: Loader, layer: int, keys_come: bool = False
+    ) -> None:
         assert config.indexing is not None
         self.ops = load.ops(layer, INDEXER)
         self.wq_b = load.linear(layer, f"{INDEXER}.wq_b")
-        self.wk = load.linear(layer, f"{INDEXER}.wk")
+        self.wk = None if keys_come else load.linear(layer, f"{INDEXER}.wk")
         self.norm = load.wide(layer, f"{INDEXER}.k_norm")
         self.norm_bias = load.wide(layer, f"{INDEXER}.k_norm.bias")
         self.heads, self.dim = config.indexing.heads, config.indexing.dim
-        self.weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
-        self.weights = self.weights * (self.heads * self.dim) ** -0.5
         self.top_k, self.interleaved = config.indexing.top_k, config.indexing.interleaved
-        self.page_size = load.bound.base.page_size
+        weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
+        self.weights = weights * (self.heads * self.dim) ** -0.5
+        base = load.bound.base
+        self.page_size, self.coded = base.page_size, base.index_dtype != base.dtype
         has_trees = load.bound.has("index_scores", layer, INDEXER_TREE)
         self.trees = load.ops(layer, INDEXER_TREE) if has_trees else None
 
@@ -182,7 +186,9 @@ class Indexer:
         wanted = any(p.scored for p in parts)
         heads = self.heads if wanted else 0
         q = self.wq_b(query, batch.adapters) if wanted else x.new_empty(x.shape[0], 0)
-        keys = self.wk(x, batch.adapters) if keys is None else keys
+        if keys is None:
+            assert self.wk is not None, "keys were to be handed over"
+            keys = self.wk(x, batch.adapters)
         if selection.decode is not None and selection.decode.window is not None:
             batch.index_keys.append(keys)
         q, scale = self.ops.index_prologue(
@@ -199,10 +205,11 @@ class Indexer:
         )
         weights = scale
         if wanted:
-            weights = self.ops.router_logits(x, self.weights) * scale
+            weights = self.ops.router_logits(x, self.weights)
+            weights = weights * scale if self.coded else weights  # else it is 1
         for part in parts:
             if part.scored:
-                part.slots = self._best(q[part.rows], weights[part.rows], cache, part)
+                part.slots = self._best(part.of(q), part.of(weights), cache, part)
             else:
                 part.slots = self._all(part)
 

@@ -135,14 +135,15 @@ def compose_index_select(
     """INDEX_SELECT over the platform's own index_scores and index_topk."""
     page = cache.shape[1]
     step, chosen = scored_rows(page_table.shape[1] * page), []
+    if q.shape[0] <= step:
+        scores = ops.index_scores(q, weights, cache, page_table, owners, lens)
+        return ops.index_topk(scores, lens, owners, page_table, page, k)  # type: ignore[no-any-return]
     for first in range(0, q.shape[0], step):
         some = slice(first, first + step)
         mine, seen = owners[some], lens[some]
         scores = ops.index_scores(q[some], weights[some], cache, page_table, mine, seen)
         chosen.append(ops.index_topk(scores, seen, mine, page_table, page, k))
-    if len(chosen) == 1:
-        return chosen[0]  # type: ignore[no-any-return]
-    every: Tensor = chosen[0].new_empty(q.shape[0], k) if chosen else owners.new_empty(0, k)
+    every: Tensor = chosen[0].new_empty(q.shape[0], k)
     for i, part in enumerate(chosen):
         every[i * step : i * step + step] = part
     return every

@@ -13,31 +13,9 @@
 #pragma once
 
 #include "exponents.h"
-#include "scores.h"
+#include "scores_amx.h"
 
 namespace ds {
-
-// The matrix registers, eight tiles of 16 rows by 64 bytes, while it lives.
-struct MatrixUnit {
-#if DS_AMX
-  MatrixUnit() {
-    struct alignas(64) {
-      uint8_t palette = 1, start = 0, none[14] = {};
-      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } shape;
-    written();
-    _tile_loadconfig(&shape);
-  }
-  ~MatrixUnit() { _tile_release(); }
-  // The compiler does not see that tiles are loaded from memory: what they read is written before.
-  static void written() { asm volatile("" ::: "memory"); }
-#else
-  MatrixUnit() {}
-  ~MatrixUnit() {}
-#endif
-  MatrixUnit(const MatrixUnit&) = delete;
-};
 
 // One tile of query rows. Made from an arena, which it takes its memory from; `begin` for each
 // tile, `block` for each block of its keys in order, then the results.
@@ -45,7 +23,7 @@ template <class C>
 class Tile {
   using W = Word<C>;
   static constexpr int N = W::N, L = F::W;
-  static constexpr bool AMX = DS_AMX && N == 2;
+  static constexpr bool AMX = MATRIX<C>;
   static constexpr float MUCH = 4.0f;
   static constexpr int64_t NO_TAIL = INT64_MAX;
 
@@ -126,7 +104,7 @@ class Tile {
 
  private:
   // About how much a block works, in units of packing two rows of one panel.
-  static constexpr int MATRIX_STEP = 8, TILE_STEP = SCORE_STEP;  // four tiles; words of 24 sums
+  static constexpr int TILE_STEP = SCORE_STEP;  // words of 24 sums
   int64_t work(int64_t panels) const {
     const int64_t words = words_of(d_), vectors = padded_ / L;
     if (AMX) {
@@ -340,9 +318,6 @@ class Tile {
 
   // On the matrix registers (attend_amx.h).
   void matrix_score(const C* const* key);
-  const C* stage(const C* const* key, int count, int group);
-  void score_2x2(const C* const* at, const int64_t* stride, bool both, int group, int64_t v);
-  void score_4x1(const C* const* at, const int64_t* stride, int count, int group, int64_t v);
   void matrix_accumulate(int64_t c, const C* panel);
   void sum_2x2(int64_t v, int64_t c, const C* panel, bool both, int words);
   void sum_1x4(int64_t v, int64_t c, const C* panel, int tiles, int words);

@@ -4,7 +4,7 @@
 // range of keys. Every score is summed in one order, whatever else is computed with it.
 #include "ds_cpu.h"
 #include "parallel.h"
-#include "scores.h"
+#include "scores_amx.h"
 
 namespace ds {
 namespace {
@@ -27,6 +27,7 @@ struct Call {
 
   int64_t most_rows() const { return heads < LANES ? LANES / heads : 1; }
   int64_t lanes() const { return up_to(most_rows() * heads, F::W); }
+  int64_t ld_desk() const { return up_to(heads, F::W); }  // of a desk's weights
 };
 
 struct Unit {
@@ -50,15 +51,17 @@ void units_of(const Call& call, Each each) {
 template <class C>
 struct Desk {
   int64_t words;
-  C *wide, *queries, *keys;
+  C *wide, *queries, *keys, *staged = nullptr;
   float *products, *weights;
   Desk(Arena& arena, const Call& call)
       : words(up_to((call.d + Word<C>::N - 1) / Word<C>::N, 16)),
         wide(arena.take<C>(call.lanes() * call.d)),
         queries(arena.take<C>(words * Word<C>::N * call.lanes())),
         keys(arena.take<C>(KEYS * call.d)),
-        products(arena.take<float>(KEYS * call.lanes())),
-        weights(arena.take<float>(call.lanes())) {}
+        products(arena.take<float>(KEYS * call.lanes() + F::W)),
+        weights(arena.take<float>(call.most_rows() * call.ld_desk())) {
+    if (MATRIX<C>) staged = arena.take<C>(words * Word<C>::N * KEYS);
+  }
 };
 
 template <class C>
@@ -93,22 +96,44 @@ void products_of(int vectors, const C* queries, const Call& call, int64_t padded
   }
 }
 
-// Of one key: its score in each row of the unit, from the products of all lanes.
-void add_up(const Call& call, const Unit& u, const float* products, const float* weights,
-            float scale, int64_t key) {
-  const int64_t heads = call.heads;
+// Products of `count` keys with the lanes of a unit, [count][padded].
+template <class C>
+void multiply(const Call& call, const Desk<C>& desk, int64_t padded, const C* const* key,
+              int count) {
+#if DS_AMX
+  if constexpr (MATRIX<C>) {
+    RowsAhead none;
+    const MatrixScores<C> scores{desk.queries, call.d, desk.words,   padded,
+                                 desk.staged,  none,   desk.products};
+    return scores.all(key, [&](int64_t) { return count; });
+  }
+#endif
+  const int64_t vectors = padded / F::W;
+  for (int64_t v = 0; v < vectors; v += QUERY_VECTORS) {
+    const int64_t some = vectors - v < QUERY_VECTORS ? vectors - v : QUERY_VECTORS;
+    products_of<QUERY_VECTORS>(int(some), desk.queries + v * F::W * Word<C>::N, call, padded, key,
+                               count, desk.products + v * F::W);
+  }
+}
+
+// Scores of keys [first, first + count) in each row of the unit, from the products of all lanes.
+template <class C>
+void add_up(const Call& call, const Unit& u, const Desk<C>& desk, int64_t padded,
+            const float* scales, int64_t first, int count) {
+  const int64_t heads = call.heads, whole = heads / F::W * F::W;
+  const uint32_t rest = (1u << (heads - whole)) - 1;
+  auto weighed = [](F x, const float* w, F sums) {
+    return fma(clamp(x, 0.0f, INFINITY), F::load(w), sums);
+  };
   for (int64_t r = 0; r < u.rows; ++r) {
-    const float *x = products + r * heads, *w = weights + r * heads;
-    float sum = 0.0f;
-    int64_t h = 0;
-    if (heads >= F::W) {
+    const float *x = desk.products + r * heads, *w = desk.weights + r * call.ld_desk();
+    float* out = call.out + (u.row + r) * call.width + first;
+    for (int j = 0; j < count; ++j, x += padded) {
       F sums = F::zero();
-      for (; h + F::W <= heads; h += F::W)
-        sums = fma(clamp(F::load(x + h), 0.0f, INFINITY), F::load(w + h), sums);
-      sum = sums.sum();
+      for (int64_t h = 0; h < whole; h += F::W) sums = weighed(F::load(x + h), w + h, sums);
+      if (rest) sums = weighed(only(F::load(x + whole), rest), w + whole, sums);
+      out[j] = sums.sum() * scales[j];
     }
-    for (; h < heads; ++h) sum += (x[h] < 0.0f ? 0.0f : x[h]) * w[h];
-    call.out[(u.row + r) * call.width + key] = sum * scale;
   }
 }
 
@@ -121,9 +146,11 @@ void score(const Call& call, const Unit& u, void* memory) {
   widen_row(first, desk.wide, lanes * call.d);
   auto query = [&](int64_t m) { return (const C*)desk.wide + m * call.d; };
   pack_queries<C, C>(query, lanes, padded, call.d, desk.words, desk.queries);
+  std::memset(desk.weights, 0, size_t(u.rows * call.ld_desk()) * sizeof(float));
   for (int64_t r = 0; r < u.rows; ++r)
-    std::memcpy(desk.weights + r * call.heads, call.weights + (u.row + r) * call.ld_weights,
+    std::memcpy(desk.weights + r * call.ld_desk(), call.weights + (u.row + r) * call.ld_weights,
                 size_t(call.heads) * sizeof(float));
+  const MatrixUnit matrix;
 
   constexpr int64_t EXTRA = sizeof(K) > 1 ? 0 : 4;  // bytes of a key's scale
   const int32_t* pages = call.pages + call.owners[u.row] * call.max_pages;
@@ -142,14 +169,8 @@ void score(const Call& call, const Unit& u, void* memory) {
       if (++row == call.page_size) row = 0, ++page;
     }
     const C* const* keys = rows_as<C>(rows, count, call.d, desk.keys, wide);
-    const int64_t vectors = padded / F::W;
-    for (int64_t v = 0; v < vectors; v += QUERY_VECTORS) {
-      const int64_t some = vectors - v < QUERY_VECTORS ? vectors - v : QUERY_VECTORS;
-      products_of<QUERY_VECTORS>(int(some), desk.queries + v * F::W * Word<C>::N, call, padded,
-                                 keys, count, desk.products + v * F::W);
-    }
-    for (int j = 0; j < count; ++j)
-      add_up(call, u, desk.products + j * padded, desk.weights, scales[j], k0 + j);
+    multiply(call, desk, padded, keys, count);
+    add_up(call, u, desk, padded, scales, k0, count);
   }
 }
 

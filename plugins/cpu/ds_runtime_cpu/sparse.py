@@ -10,6 +10,7 @@ from ds_runtime_cpu.native import active
 from ds_runtime_cpu.small import CACHE, CODE
 
 _ROWS = 64  # whose ranges of keys are in memory at a time
+_STARTS = torch.arange(_ROWS + 1, dtype=torch.int32)  # every row a sequence
 _BYTES = {torch.uint8: torch.float8_e4m3fn}  # an FP8 index cache is bytes: keys, then scales
 
 
@@ -126,11 +127,11 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
     active.compact_slots(
         slots.data_ptr(), slots.stride()[0], n, pages.data_ptr(), lens.data_ptr(), rows
     )
-    codes, starts = (CODE[q.dtype], CACHE[cache.dtype]), torch.arange(_ROWS + 1, dtype=torch.int32)
+    codes = (CODE[q.dtype], CACHE[cache.dtype])
     memory = torch.empty(0, dtype=torch.uint8)
     for first in range(0, rows, _ROWS):
         count = min(_ROWS, rows - first)
-        where = (lens.data_ptr() + 4 * first, starts.data_ptr())
+        where = (lens.data_ptr() + 4 * first, _STARTS.data_ptr())
         size = needed(active.mla_decode_memory, *codes, width, kv_lora, *where, count, heads)
         if size > memory.numel():
             memory = torch.empty(size, dtype=torch.uint8)
