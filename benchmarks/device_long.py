@@ -54,13 +54,13 @@ def fill(llm: LLM, prompts: Sequence[Sequence[int]]) -> None:
     """Put all full pages of the prompts into the prefix cache, with latents and index keys of
     random hidden states. The prompts' first pages differ, and nothing runs."""
     engine = engine_of(llm)
-    runner, holdings = engine.runner, engine.scheduler.holdings
-    prefix, size = holdings.prefix, holdings.page_size
+    runner, (held,) = engine.runner, engine.scheduler.holdings.ranks
+    prefix, size = held.prefix, runner.config.page_size
     assert prefix is not None, "the prefix cache is off"
     model, _ = runner.model, torch.manual_seed(7)
     for prompt in prompts:
         count = (len(prompt) - 1) // size
-        pages = holdings.pool.alloc(count)
+        pages = held.pool.alloc(count)
         match, twins = prefix.extend(prefix.root(), prompt[: count * size], pages)
         assert not twins, "two prompts begin alike"
         prefix.unlock(match.node)

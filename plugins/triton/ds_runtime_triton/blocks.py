@@ -86,7 +86,10 @@ def grid_of(part: WeightPart, group_n: int, group_k: int) -> Tensor:
         zip(part.block, part.offset, part.shape, groups, strict=True)
     ):
         first, count = offset // group, cdiv(size, group)
-        scale = scale.repeat_interleave(block // group, dim).narrow(dim, first, count)
+        if block != group:
+            scale = scale.repeat_interleave(block // group, dim)
+        if scale.shape[dim] != count:
+            scale = scale.narrow(dim, first, count)
     return scale
 
 

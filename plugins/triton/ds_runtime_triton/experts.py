@@ -87,13 +87,17 @@ def _fill(stack: Stack, at: tuple[int, ...], weight: Weight) -> None:
     if not stack.group_k:
         stack.values[at] = weight.dequantise(stack.values.dtype)
         return
-    rows = 0
+    # As few calls as can be: each hands the interpreter's lock to the threads that read ahead.
+    values, scale, rows = stack.values[at], stack.scale[at], 0
     for part in weight.parts:
-        below = rows + part.shape[0]
-        stack.values[at][rows:below] = part.tensors["weight"]
         grid = grid_of(part, stack.group_n, stack.group_k)
-        first = rows // stack.group_n
-        stack.scale[at][first : first + grid.shape[0]] = grid
+        if len(weight.parts) == 1:
+            values.copy_(part.tensors["weight"])
+            scale.copy_(grid)
+            return
+        below, first = rows + part.shape[0], rows // stack.group_n
+        values[rows:below] = part.tensors["weight"]
+        scale[first : first + grid.shape[0]] = grid
         rows = below
 
 
