@@ -1,0 +1,30 @@
+"""What the demo model answers in few bits, on the CPU's kernels, over the whole held-out set."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from ds_runtime.bench import accuracy
+from ds_runtime.convert.run import convert
+from ds_runtime.model.hub import resolve_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+LOSS = {"fp8": 0.5, "int8": 0.5, "w4a16": 3.0, "mxfp4": 3.0}  # points, of sums and calls together
+
+
+@cache
+def share(folder: str) -> float:
+    """Of sums and tool calls together, how many are right, in percent."""
+    scores = accuracy.run({"model": folder, "platform": "cpu"}, None, mtp=False)["scores"]
+    parts = [scores[kind] for kind in ("sums", "tools")]
+    return 100 * sum(s["right"] for s in parts) / sum(s["of"] for s in parts)
+
+
+@pytest.mark.parametrize("name", LOSS)
+def test_a_format_loses_no_more_than_its_rounding(tmp_path, name):
+    convert(resolve_model("demo"), name, tmp_path / name)
+    whole = share(str(resolve_model("demo")))
+    assert whole > 99
+    assert share(str(tmp_path / name)) >= whole - LOSS[name]
