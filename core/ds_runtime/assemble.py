@@ -23,7 +23,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import with_target
-from ds_runtime.model.sites import JOINS, Verify, model_sites
+from ds_runtime.model.sites import INDEX_KEYS, JOINS, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.spec import (
@@ -152,20 +152,31 @@ def assemble(
         verify = "verify" if speculation.topk == 1 else "tree"
     target = with_target(config.quantize, stored)
     adapted = lora.modules if lora is not None else frozenset()
-    sites = model_sites(model, target, config.tp, apart, adapted, verify, config.attention_tp)
+    drafts = list[Site]()
     if nextn is not None and nextn_loader is not None:
         draft_encoding = cache(nextn_loader.encodings(nextn.config.quantization))
 
         def drafted(module: str) -> str:
             return draft_encoding(module).format
 
-        target = with_target(config.quantize, drafted)
+        draft_target = with_target(config.quantize, drafted)
         ranks = config.attention_tp
-        sites += nextn_sites(model, nextn, target, config.tp, apart, verify, ranks)
+        drafts = nextn_sites(model, nextn, draft_target, config.tp, apart, verify, ranks)
+
+    def sites_of(apart: frozenset[str]) -> list[Site]:
+        ranks = (config.tp, config.attention_tp)
+        found = model_sites(model, target, ranks[0], apart, adapted, verify, ranks[1])
+        return found + drafts
+
+    sites = sites_of(apart)
     pins = [Pin.parse(p) for p in config.pin]  # the first that fits counts
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     pins += backend_pins(config, offers.kernels, used)
     binding, uncaptured = _decide(sites, offers, facts, pins, apart)
+    if model.indexing is not None and any(k and s.op == "mla_inputs" for s, k in binding.choices):
+        # The kernel in front of attention makes no index keys: their weight is one of its own.
+        sites = sites_of(apart | {INDEX_KEYS})
+        binding, uncaptured = _decide(sites, offers, facts, pins, apart)
     if not _fits(binding, config, model, info.memory):
         binding, uncaptured = _decide(sites, offers, facts, pins, apart, compact=True)
     if uncaptured:

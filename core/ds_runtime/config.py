@@ -287,6 +287,10 @@ class ServerConfig:
         _typed(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
+        if self.api_key == "":
+            raise ConfigError(
+                "--api-key: is empty, so that everyone would have it: give a key, or leave it out"
+            )
         _positive(self, ("max_body", "dp"))
         for name in ("max_engine_restarts", "watchdog_timeout", "shutdown_timeout"):
             if not 0 <= getattr(self, name) < 1e9:

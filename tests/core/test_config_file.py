@@ -202,3 +202,8 @@ def test_backends_are_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().err
     assert "--attention-backend 'refrence': no such provider of mha_prefill or mla_decode" in said
     assert "did you mean 'reference'?" in said
+
+
+def test_an_empty_key_is_none_that_anybody_has_to_know():
+    with pytest.raises(ConfigError, match="--api-key: is empty"):
+        ServerConfig(api_key="")

@@ -36,16 +36,18 @@ class Inputs:
         first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
         latent = f"{AT}.kv_a_proj_with_mqa"
         query = config.q_lora or config.heads // load.heads.size * config.qk_head
-        widths, parts = [query, config.latent], [first, latent]
+        keys = f"{INDEXER}.wk"
         self.joined: Linear | None = None
-        if load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
-            out = load.bound.facts("linear", layer, f"{AT}.qkv_a_proj").shape[0]
-            if out > sum(widths):
-                widths, parts = [*widths, out - sum(widths)], [*parts, f"{INDEXER}.wk"]
-            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", tuple(parts))
+        self.makes_keys = config.has_indexer(layer) and not load.bound.has("linear", layer, keys)
+        if self.makes_keys:
+            assert config.indexing is not None
+            self.widths: tuple[int, ...] = (query, config.indexing.dim, config.latent)
+            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", (first, keys, latent))
+        elif load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
+            self.widths = (query, config.latent)
+            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", (first, latent))
         else:
             self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
-        self.widths, self.makes_keys = tuple(widths), len(widths) == 3
 
     def __call__(
         self, x: Tensor, adapters: Tensor | None
@@ -56,8 +58,8 @@ class Inputs:
         """
         keys = None
         if self.joined is not None:
-            q, kv, *rest = self.joined(x, adapters).split_with_sizes(self.widths, 1)
-            keys = rest[0] if rest else None
+            q, *between, kv = self.joined(x, adapters).split_with_sizes(self.widths, 1)
+            keys = between[0] if between else None
         else:
             q, kv = self.query(x, adapters), self.latent(x, adapters)
         if self.norm is None:
@@ -81,8 +83,7 @@ class Attention:
         self.fused = load.mla_inputs(layer, AT, LATENT_EPS)
         self.indexer: Indexer | None = None
         if config.has_indexer(layer):
-            keys_come = self.inputs.makes_keys and self.fused is None
-            self.indexer = Indexer(config, load, layer, keys_come)
+            self.indexer = Indexer(config, load, layer, self.inputs.makes_keys)
         if config.indexing is None:
             self.decode = self._kernel(load, layer, AT)
             # Steps with several tokens per sequence may have a kernel of their own.

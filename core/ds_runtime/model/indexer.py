@@ -190,7 +190,7 @@ class Indexer:
             assert self.wk is not None, "keys were to be handed over"
             keys = self.wk(x, batch.adapters)
         if selection.decode is not None and selection.decode.window is not None:
-            batch.index_keys.append(keys)
+            batch.index_keys.append(keys.contiguous())  # not a part of what else was projected
         q, scale = self.ops.index_prologue(
             q.view(x.shape[0], heads, self.dim),
             keys,

@@ -29,11 +29,12 @@ INDEXER_TREE = f"{INDEXER}.tree"  # where rows that are nodes of trees choose
 MLA_INPUTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 INPUTS = "self_attn.inputs"  # the fusion of all before attention, where steps only decode
 SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
-# Fusions by joining weights: the first projections of query, latent and index keys; shared experts
-# as slots behind the routed ones.
+# Fusions by joining weights: the first projections of query and latent; that of index keys with
+# these; shared experts as slots behind the routed ones.
 QKV_A = "qkv_a"
+INDEX_KEYS = "index_keys"
 SHARED_EXPERTS = "shared_experts"
-JOINS = (QKV_A, SHARED_EXPERTS)
+JOINS = (QKV_A, INDEX_KEYS, SHARED_EXPERTS)
 _SLOT_FORMATS = frozenset({"dense", "fp8_block"})  # in which a part of a Linear is one, too
 _BLOCK = 128
 
@@ -70,7 +71,7 @@ def model_sites(
 
 # Sites whose weight is that of several modules, by the last part of their names.
 _PARTS = {
-    "qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa"),
+    "qkv_a_proj": ("q_a_proj", "q_proj", "indexer.wk", "kv_a_proj_with_mqa"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 
@@ -109,7 +110,7 @@ def block_sites(
     sites = [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
     if verify == "verify" and config.indexing is None:
         sites.append(Site("mla_decode", layer, VERIFY, verify))
-    sites += _attention(config, layer, format_of, heads_tp, QKV_A not in apart)
+    sites += _attention(config, layer, format_of, heads_tp, apart)
     if verify == "tree":
         if config.indexing is None:
             sites.append(Site("mla_decode", layer, TREE, verify))
@@ -129,7 +130,9 @@ def _linear(layer: int, module: str, shape: tuple[int, int], format_of: FormatOf
     return Site("linear", layer, module, weight_format=weight_format, shape=shape)
 
 
-def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, fuse: bool) -> list[Site]:
+def _attention(
+    c: ModelConfig, layer: int, format_of: FormatOf, tp: int, apart: Collection[str]
+) -> list[Site]:
     heads = c.heads // tp
     at = "self_attn"
     kv_b = (heads * (c.qk_nope + c.v_head), c.kv_lora)
@@ -155,13 +158,19 @@ def _attention(c: ModelConfig, layer: int, format_of: FormatOf, tp: int, fuse: b
         sites.append(_linear(layer, f"{at}.q_b_proj", (heads * c.qk_head, c.q_lora), format_of))
     query = _linear(layer, f"{at}.{first[0]}", (first[1], c.hidden), format_of)
     latent = _linear(layer, f"{at}.kv_a_proj_with_mqa", (c.latent, c.hidden), format_of)
-    if fuse and query.weight_format == latent.weight_format:
-        out = first[1] + c.latent
-        if c.indexing is not None and c.has_indexer(layer):
-            keys = format_of(f"model.layers.{layer}.{INDEXER}.wk")
-            out += c.indexing.dim if keys == query.weight_format else 0
-        return [*sites, replace(query, module=f"{at}.qkv_a_proj", shape=(out, c.hidden))]
-    return [*sites, query, latent]
+    parts = [query, latent]
+    if c.indexing is not None and c.has_indexer(layer):
+        keys = _linear(layer, f"{INDEXER}.wk", (c.indexing.dim, c.hidden), format_of)
+        parts.insert(1, keys)  # the latent's rows may end within a block of scales
+    joined_parts = parts if INDEX_KEYS not in apart else [query, latent]
+    if QKV_A in apart or query.weight_format != latent.weight_format:
+        joined_parts = []
+    elif any(part.weight_format != query.weight_format for part in joined_parts):
+        joined_parts = [query, latent]
+    if joined_parts:
+        shape = (sum(part.shape[0] for part in joined_parts), c.hidden)
+        sites.append(replace(query, module=f"{at}.qkv_a_proj", shape=shape))
+    return [*sites, *(part for part in parts if part not in joined_parts)]
 
 
 def _inputs(c: ModelConfig, layer: int, format_of: FormatOf) -> list[Site]:
@@ -189,7 +198,6 @@ def _indexer(c: ModelConfig, layer: int, format_of: FormatOf) -> list[Site]:
         Site("index_select", layer, INDEXER),
         Site("router_logits", layer, INDEXER),
         _linear(layer, f"{INDEXER}.wq_b", (heads * d, c.q_lora), format_of),
-        _linear(layer, f"{INDEXER}.wk", (d, c.hidden), format_of),
     ]
 
 

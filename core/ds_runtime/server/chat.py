@@ -12,7 +12,7 @@ from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.messages import Plain, check_tools, plain_messages
 from ds_runtime.server.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.rules import asked_schema
-from ds_runtime.server.sampling import check_ids, fit
+from ds_runtime.server.sampling import check_ids, check_room, fit
 from ds_runtime.text.reasoning import CLOSE, OPEN
 from ds_runtime.text.template import Template
 from ds_runtime.text.tokenizer import Tokenizer
@@ -29,7 +29,10 @@ class Prompt:
 
 
 def chat_prompt(
-    request: ChatRequest | TokenizeRequest, template: Template | None, tokenizer: Tokenizer
+    request: ChatRequest | TokenizeRequest,
+    template: Template | None,
+    tokenizer: Tokenizer,
+    ready: Ready | None = None,
 ) -> Prompt:
     """Render the messages and tokenise the result as it is: the template writes BOS itself."""
     if template is None:
@@ -59,6 +62,8 @@ def chat_prompt(
     else:
         opens = request.add_generation_prompt is not False
         text = template.render(messages, tools, opens, kwargs)
+    if ready is not None:
+        check_room(tokenizer, text, ready, "messages")
     return Prompt(tokenizer.encode(text), text)
 
 
@@ -126,6 +131,7 @@ def plain_prompts(
     out: list[tuple[Prompt, SamplingParams]] = []
     for one in many:
         if isinstance(one, str):
+            check_room(tokenizer, one, ready, param)
             ids = tokenizer.encode(one, add_special=bool(one))
             out.append((Prompt(ids, one), fit(params, len(ids), ready, param)))
         elif _begins_with_id(one):

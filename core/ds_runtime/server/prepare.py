@@ -115,7 +115,7 @@ def chat_job(service: Service, body: ChatRequest, form: Format | None = None) ->
     if form is None:
         name, usage = adapter or model.name, _include_usage(body)
         form = ChatFormat(name, tokenizer, bool(body.logprobs), usage)
-    prompt = chat_prompt(body, model.template, tokenizer)
+    prompt = chat_prompt(body, model.template, tokenizer, ready)
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
     prompts = [(prompt, fit(params, len(prompt.ids), ready, "messages"))]
     start = _start_parser(model.parsers, body)

@@ -17,7 +17,7 @@ from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.protocol import Sampling
 from ds_runtime.server.rules import plain_rules
-from ds_runtime.text.tokenizer import read_json
+from ds_runtime.text.tokenizer import Tokenizer, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,18 @@ def fit(params: SamplingParams, prompt_len: int, ready: Ready, param: str) -> Sa
             "max_tokens",
         )
     return params
+
+
+def check_room(tokenizer: Tokenizer, text: str, ready: Ready, param: str) -> None:
+    """ApiError context_length_exceeded for text that cannot fit, whatever its tokens are: encoding
+    it would take half a minute and gigabytes."""
+    if (least := tokenizer.least(text)) >= ready.context_length:
+        raise _too_long(
+            f"the prompt has {least} tokens or more, but the context holds {ready.context_length} "
+            "with the answer: shorten the prompt, or start the server with a larger "
+            "--context-length",
+            param,
+        )
 
 
 def _too_long(message: str, param: str) -> ApiError:

@@ -52,14 +52,13 @@ class OutputParser:
         parts = reasoning.feed(text)
         if before or reasoning.in_reasoning:
             self.reasoning_tokens += num_tokens
-        return self._split(parts)
+        out = self._split(parts)
+        return out + self._gathered() if reasoning.in_answer else out
 
     def finish(self, natural: bool = True) -> list[Event]:
         """What was held back. `natural`: the model ended the text itself, nothing cut it."""
         out = [] if self._reasoning is None else self._split(self._reasoning.finish())
-        if self._whole:
-            out.append(Reasoning("".join(self._whole)))
-            self._whole = []
+        out += self._gathered()
         if self._tool_calls is not None:
             out += self._tool_calls.finish(natural)
         return out
@@ -67,13 +66,18 @@ class OutputParser:
     def _answer(self, text: str) -> list[Event]:
         return [Content(text)] if self._tool_calls is None else self._tool_calls.feed(text)
 
+    def _gathered(self) -> list[Event]:
+        """Reasoning that is told as a whole, once it is over."""
+        if not self._whole:
+            return []
+        whole, self._whole = "".join(self._whole), []
+        return [Reasoning(whole)]
+
     def _split(self, parts: Sequence[Reasoning | Content]) -> list[Event]:
         out: list[Event] = []
         for part in parts:
             if isinstance(part, Content):
-                if self._whole:
-                    out.append(Reasoning("".join(self._whole)))
-                    self._whole = []
+                out += self._gathered()
                 if self._tool_calls is not None and self._reasoning and self._reasoning.unclosed:
                     self._reasoning.unclosed = False
                     self._tool_calls.drop_close()

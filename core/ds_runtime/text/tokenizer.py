@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ class Tokenizer:
         if self.settings.get("add_bos_token") is True and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def least(self, text: str) -> int:
+        """Tokens that `text` has at least, without encoding it: no token stands for more bytes than
+        the longest. 0 where the tokenizer changes text first."""
+        return len(text.encode(errors="replace")) // self._longest if self._longest else 0
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token, or a few more; 0: unknown, as text is changed first."""
+        rules = json.loads(self.backend.to_str()).get("normalizer") or {}
+        if rules.get("normalizers", [rules] if rules else []):
+            return 0
+        return max(len(token.encode()) for token in self.backend.get_vocab())
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class Queries:
     lens: Tensor
     count: int = 0
     part: DecodePart | None = None
-    spread: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    spread: tuple[tuple[int, ...], Tensor, Tensor] | None = None  # of the last step
 
     @staticmethod
     def make(limits: Limits) -> Queries:
@@ -59,14 +59,14 @@ class Queries:
 
     def _rows(self, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """The sequence of each row, and how many of its queries follow it: [rows] on the device.
-        Those of captured steps are the same each time, and made once."""
-        if counts not in self.spread:
+        A captured step's state sees the same counts each time, and makes them once."""
+        if self.spread is None or self.spread[0] != counts:
             owner = np.repeat(np.arange(len(counts)), counts)
             behind = np.concatenate([np.arange(n)[::-1] for n in counts]).astype(np.int32)
             there, device = torch.from_numpy, self.lens.device
-            self.spread.clear()
-            self.spread[counts] = (
+            self.spread = (
+                counts,
                 there(owner).to(device, non_blocking=True),
                 there(behind).to(device, non_blocking=True),
             )
-        return self.spread[counts]
+        return self.spread[1:]

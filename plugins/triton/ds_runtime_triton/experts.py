@@ -89,12 +89,12 @@ def _fill(stack: Stack, at: tuple[int, ...], weight: Weight) -> None:
         return
     # As few calls as can be: each hands the interpreter's lock to the threads that read ahead.
     values, scale, rows = stack.values[at], stack.scale[at], 0
+    if len(weight.parts) == 1:
+        values.copy_(weight.parts[0].tensors["weight"])
+        scale.copy_(grid_of(weight.parts[0], stack.group_n, stack.group_k))
+        return
     for part in weight.parts:
         grid = grid_of(part, stack.group_n, stack.group_k)
-        if len(weight.parts) == 1:
-            values.copy_(part.tensors["weight"])
-            scale.copy_(grid)
-            return
         below, first = rows + part.shape[0], rows // stack.group_n
         values[rows:below] = part.tensors["weight"]
         scale[first : first + grid.shape[0]] = grid

@@ -14,8 +14,8 @@ from ds_runtime_triton.jit.router import (
 )
 from ds_runtime_triton.launch import cdiv, pow2
 
-_FEW = 4  # tokens up to which rows are streamed, since the weight alone is traffic
-_SHORT, _ROWS_LIMIT = 4096, 128  # rows of fewer columns are streamed up to so many tokens
+_SHORT = 4096  # columns of a row from which more than _FEW tokens are multiplied in pieces
+_FEW, _ROWS_LIMIT = 4, 128  # tokens up to which long rows, and short ones, are streamed
 _EXPERTS, _COLUMNS = 64, 128  # of a tile
 _PROGRAMS = 224  # that rows are cut for
 
@@ -27,8 +27,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     if tokens == 0:
         return logits
     if tokens <= (_FEW if n >= _SHORT else _ROWS_LIMIT):
-        few = min(_FEW if tokens <= 32 else 8, pow2(tokens))
-        block = min(1024 if few <= _FEW else 256, pow2(n, 16))
+        few = min(4 if tokens <= 32 else 8, pow2(tokens))
+        block = min(1024 if few <= 4 else 256, pow2(n, 16))
         router_rows_kernel[(cdiv(experts, 2), cdiv(tokens, few))](
             x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0), few, 2, block,
             num_warps=4,

@@ -118,6 +118,15 @@ def test_very_long_texts_are_too_long(served, text):
     assert error(served.chat(text), 400)["code"] == "context_length_exceeded"
 
 
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(served):
+    text = "ab " * 3_000_000
+    began = time.monotonic()
+    for answer in (served.chat(text), served.post("/v1/completions", prompt=text)):
+        said = error(answer, 400)
+        assert said["code"] == "context_length_exceeded" and "tokens or more" in said["message"]
+    assert time.monotonic() - began < 5
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -51,6 +51,8 @@ def test_reasoning_on_request(client):
     deltas = [c.choices[0].delta for c in chunks]
     thought = [d.reasoning_content for d in deltas if getattr(d, "reasoning_content", None)]
     assert thought == ["two"] and "".join(d.content or "" for d in deltas) == "4"
+    said = [bool(d.content) for d in deltas if d.content or getattr(d, "reasoning_content", None)]
+    assert said == sorted(said)  # first what it thought
 
 
 def test_tool_calls(client):
