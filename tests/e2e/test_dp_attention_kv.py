@@ -143,7 +143,7 @@ def test_the_kv_of_a_sequence_lies_on_one_rank_only(tiny):
 def test_weights_of_attention_are_whole_and_others_cut(tiny):
     def held(runner):
         attention = [block.attention for block in runner.model.blocks]
-        linears = [x for a in attention for x in (a.inputs.both, a.inputs.up, a.kv_b, a.o_proj)]
+        linears = [x for a in attention for x in (a.inputs.joined, a.inputs.up, a.kv_b, a.o_proj)]
         return sum(x.packed.nbytes for x in linears), runner.model.embed.table.shape[0]
 
     _, (alone,) = serve(tiny, 1, [])
