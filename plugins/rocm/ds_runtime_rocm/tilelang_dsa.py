@@ -1,7 +1,8 @@
 """DeepSeek's sparse attention with the kernels in jit/: index scores, attention over chosen slots.
 
-Tiles are by what is on chip: 64 KB on gfx942, 160 KB on gfx950, 227 KB on compute capability 9.0,
-where the kernels were tested (benchmarks/results/rocm_tilelang.md).
+Tiles are by architecture, for attention by heads as well. 64 KB are on chip on gfx942, 160 KB on
+gfx950, 227 KB on compute capability 9.0, where the kernels were tested
+(benchmarks/results/rocm_tilelang.md).
 """
 
 from __future__ import annotations
@@ -16,25 +17,35 @@ from torch import Tensor
 LATENT = 512
 
 
-class Tiles(NamedTuple):
-    """Of attention: slots of a tile, tiles in flight, threads. Of scores: the same, and how many
-    tiles of tokens a program takes."""
+class Scores(NamedTuple):
+    """Tokens of a tile, tiles in flight, threads, tiles of a program."""
+
+    tokens: int
+    stages: int
+    threads: int
+    tiles: int
+
+
+class Attention(NamedTuple):
+    """Slots of a tile, tiles in flight, threads; the kernel in jit/sparse_mla.py."""
 
     slots: int
     stages: int
     threads: int
-    tokens: int
-    token_stages: int
-    token_threads: int
-    tiles: int
+    kernel: str = "shares"
 
 
-TILES = {
-    65536: Tiles(32, 1, 128, 128, 1, 256, 8),
-    163840: Tiles(64, 1, 256, 128, 2, 256, 8),
-    232448: Tiles(64, 2, 128, 128, 2, 128, 8),
+SCORES = {
+    "gfx942": Scores(128, 1, 256, 8),
+    "gfx950": Scores(128, 2, 256, 8),
+    "sm90": Scores(128, 2, 128, 8),
 }
-HEADS = 16  # that a program of attention takes
+# By the heads that a program takes: 16 of any number, more of their multiples.
+ATTENTION = {
+    "gfx942": {16: Attention(32, 1, 128)},
+    "gfx950": {16: Attention(64, 1, 256)},
+    "sm90": {64: Attention(64, 2, 384, "wide"), 16: Attention(64, 2, 128)},
+}
 
 
 @cache
@@ -43,15 +54,24 @@ def _library(module: str) -> Any:
 
 
 @cache
-def _device(index: int) -> tuple[Tiles, int]:
-    """(tiles that fit, compute units) of a GPU."""
+def _device(index: int) -> tuple[str, int]:
+    """(architecture whose tiles fit, compute units) of a GPU."""
     found = torch.cuda.get_device_properties(index)
-    most = getattr(found, "shared_memory_per_block_optin", 65536)
-    return TILES[max(size for size in TILES if size <= most)], found.multi_processor_count
+    name = f"sm{found.major}{found.minor}"
+    if torch.version.hip:
+        name = found.gcnArchName.split(":")[0]
+    return name if name in ATTENTION else "gfx942", found.multi_processor_count
 
 
-def _here(x: Tensor) -> tuple[Tiles, int]:
+def _here(x: Tensor) -> tuple[str, int]:
     return _device(x.device.index or 0)
+
+
+def tiling(name: str, heads: int) -> tuple[int, Attention]:
+    """(heads that a program takes, tiles) of an architecture for so many heads."""
+    known = ATTENTION[name]
+    taken = max(n for n in known if n == min(known) or heads % n == 0)
+    return taken, known[taken]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -67,39 +87,51 @@ def index_scores(
     out = q.new_empty(rows, page_table.shape[1] * page, dtype=torch.float32)
     if not rows:
         return out
-    tiles, _ = _here(q)
+    tiles = SCORES[_here(q)[0]]
     if missing := -heads % 16:  # heads of zeros weigh nothing
         q = torch.nn.functional.pad(q, (0, 0, 0, missing))
         weights = torch.nn.functional.pad(weights, (0, missing))
     kernel = _library("index_scores").scores(
-        q.shape[1], dim, page, _name(q.dtype), tiles.tokens, tiles.tiles, tiles.token_stages,
-        tiles.token_threads,
+        q.shape[1], dim, page, _name(q.dtype), tiles.tokens, tiles.tiles, tiles.stages,
+        tiles.threads,
     )  # fmt: skip
     kernel(q.contiguous(), weights.contiguous(), cache, page_table.contiguous(), owners, lens, out)
     return out
 
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
-    """SparseMla for latent_pages: few rows are cut into shares that fill the device."""
+    """SparseMla for latent_pages."""
+    return attend(q, cache, slots, kv_lora, scale, *tiling(_here(q)[0], q.shape[1]))
+
+
+def attend(
+    q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float, taken: int,
+    tiles: Attention,
+) -> Tensor:  # fmt: skip
+    """SparseMla in programs that take `taken` heads: few rows are cut into shares that fill the
+    device, and joined."""
     rows, heads, width = q.shape
     out = q.new_empty(rows, heads, kv_lora)
     if not rows:
         return out
-    tiles, units = _here(q)
+    units = _here(q)[1]
     if missing := -slots.shape[1] % tiles.slots:
         slots = torch.nn.functional.pad(slots, (0, missing), value=-1)
-    blocks, groups = slots.shape[1] // tiles.slots, -(-heads // HEADS)
+    blocks, groups = slots.shape[1] // tiles.slots, -(-heads // taken)
     # As many shares as keep every unit busy once, of equal numbers of blocks.
     wanted = max(1, units // (rows * groups))
     shares = max(n for n in range(1, blocks + 1) if blocks % n == 0 and n <= wanted)
-    parts = q.new_empty(shares, rows, heads, kv_lora, dtype=torch.float32)
+    parts = out[None]
+    if shares > 1:
+        parts = q.new_empty(shares, rows, heads, kv_lora, dtype=torch.float32)
     sums = q.new_empty(shares, rows, heads, dtype=torch.float32)
     found, dtype = _library("sparse_mla"), _name(q.dtype)
-    shape = heads, kv_lora, width - kv_lora, dtype, HEADS, tiles.slots, tiles.stages, tiles.threads
-    kernel = found.shares(*shape, scale)
+    shape = heads, kv_lora, width - kv_lora, dtype, _name(parts.dtype), taken
+    kernel = getattr(found, tiles.kernel)(*shape, *tiles[:3], scale)
     kernel(
         q.contiguous(), cache.flatten(0, 1), slots.contiguous(), parts, sums,
         slots.shape[1] // shares,
     )  # fmt: skip
-    found.join(heads, kv_lora, dtype, 128)(parts, sums, out)
+    if shares > 1:
+        found.join(heads, kv_lora, dtype, 128)(parts, sums, out)
     return out

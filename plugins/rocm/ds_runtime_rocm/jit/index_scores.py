@@ -7,10 +7,7 @@ its last token is read again.
 import tilelang
 import tilelang.language as T
 
-_PLAIN = {
-    tilelang.PassConfigKey.TL_DISABLE_TMA_LOWER: True,
-    tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-}
+_PLAIN = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
 
 
 @tilelang.jit(pass_configs=_PLAIN)
@@ -38,8 +35,8 @@ def scores(heads, dim, page, dtype, block, blocks, stages, threads):
             seen = lens[r]
             first = b * (block * blocks)
             if first < seen:
-                T.copy(q[r, 0, 0], queries)
-                T.copy(weights[r, 0], shares)
+                T.copy(q[r, 0, 0], queries, disable_tma=True)
+                T.copy(weights[r, 0], shares, disable_tma=True)
                 for step in T.Pipelined(blocks, num_stages=stages):
                     for i, d in T.Parallel(block, dim):
                         keys[i, d] = cache[
