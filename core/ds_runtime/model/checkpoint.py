@@ -15,10 +15,10 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ _READERS = 16  # threads at most, and at least so many bytes for each
 _SHARE = 1 << 20
 _LARGE = 32 << 20  # bytes from which memory always comes from the system
 _READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
+_GAP = 4 << 10  # bytes between two tensors that are rather read than skipped
+_ALIGN = 16  # bytes; what begins elsewhere in memory is not what every kernel takes
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -86,6 +88,22 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes [begin, end) of a shard, on a device already."""
+
+    file: Path
+    begin: int
+    end: int
+    there: Tensor
+
+    def part(self, entry: Entry, begin: int, size: int) -> Tensor | None:
+        """`size` of its bytes from file offset `begin`, if it has them where they may begin."""
+        inside = entry.file == self.file and self.begin <= begin and begin + size <= self.end
+        at = begin - self.begin
+        return self.there[at : at + size] if inside and at % _ALIGN == 0 else None
 
 
 class Checkpoint:
@@ -179,7 +197,7 @@ class Checkpoint:
         index: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """A new tensor with these rows (first dimension) and columns (last) of a tensor.
+        """A tensor with these rows (first dimension) and columns (last) of one in the files.
 
         `index` first picks one matrix of a stack [n, rows, cols]. Slices are within the shape and
         without a step. Reads from the file only what is asked, strip by strip for columns. Blocks
@@ -243,20 +261,49 @@ class Checkpoint:
     def _bytes(
         self, entry: Entry, begin: int, size: int, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """`size` bytes of a shard from file offset `begin`, as a new uint8 tensor."""
+        """`size` bytes of a shard from file offset `begin`, as uint8: a new tensor, or a part of
+        what was read `together`."""
         if shares_memory(device):
             out = _room(size)
             self._fill(entry, begin, out)
         else:
-            out, ring = torch.empty(size, dtype=torch.uint8, device=device), self._ring(device)
-            for at in range(0, size, ring.most):
-                room = ring.room(min(size - at, ring.most))
-                self._fill(entry, begin + at, room)
-                ring.send(room, out[at : at + room.shape[0]])
+            runs: list[_Run] = getattr(self._own, "runs", [])
+            parts = (run.part(entry, begin, size) for run in runs)
+            found = next((part for part in parts if part is not None), None)
+            out = self._fetched(entry, begin, size, device) if found is None else found
         if self.on_read is not None:
             with self._lock:
                 self.on_read(size)
         return out
+
+    def _fetched(self, entry: Entry, begin: int, size: int, device: torch.device | str) -> Tensor:
+        """The same on a device that computes beside the host, always new."""
+        out, ring = torch.empty(size, dtype=torch.uint8, device=device), self._ring(device)
+        for at in range(0, size, ring.most):
+            room = ring.room(min(size - at, ring.most))
+            self._fill(entry, begin + at, room)
+            ring.send(room, out[at : at + room.shape[0]])
+        return out
+
+    @contextmanager
+    def together(self, names: Iterable[str], device: torch.device | str) -> Iterator[None]:
+        """What this thread reads of these tensors for a device that computes beside the host comes
+        out of as few reads as their places allow; for tensors that it wants all of."""
+        entries = sorted(map(self.entry, names), key=lambda e: (e.file, e.begin))
+        spans: list[Entry] = []
+        for entry in entries:
+            last = spans[-1] if spans else None
+            if last and last.file == entry.file and entry.begin - last.end <= _GAP:
+                spans[-1] = replace(last, end=max(last.end, entry.end))
+            else:
+                spans.append(entry)
+        self._own.runs = [
+            _Run(e.file, e.begin, e.end, self._fetched(e, e.begin, e.nbytes, device)) for e in spans
+        ]
+        try:
+            yield
+        finally:
+            self._own.runs = []
 
     def _fill(self, entry: Entry, begin: int, room: Tensor) -> None:
         """Read a shard's bytes from file offset `begin` on into all of `room`, by several

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.model.gguf.blocks import BLOCKS
+from ds_runtime.model.staging import shares_memory
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.formats import decode_scale
 from ds_runtime.ops.spec import Encoding
@@ -182,7 +183,10 @@ class _Part:
         """The covering part of the scale grid, from any shape that it may be stored in."""
         stored = self.request.checkpoint.entry(self.name("scale")).shape
         if len(stored) - (self.request.place.index is not None) == 2:
-            return self.checked(self.here("scale", self.down, self.across))
+            here = self.here("scale", self.down, self.across)
+            self.check(here)
+            alone = shares_memory(self.request.device)
+            return here if alone else self.read("scale", self.down, self.across)
         if stored in ((), (1,)):  # one for all
             scale = self.here("scale").reshape(1, 1)
             rows = self.shape[0] if self.encoding.format.endswith("_channel") else 1
@@ -190,11 +194,15 @@ class _Part:
         return self.checked(self.here("scale", self.down).reshape(-1, 1))
 
     def checked(self, scale: Tensor) -> Tensor:
-        """A scale grid of the host's on the request's device; CheckpointError if one is no
-        number."""
-        bad = ~torch.isfinite(decode_scale(scale, torch.float32))
-        if bool(bad.any()):
-            row, col = bad.nonzero()[0].tolist()
+        """A scale grid of the host's on the request's device; CheckpointError as from `check`."""
+        self.check(scale)
+        return self.sent(scale)
+
+    def check(self, scale: Tensor) -> None:
+        """CheckpointError if one of a scale grid of the host's is no number."""
+        good = torch.isfinite(decode_scale(scale, torch.float32))
+        if not bool(good.all()):
+            row, col = (~good).nonzero()[0].tolist()
             said = scale[row, col]
             one_byte = said.dtype in (torch.uint8, torch.float8_e8m0fnu)
             value = int(said.view(torch.uint8)) if one_byte else float(said.to(torch.float32))
@@ -203,7 +211,6 @@ class _Part:
                 f"{self.name('scale')}: scale [{row}, {col}] of the part read is {value}{means}, "
                 "expected a finite number; the file is damaged: download it again"
             )
-        return self.sent(scale)
 
     def made(self, tensors: dict[str, Tensor]) -> WeightPart:
         """The part of these tensors and of the scalars beside them."""

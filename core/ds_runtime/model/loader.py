@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ from ds_runtime.parallel.layout import Shard
 from ds_runtime.platform.spec import Communicator
 
 _Layer = TypeVar("_Layer", Linear, Absorb, MlaInputs, Experts)
-_AHEAD = 12  # experts that are read side by side before they are asked for
+_AHEAD = 8  # experts that are read side by side before they are asked for
 
 
 class Loader:
@@ -207,6 +208,16 @@ class Loader:
         part = self._interleaved(self._cut(module, rows, cols))
         return convert_part(part, target, self.dtype)
 
+    def whole(self, modules: Sequence[str]) -> AbstractContextManager[None]:
+        """Within, this thread reads all of these Linears: in few reads, where this rank needs all
+        and the device computes beside the host."""
+        places = [self.places[module] for module in modules]
+        stacked = any(place.index is not None for place in places)
+        if self.shard.size > 1 or stacked or shares_memory(self.device):
+            return nullcontext()
+        names = [name for place in places for name in place.names]
+        return self.checkpoint.together(names, self.device)
+
     def _cut(self, module: str, rows: slice, cols: slice) -> WeightPart:
         """These rows and columns of one Linear, on the device, as the checkpoint has them."""
         quant, name = self.quant, self.modules[module].module
@@ -338,10 +349,12 @@ class LayerExperts:
         at, piece, pieces = f"{self._at}.experts.{index}", 0, 1
         if index >= routed:
             at, piece, pieces = f"{self._at}.shared_experts", index - routed, self.slots
-        gate, up, down = (
-            Weight((self._loader.part(f"{at}.{name}", self.format, piece, pieces),))
-            for name in ("gate_proj", "up_proj", "down_proj")
-        )
+        modules = [f"{at}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        with self._loader.whole(modules) if pieces == 1 else nullcontext():
+            gate, up, down = (
+                Weight((self._loader.part(module, self.format, piece, pieces),))
+                for module in modules
+            )
         return gate, up, down
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -101,6 +102,68 @@ def test_a_checkpoint_reads_the_same_by_way_of_a_device(tmp_path, monkeypatch):
         assert torch.equal(found[name].to(torch.float32), tensor.to(torch.float32)), name
 
 
+@pytest.fixture
+def by_way_of_a_device(monkeypatch):
+    """Reads for the device "meta" go through a ring to the host's memory; how long each was."""
+    LateDevice(monkeypatch)
+    monkeypatch.setattr(staging, "event_on", lambda device: torch.Event("cpu"))
+    ring, sizes = Staging(torch.device("cpu"), 4096), []
+    monkeypatch.setattr(checkpoint, "shares_memory", lambda device: device == "cpu")
+    monkeypatch.setattr(Checkpoint, "_ring", lambda self, device: ring)
+    plain = Checkpoint._fetched
+
+    def fetched(self, entry, begin, size, device):
+        sizes.append(size)
+        return plain(self, entry, begin, size, "cpu")
+
+    monkeypatch.setattr(Checkpoint, "_fetched", fetched)
+    return sizes
+
+
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=12),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]),
+    data=st.data(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_what_is_read_together_is_what_is_read_alone(
+    by_way_of_a_device, tmp_path_factory, lengths, dtype, data
+):
+    folder = tmp_path_factory.mktemp("files")
+    numbers = {f"t{i}": torch.randint(0, 250, (n, 3)).to(dtype) for i, n in enumerate(lengths)}
+    numbers["odd"] = torch.zeros(5, dtype=torch.uint8)  # what follows begins anywhere
+    save_file(numbers, folder / "model.safetensors")
+    files, counted = Checkpoint(folder), []
+    files.on_read = counted.append
+    asked = data.draw(st.lists(st.sampled_from(sorted(numbers)), unique=True))
+    with files.together(asked, "meta"):
+        for name, wanted in numbers.items():
+            found = files.read(name, device="meta")
+            assert torch.equal(found, wanted), name
+            assert found.numel() == 0 or found.data_ptr() % found.element_size() == 0
+            assert torch.equal(files.read(name), wanted), name
+            half = slice(wanted.shape[0] // 2, wanted.shape[0])
+            assert torch.equal(files.read(name, half, device="meta"), wanted[half]), name
+    halves = sum(t[t.shape[0] // 2 :].nbytes for t in numbers.values())
+    assert sum(counted) == 2 * sum(t.nbytes for t in numbers.values()) + halves
+
+
+def test_neighbours_are_read_at_once_and_others_by_themselves(by_way_of_a_device, tmp_path):
+    tensors = {f"t{i}": torch.randn(32, 64) for i in range(6)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = Checkpoint(tmp_path)
+    size = tensors["t0"].nbytes
+    with files.together(["t1", "t0", "t2", "t4"], "meta"):
+        assert sorted(by_way_of_a_device) == [size, 3 * size]
+        for name in ("t0", "t1", "t2", "t4"):
+            assert torch.equal(files.read(name, device="meta"), tensors[name])
+        assert len(by_way_of_a_device) == 2
+        files.read("t3", device="meta")
+        assert len(by_way_of_a_device) == 3
+    files.read("t0", device="meta")
+    assert len(by_way_of_a_device) == 4
+
+
 class _Loader:
     """Stands for model.loader.Loader: parts are named, one is damaged."""
 
@@ -116,6 +179,9 @@ class _Loader:
 
     def shared_slots(self, layer):
         return 0
+
+    def whole(self, modules):
+        return nullcontext()
 
     def part(self, module, target, piece, pieces):
         assert (piece, pieces) == (0, 1)
