@@ -41,7 +41,7 @@ from ds_runtime.parallel.layout import Shard
 from ds_runtime.platform.spec import Communicator
 
 _Layer = TypeVar("_Layer", Linear, Absorb, MlaInputs, Experts)
-_AHEAD = 8  # experts that are read side by side before they are asked for
+_AHEAD = 6  # experts that are read side by side before they are asked for
 
 
 class Loader:
