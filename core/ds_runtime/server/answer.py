@@ -17,15 +17,16 @@ from ds_runtime.server.stream import stream_response, until_disconnect
 async def answer(service: Service, request: Request, prefix: str, job: Job) -> Any:
     """Run the prompts and answer whole or as a stream; a client that leaves ends both."""
     exchange = exchange_of(request.scope)
-    run = exchange.run = start(service, prefix, job, exchange.begin)
-    exchange.stream = bool(job.stream)
-    try:
-        if job.stream:
-            return await stream_response(run, job.form, request)
-        await until_disconnect(request.receive, finish(run))
-    except BaseException:
-        run.close()
-        raise
+    with job.names.kept():
+        run = exchange.run = start(service, prefix, job, exchange.begin)
+        exchange.stream = bool(job.stream)
+        try:
+            if job.stream:
+                return await stream_response(run, job.form, request)
+            await until_disconnect(request.receive, finish(run))
+        except BaseException:
+            run.close()
+            raise
     run.close()
     return as_json(job.form.reply(run))
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from pydantic_core import from_json
 
+from ds_runtime.errors import shown
 from ds_runtime.server.blocks import Block, Blocks, blocks_of
 from ds_runtime.server.body import validate
 from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import NamedEvents
+from ds_runtime.server.kept import KEPT, Kept
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
 from ds_runtime.server.run import Run
@@ -21,11 +27,15 @@ from ds_runtime.server.translate import Json, Names, bad, parts_text, present
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 _FIELDS = {
-    "tool_choice": "tool_choice",
     "stop": "stop_sequences",
+    r"response_format\.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"(messages\[\d+\])\.tool_calls\[\d+\]\.function": r"\1.content",
 }
+_LOST = {"error_code": "thread_not_found"}  # Anthropic's clients then send all again
 
 
 class CountRequest(Body):
@@ -75,11 +85,17 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     priority: Priority | None = None
     rid: Rid | None = None
+    thread: dict[str, Any] | None = None
+
+    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: allowed for name, allowed in CountRequest.ONLY.items() if name != "thread"
+    }
 
 
-def messages_job(service: Service, body: MessagesRequest) -> Job:
-    """A conversation, translated, rendered and checked."""
-    chat, names = _chat(body)
+def messages_job(service: Service, kept: Kept, body: MessagesRequest) -> Job:
+    """A conversation, translated, rendered and checked; `kept` holds those that are threads."""
+    body, held = _continued(kept, body)
+    chat, names = _chat(body, held)
     chat |= present(
         {
             "max_tokens": body.max_tokens,
@@ -93,8 +109,39 @@ def messages_job(service: Service, body: MessagesRequest) -> Job:
         }
     )
     with names.kept():
-        form = MessagesFormat(body.model or service.model.name)
-        return chat_job(service, validate(ChatRequest, chat), form)
+        keep = None if body.thread is None else partial(_keep, kept, body)
+        form = MessagesFormat(body.model or service.model.name, keep)
+        return replace(chat_job(service, validate(ChatRequest, chat), form), names=names)
+
+
+def _continued(kept: Kept, body: MessagesRequest) -> tuple[MessagesRequest, int]:
+    """The request with what its thread holds, and how many messages those are; ApiError 404 for
+    a thread that is not held."""
+    thread = body.thread
+    if thread is None or thread == {"type": "create"}:
+        return body, 0
+    if thread.get("type") != "continue" or set(thread) != {"type", "previous_message_id"}:
+        needed = '{"type": "create"} or {"type": "continue", "previous_message_id": "…"} is needed'
+        raise bad("thread", thread, needed)
+    name = _text(thread, "previous_message_id", "thread")
+    for field in ("system", "tools"):
+        if (own := getattr(body, field)) is not None:
+            raise bad(field, own, "the thread keeps the one that it was created with: leave it out")
+    held: Json | None = kept.history(name)
+    if held is None:
+        param = "thread.previous_message_id"
+        said = f"{param} {shown(name)}: no such message is kept; the last {KEPT} of threads are"
+        raise ApiError(404, said, param=param, details=_LOST)
+    messages = [*held["messages"], *body.messages]
+    return body.model_copy(update=held | {"messages": messages}), len(held["messages"])
+
+
+def _keep(kept: Kept, body: MessagesRequest, message_id: str, content: list[Json]) -> None:
+    """What the next request of a thread goes on from."""
+    reply = {"role": "assistant", "content": content or ""}
+    messages = [*body.messages, reply]
+    held = {"system": body.system, "tools": body.tools, "messages": messages}
+    kept.put(message_id, None, held)
 
 
 def count_tokens(service: Service, body: CountRequest) -> int:
@@ -104,16 +151,18 @@ def count_tokens(service: Service, body: CountRequest) -> int:
         return len(chat_tokens(service, validate(ChatRequest, chat)))
 
 
-def _chat(body: CountRequest) -> tuple[Json, Names]:
+def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
+    """The chat request, and its parts' names; the first `held` messages are a thread's."""
     messages: list[Json] = []
     paths: list[str] = []
     if body.system:
         messages.append({"role": "system", "content": parts_text(body.system, "system", ("text",))})
         paths.append("system")
-    for i, message in enumerate(body.messages):
-        for one in _messages(message, f"messages[{i}]"):
+    for i, message in enumerate(body.messages, -held):
+        path = "thread.previous_message_id" if i < 0 else f"messages[{i}]"
+        for one in _messages(message, path):
             messages.append(one)
-            paths.append(f"messages[{i}]")
+            paths.append(path)
     chat: Json = {"messages": messages, "model": body.model}
     if messages and messages[-1]["role"] == "assistant":
         chat["continue_final_message"] = True  # the protocol's way to begin the answer
@@ -235,10 +284,10 @@ def _output(config: Json | None) -> Json:
 
 
 class MessagesFormat(NamedEvents):
-    """A message, whole or as the events that build it."""
+    """A message, whole or as the events that build it. keep: is told its id and content."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, keep: Callable[[str, list[Json]], None] | None = None) -> None:
+        self._model, self._keep = model, keep
         self._blocks = Blocks()
 
     def _message(self, run: Run, content: list[Json]) -> Json:
@@ -255,9 +304,14 @@ class MessagesFormat(NamedEvents):
 
     def reply(self, run: Run) -> Json:
         """The message."""
-        choice = run.choices[0]
-        content = [_content(block) for block in blocks_of(choice.answer)]
-        return self._message(run, content) | _stop(choice)
+        choice, blocks = run.choices[0], blocks_of(run.choices[0].answer)
+        self._ended(run, blocks)
+        return self._message(run, [_content(block) for block in blocks]) | _stop(choice)
+
+    def _ended(self, run: Run, blocks: list[Block]) -> None:
+        """Keep the message; a call that was cut has no result to come."""
+        if self._keep is not None and run.choices[0].finish_reason != "abort":
+            self._keep(run.id, [_content(block) for block in blocks if block.complete])
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """message_start first, then blocks."""
@@ -278,6 +332,7 @@ class MessagesFormat(NamedEvents):
     def last(self, run: Run) -> Iterator[Json]:
         """The open block's end, why the message ended, and what it took."""
         yield from self._steps(self._blocks.end())
+        self._ended(run, self._blocks.every)
         yield {"type": "message_delta", "delta": _stop(run.choices[0]), "usage": _usage(run)}
         yield {"type": "message_stop"}
 
@@ -312,8 +367,19 @@ def _content(block: Block) -> Json:
         case "reasoning":
             out["thinking"] = block.text
         case "call":
-            out["input"] = json.loads(block.text or "{}")
+            out["input"] = _input(block)
     return out
+
+
+def _input(block: Block) -> Json:
+    """A call's arguments; of one that was cut what is there, in the object that it began."""
+    if block.complete:
+        return json.loads(block.text or "{}")  # type: ignore[no-any-return]
+    with contextlib.suppress(ValueError):
+        found = from_json(block.text or "{}", allow_partial="trailing-strings")
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def _stop(choice: Choice) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,13 @@ from ds_runtime.server.protocol import (
     TokenizeRequest,
 )
 from ds_runtime.server.replicas import Replicas
-from ds_runtime.server.responses import ResponsesRequest, responses_job
+from ds_runtime.server.responses import (
+    ResponsesRequest,
+    count_input,
+    kept_response,
+    responses_job,
+)
+from ds_runtime.server.responses_format import as_stream
 from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -134,7 +141,9 @@ def _openai_routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         """The model that is served, and its adapters."""
-        return as_json({"object": "list", "data": [_model(service, n) for n in service.names]})
+        found = [_model(service, name) for name in service.names]
+        pages = {"first_id": found[0]["id"], "last_id": found[-1]["id"], "has_more": False}
+        return as_json({"object": "list", "data": found} | pages)
 
     @router.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
@@ -146,7 +155,8 @@ def _openai_routes(service: Service) -> APIRouter:
 
 
 def _later_routes(service: Service) -> APIRouter:
-    router, limit, kept = APIRouter(), service.config.max_body, Kept()
+    router, limit = APIRouter(), service.config.max_body
+    kept, threads = Kept(), Kept()
 
     @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
     async def create(request: Request) -> Any:
@@ -154,22 +164,31 @@ def _later_routes(service: Service) -> APIRouter:
         job = await parse(request, ResponsesRequest, limit, partial(responses_job, service, kept))
         return await answer(service, request, "resp", job)
 
+    @router.post("/v1/responses/input_tokens", openapi_extra=request_body(ResponsesRequest))
+    async def input_tokens(request: Request) -> Response:
+        """Tokens of the prompt that a response would be made from."""
+        count = await parse(request, ResponsesRequest, limit, partial(count_input, service, kept))
+        return as_json({"object": "response.input_tokens", "input_tokens": count})
+
     @router.get("/v1/responses/{response_id}")
-    async def retrieve(response_id: str) -> Response:
-        """A response that is still kept."""
-        return Response(kept.response(response_id), media_type="application/json")
+    async def retrieve(request: Request, response_id: str) -> Response:
+        """A response that is still kept; with `stream=true` as events, behind `starting_after`."""
+        found = kept_response(kept, response_id)
+        if (events := as_stream(found, request.query_params)) is not None:
+            return Response(events, media_type="text/event-stream")
+        return Response(found, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> Response:
         """Forget a response."""
-        kept.response(response_id)
+        kept_response(kept, response_id)
         kept.drop(response_id)
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
     @router.post("/v1/messages", openapi_extra=request_body(MessagesRequest))
     async def messages(request: Request) -> Any:
         """Anthropic's messages."""
-        job = await parse(request, MessagesRequest, limit, partial(messages_job, service))
+        job = await parse(request, MessagesRequest, limit, partial(messages_job, service, threads))
         return await answer(service, request, "msg", job)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=request_body(CountRequest))
@@ -209,11 +228,15 @@ def _native_routes(service: Service) -> APIRouter:
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     ready, base = service.client.ready, service.model.name
+    created = service.model.created
     return {
         "id": name,
         "object": "model",
-        "created": service.model.created,
+        "created": created,
         "owned_by": "ds-runtime",
+        "type": "model",  # this and what follows are for Anthropic's clients
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         "max_model_len": None if ready is None else ready.context_length,
     } | ({} if name == base else {"parent": base})
 

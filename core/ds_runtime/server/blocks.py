@@ -90,7 +90,8 @@ def blocks_of(answer: Answer) -> list[Block]:
     """A whole answer's blocks."""
     pairs: list[tuple[Kind, str]] = [("reasoning", answer.reasoning), ("text", answer.content)]
     out = [Block(0, kind, parts=[text]) for kind, text in pairs if text]
-    out += [Block(0, "call", c.id, c.name, [c.arguments]) for c in answer.calls]
+    calls = answer.all_calls
+    out += [Block(0, "call", c.id, c.name, [c.arguments], c.complete) for c in calls]
     for index, block in enumerate(out):
         block.index = index
     return out

@@ -256,10 +256,21 @@ def _invalid(error: ValidationError, prefix: str) -> ApiError:
     deepest = max((f for f in faults if f["loc"][0] == field), key=lambda f: len(f["loc"]))
     path = prefix + _path(deepest["loc"])
     same = [f for f in faults if prefix + _path(f["loc"]) == path]
-    said = " or ".join(dict.fromkeys(f["msg"].removeprefix("Input ") for f in same))
+    said = " or ".join(dict.fromkeys(map(_said, same)))
     if deepest["type"] == "missing":
         return _bad(f"{path} is missing: the request needs it", path, "missing_field")
     return _bad(f"{path} is {_short(deepest['input'])}: {said}", path, "invalid_type")
+
+
+_PLAIN = {  # of what pydantic says in Python's words
+    "dict_type": "should be an object",
+    "string_pattern_mismatch": "should be printable ASCII without white space",
+}
+
+
+def _said(fault: Mapping[str, Any]) -> str:
+    plain: str = fault["msg"].removeprefix("Input ").replace(" after validation", "")
+    return _PLAIN.get(fault["type"], plain)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.engine.messages import Ready
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.messages import Plain, check_tools, plain_messages
 from ds_runtime.server.protocol import ChatRequest, TokenizeRequest
@@ -33,8 +33,12 @@ def chat_prompt(
     template: Template | None,
     tokenizer: Tokenizer,
     ready: Ready | None = None,
+    contexts: int = 1,
 ) -> Prompt:
-    """Render the messages and tokenise the result as it is: the template writes BOS itself."""
+    """Render the messages and tokenise the result as it is: the template writes BOS itself.
+
+    ready: refuse what cannot fit into so many contexts before it is tokenised.
+    """
     if template is None:
         raise RequestError(
             "this model has no chat template: use /v1/completions, or start the server with "
@@ -54,6 +58,9 @@ def chat_prompt(
         if template.takes_response_format and (schema := asked_schema(request)) is not None:
             kwargs.setdefault("response_format", schema)
     for name, other in (("thinking", "enable_thinking"), ("enable_thinking", "thinking")):
+        if not isinstance(kwargs.get(name), bool | None):
+            field = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{field} is {shown(kwargs[name])}: must be true or false", field)
         if name in kwargs:  # templates read the one or the other
             kwargs.setdefault(other, kwargs[name])
     check_tools(tools or ())
@@ -63,7 +70,7 @@ def chat_prompt(
         opens = request.add_generation_prompt is not False
         text = template.render(messages, tools, opens, kwargs)
     if ready is not None:
-        check_room(tokenizer, text, ready, "messages")
+        check_room(tokenizer, text, ready, "messages", contexts)
     return Prompt(tokenizer.encode(text), text)
 
 

@@ -26,7 +26,8 @@ _ANTHROPIC = {
 
 
 class ApiError(Exception):
-    """An answer that is not the wished one. `type` and `code` as OpenAI's clients know them."""
+    """An answer that is not the wished one. `type` and `code` as OpenAI's clients know them,
+    `details` as Anthropic's."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -45,12 +47,14 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.details = details
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON object that goes over the wire; Anthropic's on its own route."""
         if path.startswith("/v1/messages"):
-            kind = _ANTHROPIC.get(self.status, "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            error: dict[str, Any] = {"type": _ANTHROPIC.get(self.status, "api_error")}
+            error |= {"message": self.message} | ({"details": self.details} if self.details else {})
+            return {"type": "error", "error": error}
         return {
             "error": {
                 "message": self.message,

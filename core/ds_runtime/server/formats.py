@@ -141,9 +141,10 @@ class ChatFormat(Chunks):
 
 
 def _message(choice: Choice) -> Json:
-    """The assistant's message; reasoning under both names, as clients know the one or the other."""
+    """The assistant's message; reasoning under both names, as clients know the one or the other.
+    A call that was cut is in it, as in a stream: its finish reason tells so."""
     answer = choice.answer
-    calls = answer.calls
+    calls = answer.all_calls if choice.finish_reason == "length" else answer.calls
     out: Json = {"role": "assistant", "content": answer.content, "refusal": None}
     if reasoning := answer.reasoning:
         out |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -177,13 +178,20 @@ def _delta(event: Event) -> Json | None:
 
 
 class CompletionFormat(Chunks):
-    """text_completion, whole and streamed. `echo` puts the prompt before the text."""
+    """text_completion, whole and streamed. `echo` puts the prompt before the text; `alone`: instead
+    of it, as if no token had been made."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool, echo: bool
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        usage: bool,
+        echo: bool,
+        alone: bool = False,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._logprobs, self._usage, self._echo = logprobs, usage, echo
+        self._logprobs, self._usage, self._echo, self._alone = logprobs, usage, echo, alone
         self._streams: dict[int, CompletionLogprobs] = {}
 
     def _head(self, run: Run) -> Json:
@@ -214,14 +222,23 @@ class CompletionFormat(Chunks):
             logprobs = None
             if self._logprobs:
                 state = self._start(c)
-                state.add(c.logprobs)
+                state.add([] if self._alone else c.logprobs)
                 logprobs = state.take()
-            choices.append(self._choice(c, self._prefix(c) + c.text, logprobs, c.finish_reason))
-        return self._head(run) | {"choices": choices, "usage": run.usage()}
+            text = self._prefix(c) + ("" if self._alone else c.text)
+            choices.append(self._choice(c, text, logprobs, c.finish_reason))
+        return self._head(run) | {"choices": choices, "usage": self._used(run)}
+
+    def _used(self, run: Run) -> Json:
+        used = run.usage()
+        if self._alone:
+            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+        return used
 
     def _choice(
         self, choice: Choice, text: str, logprobs: Json | None, finish_reason: str | None
     ) -> Json:
+        if self._alone and finish_reason is not None:
+            finish_reason = "length"
         out: Json = {
             "index": choice.index,
             "text": text,
@@ -229,7 +246,7 @@ class CompletionFormat(Chunks):
             "finish_reason": finish_reason,
         }
         if finish_reason is not None:
-            out["stop_reason"] = choice.stop_reason
+            out["stop_reason"] = None if self._alone else choice.stop_reason
             if choice.params.prompt_logprobs is not None:
                 out["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
         return out
@@ -240,6 +257,8 @@ class CompletionFormat(Chunks):
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """One chunk per piece that has text or ends the choice."""
+        if self._alone:
+            piece = piece._replace(text="", logprobs=[])
         text = self._prefix(choice) + piece.text if piece.first else piece.text
         logprobs = None
         if self._logprobs:
@@ -254,7 +273,7 @@ class CompletionFormat(Chunks):
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""
         if self._usage:
-            yield self._chunk(run, [], run.usage())
+            yield self._chunk(run, [], self._used(run))
 
 
 class GenerateFormat(Chunks):

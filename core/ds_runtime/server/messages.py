@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ds_runtime.errors import RequestError, shown
@@ -103,6 +104,11 @@ def _check_calls(calls: Any, role: str, path: str) -> None:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise RequestError(f"{where}: a function with a name is needed", where)
+        if not isinstance(call.get("id"), str | None):
+            raise RequestError(
+                f"{path}.tool_calls[{i}].id is {shown(call['id'])}: text is needed",
+                f"{path}.tool_calls[{i}].id",
+            )
         if not isinstance(function.get("arguments", ""), str | Mapping):
             raise RequestError(
                 f"{where}.arguments is {shown(function['arguments'])}: JSON text is needed",
@@ -118,6 +124,16 @@ def _check_result(result: Plain, before: Sequence[Plain], path: str) -> None:
             path,
         )
     asked, known = result.get("tool_call_id"), [c.get("id") for c in calls]
+    if not isinstance(asked, str | None):
+        raise RequestError(
+            f"{path}.tool_call_id is {shown(asked)}: text is needed", f"{path}.tool_call_id"
+        )
+    since = takewhile(lambda m: m["role"] == "tool", reversed(before))
+    if asked is not None and any(m.get("tool_call_id") == asked for m in since):
+        raise RequestError(
+            f"{path}.tool_call_id is {shown(asked)}: that call has a result already",
+            f"{path}.tool_call_id",
+        )
     if asked is not None and None not in known and asked not in known:
         raise RequestError(
             f"{path}.tool_call_id is {shown(asked)}: the calls before it are "

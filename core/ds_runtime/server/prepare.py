@@ -29,10 +29,19 @@ from ds_runtime.server.protocol import (
 from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.rules import chat_rules
 from ds_runtime.server.run import Run
-from ds_runtime.server.sampling import GenerationDefaults, build_params, check_ids, fit
+from ds_runtime.server.sampling import (
+    GenerationDefaults,
+    build_params,
+    check_ids,
+    check_room,
+    fit,
+)
+from ds_runtime.server.translate import Names
 from ds_runtime.text.parsers import OutputParser, Parsers
 from ds_runtime.text.template import Template
 from ds_runtime.text.tokenizer import Tokenizer
+
+_COUNTED = 4  # contexts that a text may have which is only counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request that is ready to run."""
+    """A request that is ready to run. names: of its fields, for errors that come while it runs."""
 
     prompts: list[tuple[Prompt, SamplingParams]]
     form: Format
@@ -58,6 +67,7 @@ class Job:
     rid: str | None = None
     start_parser: StartParser | None = None
     adapter: str = ""
+    names: Names = field(default_factory=Names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +133,14 @@ def chat_job(service: Service, body: ChatRequest, form: Format | None = None) ->
 
 
 def chat_tokens(service: Service, body: ChatRequest) -> list[int]:
-    """A chat's prompt, of any length."""
+    """A chat's prompt, of any length that can be told in time."""
     service.check_model(body.model)
-    return chat_prompt(body, service.model.template, service.tokenizer).ids
+    return _counted(service, body)
+
+
+def _counted(service: Service, body: ChatRequest | TokenizeRequest) -> list[int]:
+    ready, template = service.client.ready, service.model.template
+    return chat_prompt(body, template, service.tokenizer, ready, _COUNTED).ids
 
 
 def _start_parser(parsers: Parsers, body: ChatRequest) -> StartParser:
@@ -146,16 +161,17 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
     adapter = service.check_model(body.model)
     model, tokenizer, ready = service.model, service.tokenizer, service.client.require()
     echoed = body.logprobs if body.echo else None
+    alone = bool(body.echo) and body.max_tokens == 0  # the prompt's own log-probabilities
     params = build_params(
         body,
         model.defaults,
         ready.vocab_size,
-        max_tokens=body.max_tokens,
+        max_tokens=1 if alone else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
     usage, wished = _include_usage(body), body.logprobs is not None
-    form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo))
+    form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo), alone)
     prompts = plain_prompts(body.prompt, "prompt", params, tokenizer, ready)
     return Job(prompts, form, body.stream, body.priority, body.rid, adapter=adapter)
 
@@ -173,6 +189,11 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         raise RequestError("send exactly one of text and input_ids", "text")
     fields = body.sampling_params
     wished = fields.max_new_tokens
+    if {"max_tokens", "max_new_tokens"} <= fields.model_fields_set:
+        raise RequestError(
+            "max_tokens and max_new_tokens are one thing: send one of them",
+            "sampling_params.max_new_tokens",
+        )
     check_number("max_tokens", wished, "max_new_tokens")
     params = build_params(
         fields,
@@ -198,8 +219,10 @@ def token_ids(service: Service, body: TokenizeRequest) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send exactly one of prompt and messages", "prompt")
     if body.prompt is not None:
+        if (ready := service.client.ready) is not None:
+            check_room(service.tokenizer, body.prompt, ready, "prompt", _COUNTED)
         return service.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    return chat_prompt(body, service.model.template, service.tokenizer).ids
+    return _counted(service, body)
 
 
 def text_of(service: Service, body: DetokenizeRequest) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from ds_runtime.errors import shown
 from ds_runtime.server.body import validate
-from ds_runtime.server.kept import Kept
-from ds_runtime.server.prepare import Job, Service, chat_job
+from ds_runtime.server.errors import ApiError
+from ds_runtime.server.kept import KEPT, Kept
+from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
 from ds_runtime.server.responses_format import ResponsesFormat
 from ds_runtime.server.translate import Json, Names, bad, parts_text, present
@@ -19,8 +22,11 @@ _FIELDS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
+    r"response_format\.json_schema": "text.format",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"(input\[\d+\])\.tool_calls\[\d+\]\.function": r"\1",
 }
 _TEXTS = ("input_text", "output_text", "text")
 
@@ -78,12 +84,47 @@ class ResponsesRequest(Body):
 
 def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
     """Input items, translated, rendered and checked."""
+    if body.rid is not None and body.store is not False and kept.answer(body.rid) is not None:
+        raise bad("rid", body.rid, "a response of this id is kept: draw a new one")
+    for name, value in (body.metadata or {}).items():
+        if not isinstance(value, str):
+            raise bad(f"metadata.{name}", value, "text is needed")
+    chat, names, context = _chat(kept, body)
+    with names.kept():
+        form = ResponsesFormat(body.model or service.model.name, body, kept, context)
+        return replace(chat_job(service, validate(ChatRequest, chat), form), names=names)
+
+
+def count_input(service: Service, kept: Kept, body: ResponsesRequest) -> int:
+    """Tokens of the rendered conversation."""
+    chat, names, _ = _chat(kept, body)
+    with names.kept():
+        return len(chat_tokens(service, validate(ChatRequest, chat)))
+
+
+def kept_response(kept: Kept, name: str, param: str = "response_id") -> bytes:
+    """A response as JSON; ApiError 404 if it is not kept."""
+    if (found := kept.answer(name)) is None:
+        raise ApiError(
+            404,
+            f"{param} {shown(name)}: no such response is kept; the last {KEPT} with store not "
+            "false are",
+            param=param,
+            code="response_not_found",
+        )
+    return found
+
+
+def _chat(kept: Kept, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]:
+    """(chat request, names of its parts, the conversation without the instructions, which count
+    for one request)."""
     messages, paths = _messages(body)
     if body.previous_response_id is not None:
-        before = kept.messages(body.previous_response_id)
+        kept_response(kept, body.previous_response_id, "previous_response_id")
+        before: list[Json] = kept.history(body.previous_response_id)
         messages = [*before, *messages]
         paths = ["previous_response_id"] * len(before) + paths
-    context = list(messages)  # without the instructions, which count for one request
+    context = list(messages)
     if body.instructions is not None:
         messages = [{"role": "system", "content": body.instructions}, *messages]
         paths = ["instructions", *paths]
@@ -102,9 +143,7 @@ def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
         | _reasoning(body.reasoning)
         | _text_format(body.text)
     )
-    with Names(paths, _FIELDS).kept():
-        form = ResponsesFormat(body.model or service.model.name, body, kept, context)
-        return chat_job(service, validate(ChatRequest, chat), form)
+    return chat, Names(paths, _FIELDS), context
 
 
 _SAME = (

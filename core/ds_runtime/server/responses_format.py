@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any, Protocol
 
-from ds_runtime.server.blocks import Block, Blocks, blocks_of
+import msgspec
+
+from ds_runtime.errors import shown
+from ds_runtime.server.blocks import Block, Blocks, Kind, blocks_of
 from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import NamedEvents
@@ -37,7 +41,7 @@ class ResponsesFormat(NamedEvents):
         self._model, self._body = model, body
         self._kept, self._context = kept, context
         self._blocks = Blocks()
-        self._number = 0
+        self._events = _Events()
 
     def _response(self, run: Run, status: str, output: list[Json]) -> Json:
         body = self._body
@@ -74,33 +78,65 @@ class ResponsesFormat(NamedEvents):
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             choice.finish_reason or "", "completed"
         )
-        output = [_item(run, block, _state(block, status)) for block in blocks]
+        output = [_item(run.id, block, _state(block, status)) for block in blocks]
         out = self._response(run, status, output)
         if status == "incomplete":
             out["incomplete_details"] = {"reason": "max_output_tokens"}
         out["usage"] = _usage(run)
         if self._body.store is not False:
-            self._kept.put(out, [*self._context, *_history(blocks)])
+            self._kept.put(run.id, out, [*self._context, *_history(blocks)])
         return out
 
     def reply(self, run: Run) -> Json:
         """The response."""
         return self._end(run, blocks_of(run.choices[0].answer))
 
-    def _event(self, kind: str, **fields: Any) -> Json:
-        self._number += 1
-        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
-
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """The response's begin, then its items as they grow."""
         if piece.first:
-            for kind in ("created", "in_progress"):
-                yield self._event(kind, response=self._response(run, "in_progress", []))
-        for step, block, text in self._blocks.feed(piece.events):
-            yield from self._step(run, step, block, text)
+            yield from self._events.begin(self._response(run, "in_progress", []))
+        for step in self._blocks.feed(piece.events):
+            yield from self._events.step(run.id, *step)
 
-    def _step(self, run: Run, step: str, block: Block, text: str) -> Iterator[Json]:
-        item = _item(run, block, "in_progress")
+    def last(self, run: Run) -> Iterator[Json]:
+        """The end of the last item and of the response."""
+        for step in self._blocks.end():
+            yield from self._events.step(run.id, *step)
+        yield self._events.end(self._end(run, self._blocks.every))
+
+    def failure(self, run: Run, error: ApiError) -> bytes:
+        """The response with what it has got so far, its status "failed" and the reason."""
+        output = [_item(run.id, block, "incomplete") for block in self._blocks.every]
+        code = "invalid_prompt" if error.status == HTTPStatus.BAD_REQUEST else "server_error"
+        told = {"error": {"code": code, "message": error.message}, "usage": _usage(run)}
+        failed = self._response(run, "failed", output) | told
+        return self.event(self._events.one("failed", response=failed))
+
+
+class _Events:
+    """The events of one response, numbered."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def one(self, kind: str, **fields: Any) -> Json:
+        """The next event."""
+        self._number += 1
+        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
+
+    def begin(self, response: Json) -> Iterator[Json]:
+        """A response without output yet."""
+        for kind in ("created", "in_progress"):
+            yield self.one(kind, response=response)
+
+    def end(self, response: Json) -> Json:
+        """The finished one."""
+        kind = "incomplete" if response["status"] == "incomplete" else "completed"
+        return self.one(kind, response=response)
+
+    def step(self, response_id: str, step: str, block: Block, text: str) -> Iterator[Json]:
+        """What opens, grows or closes."""
+        item = _item(response_id, block, "in_progress")
         at: Json = {"output_index": block.index}
         inside = at | {"item_id": item["id"]}
         part = inside | {"content_index": 0}
@@ -108,46 +144,68 @@ class ResponsesFormat(NamedEvents):
         if step == "open":
             none: Json = {"arguments": ""} if name is None else {"content": []}
             empty = item | none
-            yield self._event("output_item.added", **at, item=empty)
+            yield self.one("output_item.added", **at, item=empty)
             if name is not None:
-                yield self._event("content_part.added", **part, part=_part(block.kind, ""))
+                yield self.one("content_part.added", **part, part=_part(block.kind, ""))
         elif step == "grow" and name is None:
-            yield self._event("function_call_arguments.delta", **inside, delta=text)
+            yield self.one("function_call_arguments.delta", **inside, delta=text)
         elif step == "grow":
             logprobs: Json = {"logprobs": []} if name == "output_text" else {}
-            yield self._event(f"{name}.delta", **part, delta=text, **logprobs)
+            yield self.one(f"{name}.delta", **part, delta=text, **logprobs)
         else:
-            yield from self._close(run, block, at, name)
+            yield from self._close(response_id, block, at, name)
 
-    def _close(self, run: Run, block: Block, at: Json, name: str | None) -> Iterator[Json]:
-        item = _item(run, block, _state(block, "completed"))
+    def _close(self, response_id: str, block: Block, at: Json, name: str | None) -> Iterator[Json]:
+        item = _item(response_id, block, _state(block, "completed"))
         inside = at | {"item_id": item["id"]}
         if name is None:
             done = {"arguments": block.text, "name": block.name}
-            yield self._event("function_call_arguments.done", **inside, **done)
+            yield self.one("function_call_arguments.done", **inside, **done)
         else:
             part = inside | {"content_index": 0}
             logprobs: Json = {"logprobs": []} if name == "output_text" else {}
-            yield self._event(f"{name}.done", **part, text=block.text, **logprobs)
+            yield self.one(f"{name}.done", **part, text=block.text, **logprobs)
             whole = _part(block.kind, block.text)
-            yield self._event("content_part.done", **part, part=whole)
-        yield self._event("output_item.done", **at, item=item)
+            yield self.one("content_part.done", **part, part=whole)
+        yield self.one("output_item.done", **at, item=item)
 
-    def last(self, run: Run) -> Iterator[Json]:
-        """The end of the last item and of the response."""
-        for step, block, text in self._blocks.end():
-            yield from self._step(run, step, block, text)
-        response = self._end(run, self._blocks.every)
-        kind = "incomplete" if response["status"] == "incomplete" else "completed"
-        yield self._event(kind, response=response)
 
-    def failure(self, run: Run, error: ApiError) -> bytes:
-        """The response with what it has got so far, its status "failed" and the reason."""
-        output = [_item(run, block, "incomplete") for block in self._blocks.every]
-        code = "invalid_prompt" if error.status == HTTPStatus.BAD_REQUEST else "server_error"
-        told = {"error": {"code": code, "message": error.message}, "usage": _usage(run)}
-        failed = self._response(run, "failed", output) | told
-        return self.event(self._event("failed", response=failed))
+def replay(response: Json) -> Iterator[Json]:
+    """The events that a finished response might have come as, each item in one piece."""
+    events = _Events()
+    none: Json = {"output": [], "usage": None, "incomplete_details": None}
+    yield from events.begin(response | none | {"status": "in_progress"})
+    for index, item in enumerate(response["output"]):
+        kind = _KINDS[item["type"]]
+        call = item.get("call_id", ""), item.get("name", "")
+        text = item["arguments"] if kind == "call" else item["content"][0]["text"]
+        block = Block(index, kind, *call, [text], item["status"] == "completed")
+        for step, said in (("open", ""), ("grow", text), ("close", "")):
+            if step != "grow" or text:
+                yield from events.step(response["id"], step, block, said)
+    yield events.end(response)
+
+
+def as_stream(response: bytes, query: Mapping[str, str]) -> bytes | None:
+    """`replay` of a response in JSON as it goes over the wire, if the query asks for that.
+
+    query: `stream`, "true" or "false", and `starting_after`, the number of the last event that the
+    client has seen. ApiError 400 for other values.
+    """
+    stream, after = query.get("stream", "false").lower(), query.get("starting_after", "-1")
+    if stream not in ("true", "false"):
+        raise ApiError(400, f"stream is {shown(stream)}: must be true or false", param="stream")
+    if not re.fullmatch(r"-1|\d{1,9}", after, re.ASCII):
+        said = f"starting_after is {shown(after)}: the number of an event is needed"
+        raise ApiError(400, said, param="starting_after")
+    if stream == "false":
+        return None
+    events = replay(msgspec.json.decode(response))
+    frame = NamedEvents().event
+    return b"".join(frame(e) for e in events if e["sequence_number"] > int(after))
+
+
+_KINDS: dict[str, Kind] = {"reasoning": "reasoning", "message": "text", "function_call": "call"}
 
 
 def _state(block: Block, status: str) -> str:
@@ -160,9 +218,9 @@ def _part(kind: str, text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _item(run: Run, block: Block, status: str) -> Json:
+def _item(response_id: str, block: Block, status: str) -> Json:
     """One block as an output item."""
-    own = f"{run.id.removeprefix('resp_')}_{block.index}"
+    own = f"{response_id.removeprefix('resp_')}_{block.index}"
     match block.kind:
         case "reasoning":
             return {

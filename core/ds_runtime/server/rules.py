@@ -48,13 +48,21 @@ def chat_rules(body: ChatRequest, parsers: Parsers, prompt: str) -> OutputRules 
     if plain is None and not demanded:
         return None
     first = "none" if parsers.reasoning is None else opening(parsers.reasoning, prompt)
-    if first == "optional" and body.separate_reasoning is False:
-        first = "none"  # it would stand in the answer
+    if first == "optional" and (body.separate_reasoning is False or _thinks_not(body)):
+        first = "none"  # it would stand in the answer, or was not wished
     if plain is None:
         return OutputRules(tool_calls=calls, reasoning=first, field="tools")
     also = calls if plain.json_schema is not None else None
     kept = {name: getattr(plain, name) for name in plain.__struct_fields__}
     return OutputRules(**kept | {"reasoning": first, "tool_calls": also})
+
+
+def _thinks_not(body: ChatRequest) -> bool:
+    """Whether the client has switched thinking off; templates read either name."""
+    asked = body.chat_template_kwargs or {}
+    if (said := asked.get("thinking", asked.get("enable_thinking"))) is not None:
+        return said is False
+    return body.thinking is not None and body.thinking.type == "disabled"
 
 
 def asked_schema(body: ChatRequest) -> Any:

@@ -121,13 +121,16 @@ def fit(params: SamplingParams, prompt_len: int, ready: Ready, param: str) -> Sa
     return params
 
 
-def check_room(tokenizer: Tokenizer, text: str, ready: Ready, param: str) -> None:
-    """ApiError context_length_exceeded for text that cannot fit, whatever its tokens are: encoding
-    it would take half a minute and gigabytes."""
-    if (least := tokenizer.least(text)) >= ready.context_length:
+def check_room(
+    tokenizer: Tokenizer, text: str, ready: Ready, param: str, contexts: int = 1
+) -> None:
+    """ApiError context_length_exceeded for text that cannot fit into so many contexts, whatever its
+    tokens are: encoding it would take half a minute and gigabytes."""
+    if (least := tokenizer.least(text)) >= contexts * ready.context_length:
+        counted = f" (up to {contexts} times as many are counted)" if contexts > 1 else ""
         raise _too_long(
             f"the prompt has {least} tokens or more, but the context holds {ready.context_length} "
-            "with the answer: shorten the prompt, or start the server with a larger "
+            f"with the answer{counted}: shorten the prompt, or start the server with a larger "
             "--context-length",
             param,
         )

@@ -17,11 +17,12 @@ _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 class Names:
     """Where each part of a chat request stood in the client's own body.
 
-    paths: one per chat message. fields: chat's name → the client's.
+    paths: one per chat message. fields: chat's name, a regular expression → the client's; the first
+    that fits counts.
     """
 
-    def __init__(self, paths: Sequence[str], fields: Mapping[str, str]) -> None:
-        self._paths, self._fields = paths, fields
+    def __init__(self, paths: Sequence[str] = (), fields: Mapping[str, str] | None = None) -> None:
+        self._paths, self._fields = paths, fields or {}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -39,7 +40,7 @@ class Names:
         """`text` with the client's names."""
         text = _MESSAGE.sub(self._path, text)
         for chat, client in self._fields.items():
-            text = re.sub(rf"(?<![\w.])(?<!these ){re.escape(chat)}\b", client, text)
+            text = re.sub(rf"(?<![\w.])(?<!these ){chat}\b", client, text)
         return text
 
     def _param(self, param: str | None) -> str | None:

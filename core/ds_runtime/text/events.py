@@ -92,3 +92,8 @@ class Answer:
     def calls(self) -> list[Call]:
         """Complete calls only: half a call must not be taken for one."""
         return [c for c in self._calls if c.complete]
+
+    @property
+    def all_calls(self) -> list[Call]:
+        """The same, and those that the output was cut inside: for protocols that tell so."""
+        return list(self._calls)

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel
 from server_harness import serving
 
+from ds_runtime.server.kept import Kept
 from ds_runtime.text.parsers import Parsers
 
 CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
@@ -229,3 +230,106 @@ def test_structured_output_is_asked_for_by_its_own_name(client):
         model="fake", max_tokens=50, messages=messages, output_format=Answer
     )
     assert answer.parsed_output == Answer(total=4)
+
+
+@anthropic.beta_tool
+def get_weather(city: str) -> str:
+    """Weather of a city."""
+    return f"[say sunny in {city}]"
+
+
+def run_tools(client, **kwargs):
+    call = CALL.format('{"city": "Rome"}') + "<｜tool▁calls▁end｜>"
+    return client.beta.messages.tool_runner(
+        model="fake",
+        max_tokens=200,
+        tools=[get_weather],
+        messages=[{"role": "user", "content": "[say Well." + call + "]"}],
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tool_runner_goes_on_from_what_the_server_keeps(client, parsing, stream):
+    before = len(parsing.engine.submits)
+    runner = run_tools(client, system="Be kind.", stream=stream)
+    final = runner.until_done()
+    assert final.content[0].text == "sunny in Rome"
+    submits = parsing.engine.submits[before:]
+    assert len(submits) == 2  # one a turn: no turn was sent again
+    assert "Be kind." in prompt(parsing) and '[call] get_weather {"city": "Rome"}' in prompt(
+        parsing
+    )
+
+
+def test_a_thread_goes_on_in_two_ways(client, parsing):
+    def turn(text, thread, **more):
+        messages = [{"role": "user", "content": text}]
+        return client.beta.messages.create(
+            model="fake", max_tokens=99, messages=messages, thread=thread, **more
+        )
+
+    first = turn("[say one]", {"type": "create"}, system="Be kind.")
+    ahead = {"type": "continue", "previous_message_id": first.id}
+    left = turn("[say left]", ahead)
+    assert left.content[0].text == "left"
+    begun = "Be kind.<｜User｜>[say one]<｜Assistant｜></think>one"
+    assert begun in prompt(parsing) or begun.replace("</think>", "") in prompt(parsing)
+    assert turn("[say right]", ahead).content[0].text == "right"
+    assert "left" not in prompt(parsing)
+    after = {"type": "continue", "previous_message_id": left.id}
+    assert turn("[say on]", after).content[0].text == "on" and "left" in prompt(parsing)
+    with pytest.raises(anthropic.BadRequestError, match="created with: leave it out"):
+        turn("[say x]", ahead, system="Be rude.")
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        turn("[say x]", {"type": "continue", "previous_message_id": "msg_gone"})
+    assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+    for wrong in ({"type": "begin"}, {"type": "continue"}, {"type": "create", "x": 1}):
+        with pytest.raises(anthropic.BadRequestError, match="thread is"):
+            turn("[say x]", wrong)
+    with pytest.raises(anthropic.BadRequestError, match="previous_message_id is 3"):
+        turn("[say x]", {"type": "continue", "previous_message_id": 3})
+    bad = [{"role": "user", "content": [{"type": "image"}]}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type"):
+        client.beta.messages.create(model="fake", max_tokens=9, messages=bad, thread=ahead)
+
+
+def test_the_tool_runner_replays_a_thread_that_is_lost(client, parsing, monkeypatch):
+    monkeypatch.setattr(Kept, "history", lambda self, name: None)
+    assert run_tools(client).until_done().content[0].text == "sunny in Rome"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_was_cut_says_so(client, parsing, stream):
+    said = "Well." + CALL.format('{"city": "Rome and all of Lazio"}')
+    order, begun = f"[say {said}]", said[: said.index(" of Lazio")]
+    limit = {"max_tokens": len(parsing.tokenizer.encode(begun)), "tools": TOOLS}
+    if stream:
+        with ask(client, order, client.messages.stream, **limit) as events:
+            deltas = [e.delta for e in events if e.type == "content_block_delta"]
+            answer = events.get_final_message()
+        parts = [d.partial_json for d in deltas if d.type == "input_json_delta"]
+        given = {"city": "".join(parts).removeprefix('{"city": "')}
+    else:
+        answer = ask(client, order, **limit)
+        given = answer.content[1].input
+    text, call = answer.content
+    assert (text.text, answer.stop_reason) == ("Well.", "max_tokens")
+    assert call.name == "get_weather" and given["city"].startswith("Rome and")
+    assert not given["city"].endswith("Lazio")
+
+
+def test_models_are_listed(client):
+    (found,) = client.models.list()
+    assert (found.id, found.type, found.display_name) == ("fake", "model", "fake")
+    assert found.created_at.year >= 2026
+
+
+def test_a_schema_s_error_names_the_client_s_field(client):
+    wrong = {"type": "json_schema", "schema": {"type": "nothing"}}
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(client, "[invalid]", output_config={"format": wrong | {"schema": 3}})
+    assert "output_config.format.schema" in str(caught.value)
+    tools = [{"name": "a b", "input_schema": SCHEMA}]
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].name is 'a b'"):
+        ask(client, "[say x]", tools=tools)

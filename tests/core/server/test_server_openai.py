@@ -198,6 +198,24 @@ def test_echo_and_completion_logprobs(client, served, stream):
     assert found[0].top_logprobs[0] is None and len(found[0].top_logprobs[1]) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_alone_scores_the_prompt(client, served, stream):
+    asked = {"model": "fake", "prompt": "[say é ok]", "max_tokens": 0, "echo": True}
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+    answer = client.completions.create(**asked, logprobs=1, stream=stream, **more)
+    chunks = list(answer) if stream else [answer]
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(p.text for p in parts) == "[say é ok]"
+    assert parts[-1].finish_reason == "length"
+    ids = served.engine.submits[-1].prompt
+    logprobs = [value for p in parts if p.logprobs for value in p.logprobs.token_logprobs]
+    assert logprobs == [None] + [-0.5] * (len(ids) - 1)
+    usage = chunks[-1].usage
+    assert (usage.completion_tokens, usage.total_tokens) == (0, len(ids))
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
+        client.completions.create(**asked | {"echo": False})
+
+
 def test_prompt_logprobs(served):
     body = served.chat("[say x]", prompt_logprobs=1).json()
     ids = served.engine.submits[-1].prompt

@@ -87,9 +87,19 @@ def test_each_choice_has_a_parser_of_its_own(client):
     assert all(c.finish_reason == "tool_calls" for c in answer.choices)
 
 
-def test_a_cut_call_is_none(client):
-    choice = ask(client, CALLS, tools=TOOLS, max_tokens=14).choices[0]
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+def test_a_cut_call_ends_where_the_text_did(client, parsing):
+    limit = len(parsing.tokenizer.encode(CALLS[: CALLS.index("me")]))
+    whole = ask(client, CALLS, tools=TOOLS, max_tokens=limit).choices[0]
+    assert whole.finish_reason == "length"
+    (call,) = whole.message.tool_calls
+    chunks = list(ask(client, CALLS, tools=TOOLS, max_tokens=limit, stream=True))
+    streamed = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    assert call.function.name == streamed[0].function.name == "get_weather"
+    assert (
+        call.function.arguments == "".join(c.function.arguments for c in streamed) == '{"city": "Ro'
+    )
+    before = ask(client, CALLS, tools=TOOLS, max_tokens=3).choices[0]
+    assert (before.finish_reason, before.message.tool_calls) == ("length", None)
 
 
 def test_calls_stay_text_without_tools(client):
@@ -129,6 +139,15 @@ def called(*ids, **more):
             "messages[1].tool_calls[0].function.arguments",
         ),
         ([{"role": "assistant", "content": "", "reasoning": 1}], "messages[1].reasoning"),
+        ([called(3)], "messages[1].tool_calls[0].id"),
+        (
+            [called("a"), {"role": "tool", "tool_call_id": 3, "content": "x"}],
+            "messages[2].tool_call_id",
+        ),
+        (
+            [called("a", "b"), *[{"role": "tool", "tool_call_id": "a", "content": "x"}] * 2],
+            "messages[3].tool_call_id",
+        ),
     ],
 )
 def test_bad_history(parsing, messages, param):
@@ -186,3 +205,20 @@ def test_the_client_s_own_accumulation(client):
     (call,) = final.choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Rome"}
     assert final.choices[0].message.content == "Let me see." and final.usage.total_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "asked, reasoning",
+    [
+        ({}, "optional"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"chat_template_kwargs": {"thinking": False}}, "none"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "none"),
+        ({"chat_template_kwargs": {"thinking": True}}, "open"),
+        ({"separate_reasoning": False}, "none"),
+    ],
+)
+def test_ruled_output_begins_with_reasoning_unless_that_is_switched_off(parsing, asked, reasoning):
+    wished = asked | {"response_format": {"type": "json_object"}}
+    assert parsing.post("/v1/chat/completions", messages=[USER], **wished).status_code == 200
+    assert parsing.engine.submits[-1].params.rules.reasoning == reasoning

@@ -208,3 +208,61 @@ def test_bad_requests_name_the_client_s_field(parsing, body, param, said):
     assert answer.status_code in (400, 404), answer.text
     error = answer.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+def test_a_kept_response_comes_as_a_stream(client):
+    text = "<think>two</think>Let me see." + CALLS
+    answer = say(client, text, tools=TOOLS)
+    events = list(client.responses.retrieve(answer.id, stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    kinds = [e.type.removeprefix("response.") for e in events]
+    assert kinds[:3] == ["created", "in_progress", "output_item.added"]
+    assert events[0].response.output == [] and events[0].response.status == "in_progress"
+    assert kinds[-1] == "completed" and events[-1].response == answer
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert done == answer.output
+    said = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert said == ["Let me see."]
+    rest = list(client.responses.retrieve(answer.id, stream=True, starting_after=4))
+    assert rest == events[5:]
+    for query in ({"stream": "yes"}, {"stream": "true", "starting_after": "x"}):
+        with pytest.raises(openai.BadRequestError, match=r"stream is|starting_after is"):
+            client.responses.retrieve(answer.id, extra_query=query)
+
+
+def test_input_is_counted(client, parsing):
+    answer = say(client, "one", instructions="Be kind.", tools=TOOLS)
+    counted = client.responses.input_tokens.count(
+        model="fake", input="[say one]", instructions="Be kind.", tools=TOOLS
+    )
+    assert counted.input_tokens == answer.usage.input_tokens
+    more = client.responses.input_tokens.count(
+        model="fake", input="[say two]", previous_response_id=answer.id
+    )
+    assert more.input_tokens > 10
+
+
+def test_a_call_that_was_cut_is_incomplete(client, parsing):
+    order = "Well." + CALL.format('{"city": "Rome and all of Lazio"}')
+    begun = order[: order.index(" of Lazio")]
+    limit = {"max_output_tokens": len(parsing.tokenizer.encode(begun)), "tools": TOOLS}
+    whole = say(client, order, **limit)
+    streamed = say(client, order, stream=True, **limit)
+    (last,) = [e for e in streamed if e.type == "response.incomplete"]
+    for answer in (whole, last.response):
+        assert answer.status == "incomplete"
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        message, call = answer.output
+        assert message.content[0].text == "Well."
+        assert (call.type, call.status, call.name) == ("function_call", "incomplete", "get_weather")
+        assert call.arguments.startswith('{"city": "Rome and') and "Lazio" not in call.arguments
+
+
+def test_an_id_that_is_kept_is_not_taken_again(client):
+    first = say(client, "one", extra_body={"rid": "mine"})
+    with pytest.raises(openai.BadRequestError, match="rid is 'mine': a response of this id"):
+        say(client, "two", extra_body={"rid": "mine"})
+    assert client.responses.retrieve(first.id).output_text == "one"
+    say(client, "two", store=False, extra_body={"rid": "mine"})
+    client.responses.delete("mine")
+    assert say(client, "two", extra_body={"rid": "mine"}).output_text == "two"
