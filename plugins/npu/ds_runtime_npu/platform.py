@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_runtime.api import (
     DeviceInfo,
+    GraphBackend,
     MemoryInfo,
     Refusal,
     TorchPlatform,
@@ -122,6 +123,11 @@ class NpuPlatform(TorchPlatform):
         import torch_npu
 
         return torch_npu.npu
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        from ds_runtime_npu.tasks import TaskGraphs
+
+        return TaskGraphs(super().graph_backend(rank), self.runtime())
 
     def idle_memory(self, rank: int) -> MemoryInfo:
         """All of it: what other processes hold is known once torch has the device."""
