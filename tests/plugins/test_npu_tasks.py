@@ -20,7 +20,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.api import hookimpl
 from ds_runtime.bench import shapes
 from ds_runtime.bench.checkpoint import make_checkpoint
-from ds_runtime.ops.spec import Offers
+from ds_runtime.ops.spec import Dims, Offers
 from ds_runtime.testing import tiny
 from ds_runtime.testing.captures import check_captures
 from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
@@ -31,6 +31,13 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e" / "plugins"))
 import recorded
 
 (DECODE,) = (k for k in kernels.ATTENTION if k.op.name == "mla_decode")
+# Prefills are not captured, and read what the host has.
+KERNELS = [
+    kernel
+    for kernel in (*kernels.ATTENTION, *kernels.MOE, *kernels.TOPK, *kernels.LINEAR, *kernels.SMALL)
+    if kernel.op.name not in ("mha_prefill", "cache_gather", "merge_state", "sparse_prefill")
+]
+PROLOG = Dims({**TRUE_DIMS, "hidden": 6144, "q_lora": 1536})
 OFFERS = Offers(kernels.ATTENTION, (kernels.LATENT_SPLIT,))
 SIZES, LENGTHS, NEW = (2, 4, 6), (61, 15, 31, 1, 3), 40  # new tokens: over two page boundaries each
 
@@ -298,3 +305,11 @@ def test_captured_drafts_and_their_verification(tmp_path, monkeypatch):
     assert device.CALLS["updates"] > device.CALLS["replays"] > 20
     eager, _ = served(tmp_path, more=more, **drafts, disable_graph=True)
     assert [[t for t, _ in a] for a in captured] == [[t for t, _ in a] for a in eager]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.op.name}-{k.fn.partition(':')[2]}")
+def test_every_kernel_of_captured_steps_is_captured(kernel):
+    dims = PROLOG if kernel.op.name == "mla_inputs" else TRUE_DIMS
+    facts = facts_for(on_host("npu", "910b"), "bfloat16", dims, 16)
+    found = check_captures(kernel, facts, Double().graph_backend(), OFFERS)
+    assert found and [r.failure for r in found if not r.ok] == []

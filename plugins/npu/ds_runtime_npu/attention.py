@@ -143,7 +143,8 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
     latent, rope = paged(cache, ROPE)
     pages, page, _ = latent.shape
     chosen = slots.sort(1, descending=True).values  # those that are tokens first
-    lengths = slots.new_tensor([rows]), slots.new_tensor([pages * page])
+    # Filled there: a capture takes no copies from the host.
+    lengths = slots.new_full((1,), rows), slots.new_full((1,), pages * page)
     out = npu().npu_sparse_flash_attention(
         q[..., :LATENT].contiguous(),
         latent.unsqueeze(2),
