@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
 from ds_runtime.testing.replay import Recording, _Recorded, _tensors
-from vendor_doubles import Named, double, records, require
+from vendor_doubles import Named, around, double, records, require
 
 VENDORS = {  # plugin → torch's module, its graph class, its group's backend
     "cuda": ("cuda", "CUDAGraph", "nccl"),
@@ -212,46 +212,36 @@ def is_current_stream_capturing() -> bool:
     return Graph.under_way is not None
 
 
-def op(name: str, compute: Any) -> Any:
+def call(compute: Any, *args: Any, **kwargs: Any) -> Any:
     """A vendor's op, which a graph holds as one, whatever its stand-in is made of."""
-
-    @functools.wraps(compute)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if Group.updated is not None:
-            require(Group.updated.op == name, f"the task is {Group.updated.op}, not {name}")
-            Group.updated.call = functools.partial(compute, *args, **kwargs)
-            return None
-        graph = Graph.under_way
-        if graph is None:
-            return compute(*args, **kwargs)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            result = compute(*args, **kwargs)
-        if Group.open is not None:
-            require(result is None, "a task group takes ops that write where they are told")
-            require(Group.open.call is None, "one op in a task group")
-            Group.open.op, Group.open.call = name, functools.partial(compute, *args, **kwargs)
-            return None
-        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
-        made = tuple(
-            (i, t)
-            for i, t in enumerate(_tensors(result))
-            if t.untyped_storage().data_ptr() not in given
-        )
-        graph.recording._ops.append(_Recorded(compute, args, kwargs, made))
-        return result
-
-    return call
+    again, name = functools.partial(compute, *args, **kwargs), getattr(compute, "__name__", "")
+    if getattr(compute, "__module__", "") == __name__:  # of the device itself
+        return again()
+    if Group.updated is not None:
+        require(Group.updated.op == name, f"the task is {Group.updated.op}, not {name}")
+        Group.updated.call = again
+        return None
+    graph = Graph.under_way
+    if graph is None or not _len_torch_dispatch_stack():  # or a part of one
+        return again()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        result = again()
+    if Group.open is not None:
+        require(result is None, "a task group takes ops that write where they are told")
+        require(Group.open.call is None, "one op in a task group")
+        Group.open.op, Group.open.call = name, again
+        return None
+    given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+    made = tuple(
+        (i, t)
+        for i, t in enumerate(_tensors(result))
+        if t.untyped_storage().data_ptr() not in given
+    )
+    graph.recording._ops.append(_Recorded(again, (), {}, made))
+    return result
 
 
-def ops(module: Any) -> dict[str, Any]:
-    """Those of a module of stand-ins, with their overloads, as a graph holds them."""
-    found = {}
-    for name, compute in vars(module).items():
-        if name.lstrip("_").startswith("npu_"):
-            found[name] = op(name, compute)
-            if hasattr(compute, "out"):
-                found[name].out = op(f"{name}.out", compute.out)
-    return found
+around.append(call)
 
 
 @contextlib.contextmanager
