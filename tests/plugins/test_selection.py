@@ -48,6 +48,14 @@ def test_no_op_of_the_demo_is_left_to_a_reference(model, device):
     assert [row.op for row in rows if row.provider == "reference"] == []
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("device", ["mi300x", "910b", "910c", "max1550", "a100"])
+def test_index_keys_follow_the_dtype_where_nothing_multiplies_fp8(device, dtype):
+    plan = fake.plan("demo-v32", device, dtype=dtype).plan
+    assert [row.op for row in plan.rows if row.provider == "reference"] == []
+    assert "disable_graph" not in {change[0] for change in plan.changes}
+
+
 def test_no_op_of_a_published_model_is_left_to_a_reference_on_a_device():
     """Every model in every format, as in the table: on processors alone two ops have no other."""
     kinds = {}

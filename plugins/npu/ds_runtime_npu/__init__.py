@@ -65,7 +65,7 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         return []
     return [
         Change("page_size", 128, "attention reads pages of a multiple of 16 tokens, best of 128"),
-        Change("index_cache_dtype", "bfloat16", "Ascend 910 multiplies no FP8"),
+        Change("index_cache_dtype", facts.dtype, "Ascend 910 multiplies no FP8"),
         Change(
             "max_running_requests", 256, "an NPU decodes hundreds of requests in little more time"
         ),
