@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from vendor_doubles import RefusedError, device, install, torch_npu
-from vendor_doubles.served import TRUE, Told, _errors, on_host
+from vendor_doubles.served import INDEXED, TRUE, Told, _errors, on_host
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.api import hookimpl
@@ -32,6 +32,7 @@ sys.path.append(str(Path(__file__).parents[1] / "e2e" / "plugins"))
 import recorded
 
 (DECODE,) = (k for k in kernels.ATTENTION if k.op.name == "mla_decode")
+PROLOGUE = f"{__name__}:index_prologue"
 # Prefills are not captured, and read what the host has.
 KERNELS = [
     kernel
@@ -62,9 +63,20 @@ def plugin(name, **hooks):
     return made
 
 
-def draws(facts):
-    """For Triton's kernels, which make no code for the host."""
-    return [replace(kernel, refuse=lambda facts: None) for kernel in recorded.ds_ops(facts)]
+def of(hook, *names, fn=None):
+    """Kernels in torch, for Triton's, which make no code for the host."""
+
+    def offer(facts):
+        found = (replace(k, refuse=lambda facts: None) for k in hook(facts))
+        return [kernel if fn is None else replace(kernel, fn=fn) for kernel in found
+                if kernel.op.name in names]  # fmt: skip
+
+    return offer
+
+
+def index_prologue(q, *rest):
+    """In the dtype that the lightning indexer reads."""
+    return [found.to(q.dtype) for found in recorded.index_prologue(q, *rest)]
 
 
 PLATFORM = plugin("double", ds_platform=lambda: Double())
@@ -252,6 +264,7 @@ def served(folder, model=None, more=(), **settings):
     """Log-probabilities of an engine on the platform, its mean error, and its kernels."""
     given = {"platform": "double", "plugins": ("npu",), "threads": 1, "dtype": "bfloat16"}
     given |= {"context_length": 256, "kv_memory": "16MB", "page_size": 16}
+    given |= {"index_cache_dtype": "bfloat16"}  # as the plugin wishes on its own device
     given |= {"max_running_requests": SIZES[-1], "graph_sizes": SIZES, "chunked_prefill_size": 24}
     draw = random.Random(7)
     prompts = [[draw.randrange(130) for _ in range(n)] for n in LENGTHS]
@@ -289,6 +302,24 @@ def test_captured_decode_has_the_bits_of_eager_decode(checkpoint):
     assert captured == served(folder, disable_graph=True)[0]
 
 
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sparse")
+    tiny.write_tiny(folder, "v32", 3, **INDEXED)
+    return folder
+
+
+def test_captured_sparse_decode_has_the_bits_of_eager_decode(sparse):
+    """Its lengths are tensors: no task is updated."""
+    offer = of(recorded.ds_attention, "index_prologue", fn=PROLOGUE)
+    more = (plugin("recorded", ds_attention=offer),)
+    captured, told = served(sparse, more=more, graph_sizes=(1, 2, 3, 4, 5))
+    assert told.kernels["sparse_decode"] == "npu.sparse_mla"
+    assert told.kernels["index_select"] == "npu.index_select"
+    assert device.CALLS["replays"] >= NEW - 1 and not device.CALLS["updates"]
+    assert captured == served(sparse, more=more, disable_graph=True)[0]
+
+
 def test_lengths_of_the_capture_answer_otherwise(checkpoint, monkeypatch):
     folder, model = checkpoint
     wanted, eager = served(folder, model, disable_graph=True)
@@ -305,7 +336,7 @@ def test_captured_drafts_and_their_verification(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny-v3": raw})
     make_checkpoint(tmp_path, "tiny-v3", "bfloat16")
     drafts = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3}
-    more = (plugin("recorded", ds_ops=draws),)
+    more = (plugin("recorded", ds_ops=of(recorded.ds_ops, "sample", "logprobs")),)
     captured, told = served(tmp_path, more=more, **drafts)
     assert told.kernels["mla_decode"] == "npu.MlaDecode"
     assert device.CALLS["updates"] > device.CALLS["replays"] > 20
