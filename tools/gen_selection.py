@@ -29,8 +29,11 @@ REFUSED = "  refused: "
 HEAD = """\
 Which kernel serves which op, by device, model and weight format. Written by
 tools/gen_selection.py; all plugins of the tree, with the software that their devices.json names.
-A format is what --quantize makes of the weights; "as is": what the checkpoint has.
+A format is what --quantize makes of the weights; "as is": what the checkpoint has. Below them, on
+accelerators, deepseek-v3 in the formats that others publish: the ops that own weights.
 """
+WEIGHED = ("linear", "mla_inputs", "mla_absorb", "experts")  # ops that own weights
+ALWAYS = ("disable_graph", "refused")
 
 
 def table() -> str:
@@ -53,6 +56,8 @@ def table() -> str:
                     answers.setdefault(said, []).append(f"{model} {fmt}")
             for said, asked in answers.items():
                 lines.append(f"{', '.join(asked)}:\n{said}")
+            if platform.name != "cpu":
+                lines.append(_published(Path(models["deepseek-v3"]), name, plugins))
     lines.append("\n## refused, on at least one device\n")
     lines += [f"{', '.join(sorted(models))}:\n{said}" for said, models in sorted(refused.items())]
     return "\n".join(lines) + "\n"
@@ -77,6 +82,28 @@ def _selection(model: str, device: str, quantize: str, plugins: Plugins) -> str:
     except DsRuntimeError as e:
         return f"{REFUSED}{str(e).replace(model, Path(model).name)}\n"
     return "".join(_lines(plan))
+
+
+def _published(model: Path, device: str, plugins: Plugins) -> str:
+    """Blocks of the formats that published_kinds.py writes, with all formats that get the same."""
+    sys.path.append(str(CONFIGS.parent))
+    from published_kinds import BESIDE, KINDS
+
+    config = json.loads((model / "config.json").read_text())
+    config |= {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+    answers: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, (_, quantization, _) in KINDS.items():
+            config["quantization_config"] = quantization
+            if kind in BESIDE:
+                del config["quantization_config"]
+                (Path(folder) / "hf_quant_config.json").write_text(json.dumps(BESIDE[kind]))
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            said = _selection(folder, device, "none", plugins).splitlines(keepends=True)
+            kept = (line for line in said if line.split()[0].rstrip(":") in (*WEIGHED, *ALWAYS))
+            answers.setdefault("".join(kept), []).append(kind)
+            (Path(folder) / "hf_quant_config.json").unlink(missing_ok=True)
+    return "\n".join(f"deepseek-v3, {', '.join(kinds)}:\n{a}" for a, kinds in answers.items())
 
 
 def _lines(plan: Plan) -> Iterator[str]:

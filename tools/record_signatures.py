@@ -28,7 +28,8 @@ SCHEMAS = {
     "vllm_xpu_kernels._C": "vllm_xpu_kernels/_C.abi3.so",
     "vllm_xpu_kernels._xpu_C": "vllm_xpu_kernels/_xpu_C.abi3.so",
 }
-_FUNC = re.compile(r"func: (\w+)(\(.*)")
+_FUNC = re.compile(r"func: ([\w.]+)(\(.*)")
+_OUT = re.compile(r", Tensor\(a!\) \w+(?:, Tensor\([b-z]!\) \w+)+\) -> .*")
 _TEXT = re.compile(rb"(\w+)(\([^\0]*\) -> [^\0]+)\0")
 
 
@@ -53,14 +54,21 @@ def signature(root: Root, name: str) -> str:
 
 
 def schemas(root: Root, file: str) -> dict[str, str]:
-    """Op → arguments and results, of a list or binary in torch's own notation; overloads are left
-    out.
+    """Op or "op.overload" → arguments and results, of a list or binary in torch's own notation.
+
+    What a list has as several results to fill is registered as one list of them, `out`: so says
+    torchnpugen/custom_functions.py, which torch-npu ships beside it.
     """
     if file.endswith(".so"):
         texts = _TEXT.findall((root / file).read_bytes())
         return {name.decode(): text.decode().replace(" )", ")") for name, text in texts}
     found = (_FUNC.search(line) for line in (root / file).read_text("utf-8").splitlines())
-    return {m[1]: m[2].strip() for m in found if m}
+    return {m[1]: _OUT.sub(_one_list, m[2].strip()) for m in found if m}
+
+
+def _one_list(found: re.Match[str]) -> str:
+    results = ", ".join(["Tensor"] * found[0].partition(" -> ")[0].count("!"))
+    return f", Tensor[] out) -> ({results})"
 
 
 def _definition(

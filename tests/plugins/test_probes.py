@@ -106,6 +106,15 @@ def test_rocm_stages(tmp_path):
     good = have(torch="2.14.0+rocm7.2")
     assert rocm.probe(root, good, {}) is None
     assert "HIP_VISIBLE_DEVICES" in rocm.probe(root, good, {"HIP_VISIBLE_DEVICES": "-1"}).reason
+    source = have(torch="2.9.0a0+git1c57644")  # as in the vendor's containers
+    folder = write(tmp_path / "torch", {"version.py": "hip: Optional[str] = '7.1.25424'\n"})
+    assert rocm.probe(root, source, {}, lambda name: folder) is None
+    for text, said in (
+        ("hip = '6.4.1'\n", "torch 2.9.0a0+rocm6.4.1 is for a ROCm before 7.0"),
+        ("hip: Optional[str] = None\n", "torch 2.9.0a0+git1c57644 is another build"),
+    ):
+        write(folder, {"version.py": text})
+        assert said in rocm.probe(root, source, {}, lambda name: folder).reason
     write(root, {f"{nodes}/1/properties": "gfx_target_version 110000\n"})
     other = rocm.probe(root, good, {})
     assert other.kind == "unsupported" and "(gfx1100, gfx90a): this release serves" in other.reason
@@ -119,28 +128,69 @@ def test_a_rocm_gpu_as_kernels_see_it(tmp_path):
     assert "float8_e4m3fn" not in older.fast_dtypes and older.features == {"bf16"}
 
 
+def test_a_rank_has_the_gpu_that_is_visible_to_it_or_a_sentence(tmp_path):
+    made = [rocm.Gpu(arch, 304, 10**9, tmp_path) for arch in ("gfx1036", "gfx942", "gfx950")]
+    assert rocm.visible(made, {}) == made
+    assert rocm.visible(made, {"HIP_VISIBLE_DEVICES": "2,1"}) == [made[2], made[1]]
+    both = {"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1", "X": ""}
+    assert rocm.visible(made, both) == [made[2]]
+    assert rocm.visible(made, {"ROCR_VISIBLE_DEVICES": "GPU-1f"}) == made
+    assert rocm.gpu(1, made).arch == "gfx942"
+    with pytest.raises(rocm.DeviceError, match=r"GPU 3 is asked for, and 3 are visible .*--tp"):
+        rocm.gpu(3, made)
+    with pytest.raises(rocm.DeviceError, match="GPU 0 is gfx1036, and this release serves gfx942"):
+        rocm.gpu(0, made)
+
+
 def test_npu_stages(tmp_path):
     root = write(tmp_path, pci("0000:c1:00.0", "0x19e5", "0x120000"))
     chip = "sys/bus/pci/devices/0000:c1:00.0/device"
-    assert npu.probe(root, have()).kind == "not installed"
+    assert npu.probe(root, have(), (), {}).kind == "not installed"
     write(root, {"dev/davinci0": "", chip: "0xd500"})
-    assert npu.probe(root, have()).kind == "broken"
+    assert npu.probe(root, have(), (), {}).kind == "broken"
     write(root, {"dev/davinci_manager": ""})
-    assert "CANN" in npu.probe(root, have()).reason
+    assert "CANN" in npu.probe(root, have(), (), {}).reason
     write(root, {"usr/local/Ascend/ascend-toolkit/latest/version.cfg": ""})
-    other = npu.probe(root, have())
+    other = npu.probe(root, have(), (), {})
     assert other.kind == "unsupported" and "PCI device 0xd500: this release serves" in other.reason
     write(root, {chip: "0xd802"})
     info = "usr/local/Ascend/ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
     write(root, {info: "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\narch=aarch64\n"})
-    toolkit = npu.probe(root, have())
+    toolkit = npu.probe(root, have(), (), {})
     assert toolkit.kind == "unsupported" and "CANN 8.2.RC1 is older than 8.5" in toolkit.reason
     write(root, {info: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"})
-    missing = npu.probe(root, have())
+    missing = npu.probe(root, have(), (), {})
     assert missing.kind == "not installed" and "ds-runtime[npu]" in missing.reason
-    old = npu.probe(root, {"torch-npu": "2.1.0.post8"}.get)
+    old = npu.probe(root, {"torch-npu": "2.1.0.post8"}.get, (), {})
     assert old.kind == "unsupported" and "torch-npu 2.1.0.post8 is older than 2.9" in old.reason
-    assert npu.probe(root, {"torch-npu": "2.13.0"}.get) is None
+    pair = {"torch-npu": "2.13.0", "torch": "2.11.0+cpu"}.get
+    other = npu.probe(root, pair, (), {})
+    assert other.kind == "unsupported"
+    assert "torch-npu 2.13.0 is made for torch 2.13, not 2.11.0+cpu: pip install" in other.reason
+    ready = {"torch-npu": "2.13.0", "torch": "2.13.0+cpu"}.get
+    unlinked = npu.probe(root, ready, (), {})
+    assert unlinked.kind == "broken" and "libascendcl.so of the toolkit is in no" in unlinked.reason
+    assert "ascend-toolkit/latest/set_env.sh before starting" in unlinked.reason
+    write(root, {"lib64/libascendcl.so": ""})
+    assert npu.probe(root, ready, (str(root / "lib64"),), {}) is None
+    write(root, {"etc/ld.so.conf.d/ascend.conf": "/lib64\n"})
+    assert npu.probe(root, ready, (), {}) is None
+
+
+def test_a_toolkit_elsewhere_is_found_through_the_environment(tmp_path):
+    root = write(tmp_path / "root", pci("0000:c1:00.0", "0x19e5", "0x120000"))
+    chip = "sys/bus/pci/devices/0000:c1:00.0/device"
+    write(root, {"dev/davinci0": "", "dev/davinci_manager": "", chip: "0xd802"})
+    info = "aarch64-linux/ascend_toolkit_install.info"
+    home = write(tmp_path / "home", {info: "version=9.1.0\n", "lib64/libascendcl.so": ""})
+    ready, found = {"torch-npu": "2.13.0", "torch": "2.13.0"}.get, (str(home / "lib64"),)
+    without = npu.probe(root, ready, found, {})
+    assert "in /usr/local/Ascend, and ASCEND_HOME_PATH names none" in without.reason
+    environ = {"ASCEND_HOME_PATH": str(home)}
+    assert npu.probe(root, ready, found, environ) is None
+    write(root, {f"usr/local/Ascend/cann/{info}": "version=8.0.0\n"})
+    assert npu.probe(root, ready, found, environ) is None, "that of the environment is used"
+    assert "CANN 8.0.0 is older than 8.5" in npu.probe(root, ready, found, {}).reason
 
 
 def test_an_npu_as_kernels_see_it():
@@ -174,6 +224,11 @@ def test_xpu_stages(tmp_path):
     ):
         old = xpu.probe(root, versions.get, ())
         assert old.kind == "unsupported" and said in old.reason
+    source = have(torch="2.14.0a0+git1c57644")
+    folder = write(tmp_path / "torch", {"version.py": "xpu: Optional[str] = '20250301'\n"})
+    assert "libze_loader" in xpu.probe(root, source, (), lambda name: folder).reason
+    write(folder, {"version.py": "xpu: Optional[str] = None\n"})
+    assert "is another build" in xpu.probe(root, source, (), lambda name: folder).reason
     ready = have(torch="2.14.0+xpu")
     unlinked = xpu.probe(root, ready, ())
     assert unlinked.kind == "broken" and "libze_loader" in unlinked.reason

@@ -40,12 +40,43 @@ def test_every_plugin_with_a_platform_describes_devices():
         assert ("fp8" in info.features) == ("float8_e4m3fn" in info.fast_dtypes)
 
 
-@pytest.mark.parametrize("device", ["mi300x", "mi355x", "910b", "max1550", "b60", "b200"])
+@pytest.mark.parametrize("device", ["mi300x", "mi355x", "910b", "max1550", "b60", "b200", "a100"])
 @pytest.mark.parametrize("model", ["demo", "demo-v32"])
 def test_no_op_of_the_demo_is_left_to_a_reference(model, device):
     """Sizes of heads and indexers that vendors' kernels are not made for: portable ones serve."""
     rows = fake.plan(model, device).plan.rows
     assert [row.op for row in rows if row.provider == "reference"] == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("device", ["mi300x", "910b", "910c", "max1550", "a100"])
+def test_index_keys_follow_the_dtype_where_nothing_multiplies_fp8(device, dtype):
+    plan = fake.plan("demo-v32", device, dtype=dtype).plan
+    assert [row.op for row in plan.rows if row.provider == "reference"] == []
+    assert "disable_graph" not in {change[0] for change in plan.changes}
+
+
+@pytest.mark.parametrize("page", [24, 128])
+def test_index_keys_follow_the_page_size_of_the_user(tmp_path, page):
+    """The library that scores FP8 keys reads pages of 64 tokens."""
+    config = ROOT / "tests/core/model/fixtures/deepseek-v3.2.json"
+    (tmp_path / "config.json").write_text(config.read_text())
+    plan = fake.plan(str(tmp_path), "b60", page_size=page).plan
+    assert [row.op for row in plan.rows if row.provider == "reference"] == []
+    (why,) = (c[3] for c in plan.changes if c[0] == "index_cache_dtype")
+    assert f"page size {page}, takes 64" in why
+
+
+def test_no_op_of_a_published_model_is_left_to_a_reference_on_a_device():
+    """Every model in every format, as in the table: on processors alone two ops have no other."""
+    kinds = {}
+    for line in (ROOT / "tests/golden/selection.txt").read_text().splitlines():
+        if line.startswith("## "):
+            kind = line.rpartition("(")[2].partition(",")[0]
+        elif "reference." in line:
+            kinds.setdefault(kind, set()).add(line.split()[0])
+    assert kinds.keys() <= {"cpu"}
+    assert kinds["cpu"] == {"merge_state", "cache_gather"}
 
 
 def test_described_processors_say_what_the_machine_would():

@@ -60,8 +60,11 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         return []
     from ds_runtime_cuda import blackwell
 
+    older = "fp8" not in facts.device.features
+    keys = Change("index_cache_dtype", facts.dtype, f"{facts.device.name} multiplies no FP8")
     return [
         *blackwell.defaults(facts),
+        *([keys] if older and "index_topk" in facts.dims else []),
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
         Change(
             "max_running_requests", 256, "a GPU decodes hundreds of requests in little more time"

@@ -63,11 +63,9 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
 def ds_defaults(facts: Facts) -> Sequence[Change]:
     if facts.device.type != "npu":
         return []
-    eager = Change("disable_graph", True, "fused-infer attention takes lengths from the host")
     return [
-        *([] if "index_dim" in facts.dims else [eager]),  # sparse attention takes them as tensors
         Change("page_size", 128, "attention reads pages of a multiple of 16 tokens, best of 128"),
-        Change("index_cache_dtype", "bfloat16", "Ascend 910 multiplies no FP8"),
+        Change("index_cache_dtype", facts.dtype, "Ascend 910 multiplies no FP8"),
         Change(
             "max_running_requests", 256, "an NPU decodes hundreds of requests in little more time"
         ),

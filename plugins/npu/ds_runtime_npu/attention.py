@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_runtime.api import Batch, Facts, Limits, Packed, Segments, Weight, rows_of, torch_dtype
 from ds_runtime_npu.cache import halves, paged
 from ds_runtime_npu.library import npu
+from ds_runtime_npu.tasks import TaskGraphs, capturing
 
 LATENT, ROPE, HEAD = 512, 64, 128  # what the ops are made for
 _MASK = 2048  # width of the causal mask that the op cuts its own from
@@ -36,7 +37,9 @@ class State:
 
 
 class MlaDecode:
-    """npu_fused_infer_attention_score over pages; lengths are host lists, so it is not captured."""
+    """npu_fused_infer_attention_score over pages. Lengths are host lists: a captured one is a task
+    that is updated at each replay.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self._page = facts.page_size
@@ -57,27 +60,76 @@ class MlaDecode:
         state.table[: len(owners), : table.shape[1]].copy_(table)
 
     def run(self, state: State, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        """See MlaDecode. What a captured call returns is overwritten by the next captured one."""
         count, heads, _ = q.shape
         if not count:
             return q.new_empty(0, heads, LATENT)
         q = _padded(q)
         latent, rope = paged(cache, ROPE)
-        out, _ = npu().npu_fused_infer_attention_score(
-            q[..., :LATENT].unsqueeze(1).contiguous(),  # [rows, 1, heads, latent]
-            latent,
-            latent,
-            query_rope=halves(q[..., LATENT:]).unsqueeze(1),
-            key_rope=rope,
-            block_table=state.table[:count],
-            block_size=self._page,
-            actual_seq_lengths_kv=list(state.lens),
-            num_heads=q.shape[1],
-            num_key_value_heads=1,
-            input_layout="BSND",
-            scale=scale,
-        )
+        query, query_rope = q[..., :LATENT].unsqueeze(1), halves(q[..., LATENT:]).unsqueeze(1)
+        same: dict[str, Any] = {
+            "key_rope": rope,
+            "block_table": state.table[:count],
+            "block_size": self._page,
+            "num_heads": q.shape[1],
+            "num_key_value_heads": 1,
+            "input_layout": "BSND",  # [rows, 1, heads, latent]
+            "scale": scale,
+        }
+        graphs = capturing()
+        if graphs is not None:
+            out = _captured(graphs, state, query, query_rope, latent, same)
+        elif npu().npu.is_current_stream_capturing():
+            raise RuntimeError(
+                "npu.MlaDecode takes lengths from the host: only the graphs of the platform npu "
+                "tell a captured one those of the next step"
+            )
+        else:
+            out, _ = npu().npu_fused_infer_attention_score(
+                query.contiguous(),
+                latent,
+                latent,
+                query_rope=query_rope,
+                actual_seq_lengths_kv=list(state.lens),
+                **same,
+            )
         result: Tensor = out[:, 0, :heads]
         return result
+
+
+def _captured(
+    graphs: TaskGraphs,
+    state: State,
+    query: Tensor,
+    query_rope: Tensor,
+    latent: Tensor,
+    same: dict[str, Any],
+) -> Tensor:
+    """The op as a task whose lengths are those of `state` at each replay: [rows, 1, heads, latent].
+
+    All that it reads and writes lies where it does in every graph.
+    """
+    q, q_rope = graphs.scratch("query", query), graphs.scratch("query_rope", query_rope)
+    q.copy_(query)
+    q_rope.copy_(query_rope)
+    out, lse = graphs.scratch("out", query), graphs.scratch("lse", query.new_empty(1))
+    needed = npu()._npu_fused_infer_attention_score_get_max_workspace(
+        q, latent, latent, query_rope=q_rope, actual_seq_lengths_kv=list(state.lens), **same
+    )
+    workspace = graphs.largest("workspace", needed)
+    graphs.add(
+        lambda: npu().npu_fused_infer_attention_score.out(
+            q,
+            latent,
+            latent,
+            query_rope=q_rope,
+            actual_seq_lengths_kv=list(state.lens),
+            workspace=workspace,
+            out=[out, lse],
+            **same,
+        )
+    )
+    return out
 
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
@@ -91,7 +143,8 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
     latent, rope = paged(cache, ROPE)
     pages, page, _ = latent.shape
     chosen = slots.sort(1, descending=True).values  # those that are tokens first
-    lengths = slots.new_tensor([rows]), slots.new_tensor([pages * page])
+    # Filled there: a capture takes no copies from the host.
+    lengths = slots.new_full((1,), rows), slots.new_full((1,), pages * page)
     out = npu().npu_sparse_flash_attention(
         q[..., :LATENT].contiguous(),
         latent.unsqueeze(2),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ds_runtime.api import (
     DeviceInfo,
+    GraphBackend,
     MemoryInfo,
     Refusal,
     TorchPlatform,
     device_nodes,
+    has_library,
     installed,
     package_folder,
     pci_devices,
@@ -22,6 +25,8 @@ VENDOR = "0x19e5"
 CLASSES = ("0x12",)
 INSTALL = 'pip install "ds-runtime[npu]"'
 TOOLKITS = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
+HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # of a toolkit elsewhere: its set_env.sh
+LIBRARY = "libascendcl.so"  # of the toolkit, which torch-npu is linked against
 OLDEST_CANN = (8, 5)  # of the first torch-npu with these schemas
 OLDEST = (2, 9)  # of torch-npu: the first release with these schemas
 CHIPS: Mapping[str, tuple[str, str, int]] = {  # PCI device → arch, name, AI cores of a die
@@ -35,18 +40,38 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
 
 
-def _cann(root: Path) -> Iterator[str]:
-    """Versions of the toolkit, as its installer left them."""
-    for folder in TOOLKITS:
-        for file in sorted((root / folder).glob("*-linux/ascend_toolkit_install.info")):
+def _short(version: str) -> str:
+    return ".".join(map(str, _release(version)))
+
+
+def _toolkits(root: Path, environ: Mapping[str, str]) -> list[Path]:
+    """Folders of the toolkit, that of the environment first."""
+    named = [Path(environ[name]) for name in HOMES if environ.get(name)]
+    return [f for f in (*named, *(root / folder for folder in TOOLKITS)) if f.exists()]
+
+
+def _cann(folders: list[Path]) -> Iterator[str]:
+    """Versions of the toolkit that is used, as its installer left them."""
+    for folder in folders[:1]:
+        for file in sorted(folder.glob("*-linux/ascend_toolkit_install.info")):
             for line in read_file(file).splitlines():
                 name, _, value = line.partition("=")
                 if name.strip() == "version":
                     yield value.strip()
 
 
+def _configured(root: Path) -> bool:
+    """Whether the linker's own configuration has the toolkit's library."""
+    files = sorted((root / "etc/ld.so.conf.d").glob("*.conf"))
+    lines = (line.strip().lstrip("/") for file in files for line in read_file(file).splitlines())
+    return any((root / line / LIBRARY).exists() for line in lines if line)
+
+
 def probe(
-    root: Path = Path("/"), package: Callable[[str], str | None] = installed
+    root: Path = Path("/"),
+    package: Callable[[str], str | None] = installed,
+    search: tuple[str, ...] | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
     # davinci_manager is not a device
@@ -61,9 +86,11 @@ def probe(
         )
     if not (root / "dev/davinci_manager").exists():
         return Refusal("broken", f"{what}, but /dev/davinci_manager is not in this container")
-    if not any((root / folder).exists() for folder in TOOLKITS):
-        return Refusal("not installed", f"{what}, without the CANN toolkit in /usr/local/Ascend")
-    old = next((v for v in _cann(root) if _release(v) and _release(v) < OLDEST_CANN), None)
+    toolkits = _toolkits(root, environ)
+    if not toolkits:
+        where = f"in /usr/local/Ascend, and {HOMES[0]} names none"
+        return Refusal("not installed", f"{what}, without the CANN toolkit {where}")
+    old = next((v for v in _cann(toolkits) if _release(v) and _release(v) < OLDEST_CANN), None)
     if old is not None:
         oldest = ".".join(map(str, OLDEST_CANN))
         said = f"{what}, but CANN {old} is older than {oldest}, which torch-npu is built with"
@@ -80,6 +107,13 @@ def probe(
         oldest = ".".join(map(str, OLDEST))
         said = f"{what}, but torch-npu {version} is older than {oldest}: {INSTALL}"
         return Refusal("unsupported", said)
+    torch = package("torch")
+    if torch is not None and _release(torch) != _release(version):
+        said = f"{what}, but torch-npu {version} is made for torch {_short(version)}, not {torch}"
+        return Refusal("unsupported", f"{said}: {INSTALL}")
+    if not has_library(root, LIBRARY, search) and not _configured(root):
+        said = f"{what}, but {LIBRARY} of the toolkit is in no library folder"
+        return Refusal("broken", f"{said}: source {toolkits[0]}/set_env.sh before starting")
     return None
 
 
@@ -122,6 +156,11 @@ class NpuPlatform(TorchPlatform):
         import torch_npu
 
         return torch_npu.npu
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        from ds_runtime_npu.tasks import TaskGraphs
+
+        return TaskGraphs(super().graph_backend(rank), self.runtime())
 
     def idle_memory(self, rank: int) -> MemoryInfo:
         """All of it: what other processes hold is known once torch has the device."""

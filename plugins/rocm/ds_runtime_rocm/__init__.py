@@ -65,7 +65,7 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
     if not facts.device.arch.startswith("gfx"):  # others' GPUs have torch's type "cuda", too
         return []
     older = facts.device.arch == "gfx942"
-    keys = Change("index_cache_dtype", "bfloat16", "gfx942 multiplies e4m3fnuz, not e4m3fn")
+    keys = Change("index_cache_dtype", facts.dtype, "gfx942 multiplies e4m3fnuz, not e4m3fn")
     return [
         *([keys] if older else []),
         Change("page_size", 64, "larger pages are fewer entries in every page table"),

@@ -66,7 +66,8 @@ def _tilelang(facts: Facts) -> str | None:
 def _same_index(facts: Facts) -> str | None:
     if facts.index_dtype == facts.dtype:
         return None
-    return f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
+    said = f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
+    return Fixable(said, f"pass --index-cache-dtype {facts.dtype}")
 
 
 def _index_keys(facts: Facts) -> str | None:

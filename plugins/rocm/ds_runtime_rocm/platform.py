@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from ds_runtime.api import (
     Refusal,
     TorchPlatform,
     installed,
+    package_folder,
     pci_devices,
     read_file,
 )
@@ -27,6 +29,10 @@ ARCHS = {  # gfx name → what the library's kernels multiply beside 32- and 16-
     "gfx950": frozenset({"float8_e4m3fn", "float4_e2m1fn"}),
 }
 _VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+class DeviceError(RuntimeError):
+    """A rank has no device; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +82,21 @@ def rocm_version(torch: str) -> tuple[int, ...]:
     return tuple(int(n) for n in local.removeprefix("rocm").split(".")[:2] if n.isdigit())
 
 
+def source_build(folder: Callable[[str], Path | None]) -> str:
+    """The HIP that an installed torch of another version string was built for, or "": one built
+    from source has a commit there, and says in its version.py what it is.
+    """
+    where = folder("torch")
+    text = read_file(where / "version.py") if where is not None else ""
+    found = re.search(r"^hip\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return found[1] if found else ""
+
+
 def probe(
     root: Path = Path("/"),
     package: Callable[[str], str | None] = installed,
     environ: Mapping[str, str] = os.environ,
+    folder: Callable[[str], Path | None] = package_folder,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
     found, pci = gpus(root), pci_devices(root, VENDOR, CLASSES)
@@ -98,6 +115,8 @@ def probe(
     if not (root / "dev/kfd").exists():
         return Refusal("broken", f"{what}, but there is no /dev/kfd in this container")
     torch = package("torch")
+    if torch is not None and "rocm" not in torch and (hip := source_build(folder)):
+        torch = f"{torch.partition('+')[0]}+rocm{hip}"
     if torch is None or "rocm" not in torch:
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
         return Refusal("not installed", f"{what}, but {have}: {INSTALL}")
@@ -108,6 +127,34 @@ def probe(
         known = " and ".join(ARCHS)
         return Refusal("unsupported", f"{what}: this release serves {known}; use --platform cpu")
     return None
+
+
+def visible(found: list[Gpu], environ: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """Those that HIP shows, in its order. Names such as "GPU-1f…" are not followed."""
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
+    for name in ("ROCR_VISIBLE_DEVICES", hip):
+        numbers = [n.strip() for n in environ.get(name, "").split(",")]
+        if all(n.isdigit() for n in numbers):
+            found = [found[int(n)] for n in numbers if int(n) < len(found)]
+    return found
+
+
+def gpu(rank: int, found: list[Gpu] | None = None) -> Gpu:
+    """The rank-th visible one. Raises DeviceError where there is none, or this release has no
+    kernels for it.
+    """
+    found = visible(gpus(Path("/"))) if found is None else found
+    if rank >= len(found):
+        raise DeviceError(
+            f"GPU {rank} is asked for, and {len(found)} are visible (ROCR_VISIBLE_DEVICES and "
+            "HIP_VISIBLE_DEVICES hide others): give --tp as many"
+        )
+    if found[rank].arch not in ARCHS:
+        raise DeviceError(
+            f"GPU {rank} is {found[rank].arch}, and this release serves {' and '.join(ARCHS)}: "
+            "hide it with HIP_VISIBLE_DEVICES, or use --platform cpu"
+        )
+    return found[rank]
 
 
 def describe(gpu: Gpu, libraries: frozenset[str]) -> DeviceInfo:
@@ -135,11 +182,11 @@ class RocmPlatform(TorchPlatform):
     graph = "CUDAGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
-        return describe(gpus(Path("/"))[rank], software.features())
+        return describe(gpu(rank), software.features())
 
     def idle_memory(self, rank: int) -> MemoryInfo:
         """All of it: what other processes hold is known once torch has the device."""
-        total = gpus(Path("/"))[rank].memory
+        total = gpu(rank).memory
         return MemoryInfo(total=total, free=total)
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,9 @@ from ds_runtime.api import (
     TorchPlatform,
     has_library,
     installed,
+    package_folder,
     pci_devices,
+    read_file,
 )
 from ds_runtime_xpu import level_zero, software
 
@@ -23,10 +26,20 @@ DRIVERS = ("xe", "i915")
 ARCHITECTURES = {0x0B: "xe-hpc", 0xE2: "xe2-hpg"}  # by the high byte of the PCI id
 
 
+def source_build(folder: Callable[[str], Path | None]) -> bool:
+    """Whether an installed torch of another version string is for these GPUs: one built from
+    source has a commit there, and says in its version.py what it is.
+    """
+    where = folder("torch")
+    text = read_file(where / "version.py") if where is not None else ""
+    return re.search(r"^xpu\b.*= *['\"]\d", text, re.MULTILINE) is not None
+
+
 def probe(
     root: Path = Path("/"),
     package: Callable[[str], str | None] = installed,
     search: tuple[str, ...] | None = None,
+    folder: Callable[[str], Path | None] = package_folder,
 ) -> Refusal | None:
     """Why no platform is offered; arguments stand for the machine in tests."""
     devices = pci_devices(root, VENDOR, CLASSES)
@@ -47,7 +60,7 @@ def probe(
     if not render.is_dir() or not list(render.glob("renderD*")):
         return Refusal("broken", f"{what}, but there is no /dev/dri/renderD128 in this container")
     torch = package("torch")
-    if torch is None or "xpu" not in torch:
+    if torch is None or ("xpu" not in torch and not source_build(folder)):
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
         return Refusal("not installed", f"{what}, but {have}: {software.INSTALL}")
     for name in software.OLDEST:

@@ -117,6 +117,10 @@ def _check_type(name: str, parameter: inspect.Parameter, value: Any) -> None:
         raise TypeError(f"{name}: {parameter.name} must be {wanted}, not {type(value).__name__}")
 
 
+# What calls a stand-in: the last of these. Stand-ins for graphs put theirs here.
+around: list[Callable[..., Any]] = [lambda compute, **given: compute(**given)]
+
+
 def double(name: str, recorded: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     """`compute` behind the recorded signature of "module:function"."""
     signature, models = parsed(recorded), set(inspect.signature(compute).parameters)
@@ -139,7 +143,7 @@ def double(name: str, recorded: str, compute: Callable[..., Any]) -> Callable[..
             if key not in models and not _same(value, parameter.default):
                 raise RefusedError(f"{name}: the stand-in does not compute {key}={value!r}")
         bound.apply_defaults()
-        return compute(**{k: v for k, v in bound.arguments.items() if k in models})
+        return around[-1](compute, **{k: v for k, v in bound.arguments.items() if k in models})
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
@@ -153,8 +157,9 @@ def _method(cls: type, name: str, recorded: str) -> None:
 def doubles(record: str, *stand_ins: Any, **others: Any) -> dict[str, types.ModuleType]:
     """Modules of stand-ins, by name, with the signatures of signatures/RECORD.json.
 
-    stand_ins: functions and classes, found by their names in the record; every name of it must be
-    there. others: "module__path" = {attribute: value} for what is no function, such as enums.
+    stand_ins: functions and classes, found by their names in the record, an op's overload as
+    op_overload; every name of it must be there. others: "module__path" = {attribute: value} for
+    what is no function, such as enums.
     """
     calls, made = records(record), dict[str, types.ModuleType]()
     by_name = {s.__name__: s for s in stand_ins}
@@ -162,6 +167,11 @@ def doubles(record: str, *stand_ins: Any, **others: Any) -> dict[str, types.Modu
     for name, text in calls.items():
         module, _, path = name.partition(":")
         first, _, method = path.partition(".")
+        overload = by_name.get(f"{first}_{method}")
+        if overload is not None:  # of an op, which is in the record before it
+            left.discard(overload.__name__)
+            setattr(getattr(made[module], first), method, double(name, text, overload))
+            continue
         if first not in by_name:
             raise LookupError(f"{record}.json records {name}, and nothing stands in for it")
         left.discard(first)

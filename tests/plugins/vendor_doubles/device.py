@@ -2,13 +2,16 @@
 
 A step is recorded as ops that torch runs on the CPU, and ranks meet over Gloo. Refusals are the
 devices': a capture wants a side stream and a pool that lives, nothing may wait inside one, a
-replay wants a capture that ended; a group wants the backend of its device and a device per rank,
+replay wants a capture that ended. A replayed graph stops where it waits for an event from outside,
+until that is recorded; a task group is given other arguments on another stream than that of the
+capture. A group of ranks wants the backend of its device and a device per rank,
 dense tensors, and a dtype that it sums. `CALLS` says what was asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import types
@@ -17,9 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from ds_runtime.testing.replay import Recording
-from vendor_doubles import Named, double, records, require
+from ds_runtime.testing.replay import Recording, _Recorded, _tensors
+from vendor_doubles import Named, around, double, records, require
 
 VENDORS = {  # plugin → torch's module, its graph class, its group's backend
     "cuda": ("cuda", "CUDAGraph", "nccl"),
@@ -75,8 +79,169 @@ class Graph:
 
     def replay(self) -> None:
         require(self.ended and Graph.under_way is None, "replay of a graph that is not captured")
-        self.recording.replay()
+        require(not QUEUE, STUCK)
+        queued(self._steps())
         CALLS["replays"] += 1
+
+    def _steps(self) -> Any:
+        """Runs, with a stop wherever it waits for an event that is not recorded yet."""
+        for recorded in self.recording._ops:
+            if isinstance(recorded.op, _Wait):
+                while not recorded.op.event.flag:
+                    yield
+                continue
+            results = list(_tensors(recorded.op(*recorded.args, **recorded.kwargs)))
+            for i, tensor in recorded.made:
+                tensor.copy_(results[i])
+
+
+QUEUE: list[Any] = []  # what the device has not done yet, since it waits
+STUCK = "the device waits for an event that nobody has recorded"
+
+
+def queued(steps: Any) -> None:
+    QUEUE.append(steps)
+    go_on()
+
+
+def go_on() -> None:
+    """As far as the device comes."""
+    while QUEUE:
+        for _ in QUEUE[0]:
+            return
+        QUEUE.pop(0)
+
+
+class _Wait:
+    def __init__(self, event: ExternalEvent) -> None:
+        self.event = event
+
+
+def _node(op: Any, *args: Any) -> None:
+    """Part of the graph that is captured: nothing of it happens now."""
+    assert Graph.under_way is not None
+    Graph.under_way.recording._ops.append(_Recorded(op, args, {}, ()))
+
+
+class ExternalEvent:
+    """Waited for in a graph, and recorded outside."""
+
+    def __init__(self) -> None:
+        self.flag = False
+
+    def wait(self, stream: Any = None) -> None:
+        require(Graph.under_way is not None and stream is Graph.current, "the captured stream")
+        _node(_Wait(self))
+
+    def reset(self, stream: Any = None) -> None:
+        require(Graph.under_way is not None and stream is Graph.current, "the captured stream")
+        _node(self._clear)
+
+    def _clear(self) -> None:
+        self.flag = False
+
+    def record(self, stream: Any = None) -> None:
+        require(Graph.under_way is None, "recorded outside, or the graph waits for itself")
+        require(not self.flag, "recorded before the last record was waited for, which loses it")
+        self.flag = True
+        go_on()
+
+
+class Event:
+    def __init__(self) -> None:
+        self.passed = True  # until it is recorded
+
+    def record(self, stream: Any = None) -> None:
+        self.passed = False
+        queued(self._pass())
+
+    def _pass(self) -> Any:
+        self.passed = True
+        yield from ()
+
+    def synchronize(self) -> None:
+        require(self.passed, STUCK)
+        CALLS["waits"] += 1
+
+
+class Group:
+    """A task group of one op, which writes where it is told."""
+
+    open: Group | None = None  # while it is captured
+    updated: Group | None = None  # while it is given other arguments
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.op, self.call = stream, "", None
+
+    def run(self) -> None:
+        self.call()
+
+
+def graph_task_group_begin(stream: Any) -> None:
+    require(Graph.under_way is not None and stream is Graph.current, "the captured stream")
+    require(Group.open is None, "a task group is open already")
+    Group.open = Group(stream)
+
+
+def graph_task_group_end(stream: Any) -> Any:
+    require(Group.open is not None and Group.open.stream is stream, "no task group is open")
+    found, Group.open = Group.open, None
+    require(found.call is not None, "a task group without an op")
+    _node(found.run)
+    return found
+
+
+def graph_task_update_begin(stream: Any, handle: Any) -> None:
+    require(Graph.under_way is None and Group.updated is None, "an update of one task group")
+    require(stream is Graph.current, "updated on the current stream")
+    require(stream is not handle.stream, "updated on another stream than it was captured on")
+    Group.updated = handle
+
+
+def graph_task_update_end(stream: Any) -> None:
+    require(Group.updated is not None and stream is Graph.current, "no update is under way")
+    Group.updated = None
+    CALLS["updates"] += 1
+
+
+def current_stream(device: Any = None) -> Any:
+    return Graph.current
+
+
+def is_current_stream_capturing() -> bool:
+    return Graph.under_way is not None
+
+
+def call(compute: Any, *args: Any, **kwargs: Any) -> Any:
+    """A vendor's op, which a graph holds as one, whatever its stand-in is made of."""
+    again, name = functools.partial(compute, *args, **kwargs), getattr(compute, "__name__", "")
+    if getattr(compute, "__module__", "") == __name__:  # of the device itself
+        return again()
+    if Group.updated is not None:
+        require(Group.updated.op == name, f"the task is {Group.updated.op}, not {name}")
+        Group.updated.call = again
+        return None
+    graph = Graph.under_way
+    if graph is None or not _len_torch_dispatch_stack():  # or a part of one
+        return again()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        result = again()
+    if Group.open is not None:
+        require(result is None, "a task group takes ops that write where they are told")
+        require(Group.open.call is None, "one op in a task group")
+        Group.open.op, Group.open.call = name, again
+        return None
+    given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+    made = tuple(
+        (i, t)
+        for i, t in enumerate(_tensors(result))
+        if t.untyped_storage().data_ptr() not in given
+    )
+    graph.recording._ops.append(_Recorded(again, (), {}, made))
+    return result
+
+
+around.append(call)
 
 
 @contextlib.contextmanager
@@ -90,6 +255,7 @@ def stream(stream: Stream) -> Any:
 
 def synchronize(device: Any = None) -> None:
     require(Graph.under_way is None, "not permitted while a stream is captured")
+    require(not QUEUE, STUCK)
 
 
 def set_device(device: Any) -> None:
@@ -111,6 +277,15 @@ def is_initialized() -> bool:
 
 FUNCTIONS = (stream, synchronize, set_device, empty_cache, mem_get_info, is_initialized)
 METHODS = ("capture_begin", "capture_end", "pool", "replay")
+TASKS = (
+    graph_task_group_begin,
+    graph_task_group_end,
+    graph_task_update_begin,
+    graph_task_update_end,
+    current_stream,
+    is_current_stream_capturing,
+)
+EVENTS = ((ExternalEvent, ("record", "reset", "wait")), (Event, ("record", "synchronize")))
 
 
 def runtime(vendor: str) -> dict[str, Any]:
@@ -124,6 +299,12 @@ def runtime(vendor: str) -> dict[str, Any]:
         told |= {f"{graph}.{m}": signature(getattr(getattr(real, graph), m)) for m in METHODS}
     made = {f.__name__: double(f.__name__, told[f.__name__], f) for f in FUNCTIONS}
     methods = {m: double(m, told[f"{graph}.{m}"], getattr(Graph, m)) for m in METHODS}
+    if module == "npu":
+        made |= {f.__name__: double(f.__name__, told[f.__name__], f) for f in TASKS}
+        for event, names in EVENTS:
+            name = event.__name__
+            own = {m: double(m, told[f"{name}.{m}"], getattr(event, m)) for m in names}
+            made[name] = type(name, (event,), own)
     return made | {graph: type(graph, (Graph,), methods), "Stream": Stream}
 
 

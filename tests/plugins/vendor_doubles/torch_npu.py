@@ -72,12 +72,48 @@ def _paged(q, key, q_rope, k_rope, table, block_size, lens, heads, kv_heads, sca
     require(block_size % 16 == 0 and block_size <= 1024, f"block_size {block_size}")
     require(key.shape[1:] == (block_size, 512) and k_rope.shape[1:] == (block_size, 64), "pages")
     require(table.dtype == torch.int32 and table.shape[0] == len(q) == len(lens), "block_table")
+    require(table.shape[1] * block_size >= max(lens), "a block_table as wide as the longest")
     out = torch.empty(q.shape)
     for i, length in enumerate(lens):
         latent, rope = (rows_of(c, table[i], length) for c in (key, k_rope))
         both = torch.cat((q[i, 0], q_rope[i, 0]), -1), torch.cat((latent, rope), -1)
         out[i, 0] = attend(*both, latent, scale, length)[0]
     return out.to(q.dtype), torch.empty(0)
+
+
+_DECODE = (
+    "query", "key", "value", "atten_mask", "actual_seq_lengths", "actual_seq_lengths_kv",
+    "block_table", "query_rope", "key_rope", "num_heads", "scale", "input_layout",
+    "num_key_value_heads", "sparse_mode", "block_size", "softmax_lse_flag",
+)  # fmt: skip
+
+
+def npu_fused_infer_attention_score_out(
+    query, key, value, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table,
+    query_rope, key_rope, num_heads, scale, input_layout, num_key_value_heads, sparse_mode,
+    block_size, softmax_lse_flag, workspace, out,
+):  # fmt: skip
+    given = locals()
+    found, _ = npu_fused_infer_attention_score(**{name: given[name] for name in _DECODE})
+    require(workspace.dim() == 1 and workspace.dtype == query.dtype, "workspace in query's dtype")
+    require(workspace.numel() >= _workspace(query), "a workspace that is large enough")
+    require(len(out) == 2 and out[1].numel() == 1, "two results")
+    require(out[0].shape == query.shape and out[0].dtype == query.dtype, "a result as query")
+    _dense(*out)
+    out[0].copy_(found)
+
+
+def _workspace(query):
+    return 3 * query.shape[0] * query.shape[-2]
+
+
+def _npu_fused_infer_attention_score_get_max_workspace(
+    query, key, value, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table,
+    query_rope, key_rope, num_heads, scale, input_layout, num_key_value_heads, sparse_mode,
+    block_size, softmax_lse_flag,
+):  # fmt: skip
+    require(input_layout == "BSND" and len(actual_seq_lengths_kv) == len(query), "decode")
+    return torch.empty(_workspace(query), dtype=query.dtype)
 
 
 def npu_sparse_flash_attention(
@@ -347,6 +383,8 @@ def npu_swiglu(self):
 
 
 MODULES = doubles(
-    "torch_npu", *(f for name, f in list(globals().items()) if name.startswith("npu_"))
+    "torch_npu",
+    *(f for name, f in list(globals().items()) if name.startswith(("npu_", "_npu_"))),
+    torch_npu__npu={"is_current_stream_capturing": lambda: False},
 )
 ADAPTERS = ("ds_runtime_npu.library",)
