@@ -204,6 +204,28 @@ def test_backends_are_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "did you mean 'reference'?" in said
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "instead"),
+    [
+        ("--nsa-prefill-backend", "triton", "; --attention-backend is for dense attention"),
+        ("--nsa-decode-backend", "reference", "; --attention-backend is for dense attention"),
+        ("--nsa-topk-backend", "triton", ""),
+    ],
+)
+def test_backends_of_sparse_attention_mean_a_model_with_an_indexer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, instead: str
+) -> None:
+    tiny = str(tiny_config(tmp_path / "tiny"))
+    assert main(["plan", "--model", tiny, flag, "auto"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--model", tiny, flag, value]) == 1
+    said = f"{flag} {value!r}: DeepseekV3ForCausalLM has no indexer, its attention is dense"
+    assert f"{said}: leave the flag out{instead}\n" in capsys.readouterr().err
+    assert main(["plan", "--model", "demo-v32", "--platform", "cpu", flag, value]) == (
+        1 if value == "triton" else 0  # no such provider on this device
+    )
+
+
 def test_an_empty_key_is_none_that_anybody_has_to_know():
     with pytest.raises(ConfigError, match="--api-key: is empty"):
         ServerConfig(api_key="")
