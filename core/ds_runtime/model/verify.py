@@ -14,6 +14,7 @@ from ds_runtime.model.quant import Place, Quant, wrong_components, wrong_plain
 _SHOWN = 4
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.")
 _DRAFT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # only a layer that drafts has it
 
 
@@ -63,6 +64,28 @@ def check_checkpoint(
     return places
 
 
+def unread_indexers(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """A sentence on the indexers that are there although their layers share an earlier choice, as
+    in a model that was trained without sharing; empty if there are none. Nobody reads them.
+    """
+    found = [n for n in checkpoint.names if _shares(n, config)]
+    if config.indexing is None or not found:
+        return ""
+    layers, because = {n.split(".")[2] for n in found}, config.indexing.because
+    return (
+        f"{checkpoint.folder}: {_some(found)} not read: by {because} in config.json {len(layers)} "
+        f"layers attend what an earlier one chose; without {because.partition(' ')[0]} each chooses"
+    )
+
+
+def _shares(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to an indexer of a layer that shares the choice of another."""
+    layer = _INDEXER.match(name)
+    return (
+        layer is not None and config.indexing is not None and not config.has_indexer(int(layer[1]))
+    )
+
+
 def _instead(
     checkpoint: Checkpoint, quant: Quant, modules: Mapping[str, Stored], module: str
 ) -> str:
@@ -91,8 +114,9 @@ def ignorable(name: str) -> bool:
 
 
 def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
-    """What says nothing, a head that ties to the embedding, and draft layers behind the last."""
-    if ignorable(name):
+    """What says nothing, a head that ties to the embedding, indexers of layers that share, and
+    draft layers behind the last."""
+    if ignorable(name) or _shares(name, config):
         return True
     if config.tie_embeddings and name == "lm_head.weight":
         return True
