@@ -53,7 +53,7 @@ def backend_pins(
         wanted = [op for op in ops if op in used]
         providers = {op: {k.provider for k in offered if k.op.name == op} for op in wanted}
         found = [
-            Pin(op, "*", provider)
+            Pin(op, "*", provider, f"{_flag(field)} {wished!r}")
             for op, names in providers.items()
             for provider in names
             if _plain(provider) == _plain(wished)
