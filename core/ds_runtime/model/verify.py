@@ -41,8 +41,8 @@ def check_checkpoint(
         instead = _instead(checkpoint, quant, modules, next(iter(lacking)))
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(list(lacking.values()))} missing; config.json asks for "
-            f"{asked} and {config.experts} experts{instead}: is the download "
-            "complete?"
+            f"{asked} and {config.experts} experts{instead}: is the download complete?"
+            f"{_chooses(lacking, checkpoint)}"
         )
     needed |= {n for s in modules.values() if s.format for n in quant.unread(s.module)}
     drafts = {m[1] for n in checkpoint.names if (m := _DRAFT.match(n)) is not None}
@@ -75,6 +75,20 @@ def unread_indexers(checkpoint: Checkpoint, config: ModelConfig) -> str:
     return (
         f"{checkpoint.folder}: {_some(found)} not read: by {because} in config.json {len(layers)} "
         f"layers attend what an earlier one chose; without {because.partition(' ')[0]} each chooses"
+    )
+
+
+def _chooses(lacking: Mapping[str, str], checkpoint: Checkpoint) -> str:
+    """What says that a layer has an indexer, where all that is missing are whole indexers."""
+    found = {m.partition("indexer.")[0] for m in lacking if _INDEXER.match(m)}
+    whole = not any(n.startswith(f"{at}indexer.") for at in found for n in checkpoint.names)
+    if not whole or not all(_INDEXER.match(m) for m in lacking):
+        return ""
+    layers = sorted(int(at.split(".")[2]) for at in found)
+    which = ", ".join(map(str, layers[:_SHOWN])) + (", …" if len(layers) > _SHOWN else "")
+    return (
+        f" Or do layers {which} attend what an earlier one chose? indexer_types, "
+        "index_topk_pattern or index_topk_freq then says so"
     )
 
 

@@ -138,6 +138,23 @@ def test_a_layer_that_chooses_still_needs_all_of_its_own(original, tmp_path):
         Harness(decide(without_indexers(folder, (3,))))
 
 
+def test_weights_that_share_under_a_config_that_does_not_say_so(tmp_path):
+    write_tiny(tmp_path / "glm", "glm", seed=3)
+    folder = with_config(tmp_path / "glm", tmp_path / "each", indexer_types=None, index_topk_freq=1)
+    said = r"10 tensors \(.*\) are missing; .*\? Or do layers 2, 4 attend what .* index_topk_freq"
+    with pytest.raises(CheckpointError, match=said):
+        Harness(decide(folder))
+    with pytest.raises(CheckpointError, match=r"is the download complete\?$"):
+        Harness(decide(without_tensor(folder, "model.layers.2.mlp.gate.weight")))
+
+
+def without_tensor(folder, name):
+    tensors = load_file(folder / SINGLE)
+    del tensors[name]
+    save_file(tensors, folder / SINGLE)
+    return folder
+
+
 def test_nothing_else_of_such_a_layer_is_passed_over(original, tmp_path):
     folder = with_config(original[0], tmp_path / "shares", index_topk_freq=2)
     tensors = load_file(folder / SINGLE)
