@@ -15,7 +15,8 @@ def read_indexing(get: Reader, layers: int, glm: bool) -> Indexing:
     return Indexing(
         heads=get.integer("index_n_heads"),
         dim=get.integer("index_head_dim"),
-        top_k=get.integer("index_topk"),
+        # Nobody sees more: rows of choices, and what is set aside for them, need not be longer.
+        top_k=min(get.integer("index_topk"), get.integer("max_position_embeddings")),
         interleaved=get.boolean("indexer_rope_interleave", glm),
         computes=computes,
         because=f"{key} {shown(get.any(key))}",
