@@ -60,7 +60,15 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         return []
     from ds_runtime_cuda import blackwell
 
+    keys, fp8 = list[Change](), "float8_e4m3fn"
+    if (
+        "index_topk" in facts.dims
+        and facts.index_dtype == fp8
+        and fp8 not in facts.device.fast_dtypes
+    ):
+        keys.append(Change("index_cache_dtype", facts.dtype, f"{facts.device.arch} has no {fp8}"))
     return [
+        *keys,
         *blackwell.defaults(facts),
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
         Change(
