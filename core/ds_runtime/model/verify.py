@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def check_checkpoint(
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(list(lacking.values()))} missing; config.json asks for "
             f"{asked} and {config.experts} experts{instead}: is the download complete?"
-            f"{_chooses(lacking, checkpoint)}"
+            f"{'' if within else _chooses(lacking, checkpoint)}"
         )
     needed |= {n for s in modules.values() if s.format for n in quant.unread(s.module)}
     drafts = {m[1] for n in checkpoint.names if (m := _DRAFT.match(n)) is not None}
@@ -71,10 +71,11 @@ def unread_indexers(checkpoint: Checkpoint, config: ModelConfig) -> str:
     found = [n for n in checkpoint.names if _shares(n, config)]
     if config.indexing is None or not found:
         return ""
-    layers, because = {n.split(".")[2] for n in found}, config.indexing.because
+    because = config.indexing.because
     return (
-        f"{checkpoint.folder}: {_some(found)} not read: by {because} in config.json {len(layers)} "
-        f"layers attend what an earlier one chose; without {because.partition(' ')[0]} each chooses"
+        f"{checkpoint.folder}: {_some(found)} not read: {because} in config.json lets "
+        f"{_layers(found)} attend what an earlier one chose; without {because.partition(' ')[0]} "
+        "each chooses"
     )
 
 
@@ -84,12 +85,20 @@ def _chooses(lacking: Mapping[str, str], checkpoint: Checkpoint) -> str:
     whole = not any(n.startswith(f"{at}indexer.") for at in found for n in checkpoint.names)
     if not whole or not all(_INDEXER.match(m) for m in lacking):
         return ""
-    layers = sorted(int(at.split(".")[2]) for at in found)
-    which = ", ".join(map(str, layers[:_SHOWN])) + (", …" if len(layers) > _SHOWN else "")
+    if "model.layers.0.self_attn." in found:  # nobody chose before
+        return ""
     return (
-        f" Or do layers {which} attend what an earlier one chose? indexer_types, "
-        "index_topk_pattern or index_topk_freq then says so"
+        f" If {_layers(found)} attended what an earlier one chose, indexer_types, "
+        "index_topk_pattern or index_topk_freq would say so"
     )
+
+
+def _layers(names: Iterable[str]) -> str:
+    """Of tensors or modules, whose layers: `layer 2`, `layers 2, 4, 6, 7, …`."""
+    numbers = sorted({int(n.split(".")[2]) for n in names})
+    more = ", …" if len(numbers) > _SHOWN else ""
+    said = ", ".join(map(str, numbers[:_SHOWN])) + more
+    return f"layer{'s' if len(numbers) > 1 else ''} {said}"
 
 
 def _shares(name: str, config: ModelConfig) -> bool:

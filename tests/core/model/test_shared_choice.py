@@ -122,7 +122,7 @@ def test_they_are_neither_read_nor_held_nor_expected_to_be(tmp_path, fp8, capsys
     tensors, first = 2 * (7 if fp8 else 5), ", ".join(_first(tmp_path / "whole"))
     assert line == (
         f"warning: {folder}: {tensors} tensors ({first}, …) are not read: "
-        "by index_topk_freq 2 in config.json 2 layers attend what an earlier one chose; "
+        "index_topk_freq 2 in config.json lets layers 2, 4 attend what an earlier one chose; "
         "without index_topk_freq each chooses"
     )
 
@@ -141,9 +141,11 @@ def test_a_layer_that_chooses_still_needs_all_of_its_own(original, tmp_path):
 def test_weights_that_share_under_a_config_that_does_not_say_so(tmp_path):
     write_tiny(tmp_path / "glm", "glm", seed=3)
     folder = with_config(tmp_path / "glm", tmp_path / "each", indexer_types=None, index_topk_freq=1)
-    said = r"10 tensors \(.*\) are missing; .*\? Or do layers 2, 4 attend what .* index_topk_freq"
+    said = r"10 tensors \(.*\) are missing; .*\? If layers 2, 4 attended what .* index_topk_freq"
     with pytest.raises(CheckpointError, match=said):
         Harness(decide(folder))
+    with pytest.raises(CheckpointError, match=r"is the download complete\?$"):
+        Harness(decide(without_indexers(folder, range(5))))
     with pytest.raises(CheckpointError, match=r"is the download complete\?$"):
         Harness(decide(without_tensor(folder, "model.layers.2.mlp.gate.weight")))
 
