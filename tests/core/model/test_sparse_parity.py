@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
+from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError
 from ds_runtime.model import indexer
 from ds_runtime.ops import sparse
@@ -229,7 +230,12 @@ def test_bytes_of_a_token_at_the_published_widths():
 def test_backends_are_pins(checkpoints):
     folder, _ = checkpoints("v32")
     flags = {f"nsa_{name}_backend": "reference" for name in ("prefill", "decode", "topk")}
-    chosen = decide(folder, "cpu", **flags).binding.choices
+    assembly = decide(folder, "cpu", **flags)
+    assert warnings(assembly) == [  # and no reason, as it is as wished
+        f"warning: sparse_{of} at layers.0-2.self_attn ({of}) runs on the slow reference"
+        for of in ("prefill", "decode")
+    ]
+    chosen = assembly.binding.choices
     ops = ("sparse_prefill", "sparse_decode", "index_topk")
     assert {k.provider for s, k in chosen if s.op in ops and k is not None} == {"reference"}
     with pytest.raises(ConfigError, match="--nsa-topk-backend 'referense': no such provider of"):
