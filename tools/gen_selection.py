@@ -67,9 +67,12 @@ def _models(folder: Path) -> Iterator[tuple[str, str]]:
     """(name, folder) of every config.json, cut to two layers of each kind: the rest are alike."""
     for file in sorted(CONFIGS.glob("*.json")):
         config = json.loads(file.read_text())
-        dense = min(config.get("first_k_dense_replace") or 0, 2)
+        first = config.get("first_k_dense_replace") or 0
+        dense = min(first, 2)
         if "first_k_dense_replace" in config:
             config |= {"first_k_dense_replace": dense, "num_hidden_layers": dense + 2}
+        for key in {"indexer_types", "mlp_layer_types"} & config.keys():  # a kind per layer
+            config[key] = config[key][first - dense : first + 2]
         (folder / file.stem).mkdir()
         (folder / file.stem / "config.json").write_text(json.dumps(config))
         yield file.stem, str(folder / file.stem)

@@ -24,7 +24,7 @@ from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import with_target
 from ds_runtime.model.sites import INDEX_KEYS, JOINS, Verify, model_sites
-from ds_runtime.ops.backends import backend_pins
+from ds_runtime.ops.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.spec import (
     FP8_GROUPS,
@@ -117,6 +117,8 @@ def assemble(
     folder = resolve_model(config.model)
     model = load_config(folder)
     model.check_tp(config.tp, config.attention_tp)
+    if model.indexing is None:
+        refuse_sparse(config, model.architecture)
     config = _auto_dtype(config, model, info)
     facts = _facts(config, model, info)
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -202,6 +203,39 @@ def test_backends_are_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().err
     assert "--attention-backend 'refrence': no such provider of mha_prefill or mla_decode" in said
     assert "did you mean 'reference'?" in said
+
+
+def test_a_backend_that_is_refused_is_told_by_its_own_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny, device = str(tiny_config(tmp_path / "tiny")), ("--device", "xeon-6980p")
+    for model, flag in ((tiny, "--attention-backend"), ("demo-v32", "--nsa-decode-backend")):
+        assert main(["plan", "--model", model, *device, flag, "FlashMLA"]) == 1
+        said = capsys.readouterr().err
+        assert re.match(rf"ds-runtime: {flag} 'FlashMLA': refused at layers\.0\.self_attn: ", said)
+        assert said.endswith("; leave it out for the best that serves\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "instead"),
+    [
+        ("--nsa-prefill-backend", "triton", "; --attention-backend is for dense attention"),
+        ("--nsa-decode-backend", "reference", "; --attention-backend is for dense attention"),
+        ("--nsa-topk-backend", "triton", ""),
+    ],
+)
+def test_backends_of_sparse_attention_mean_a_model_with_an_indexer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str, instead: str
+) -> None:
+    tiny = str(tiny_config(tmp_path / "tiny"))
+    assert main(["plan", "--model", tiny, flag, "auto"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--model", tiny, flag, value]) == 1
+    said = f"{flag} {value!r}: DeepseekV3ForCausalLM has no indexer, its attention is dense"
+    assert f"{said}: leave the flag out{instead}\n" in capsys.readouterr().err
+    assert main(["plan", "--model", "demo-v32", "--platform", "cpu", flag, value]) == (
+        1 if value == "triton" else 0  # no such provider on this device
+    )
 
 
 def test_an_empty_key_is_none_that_anybody_has_to_know():

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_parity_llm import CACHED, check
 from transformers import DeepseekV3ForCausalLM
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import CheckpointError, RequestError
 from ds_runtime.model.hf import load_config
 from ds_runtime.testing.adapters import change_config, merge, write_adapter
+from ds_runtime.testing.oracle import Oracle
+from ds_runtime.testing.tiny import write_tiny
 
 SETTINGS = {
     "platform": "cpu",
@@ -103,6 +106,24 @@ def test_several_adapters_in_a_batch_with_prefixes_that_only_their_own_may_read(
             rows = adapted.models[name](ids).logits[0].log_softmax(-1)
             for i, entry in enumerate(output.prompt_logprobs[1:]):
                 assert abs(entry.logprob - rows[i, entry.token]) < 1e-4
+
+
+def test_an_adapter_of_an_indexer_alone(tmp_path):
+    """Where attention is sparse: keys that the adapter changed are cached for its requests only."""
+    base = write_tiny(tmp_path / "v32", "v32", seed=11)
+    merged, folder = copy.deepcopy(base), tmp_path / "keys"
+    wanted = load_config(tmp_path / "v32")
+    merge(merged, write_adapter(folder, wanted, lambda m: m.endswith(".indexer.wk"), rank=4))
+    oracles = {None: Oracle(base), "keys": Oracle(merged)}
+    asked = {name: oracle.draw_prompt(70, 1) for name, oracle in oracles.items()}
+    with LLM(tmp_path / "v32", **SETTINGS, lora=(f"keys={folder}",)) as llm:
+        for _ in range(2):  # then from the prefix cache
+            told = llm.generate(list(asked.values()), CACHED, lora=list(asked))
+            for output, oracle in zip(told, oracles.values(), strict=True):
+                check(oracle, [output])
+        assert [o.usage.cached_tokens for o in told] == [64, 64]
+        (plain,) = llm.generate(asked["keys"], CACHED)
+    assert plain.token_ids != told[1].token_ids
 
 
 def test_routed_experts_and_preemption(tiny, adapted):

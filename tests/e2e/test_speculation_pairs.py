@@ -52,7 +52,10 @@ def made(tmp_path_factory):
     """Random checkpoints with a draft layer, by the name of their shape."""
     with pytest.MonkeyPatch.context() as patch:
         folders = {}
-        for shape, dtype in (("tiny-v3", "fp8"), ("tiny-v32", "float32")):
+        sharing = {**shapes.SHAPES["tiny-v32"], "num_hidden_layers": 4}
+        sharing["index_topk_pattern"] = "FSFS"
+        patch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "sharing": sharing})
+        for shape, dtype in (("tiny-v3", "fp8"), ("tiny-v32", "float32"), ("sharing", "float32")):
             raw = {**shapes.SHAPES[shape], "num_nextn_predict_layers": 1}
             patch.setattr(shapes, "SHAPES", {**shapes.SHAPES, shape: raw})
             folders[shape] = make_checkpoint(tmp_path_factory.mktemp(shape), shape, dtype)
@@ -79,10 +82,13 @@ def recorded(monkeypatch):
         ("tiny-v32", ADAPTIVE, {}),
         ("tiny-v32", TREE, {}),
         ("tiny-v32", TREE, {"kv_cache_dtype": "fp8"}),
+        ("sharing", CHAIN, {}),
+        ("sharing", TREE, {}),
     ],
     ids=(
         *("fp8-chain", "fp8-tree", "reference-chain", "reference-tree"),
         *("sparse-chain", "sparse-adaptive", "sparse-tree", "sparse-tree-scaled"),
+        *("sharing-chain", "sharing-tree"),
     ),
 )
 def test_with_formats_kernels_and_sparse_attention(made, shape, drafting, settings):

@@ -159,6 +159,19 @@ def test_defaults_are_for_gpus_alone():
     assert EngineConfig(**wishes("cuda", "sm90"))
 
 
+def test_index_keys_are_fp8_where_the_device_multiplies_it():
+    def wished(arch, fast=(), dims=None, **given):
+        device = DeviceInfo("cuda", "one", arch, fast_dtypes=frozenset({"bfloat16", *fast}))
+        dims = {"index_topk": 2048} if dims is None else dims
+        facts = Facts(device, Dims(dims), **{"index_dtype": "float8_e4m3fn", **given})
+        return {c.field: c.value for c in ds_defaults(facts)}.get("index_cache_dtype")
+
+    assert wished("sm80", dtype="bfloat16") == "bfloat16"
+    assert wished("sm80", dtype="float16") == "float16"
+    assert wished("sm90", fast=("float8_e4m3fn",)) is None
+    assert wished("sm80", dims={}) is None is wished("sm80", index_dtype="float32")
+
+
 def test_the_platform_says_what_it_can():
     made = platform.CudaPlatform()
     assert made.asynchronous and made.captures and made.score > 1

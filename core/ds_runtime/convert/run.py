@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.base import KEY, base_of
 from ds_runtime.convert.layout import Item, ShardPlan, copied, fingerprint, linear, shards
 from ds_runtime.convert.source import Source, quant_of
 from ds_runtime.convert.targets import Target, find_target
@@ -98,7 +99,8 @@ class _Job:
     def _configs(self, kept: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(config.json, hf_quant_config.json)."""
         stated, beside = self.target.files(kept)
-        raw = {k: v for k, v in self.raw.items() if k != "quantization_config"}
+        # What is written is whole: it needs no base.
+        raw = {k: v for k, v in self.raw.items() if k not in ("quantization_config", KEY)}
         if self.target.name == "bf16":
             raw |= {k: "bfloat16" for k in ("torch_dtype", "dtype") if k in raw}
         return raw | ({"quantization_config": stated} if stated else {}), beside
@@ -178,9 +180,11 @@ class _Job:
         where = {t: s.name for s in self.plan for t in s.entries(self.out / s.name)}
         size = sum(item.nbytes for s in self.plan for item in s.items)
         own = (_CONFIG, INDEX, QUANT_FILE, LINK)
-        for path in sorted({p for g in _BESIDE for p in self.source.folder.glob(g)}):
-            if path.is_file() and path.name not in own:
-                shutil.copyfile(path, self.out / path.name)
+        base = base_of(self.source.folder)
+        for folder in (base, self.source.folder) if base is not None else (self.source.folder,):
+            for path in sorted({p for g in _BESIDE for p in folder.glob(g)}):
+                if path.is_file() and path.name not in own:
+                    shutil.copyfile(path, self.out / path.name)
         raw, beside = self._configs(self.kept)
         _write_json(self.out / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
         if beside:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,9 +34,10 @@ class Source:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = load_config(folder)
-        self.quant = quant_of(self.config, str(folder / "config.json"))
+        config = load_config(folder)
         self.checkpoint = Checkpoint(folder)
+        self.config = _with_indexers(config, self.checkpoint)
+        self.quant = quant_of(self.config, str(folder / "config.json"))
         self.modules = stored_modules(self.config, self.quant.format_of)
         self.places = check_checkpoint(self.checkpoint, self.config, self.quant, self.modules)
         for layer in self._draft_layers():
@@ -77,6 +79,19 @@ class Source:
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         return self.checkpoint.read(name)
+
+
+def _with_indexers(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """With every indexer that is there, also of layers that share an earlier choice: it stays of
+    use to whoever lets them choose."""
+    if (indexing := config.indexing) is None:
+        return config
+    parts = [n.partition(".self_attn.indexer.") for n in checkpoint.names]
+    found = {at for at, dot, _ in parts if dot}
+    computes = tuple(
+        own or f"model.layers.{layer}" in found for layer, own in enumerate(indexing.computes)
+    )
+    return replace(config, indexing=replace(indexing, computes=computes))
 
 
 def read_whole(

@@ -8,6 +8,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.engine.runner import Runner
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import stored_modules
+from ds_runtime.plan import PlanRow
 from ds_runtime.progress import amount
 
 
@@ -69,10 +70,15 @@ def op_lines(assembly: Assembly) -> list[str]:
 def warnings(assembly: Assembly) -> list[str]:
     """A line per broken plugin and per heavy op that no plugin serves, to be shown once."""
     return [f"warning: {said}" for said in assembly.left_out()] + [
-        f"warning: {row.op} at {', '.join(row.sites)} runs on the slow reference"
-        + (f" ({row.refused[0][0]}: {row.refused[0][1]})" if row.refused else "")
+        f"warning: {row.op} at {', '.join(row.sites)} runs on the slow reference{_why(row)}"
         for row in assembly.plan.heavy_references()
     ]
+
+
+def _why(row: PlanRow) -> str:
+    """What the first kernel said that would be faster; nothing where somebody wished it so."""
+    faster = [r for r in row.refused if not r[0].startswith("reference.")]
+    return f" ({faster[0][0]}: {faster[0][1]})" if faster else ""
 
 
 def parameters(model: ModelConfig) -> int:

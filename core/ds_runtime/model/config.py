@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ds_runtime.errors import ConfigError
@@ -35,7 +35,8 @@ class Indexing:
     """The lightning indexer of sparse attention.
 
     interleaved: rotates pairs rather than halves. computes: per layer, whether it has an indexer
-    of its own; the others attend what the last one before them chose (arXiv 2603.12201).
+    of its own; the others attend what the last one before them chose (arXiv 2603.12201). because:
+    the key of config.json that says so, with its value.
     """
 
     heads: int
@@ -43,6 +44,7 @@ class Indexing:
     top_k: int
     interleaved: bool
     computes: tuple[bool, ...]
+    because: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,15 @@ _KINDS = {"full": True, "shared": False}
 
 def read_indexing(get: Reader, layers: int, glm: bool) -> Indexing:
     """The indexer of a sparse model. GLM rotates pairs unless it says otherwise."""
+    computes, key = _computes(get, layers)
     return Indexing(
         heads=get.integer("index_n_heads"),
         dim=get.integer("index_head_dim"),
-        top_k=get.integer("index_topk"),
+        # Nobody sees more: rows of choices, and what is set aside for them, need not be longer.
+        top_k=min(get.integer("index_topk"), get.integer("max_position_embeddings")),
         interleaved=get.boolean("indexer_rope_interleave", glm),
-        computes=_computes(get, layers),
+        computes=computes,
+        because=f"{key} {shown(get.any(key))}",
     )
 
 
@@ -46,9 +49,9 @@ def check_indexing(get: Reader, config: ModelConfig) -> None:
         )
 
 
-def _computes(get: Reader, layers: int) -> tuple[bool, ...]:
-    """Per layer, whether it has an indexer: `indexer_types`, else `index_topk_pattern`, else
-    `index_topk_freq` and `index_skip_topk_offset`."""
+def _computes(get: Reader, layers: int) -> tuple[tuple[bool, ...], str]:
+    """Per layer, whether it has an indexer, and the key that says so: `indexer_types`, else
+    `index_topk_pattern`, else `index_topk_freq` with `index_skip_topk_offset`."""
     if kinds := get.strings("indexer_types"):
         if len(kinds) != layers:
             raise ConfigError(
@@ -60,11 +63,12 @@ def _computes(get: Reader, layers: int) -> tuple[bool, ...]:
                 raise ConfigError(
                     f"{get.where}: indexer_types has {shown(kind)}; expected full or shared"
                 )
-        return tuple(_KINDS[kind] for kind in kinds)
+        return tuple(_KINDS[kind] for kind in kinds), "indexer_types"
     if pattern := get.text("index_topk_pattern"):
         if set(pattern) - set("FS") or len(pattern) > layers:
             raise get.wrong("index_topk_pattern", f"F or S for each of at most {layers} layers")
-        return tuple(pattern[i : i + 1] != "S" for i in range(layers))  # F beyond its end
+        computes = tuple(pattern[i : i + 1] != "S" for i in range(layers))  # F beyond its end
+        return computes, "index_topk_pattern"
     freq = get.integer("index_topk_freq", default=1, least=1)
     offset = get.integer("index_skip_topk_offset", default=2)
-    return tuple(max(i - offset + 1, 0) % freq == 0 for i in range(layers))
+    return tuple(max(i - offset + 1, 0) % freq == 0 for i in range(layers)), "index_topk_freq"

@@ -56,16 +56,18 @@ def _all(c: ModelConfig, format_of: FormatOf) -> Iterator[Stored]:
     if not c.tie_embeddings:
         yield Stored("lm_head", (c.vocab_size, c.hidden), format_of("lm_head"), VOCAB)
     for layer in range(c.layers):
-        yield from block_modules(c, layer, c.is_moe(layer), format_of)
+        yield from block_modules(c, layer, c.is_moe(layer), c.has_indexer(layer), format_of)
 
 
-def block_modules(c: ModelConfig, layer: int, moe: bool, format_of: FormatOf) -> Iterator[Stored]:
+def block_modules(
+    c: ModelConfig, layer: int, moe: bool, indexer: bool, format_of: FormatOf
+) -> Iterator[Stored]:
     """The modules of one decoder layer, which is layer `layer` of its checkpoint."""
     at = f"model.layers.{layer}"
     yield Stored(f"{at}.input_layernorm", (c.hidden,))
     yield Stored(f"{at}.post_attention_layernorm", (c.hidden,))
     yield from _attention(c, f"{at}.self_attn", format_of)
-    if c.has_indexer(layer):
+    if indexer:
         yield from _indexer(c, f"{at}.self_attn.indexer", format_of)
     if moe:
         yield from _moe(c, layer, format_of)

@@ -55,9 +55,15 @@ def find_nextn(algorithm: str, path: str | None, folder: Path, config: ModelConf
     except CheckpointError as e:
         raise CheckpointError(str(e).replace("--model", flag, 1)) from e
     found = load_config(there)
+    if (config.indexing is None) != (found.indexing is None):
+        have, lack = ("no indexer", "one") if found.indexing is None else ("an indexer", "none")
+        raise ConfigError(
+            f"{flag} {there}: its draft layer has {have} ({found.architecture}), the model has "
+            f"{lack} ({config.architecture}): it belongs to another model"
+        )
     own, other = dict(config.dims()), dict(found.dims())
-    for name in own.keys() - {"layers", "intermediate"}:
-        if own[name] != other[name]:
+    for name in own:
+        if name not in ("layers", "intermediate") and own[name] != other[name]:
             raise ConfigError(
                 f"{flag} {there}: {name} is {other[name]}, the model's is "
                 f"{own[name]}: its draft layer belongs to another model"
@@ -83,7 +89,8 @@ def _stored(c: ModelConfig, layer: int, at: str, format_of: FormatOf) -> Iterato
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield Stored(f"{at}.{name}", (c.hidden,))
     yield Stored(f"{at}.eh_proj", (c.hidden, 2 * c.hidden), format_of(f"{at}.eh_proj"))
-    yield from block_modules(c, layer, c.is_moe(c.layers), format_of)
+    # Of what kind it is the model's number says: in a folder of its own it has another.
+    yield from block_modules(c, layer, c.is_moe(c.layers), c.has_indexer(c.layers), format_of)
 
 
 def nextn_sites(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from ds_runtime.model.quant import Place, Quant, wrong_components, wrong_plain
 _SHOWN = 4
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.")
 _DRAFT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # only a layer that drafts has it
 
 
@@ -40,8 +41,8 @@ def check_checkpoint(
         instead = _instead(checkpoint, quant, modules, next(iter(lacking)))
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(list(lacking.values()))} missing; config.json asks for "
-            f"{asked} and {config.experts} experts{instead}: is the download "
-            "complete?"
+            f"{asked} and {config.experts} experts{instead}: is the download complete?"
+            f"{'' if within else _chooses(lacking, checkpoint)}"
         )
     needed |= {n for s in modules.values() if s.format for n in quant.unread(s.module)}
     drafts = {m[1] for n in checkpoint.names if (m := _DRAFT.match(n)) is not None}
@@ -61,6 +62,51 @@ def check_checkpoint(
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise CheckpointError(f"{checkpoint.folder}: {'; '.join(wrong[:_SHOWN])}{more}")
     return places
+
+
+def unread_indexers(checkpoint: Checkpoint, config: ModelConfig) -> str:
+    """A sentence on the indexers that are there although their layers share an earlier choice, as
+    in a model that was trained without sharing; empty if there are none. Nobody reads them.
+    """
+    found = [n for n in checkpoint.names if _shares(n, config)]
+    if config.indexing is None or not found:
+        return ""
+    because = config.indexing.because
+    return (
+        f"{checkpoint.folder}: {_some(found)} not read: {because} in config.json lets "
+        f"{_layers(found)} attend what an earlier one chose; without {because.partition(' ')[0]} "
+        "each chooses"
+    )
+
+
+def _chooses(lacking: Mapping[str, str], checkpoint: Checkpoint) -> str:
+    """What says that a layer has an indexer, where all that is missing are whole indexers."""
+    found = {m.partition("indexer.")[0] for m in lacking if _INDEXER.match(m)}
+    whole = not any(n.startswith(f"{at}indexer.") for at in found for n in checkpoint.names)
+    if not whole or not all(_INDEXER.match(m) for m in lacking):
+        return ""
+    if "model.layers.0.self_attn." in found:  # nobody chose before
+        return ""
+    return (
+        f" If {_layers(found)} attended what an earlier one chose, indexer_types, "
+        "index_topk_pattern or index_topk_freq would say so"
+    )
+
+
+def _layers(names: Iterable[str]) -> str:
+    """Of tensors or modules, whose layers: `layer 2`, `layers 2, 4, 6, 7, …`."""
+    numbers = sorted({int(n.split(".")[2]) for n in names})
+    more = ", …" if len(numbers) > _SHOWN else ""
+    said = ", ".join(map(str, numbers[:_SHOWN])) + more
+    return f"layer{'s' if len(numbers) > 1 else ''} {said}"
+
+
+def _shares(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor belongs to an indexer of a layer that shares the choice of another."""
+    layer = _INDEXER.match(name)
+    return (
+        layer is not None and config.indexing is not None and not config.has_indexer(int(layer[1]))
+    )
 
 
 def _instead(
@@ -91,8 +137,9 @@ def ignorable(name: str) -> bool:
 
 
 def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
-    """What says nothing, a head that ties to the embedding, and draft layers behind the last."""
-    if ignorable(name):
+    """What says nothing, a head that ties to the embedding, indexers of layers that share, and
+    draft layers behind the last."""
+    if ignorable(name) or _shares(name, config):
         return True
     if config.tie_embeddings and name == "lm_head.weight":
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +20,7 @@ from ds_runtime.model.estimate import (
 )
 from ds_runtime.model.loader import Loader
 from ds_runtime.model.quant import Quant
+from ds_runtime.model.verify import unread_indexers
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference.formats import torch_dtype
 from ds_runtime.parallel.group import SoloCommunicator
@@ -35,7 +37,7 @@ def load_model(
     device: Any,
     progress: bool = False,
 ) -> DeepSeekModel:
-    """The model of this rank, packed on `device`. `progress` shows a bar.
+    """The model of this rank, packed on `device`. `progress` shows a bar, and what is not read.
 
     Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
     the packed weights would not fit, both before any weight is read.
@@ -48,6 +50,8 @@ def load_model(
         alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
         load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora, head_comm=alone)
         check_memory(assembly, comm, device)
+        if progress and (unread := unread_indexers(checkpoint, config)):
+            print(f"warning: {unread}", file=sys.stderr, flush=True)
         with (
             closing(load),
             Progress("loading weights", load.total_bytes(), enabled=progress) as bar,

@@ -18,6 +18,23 @@ BACKENDS = {
     "attention_backend": ("mha_prefill", "mla_decode"),
     "moe_runner_backend": ("experts",),
 }
+# What says nothing about a model without an indexer, and the flag that does instead.
+_SPARSE = {
+    "nsa_prefill_backend": "attention_backend",
+    "nsa_decode_backend": "attention_backend",
+    "nsa_topk_backend": "",
+}
+
+
+def refuse_sparse(config: EngineConfig, architecture: str) -> None:
+    """ConfigError if a backend of sparse attention is given: for models without an indexer."""
+    for field, instead in _SPARSE.items():
+        if (given := getattr(config, field)) != "auto":
+            hint = f"; {_flag(instead)} is for dense attention" if instead else ""
+            raise ConfigError(
+                f"{_flag(field)} {given!r}: {architecture} has no indexer, its attention is dense: "
+                f"leave the flag out{hint}"
+            )
 
 
 def backend_pins(
@@ -36,7 +53,7 @@ def backend_pins(
         wanted = [op for op in ops if op in used]
         providers = {op: {k.provider for k in offered if k.op.name == op} for op in wanted}
         found = [
-            Pin(op, "*", provider)
+            Pin(op, "*", provider, f"{_flag(field)} {wished!r}")
             for op, names in providers.items()
             for provider in names
             if _plain(provider) == _plain(wished)
@@ -45,15 +62,18 @@ def backend_pins(
             known = sorted({name for names in providers.values() for name in names})
             near = difflib.get_close_matches(wished, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            flag = "--" + field.replace("_", "-")
             raise ConfigError(
-                f"{flag} {wished!r}: no such provider of {' or '.join(wanted)}; {hint}"
+                f"{_flag(field)} {wished!r}: no such provider of {' or '.join(wanted)}; {hint}"
                 f"offered here: {', '.join(known)}"
             )
         parts = {pin.op for pin in found}
         # Who offers a part means the part: its fusion is then taken apart.
         pins += [pin for pin in found if not parts.intersection(OPS[pin.op].uses)]
     return pins
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def _plain(name: str) -> str:

@@ -33,11 +33,16 @@ _DECIDES = {KV: ("mla_decode", "sparse_decode"), INDEX: ("index_select",)}  # wh
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """`OP[@SITE-GLOB]=KERNEL` from the user: beats ranks, never a refusal."""
+    """`OP[@SITE-GLOB]=KERNEL` from the user: beats ranks, never a refusal. flag: what the user gave
+    instead, if it was another one than --pin."""
 
     op: str
     glob: str
     kernel: str
+    flag: str = ""
+
+    def __str__(self) -> str:
+        return self.flag or f"--pin {self.op}={self.kernel}"
 
     @staticmethod
     def parse(text: str) -> Pin:
@@ -201,8 +206,8 @@ class Binder:
         parts = [_part(site, p) for p in op.uses] if op.composition and not pinned else []
         return bool(parts) and all(self._servable(part, tag) for part in parts)
 
-    def _candidates(self, site: Site) -> tuple[list[Kernel], bool]:
-        """Kernels in order of preference, and whether a pin left only these."""
+    def _candidates(self, site: Site) -> tuple[list[Kernel], Pin | None]:
+        """Kernels in order of preference, and the pin that left only these, if one did."""
         kernels = self.by_op[site.op]
         for pin in self.pins:
             if pin.op == site.op and fnmatchcase(site.path, pin.glob):
@@ -211,21 +216,17 @@ class Binder:
                     names = [k.name for k in kernels]
                     near = difflib.get_close_matches(pin.kernel, names, n=1)
                     hint = f"did you mean {near[0]!r}? " if near else ""
-                    raise ConfigError(
-                        f"--pin {pin.op}={pin.kernel}: no such kernel; {hint}"
-                        f"offered: {', '.join(names)}"
-                    )
+                    raise ConfigError(f"{pin}: no such kernel; {hint}offered: {', '.join(names)}")
                 said = [(k.name, refusal(k, site_facts(self.base, site))) for k in chosen]
                 if self._converted(site, chosen, "") is not None:
-                    return chosen, True
+                    return chosen, pin
                 if all(sentence is not None for _, sentence in said):
                     refused = "; ".join(f"{name}: {sentence}" for name, sentence in said)
-                    raise ConfigError(
-                        f"--pin {pin.op}={pin.kernel}: refused at {site.path}: {refused}; "
-                        f"pin other sites with {pin.op}@GLOB={pin.kernel}"
-                    )
-                return chosen, True
-        return kernels, False
+                    others = f"pin other sites with {pin.op}@GLOB={pin.kernel}"
+                    instead = "leave it out for the best that serves" if pin.flag else others
+                    raise ConfigError(f"{pin}: refused at {site.path}: {refused}; {instead}")
+                return chosen, pin
+        return kernels, None
 
     def decide(self, site: Site, tag: str) -> tuple[Kernel | None, Decision]:
         """The kernel for a site; None means: composed from smaller ops."""
@@ -265,7 +266,7 @@ class Binder:
         if not accepted:
             said = "; ".join(f"{name}: {sentence}" for name, sentence in refused) or "none offered"
             if pinned:
-                raise ConfigError(f"--pin: refused for {op.name} at {site.path}: {said}")
+                raise ConfigError(f"{pinned}: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], _note(accepted[0])
         if (pair := pair_of(accepted)) is not None:

@@ -145,7 +145,7 @@ def write_tiny_fp8(folder: Path, shape: str, seed: int = 0, **overrides: Any) ->
     model = write_tiny(folder, shape, seed, **overrides)
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for name in [n for n in tensors if n.endswith("_proj.weight") or "kv_a_proj" in n]:
+    for name in [n for n in tensors if _is_fp8(n)]:
         weight, scale = _to_fp8(tensors[name])
         tensors[name] = weight
         tensors[f"{name}_scale_inv"] = scale
@@ -161,6 +161,13 @@ def write_tiny_fp8(folder: Path, shape: str, seed: int = 0, **overrides: Any) ->
     with torch.no_grad():
         _round_model(model)
     return model
+
+
+def _is_fp8(name: str) -> bool:
+    """Whether DeepSeek stores this tensor in FP8: of an indexer all but its heads' weights."""
+    ends = ("indexer.wq_b.weight", "indexer.wk.weight")
+    own = "_proj" in name and name.endswith(".weight") and ".indexer." not in name
+    return own or name.endswith(ends)
 
 
 def _to_fp8(values: Any) -> tuple[Any, Any]:
@@ -195,5 +202,5 @@ def _round_model(model: Any) -> None:
         elif name.endswith("experts.down_proj"):
             for expert in parameter:
                 expert.copy_(rounded(expert))
-        elif name.endswith("_proj.weight") or "kv_a_proj" in name:
+        elif _is_fp8(name):
             parameter.copy_(rounded(parameter))

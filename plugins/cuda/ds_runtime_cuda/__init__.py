@@ -60,11 +60,13 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         return []
     from ds_runtime_cuda import blackwell
 
-    older = "fp8" not in facts.device.features
-    keys = Change("index_cache_dtype", facts.dtype, f"{facts.device.name} multiplies no FP8")
+    keys, fp8 = list[Change](), "float8_e4m3fn"
+    asked = "index_topk" in facts.dims and facts.index_dtype == fp8
+    if asked and fp8 not in facts.device.fast_dtypes:
+        keys.append(Change("index_cache_dtype", facts.dtype, f"{facts.device.arch} has no {fp8}"))
     return [
         *blackwell.defaults(facts),
-        *([keys] if older and "index_topk" in facts.dims else []),
+        *keys,
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
         Change(
             "max_running_requests", 256, "a GPU decodes hundreds of requests in little more time"

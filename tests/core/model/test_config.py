@@ -106,6 +106,12 @@ def test_sparse_models():
     assert from_hf({**glm, **pattern, "indexer_types": kinds}) == config
 
 
+@pytest.mark.parametrize(("given", "kept"), [(2048, 2048), (163840, 163840), (2**31 - 1, 163840)])
+def test_no_more_tokens_are_chosen_than_there_are(given, kept):
+    """Who wants every token attended gives any large number; memory is set aside for choices."""
+    assert from_hf({**published("deepseek-v3.2"), "index_topk": given}).indexing.top_k == kept
+
+
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [

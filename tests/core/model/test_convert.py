@@ -351,6 +351,19 @@ def test_the_draft_layer_and_all_files_come_along(tmp_path, capsys):
         assert file.metadata()["ds_runtime_conversion"].startswith("fp8 ")
 
 
+def test_a_checkpoint_on_top_of_another_becomes_whole(tmp_path):
+    """Its base is elsewhere, or gone, where the output goes."""
+    out = tmp_path / "out"
+    convert(resolve_model("demo-v32"), "int8", out)
+    assert "base_model" not in json.loads((out / "config.json").read_text())
+    assert (out / "tokenizer.json").is_file() and (out / "generation_config.json").is_file()
+    own = json.loads((resolve_model("demo-v32") / "RECIPE.json").read_text())
+    assert json.loads((out / "RECIPE.json").read_text()) == own
+    formats = {s.format for m, s in Source(out).linears.items() if ".indexer." in m}
+    assert formats == {"int8_channel"}
+    Harness(decide(out, "cpu"))
+
+
 @pytest.mark.slow
 def test_it_is_killed_for_real(tmp_path):
     """SIGKILL in the middle, from outside; the second run ends as if there had been no first."""

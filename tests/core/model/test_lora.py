@@ -120,6 +120,55 @@ def test_fp8_weights(bases, tmp_path):
     tuned.check(tuned.run("cpu"), lengths=(40,))
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernels", "ends", "settings"),
+    [
+        ("v32", "reference", ("wk",), {}),
+        ("v32", "cpu", ("wk",), {"disable_fusion": ("qkv_a",)}),
+        ("v32", "cpu", ("wq_b",), {}),
+        ("glm", "cpu", ("wk", "wq_b"), {"disable_fusion": ("index_keys",)}),
+    ],
+)
+def test_an_indexer(bases, tmp_path, shape, kernels, ends, settings):
+    """It changes which tokens are chosen, and nothing where all of them are: of 24 at most."""
+
+    def wanted(module):
+        return module.endswith(tuple(f".indexer.{end}" for end in ends))
+
+    tuned = Tuned(bases(shape), tmp_path, [(wanted, {"rank": r}) for r in (4, 19)])
+    tuned.check(tuned.run(kernels, **settings), lengths=(70, 24, 33))
+    base, one, other = tuned.oracles
+    tokens = base.draw_prompt(70, 7)
+    for oracle in (one, other):
+        moved = (oracle.logprobs(tokens) - base.logprobs(tokens)).abs().amax(-1)
+        assert moved[:24].max() < 1e-5 and moved[24:].max() > 0.1
+
+
+def test_an_indexer_beside_all_other_modules_in_fp8(bases, tmp_path):
+    tuned = Tuned(bases("v32", fp8=True), tmp_path, [(lambda m: True, {"rank": 4})])
+    assert any(m.endswith("indexer.wk") for m in adaptable_modules(tuned.config))
+    tuned.check(tuned.run("cpu"), lengths=(50, 9))
+
+
+@pytest.mark.parametrize(
+    ("shape", "module"),
+    [("v32", "model.layers.1.self_attn.indexer.weights_proj"),
+     ("glm", "model.layers.2.self_attn.indexer.wk")],  # this layer shares: it has no indexer
+)  # fmt: skip
+def test_what_an_indexer_has_no_slots_for(bases, tmp_path, shape, module):
+    base = bases(shape)
+    write_adapter(tmp_path, base[2], lambda m: m.endswith("layers.1.self_attn.indexer.wk"))
+
+    def rename(tensors):
+        for name in list(tensors):
+            half = name.rpartition(".lora_")[2]
+            tensors[f"base_model.model.{module}.lora_{half}"] = tensors.pop(name)
+
+    change_adapter(tmp_path, rename)
+    with pytest.raises(CheckpointError, match=f"{module} is no Linear of this model that takes an"):
+        Adapter(tmp_path, adaptable_modules(base[2]))
+
+
 def test_first_projections_apart(bases, tmp_path):
     wanted = [(of_kind("q"), {}), (of_kind("kv_a"), {"rank": 2})]
     tuned = Tuned(bases("v3"), tmp_path, wanted)

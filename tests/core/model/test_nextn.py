@@ -9,6 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.assemble import assemble
+from ds_runtime.bench import shapes
+from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
@@ -91,6 +93,34 @@ def test_a_checkpoint_without_the_layer_is_refused(split):
         assemble(EngineConfig(**NEXTN, model=str(model)))
     with pytest.raises(CheckpointError, match="--speculative-draft-model-path /nowhere: no such"):
         assemble(EngineConfig(**NEXTN, model=str(model), speculative_draft_model_path="/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "said"),
+    [
+        ("demo-v32", "demo", r"has no indexer \(DeepseekV3For\w+\), the model has one"),
+        ("demo", "demo-v32", r"has an indexer \(DeepseekV32For\w+\), the model has none"),
+    ],
+)
+def test_a_layer_with_another_attention_is_refused(model, draft, said):
+    settings = {**NEXTN, "model": model, "speculative_draft_model_path": draft}
+    with pytest.raises(ConfigError, match=rf"draft-model-path \S+: its draft layer {said}"):
+        assemble(EngineConfig(**settings))
+
+
+def test_a_layer_whose_number_in_its_folder_is_that_of_one_that_shares(tmp_path, monkeypatch):
+    """Draft layers always have an indexer."""
+
+    def make(name, layers, **more):
+        raw = {**shapes.SHAPES["tiny-v32"], "num_hidden_layers": layers, **more}
+        monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, name: raw})
+        return make_checkpoint(tmp_path / name, name, "float32")
+
+    model = make("six", 6, index_topk_pattern="FFSSFS")
+    for layers in (2, 3):  # there that layer chooses, or shares
+        draft = make(f"draft{layers}", layers, num_nextn_predict_layers=1)
+        settings = {**NEXTN, "model": str(model), "speculative_draft_model_path": str(draft)}
+        assert load(**settings).assembly.indexers == 3 + 1
 
 
 def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):

@@ -8,15 +8,18 @@ import pytest
 import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
+from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError
 from ds_runtime.model import indexer
 from ds_runtime.ops import sparse
 from ds_runtime.ops.reference import INDEX_PAGES, LATENT_FP8_GROUPS
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import SPARSE, write_tiny
+from ds_runtime.testing.tiny import SPARSE, write_tiny, write_tiny_fp8
 
 LENGTHS = (150, 64, 25, 24, 1)  # of 24 tokens at most are attended
+# In FP8 wq_b has several blocks of scales, whole and partial ones, in both directions.
+BLOCKS = {False: {}, True: {"hidden_size": 160, "q_lora_rank": 144, "index_n_heads": 18}}
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +27,10 @@ def checkpoints(tmp_path_factory):
     """shape → (folder, oracle), made once."""
 
     @cache
-    def make(shape, top_k=24):
+    def make(shape, top_k=24, fp8=False):
         folder = tmp_path_factory.mktemp(shape)
-        return folder, Oracle(write_tiny(folder, shape, seed=3, index_topk=top_k))
+        write = write_tiny_fp8 if fp8 else write_tiny
+        return folder, Oracle(write(folder, shape, seed=3, index_topk=top_k, **BLOCKS[fp8]))
 
     return make
 
@@ -159,6 +163,47 @@ def test_fp8_index_keys_choose_nearly_alike(checkpoints, dtype, chosen):
     assert min(kept) > 0.7 and sum(kept) / len(kept) > 0.95
 
 
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize("shape", SPARSE)
+def test_fp8_weights(checkpoints, shape, kernels, chosen):
+    """Native FP8 blocks, the indexer's among them: the same choice and log-probabilities as
+    transformers' with the values that they mean."""
+    folder, oracle = checkpoints(shape, fp8=True)
+    assembly = decide(folder, kernels)
+    packed = {s.module: s.weight_format for s, _ in assembly.binding.choices if s.weight_format}
+    assert packed["self_attn.indexer.wq_b"] == packed["self_attn.qkv_a_proj"] == "fp8_block"
+    harness = Harness(assembly)
+    (tokens,) = prompts_of(oracle, (150,))
+    (sequence,) = harness.sequences([tokens], seed=1)
+    harness.step([(sequence, len(tokens))])
+    assert chosen == [row for layer in expected_sets(oracle.double, tokens) for row in layer]
+    prompts = prompts_of(oracle, seed=5)
+    compare(oracle, prompts, run_schedule(Harness(assembly), prompts, 5, 50), 1e-4)
+
+
+@pytest.mark.parametrize("keys", ["bfloat16", "fp8"])
+def test_fp8_weights_and_rounded_index_keys(checkpoints, keys, chosen, monkeypatch):
+    """Rounded keys may choose other tokens, and change nothing else: where all are chosen, by their
+    scores, log-probabilities are those of transformers."""
+    folder, oracle = checkpoints("v32", fp8=True)
+    (tokens,) = prompts_of(oracle, (150,))
+    harness = Harness(decide(folder, index_cache_dtype=keys))
+    (sequence,) = harness.sequences([tokens], seed=1)
+    harness.step([(sequence, len(tokens))])
+    first_layer = expected_sets(oracle.double, tokens)[0]
+    kept = [len(a & b) / len(b) for a, b in zip(chosen, first_layer, strict=False)]
+    assert min(kept) > 0.7 and sum(kept) / len(kept) > 0.95
+    folder, oracle = checkpoints("v32", top_k=200, fp8=True)
+    monkeypatch.setattr(indexer, "_longest", lambda part: 1 << 30)
+    prompts = prompts_of(oracle)
+    compare(
+        oracle,
+        prompts,
+        run_schedule(Harness(decide(folder, index_cache_dtype=keys)), prompts, 3, 60),
+        1e-4,
+    )
+
+
 def test_scaled_fp8_latents(checkpoints):
     """The 656-byte form. Random routers flip in 8 bits; each op is held to its float64 oracle."""
     folder, oracle = checkpoints("v32", top_k=200)  # every token is chosen: only rounding departs
@@ -185,7 +230,12 @@ def test_bytes_of_a_token_at_the_published_widths():
 def test_backends_are_pins(checkpoints):
     folder, _ = checkpoints("v32")
     flags = {f"nsa_{name}_backend": "reference" for name in ("prefill", "decode", "topk")}
-    chosen = decide(folder, "cpu", **flags).binding.choices
+    assembly = decide(folder, "cpu", **flags)
+    assert warnings(assembly) == [  # and no reason, as it is as wished
+        f"warning: sparse_{of} at layers.0-2.self_attn ({of}) runs on the slow reference"
+        for of in ("prefill", "decode")
+    ]
+    chosen = assembly.binding.choices
     ops = ("sparse_prefill", "sparse_decode", "index_topk")
     assert {k.provider for s, k in chosen if s.op in ops and k is not None} == {"reference"}
     with pytest.raises(ConfigError, match="--nsa-topk-backend 'referense': no such provider of"):
