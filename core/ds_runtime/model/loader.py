@@ -41,7 +41,7 @@ from ds_runtime.parallel.layout import Shard
 from ds_runtime.platform.spec import Communicator
 
 _Layer = TypeVar("_Layer", Linear, Absorb, MlaInputs, Experts)
-AHEAD = 6  # experts that are read side by side before they are asked for
+_AHEAD = 6  # experts that are read side by side before they are asked for
 
 
 class Loader:
@@ -82,8 +82,7 @@ class Loader:
             self.lora = LoraSlots(lora, config, modules, self.shard_of, device, dtype)
         self.readers: ThreadPoolExecutor | None = None  # where the device computes beside the host
         if not shares_memory(device):
-            self.readers = ThreadPoolExecutor(AHEAD, "experts", self._reads)
-        self._begun: dict[int, LayerExperts] = {}  # by layer, where reading is ahead of the model
+            self.readers = ThreadPoolExecutor(_AHEAD, "experts", self._reads)
         self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
         self.modules: Mapping[str, Stored]
         within, shared = "", tuple[str, ...]()
@@ -174,7 +173,6 @@ class Loader:
 
     def embedding(self) -> Embedding:
         """This rank's rows of the vocabulary, in the compute dtype."""
-        self.begin_experts(0, AHEAD)
         rows = self.shard.padded_slice(self.config.vocab_size)
         table = self._held(self._read("model.embed_tokens", rows).to(self.dtype))
         return Embedding(self.ops(-1, "embed_tokens"), table, rows.start)
@@ -299,22 +297,7 @@ class Loader:
             return self._adapted_experts(layer)
         kernel = self.ops(layer, "mlp.experts").experts
         facts = self.bound.facts("experts", layer, "mlp.experts")
-        source = self._begun.pop(layer, None) or LayerExperts(self, layer, facts.weight_format)
-        return self._packed(Experts(kernel, source, facts))
-
-    def begin_experts(self, layer: int, count: int) -> None:
-        """Begin to read the first so many experts of the next layer from `layer` on that has any,
-        where readers run beside the host: they would wait while it loads attention."""
-        layers = range(layer, self.config.layers)
-        found = next((i for i in layers if self.bound.has("experts", i, "mlp.experts")), None)
-        if self.readers is None or found is None:
-            return
-        if self.bound.has("linear", found, "mlp.experts.down_proj"):  # one by one, for adapters
-            return
-        facts = self.bound.facts("experts", found, "mlp.experts")
-        if found not in self._begun:
-            self._begun[found] = LayerExperts(self, found, facts.weight_format)
-        self._begun[found].begin(count)
+        return self._packed(Experts(kernel, LayerExperts(self, layer, facts.weight_format), facts))
 
     def _adapted_experts(self, layer: int) -> AdaptedExperts:
         """The routed experts of a layer, one by one."""
@@ -336,8 +319,7 @@ class Loader:
 class LayerExperts:
     """ExpertSource over a checkpoint: reads an expert when asked, keeps nothing.
 
-    Where the device computes beside the host, the next ones are read while one is packed, and the
-    first of the next layer behind the last.
+    Where the device computes beside the host, the next ones are read while one is packed.
     """
 
     def __init__(self, loader: Loader, layer: int, target: str) -> None:
@@ -346,30 +328,21 @@ class LayerExperts:
         self.num_experts = config.experts + self.slots
         self.hidden = config.hidden
         self.intermediate = config.moe_intermediate // loader.shard.size
-        self._layer, self._at = layer, f"model.layers.{layer}.mlp"
+        self._at = f"model.layers.{layer}.mlp"
         self.format = target
         self._loader = loader
         self._coming: dict[int, Future[tuple[Weight, Weight, Weight]]] = {}
-        self._next = 0  # the first that nobody has begun to read
 
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
         """(gate, up, down) of one expert, this rank's width. Behind the routed experts come equal
         pieces of the shared ones."""
-        if self._loader.readers is None:
-            return self._read(index)
-        ahead = index + 1 + AHEAD
-        self.begin(ahead)
-        if (beyond := ahead - self.num_experts) > 0:
-            self._loader.begin_experts(self._layer + 1, beyond)
-        return self._coming.pop(index).result()
-
-    def begin(self, count: int) -> None:
-        """Begin to read the first so many, if there are as many."""
         readers = self._loader.readers
-        assert readers is not None
-        for number in range(self._next, min(count, self.num_experts)):
-            self._coming[number] = readers.submit(self._read, number)
-            self._next = number + 1
+        if readers is None:
+            return self._read(index)
+        for number in range(index, min(index + _AHEAD + 1, self.num_experts)):
+            if number not in self._coming:
+                self._coming[number] = readers.submit(self._read, number)
+        return self._coming.pop(index).result()
 
     def _read(self, index: int) -> tuple[Weight, Weight, Weight]:
         routed = self.num_experts - self.slots

@@ -12,7 +12,6 @@ from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.model import checkpoint, layouts, loader, staging
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.estimate import page_table_bytes
@@ -54,28 +53,6 @@ def change(original, tmp_path):
 
 def logits(folder) -> torch.Tensor:
     return torch.cat(run_schedule(Harness(decide(folder)), PROMPTS, 0, 5))
-
-
-@pytest.mark.parametrize("write", [write_tiny, write_tiny_fp8])
-def test_experts_that_are_read_ahead_are_those_of_their_layer(tmp_path, monkeypatch, write):
-    write(tmp_path, "v3", num_hidden_layers=5)
-    wanted = logits(tmp_path)
-    for module in (checkpoint, layouts, loader):
-        monkeypatch.setattr(module, "shares_memory", lambda device: False)
-    monkeypatch.setattr(staging, "page_locked", lambda n: torch.empty(n, dtype=torch.uint8))
-    monkeypatch.setattr(staging, "event_on", lambda device: torch.Event("cpu"))
-    begun, begin = [], loader.LayerExperts.begin
-
-    def noted(self, count):
-        begun.append((self._layer, min(count, self.num_experts)))
-        begin(self, count)
-
-    monkeypatch.setattr(loader.LayerExperts, "begin", noted)
-    assert torch.equal(logits(tmp_path), wanted)
-    assert begun[0] == (1, loader.AHEAD)  # while the embedding is read
-    layers = [layer for layer, _ in begun]
-    assert sorted(set(layers)) == [1, 2, 3, 4]
-    assert layers.index(3) < len(layers) - 1 - layers[::-1].index(2)  # 3 before 2 has ended
 
 
 def refused(folder, said, error=CheckpointError):
