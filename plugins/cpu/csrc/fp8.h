@@ -1,58 +1,74 @@
 // Format of gemm.h: 8-bit floats (e4m3fn) with a float32 scale per column and group along k. They
-// are widened to bfloat16, which is exact, on the way to the registers; scales meet float32 sums.
+// are widened to bfloat16 times 2^-8, which is exact, on the way to the registers; scales meet
+// float32 sums, times FP8_LIFT.
 //
 // A panel is a sequence of groups: 64 scales, then [group / 2] pairs of k for 64 columns in two lines
-// of 64 bytes: 16 bytes hold the pairs of columns 4l .. 4l + 3 and of 16 + 4l .. 16 + 4l + 3, so
-// that interleaving a register with another gives whole registers of columns in order. k is padded
-// with zeros to a multiple of K_STEP, which a group is a multiple of.
+// of 64 bytes: in the low bytes of 16 bits each the pairs of 16 columns, in the high bytes those of
+// the next 16, so that two shifts and a mask make registers of columns in order. k is padded with
+// zeros to a multiple of K_STEP, which a group is a multiple of.
+//
+// Normal numbers are most of them: their exponent's bits 112 .. 127 differ from e in bits that e has
+// not. Others are told by those bits being zero, for -0 is stored as 0 and NaN in its place.
 #pragma once
 
 #include "dense.h"
 
 namespace ds {
 
-// Where the code of column c (0 .. 31) of a line, element j (0, 1) of the pair, lies in it.
-inline int fp8_place(int c, int j) { return c % 16 / 4 * 16 + c / 16 * 8 + c % 4 * 2 + j; }
+constexpr float FP8_LIFT = 256;
 
-// bfloat16 bits of a code: normal numbers, subnormal numbers (m * 2^-9), NaN.
-constexpr uint16_t fp8_bits(unsigned code) {
-  const unsigned sign = (code & 0x80) << 8, e = code >> 3 & 15, m = code & 7;
-  if ((code & 0x7f) == 0x7f) return uint16_t(sign | 0x7fc0);
-  if (e > 0) return uint16_t(sign | (e + 120) << 7 | m << 4);
-  if (m == 0) return uint16_t(sign);
-  const unsigned top = m >= 4 ? 2 : m >= 2 ? 1 : 0;  // m = 2^top * (1 + rest)
-  return uint16_t(sign | (118 + top) << 7 | (m << (7 - top) & 0x7f));
+// Where the code of column c (0 .. 31) of a line, element j (0, 1) of the pair, lies in it.
+inline int fp8_place(int c, int j) { return 4 * (c % 16) + 2 * j + c / 16; }
+
+constexpr uint8_t fp8_stored(uint8_t code) {
+  return (code & 0x7f) == 0x7f ? 0x80 : code == 0x80 ? 0 : code;
 }
 
-template <int N, int SHIFT>
-struct Fp8Bytes {  // one byte of the bfloat16 of every code below N
-  alignas(64) uint8_t byte[N];
-  constexpr Fp8Bytes() : byte() {
-    for (int i = 0; i < N; ++i) byte[i] = uint8_t(fp8_bits(unsigned(i)) >> SHIFT);
+// bfloat16 bits of a stored code times 2^-8: NaN, normal numbers, subnormal ones (m * 2^-17).
+constexpr uint16_t fp8_bits(unsigned code) {
+  const unsigned sign = (code & 0x80) << 8, e = code >> 3 & 15, m = code & 7;
+  if (code == 0x80) return 0x7fc0;
+  if (e > 0) return uint16_t(sign | (e + 112) << 7 | m << 4);
+  if (m == 0) return 0;
+  const unsigned top = m >= 4 ? 2 : m >= 2 ? 1 : 0;  // m = 2^top * (1 + rest)
+  return uint16_t(sign | (110 + top) << 7 | (m << (7 - top) & 0x7f));
+}
+
+// By code: what is stored, and its bits.
+struct Fp8Codes {
+  uint8_t stored[256];
+  uint16_t bits[256];
+  constexpr Fp8Codes() : stored(), bits() {
+    for (unsigned i = 0; i < 256; ++i) stored[i] = fp8_stored(uint8_t(i)), bits[i] = fp8_bits(i);
+  }
+};
+constexpr Fp8Codes FP8_CODES;
+
+// Those without an exponent, by sign and m.
+struct Fp8Small {
+  alignas(64) uint16_t bits[32];
+  constexpr Fp8Small() : bits() {
+    for (unsigned i = 0; i < 32; ++i) bits[i] = fp8_bits((i & 8) << 4 | (i & 7));
   }
 };
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512BW__)
 
-struct Fp8Widen {  // tables in registers
-  __m512i high[2], low[2], sign;
-  Fp8Widen() {
-    static constexpr Fp8Bytes<128, 8> HIGH;
-    static constexpr Fp8Bytes<128, 0> LOW;
-    for (int i = 0; i < 2; ++i) {
-      high[i] = _mm512_load_si512(HIGH.byte + 64 * i);
-      low[i] = _mm512_load_si512(LOW.byte + 64 * i);
-    }
-    sign = _mm512_set1_epi8(char(0x80));
-  }
+struct Fp8Widen {
+  __m512i keep, lift, exponent;
+  Fp8Widen()
+      : keep(_mm512_set1_epi16(short(0x87f0))),
+        lift(_mm512_set1_epi16(112 << 7)),
+        exponent(_mm512_set1_epi8(0x78)) {}
   // 64 codes to the pairs of columns 0 .. 15 and of 16 .. 31.
   void line(const uint8_t* p, __m512i& first, __m512i& second) const {
     const __m512i code = _mm512_loadu_si512(p);
-    const __m512i lo = _mm512_permutex2var_epi8(low[0], code, low[1]);
-    __m512i hi = _mm512_permutex2var_epi8(high[0], code, high[1]);
-    hi = _mm512_ternarylogic_epi32(hi, code, sign, 0xf8);  // hi | (code & sign)
-    first = _mm512_unpacklo_epi8(lo, hi);
-    second = _mm512_unpackhi_epi8(lo, hi);
+    first = normal(_mm512_slli_epi16(code, 8));
+    second = normal(code);
+    if (__builtin_expect(_mm512_testn_epi8_mask(code, exponent) != 0, 0)) {
+      first = mended(first, _mm512_and_si512(code, _mm512_set1_epi16(0xff)));
+      second = mended(second, _mm512_srli_epi16(code, 8));
+    }
   }
   void line(const uint8_t* p, bf16* out) const {
     __m512i first, second;
@@ -60,41 +76,45 @@ struct Fp8Widen {  // tables in registers
     _mm512_storeu_si512(out, first);
     _mm512_storeu_si512(out + 32, second);
   }
+
+ private:
+  // Codes in the upper bytes.
+  __m512i normal(__m512i high) const {  // high >> 4 & keep | lift
+    return _mm512_ternarylogic_epi32(_mm512_srai_epi16(high, 4), keep, lift, 0xea);
+  }
+  static __m512i mended(__m512i wide, __m512i code) {
+    static constexpr Fp8Small SMALL;
+    const __m512i at = _mm512_or_si512(
+        _mm512_and_si512(code, _mm512_set1_epi16(7)),
+        _mm512_and_si512(_mm512_srli_epi16(code, 4), _mm512_set1_epi16(8)));
+    const __m512i small = _mm512_permutexvar_epi16(at, _mm512_load_si512(SMALL.bits));
+    return _mm512_mask_blend_epi16(_mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78)), wide,
+                                   small);
+  }
 };
 
 #elif defined(__AVX2__)
 
 struct Fp8Widen {
-  // Normal codes by arithmetic (high byte from the upper nibble, low byte from the lower one),
-  // subnormal ones from tables of 8, and NaN.
-  static __m256i table(const uint8_t* t) {
-    return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)t));
-  }
   void line(const uint8_t* p, bf16* out) const {
-    static constexpr Fp8Bytes<16, 8> SMALL_HIGH;
-    static constexpr Fp8Bytes<16, 0> SMALL_LOW;
-    alignas(16) static constexpr uint8_t HIGH[16] = {
-        0x3c, 0x3d, 0x3e, 0x3f, 0x40, 0x41, 0x42, 0x43,   // (e + 120) / 2 by e / 2
-        0xbc, 0xbd, 0xbe, 0xbf, 0xc0, 0xc1, 0xc2, 0xc3};  // and the sign
-    for (int half = 0; half < 2; ++half) {
-      const __m256i code = _mm256_loadu_si256((const __m256i*)(p + 32 * half));
-      const __m256i size = _mm256_and_si256(code, _mm256_set1_epi8(0x7f));
-      const __m256i upper =
-          _mm256_and_si256(_mm256_srli_epi16(code, 4), _mm256_set1_epi8(0x0f));
-      __m256i hi = _mm256_shuffle_epi8(table(HIGH), upper);
-      __m256i lo = _mm256_and_si256(_mm256_slli_epi16(code, 4), _mm256_set1_epi8(char(0xf0)));
-      const __m256i small = _mm256_cmpgt_epi8(_mm256_set1_epi8(8), size);
-      const __m256i sign = _mm256_and_si256(code, _mm256_set1_epi8(char(0x80)));
-      const __m256i small_hi =
-          _mm256_or_si256(_mm256_shuffle_epi8(table(SMALL_HIGH.byte), size), sign);
-      hi = _mm256_blendv_epi8(hi, small_hi, small);
-      lo = _mm256_blendv_epi8(lo, _mm256_shuffle_epi8(table(SMALL_LOW.byte), size), small);
-      const __m256i nan = _mm256_cmpeq_epi8(size, _mm256_set1_epi8(0x7f));
-      hi = _mm256_or_si256(hi, _mm256_and_si256(nan, _mm256_set1_epi8(0x7f)));
-      // lanes 2 * half and 2 * half + 1 of the line
-      _mm256_storeu_si256((__m256i*)(out + 16 * half), _mm256_unpacklo_epi8(lo, hi));
-      _mm256_storeu_si256((__m256i*)(out + 32 + 16 * half), _mm256_unpackhi_epi8(lo, hi));
+    for (int half = 0; half < 2; ++half, p += 32, out += 16) {
+      const __m256i code = _mm256_loadu_si256((const __m256i*)p);
+      _mm256_storeu_si256((__m256i*)out, normal(_mm256_slli_epi16(code, 8)));
+      _mm256_storeu_si256((__m256i*)(out + 32), normal(code));
+      const __m256i exponent = _mm256_and_si256(code, _mm256_set1_epi8(0x78));
+      const __m256i none = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
+      for (unsigned some = unsigned(_mm256_movemask_epi8(none)); some; some &= some - 1) {
+        const int i = __builtin_ctz(some);
+        out[i % 2 * 32 + i / 2].bits = FP8_CODES.bits[p[i]];
+      }
     }
+  }
+
+ private:
+  static __m256i normal(__m256i high) {  // codes in the upper bytes
+    const __m256i kept =
+        _mm256_and_si256(_mm256_srai_epi16(high, 4), _mm256_set1_epi16(short(0x87f0)));
+    return _mm256_or_si256(kept, _mm256_set1_epi16(112 << 7));
   }
 };
 
@@ -102,13 +122,8 @@ struct Fp8Widen {
 
 struct Fp8Widen {
   void line(const uint8_t* p, bf16* out) const {
-    static constexpr Fp8Bytes<256, 8> HIGH;
-    static constexpr Fp8Bytes<256, 0> LOW;
     for (int c = 0; c < 32; ++c)
-      for (int j = 0; j < 2; ++j) {
-        const uint8_t code = p[fp8_place(c, j)];
-        out[2 * c + j].bits = uint16_t(HIGH.byte[code] << 8 | LOW.byte[code]);
-      }
+      for (int j = 0; j < 2; ++j) out[2 * c + j].bits = FP8_CODES.bits[p[fp8_place(c, j)]];
   }
 };
 
@@ -125,8 +140,8 @@ struct Fp8 : TilesOf<X> {
   // A tile costs the same for one token as for 16; for few, vectors with a tile's bits are faster.
   static constexpr int64_t TILES_FROM = 3;
   static constexpr int ONE_PASS = sizeof(X) == 2 ? TILES_FROM - 1 : 0;
-#elif defined(__AVX512VBMI__) && defined(__AVX512BF16__)
-  static constexpr int ONE_PASS = sizeof(X) == 2 ? 4 : 0;  // 5 tables take registers
+#elif defined(__AVX512BF16__)
+  static constexpr int ONE_PASS = sizeof(X) == 2 ? 4 : 0;
 #else
   static constexpr int ONE_PASS = 0;
 #endif
@@ -167,7 +182,8 @@ struct Fp8 : TilesOf<X> {
     const float* scales = (const float*)at(p, k0);
     DS_UNROLL
     for (int c = 0; c < NB; c += F::W)
-      fma(F::load(part + c), F::load(scales + c), more ? F::load(sums + c) : F::zero())
+      fma(F::load(part + c) * F::all(FP8_LIFT), F::load(scales + c),
+          more ? F::load(sums + c) : F::zero())
           .store(sums + c);
   }
 
@@ -194,7 +210,9 @@ struct Fp8 : TilesOf<X> {
           DS_UNROLL
           for (int c = 0; c < C; ++c) {
             float* to = sums[m] + c0 + c * F::W;
-            fma(acc[m][c], F::load(scales + c * F::W), add ? F::load(to) : F::zero()).store(to);
+            fma(acc[m][c] * F::all(FP8_LIFT), F::load(scales + c * F::W),
+                add ? F::load(to) : F::zero())
+                .store(to);
           }
       }
       ahead.lines = 0;  // once is enough
@@ -216,7 +234,7 @@ struct Fp8 : TilesOf<X> {
                   });
                 });
     }
-#elif defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#elif defined(__AVX512BF16__)
     if constexpr (M <= ONE_PASS) {
       const Fp8Widen widen;
       groups<M>(p, k0, k1, x, t, sums, more, ahead,

@@ -5,11 +5,13 @@
 namespace ds {
 namespace {
 
-// Where things are in a panel. `Element` lies in runs of RUN elements along k, of which one takes
-// STRIDE elements of the panel; groups of k have a head of their own, where there are scales.
+// Where things are in a panel. `Element` lies in runs of RUN elements along k, STEP apart, of which
+// one takes STRIDE elements of the panel; groups of k have a head of their own, where there are
+// scales. `stored`: what is written for an element.
 struct PackF32 {
   using Element = float;
-  static constexpr int64_t RUN = 1, STRIDE = NB, HEAD = 0;
+  static constexpr int64_t RUN = 1, STEP = 1, STRIDE = NB, HEAD = 0;
+  static float stored(float x) { return x; }
   static int64_t bytes(int64_t k, int64_t) { return DenseF32::bytes(k); }
   static int64_t padded(int64_t k) { return k; }
   static int64_t group(int64_t k, int64_t) { return k; }
@@ -18,7 +20,8 @@ struct PackF32 {
 };
 struct PackBf16 {
   using Element = bf16;
-  static constexpr int64_t RUN = 2, STRIDE = 2 * NB, HEAD = 0;
+  static constexpr int64_t RUN = 2, STEP = 1, STRIDE = 2 * NB, HEAD = 0;
+  static bf16 stored(bf16 x) { return x; }
   static int64_t bytes(int64_t k, int64_t) { return DenseBf16<bf16>::bytes(k); }
   static int64_t padded(int64_t k) { return padded_k(k); }
   static int64_t group(int64_t k, int64_t) { return padded_k(k); }
@@ -27,16 +30,18 @@ struct PackBf16 {
 };
 struct PackFp8 {
   using Element = uint8_t;
-  static constexpr int64_t RUN = 2, STRIDE = 2 * NB, HEAD = Fp8<bf16>::HEAD;
+  static constexpr int64_t RUN = 2, STEP = 2, STRIDE = 2 * NB, HEAD = Fp8<bf16>::HEAD;
+  static uint8_t stored(uint8_t code) { return FP8_CODES.stored[code]; }
   static int64_t bytes(int64_t k, int64_t group) { return Fp8<bf16>::bytes(k, group); }
   static int64_t padded(int64_t k) { return padded_k(k); }
   static int64_t group(int64_t, int64_t own) { return own; }
   static int64_t column(int64_t c) { return c / 32 * 64 + fp8_place(int(c % 32), 0); }
-  static float value(uint8_t code) { return to_float(bf16{fp8_bits(code)}); }
+  static float value(uint8_t code) { return to_float(bf16{fp8_bits(code)}) * FP8_LIFT; }
 };
 struct PackInt8 {
   using Element = uint8_t;
-  static constexpr int64_t RUN = 4, STRIDE = 4 * NB, HEAD = Int8::HEAD;
+  static constexpr int64_t RUN = 4, STEP = 1, STRIDE = 4 * NB, HEAD = Int8::HEAD;
+  static uint8_t stored(uint8_t code) { return code; }
   static int64_t bytes(int64_t k, int64_t) { return Int8::bytes(k); }
   static int64_t padded(int64_t k) { return padded8(k); }
   static int64_t group(int64_t k, int64_t) { return padded8(k); }
@@ -77,16 +82,30 @@ void put_row(const typename P::Element* from, int64_t sk, int64_t have, int64_t 
   using E = typename P::Element;
   int64_t i = 0;
   if (sk == 1)
-    for (; i + P::RUN <= have; i += P::RUN, to += P::STRIDE)
-      std::memcpy((void*)to, from + i, size_t(P::RUN) * sizeof(E));
+    for (; i + P::RUN <= have; i += P::RUN, to += P::STRIDE) {
+      if constexpr (P::STEP == 1)
+        std::memcpy((void*)to, from + i, size_t(P::RUN) * sizeof(E));
+      else
+        for (int64_t j = 0; j < P::RUN; ++j) to[j * P::STEP] = P::stored(from[i + j]);
+    }
   for (; i < n; i += P::RUN, to += P::STRIDE)
-    for (int64_t j = 0; j < P::RUN && i + j < n; ++j) to[j] = i + j < have ? from[(i + j) * sk] : E{};
+    for (int64_t j = 0; j < P::RUN && i + j < n; ++j)
+      to[j * P::STEP] = i + j < have ? P::stored(from[(i + j) * sk]) : E{};
 }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 // Rows whose elements put_rows moves at once: those of a line of 64 bytes.
 template <class P>
 constexpr int64_t LINE = P::RUN * sizeof(typename P::Element) == 2 ? 32 : 16;
+
+// fp8_stored of 64 codes.
+inline __m512i fp8_stored(__m512i code) {
+  const __m512i sign = _mm512_set1_epi8(char(0x80));
+  const __mmask64 zero = _mm512_cmpeq_epi8_mask(code, sign);
+  const __mmask64 nan =
+      _mm512_cmpeq_epi8_mask(_mm512_or_si512(code, sign), _mm512_set1_epi8(char(0xff)));
+  return _mm512_mask_mov_epi8(_mm512_maskz_mov_epi8(~zero, code), nan, sign);
+}
 
 // put_row for LINE rows, sn apart, 64 bytes of each at a time; returns how many elements.
 template <class P>
@@ -97,23 +116,28 @@ int64_t put_rows(const typename P::Element* from, int64_t sn, int64_t have,
   int64_t i = 0;
   for (; i + STEP <= have; i += STEP, to += STEP / P::RUN * P::STRIDE) {
     __m512i a[16];
-    for (int64_t c = 0; c < 16; ++c) a[c] = _mm512_loadu_si512(from + c * sn + i);
-    transpose16(a);
     if constexpr (RUNS == 1) {
+      for (int64_t c = 0; c < 16; ++c) a[c] = _mm512_loadu_si512(from + c * sn + i);
+      transpose16(a);
       for (int64_t w = 0; w < 16; ++w) _mm512_storeu_si512(to + w * P::STRIDE, a[w]);
-    } else {  // two runs to a word; of 32 columns four and four lie side by side (fp8_place)
+    } else {  // FP8: two runs to a word, the codes of 16 rows between those of the next 16
       __m512i b[16];
-      for (int64_t c = 0; c < 16; ++c) b[c] = _mm512_loadu_si512(from + (16 + c) * sn + i);
-      transpose16(b);
-      const __m512i low = _mm512_set1_epi32(0xffff);
-      for (int64_t w = 0; w < 16; ++w) {
-        const __m512i first =
-            _mm512_packus_epi32(_mm512_and_si512(a[w], low), _mm512_and_si512(b[w], low));
-        const __m512i second =
-            _mm512_packus_epi32(_mm512_srli_epi32(a[w], 16), _mm512_srli_epi32(b[w], 16));
-        _mm512_storeu_si512(to + 2 * w * P::STRIDE, first);
-        _mm512_storeu_si512(to + (2 * w + 1) * P::STRIDE, second);
+      for (int64_t c = 0; c < 16; ++c) {
+        a[c] = fp8_stored(_mm512_loadu_si512(from + c * sn + i));
+        b[c] = fp8_stored(_mm512_loadu_si512(from + (16 + c) * sn + i));
       }
+      transpose16(a);
+      transpose16(b);
+      for (int64_t w = 0; w < 16; ++w)
+        for (int run = 0; run < 2; ++run) {
+          // Of each word the bytes 2 * run and 2 * run + 1, to the even places and to the odd ones.
+          const __m512i word = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+          const __m512i even = _mm512_add_epi8(word, _mm512_set1_epi32(run ? 0x80038002 : 0x80018000));
+          const __m512i odd = _mm512_add_epi8(word, _mm512_set1_epi32(run ? 0x03800280 : 0x01800080));
+          const __m512i line =
+              _mm512_or_si512(_mm512_shuffle_epi8(a[w], even), _mm512_shuffle_epi8(b[w], odd));
+          _mm512_storeu_si512(to + (2 * w + run) * P::STRIDE, line);
+        }
     }
   }
   return i;
@@ -217,7 +241,7 @@ void unpack(const void* panels, float* out, int64_t n, int64_t k, int64_t own_gr
       for (int64_t i = 0; i < k; ++i) {
         const char* head = (const char*)panels + p * size + i / group * (P::HEAD + group * NB);
         const auto* from = (const typename P::Element*)(head + P::HEAD) + P::column(c);
-        float v = P::value(from[i % group / P::RUN * P::STRIDE + i % P::RUN]);
+        float v = P::value(from[i % group / P::RUN * P::STRIDE + i % P::RUN * P::STEP]);
         if constexpr (P::HEAD > 0) v *= ((const float*)head)[c];
         out[(row + c) * k + i] = v;
       }
