@@ -22,7 +22,7 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
         exchange.stream = bool(job.stream)
         try:
             if job.stream:
-                return await stream_response(run, job.form, request)
+                return await stream_response(run, job.form, request, job.names)
             await until_disconnect(request.receive, finish(run))
         except BaseException:
             run.close()

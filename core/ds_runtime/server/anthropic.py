@@ -22,7 +22,7 @@ from ds_runtime.server.kept import KEPT, Kept
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
 from ds_runtime.server.run import Run
-from ds_runtime.server.translate import Json, Names, bad, parts_text, present
+from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 _STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
@@ -34,6 +34,8 @@ _FIELDS = {
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"(messages\[\d+\])\.tool_calls\[\d+\]\.function": r"\1.content",
+    r"(messages\[\d+\]\.content\[\d+\])\.tool_call_id": r"\1.tool_use_id",
+    "continue_final_message": "messages",
 }
 _LOST = {"error_code": "thread_not_found"}  # Anthropic's clients then send all again
 
@@ -118,6 +120,8 @@ def _continued(kept: Kept, body: MessagesRequest) -> tuple[MessagesRequest, int]
     """The request with what its thread holds, and how many messages those are; ApiError 404 for
     a thread that is not held."""
     thread = body.thread
+    if thread is not None and body.rid is not None and kept.history(body.rid) is not None:
+        raise bad("rid", body.rid, "a message of this id is kept: draw a new one")
     if thread is None or thread == {"type": "create"}:
         return body, 0
     if thread.get("type") != "continue" or set(thread) != {"type", "previous_message_id"}:
@@ -138,8 +142,10 @@ def _continued(kept: Kept, body: MessagesRequest) -> tuple[MessagesRequest, int]
 
 def _keep(kept: Kept, body: MessagesRequest, message_id: str, content: list[Json]) -> None:
     """What the next request of a thread goes on from."""
-    reply = {"role": "assistant", "content": content or ""}
-    messages = [*body.messages, reply]
+    messages, before = body.messages, body.messages[-1]
+    if before.get("role") == "assistant":  # the reply goes on from it
+        messages, content = messages[:-1], _joined(before["content"], content)
+    messages = [*messages, {"role": "assistant", "content": content or ""}]
     held = {"system": body.system, "tools": body.tools, "messages": messages}
     kept.put(message_id, None, held)
 
@@ -151,6 +157,15 @@ def count_tokens(service: Service, body: CountRequest) -> int:
         return len(chat_tokens(service, validate(ChatRequest, chat)))
 
 
+def _joined(begun: str | list[Json], content: list[Json]) -> list[Json]:
+    """The content of a message that was begun and went on: text goes on in its block."""
+    blocks = [{"type": "text", "text": begun}] if isinstance(begun, str) else list(begun)
+    if blocks and content and blocks[-1].get("type") == content[0]["type"] == "text":
+        text = blocks[-1]["text"] + content[0]["text"]
+        return [*blocks[:-1], {"type": "text", "text": text}, *content[1:]]
+    return [*blocks, *content]
+
+
 def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
     """The chat request, and its parts' names; the first `held` messages are a thread's."""
     messages: list[Json] = []
@@ -160,9 +175,9 @@ def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
         paths.append("system")
     for i, message in enumerate(body.messages, -held):
         path = "thread.previous_message_id" if i < 0 else f"messages[{i}]"
-        for one in _messages(message, path):
+        for one, own in _messages(message, path):
             messages.append(one)
-            paths.append(path)
+            paths.append(own)
     chat: Json = {"messages": messages, "model": body.model}
     if messages and messages[-1]["role"] == "assistant":
         chat["continue_final_message"] = True  # the protocol's way to begin the answer
@@ -171,17 +186,18 @@ def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
     return present(chat), Names(paths, _FIELDS)
 
 
-def _messages(message: Json, path: str) -> list[Json]:
-    """One message as chat's: tool results of a user turn are messages of their own, before it."""
+def _messages(message: Json, path: str) -> list[tuple[Json, str]]:
+    """One message as chat's, each with its path: tool results of a user turn are messages of their
+    own, before it."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise bad(f"{path}.role", role, "user or assistant is needed")
+        raise bad(f"{path}.role", role, "user, assistant or system is needed")
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return [({"role": role, "content": content}, path)]
     if not isinstance(content, list) or not content:
         raise bad(f"{path}.content", content, "text or a list of blocks is needed")
     texts: list[str] = []
-    results: list[Json] = []
+    results: list[tuple[Json, str]] = []
     calls: list[Json] = []
     thoughts: list[str] = []
     for i, block in enumerate(content):
@@ -190,7 +206,7 @@ def _messages(message: Json, path: str) -> list[Json]:
         if kind == "text":
             texts.append(_text(block, "text", where))
         elif kind == "tool_result" and role == "user":
-            results.append(_result(block, where))
+            results.append((_result(block, where), where))
         elif kind == "tool_use" and role == "assistant":
             calls.append(_call(block, where))
         elif kind == "thinking" and role == "assistant":
@@ -203,7 +219,7 @@ def _messages(message: Json, path: str) -> list[Json]:
         own["tool_calls"] = calls
     if thoughts:
         own["reasoning_content"] = "\n".join(thoughts)
-    return results + ([own] if texts or calls or thoughts or not results else [])
+    return results + ([(own, path)] if texts or calls or thoughts or not results else [])
 
 
 def _text(block: Json, name: str, path: str) -> str:
@@ -260,6 +276,7 @@ def _tools(body: CountRequest) -> Json:
 def _thinking(thinking: Json | None) -> Json:
     if thinking is None:
         return {}
+    only(thinking, "thinking", ("type", "budget_tokens", "display", "block_binding"))
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         raise bad("thinking.type", kind, "enabled, disabled or adaptive is needed")
@@ -304,14 +321,16 @@ class MessagesFormat(NamedEvents):
 
     def reply(self, run: Run) -> Json:
         """The message."""
-        choice, blocks = run.choices[0], blocks_of(run.choices[0].answer)
+        choice = run.choices[0]
+        blocks = blocks_of(choice.answer, choice.cut)
         self._ended(run, blocks)
         return self._message(run, [_content(block) for block in blocks]) | _stop(choice)
 
     def _ended(self, run: Run, blocks: list[Block]) -> None:
         """Keep the message; a call that was cut has no result to come."""
         if self._keep is not None and run.choices[0].finish_reason != "abort":
-            self._keep(run.id, [_content(block) for block in blocks if block.complete])
+            said = [b for b in blocks if b.complete or b.kind != "call"]
+            self._keep(run.id, [_content(block) for block in said])
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """message_start first, then blocks."""
@@ -325,13 +344,19 @@ class MessagesFormat(NamedEvents):
             if step == "open":
                 out["content_block"] = _empty(block)
             elif step == "grow":
+                if block.kind == "call" and not _is_object(block):
+                    continue  # as it is told in the end
                 name, field = _DELTAS[block.kind]
                 out["delta"] = {"type": name, field: text}
+            elif step == "close" and block.kind == "call" and block.parts and not _is_object(block):
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(_input(block))}
+                grown = {"type": "content_block_delta", "index": block.index, "delta": delta}
+                yield grown
             yield out
 
     def last(self, run: Run) -> Iterator[Json]:
         """The open block's end, why the message ended, and what it took."""
-        yield from self._steps(self._blocks.end())
+        yield from self._steps(self._blocks.end(run.choices[0].cut))
         self._ended(run, self._blocks.every)
         yield {"type": "message_delta", "delta": _stop(run.choices[0]), "usage": _usage(run)}
         yield {"type": "message_stop"}
@@ -371,15 +396,21 @@ def _content(block: Block) -> Json:
     return out
 
 
+def _is_object(block: Block) -> bool:
+    """Whether a call's arguments begin as an object."""
+    return next((p.lstrip()[0] for p in block.parts if p.strip()), "") == "{"
+
+
 def _input(block: Block) -> Json:
-    """A call's arguments; of one that was cut what is there, in the object that it began."""
-    if block.complete:
-        return json.loads(block.text or "{}")  # type: ignore[no-any-return]
+    """A call's arguments; of one that was cut what is there, in the object that it began. What is
+    no object, or holds what JSON cannot say again, is the text in an object's place."""
+    partial: Any = False if block.complete else "trailing-strings"
     with contextlib.suppress(ValueError):
-        found = from_json(block.text or "{}", allow_partial="trailing-strings")
+        found = from_json(block.text or "{}", allow_inf_nan=False, allow_partial=partial)
         if isinstance(found, dict):
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
             return found
-    return {}
+    return {"arguments": block.text}
 
 
 def _stop(choice: Choice) -> Json:

@@ -52,6 +52,7 @@ from ds_runtime.server.protocol import (
 )
 from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.responses import (
+    InputTokensRequest,
     ResponsesRequest,
     count_input,
     kept_response,
@@ -164,10 +165,11 @@ def _later_routes(service: Service) -> APIRouter:
         job = await parse(request, ResponsesRequest, limit, partial(responses_job, service, kept))
         return await answer(service, request, "resp", job)
 
-    @router.post("/v1/responses/input_tokens", openapi_extra=request_body(ResponsesRequest))
+    @router.post("/v1/responses/input_tokens", openapi_extra=request_body(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
         """Tokens of the prompt that a response would be made from."""
-        count = await parse(request, ResponsesRequest, limit, partial(count_input, service, kept))
+        prepare = partial(count_input, service, kept)
+        count = await parse(request, InputTokensRequest, limit, prepare)
         return as_json({"object": "response.input_tokens", "input_tokens": count})
 
     @router.get("/v1/responses/{response_id}")

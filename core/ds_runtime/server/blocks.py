@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from ds_runtime.text.events import (
@@ -22,8 +23,8 @@ Step = tuple[Literal["open", "grow", "close"], "Block", str]
 
 @dataclass(slots=True)
 class Block:
-    """A stretch of one kind. `call_id` and `name` are set for calls; those that were cut off are
-    not `complete`."""
+    """A stretch of one kind. `call_id` and `name` are set for calls. What the end of the output cut
+    off is not `complete`."""
 
     index: int
     kind: Kind
@@ -39,18 +40,21 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one choice. `every` holds them in order."""
+    """The blocks of one choice. `every` holds them in order. Text inside a call comes behind it."""
 
     def __init__(self) -> None:
         self.every: list[Block] = []
         self._open: Block | None = None
+        self._held: list[Event] = []  # texts inside the open call
 
     def feed(self, events: Iterable[Event]) -> Iterator[Step]:
         """What the events do: ("open", block, ""), ("grow", block, text), ("close", block, "")."""
         for event in events:
             match event:
                 case Reasoning(text) | Content(text):
-                    if text:
+                    if text and self._open is not None and self._open.kind == "call":
+                        self._held.append(event)
+                    elif text:
                         yield from self._grow(
                             "reasoning" if isinstance(event, Reasoning) else "text", text
                         )
@@ -66,11 +70,14 @@ class Blocks:
                         self._open.complete = complete
                     yield from self.end()
 
-    def end(self) -> Iterator[Step]:
-        """Close what is open."""
-        block, self._open = self._open, None
-        if block is not None:
+    def end(self, cut: bool = False) -> Iterator[Step]:
+        """Close all that is open; what the output was cut in is not complete."""
+        while (block := self._open) is not None:
+            self._open, held, self._held = None, self._held, []
+            block.complete = block.complete and not cut
             yield "close", block, ""
+            cut = False
+            yield from self.feed(held)
 
     def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> Iterator[Step]:
         self._open = Block(len(self.every), kind, call_id, name)
@@ -86,12 +93,9 @@ class Blocks:
         yield "grow", self._open, text
 
 
-def blocks_of(answer: Answer) -> list[Block]:
-    """A whole answer's blocks."""
-    pairs: list[tuple[Kind, str]] = [("reasoning", answer.reasoning), ("text", answer.content)]
-    out = [Block(0, kind, parts=[text]) for kind, text in pairs if text]
-    calls = answer.all_calls
-    out += [Block(0, "call", c.id, c.name, [c.arguments], c.complete) for c in calls]
-    for index, block in enumerate(out):
-        block.index = index
-    return out
+def blocks_of(answer: Answer, cut: bool) -> list[Block]:
+    """A whole answer's blocks: those that a stream of it has."""
+    blocks = Blocks()
+    for _ in chain(blocks.feed(answer.events), blocks.end(cut)):
+        pass
+    return blocks.every

@@ -54,6 +54,11 @@ class Choice:
     stop_reason: str | int | None = None
 
     @property
+    def cut(self) -> bool:
+        """Whether something else than the model has ended the text: a limit, a stop, an abort."""
+        return self.finish_reason in ("length", "abort") or self.stop_reason is not None
+
+    @property
     def text(self) -> str:
         """The text so far."""
         return "".join(self.texts)

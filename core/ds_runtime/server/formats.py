@@ -144,7 +144,7 @@ def _message(choice: Choice) -> Json:
     """The assistant's message; reasoning under both names, as clients know the one or the other.
     A call that was cut is in it, as in a stream: its finish reason tells so."""
     answer = choice.answer
-    calls = answer.all_calls if choice.finish_reason == "length" else answer.calls
+    calls = answer.all_calls if choice.cut else answer.calls
     out: Json = {"role": "assistant", "content": answer.content, "refusal": None}
     if reasoning := answer.reasoning:
         out |= {"reasoning_content": reasoning, "reasoning": reasoning}

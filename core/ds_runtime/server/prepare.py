@@ -162,6 +162,8 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
     model, tokenizer, ready = service.model, service.tokenizer, service.client.require()
     echoed = body.logprobs if body.echo else None
     alone = bool(body.echo) and body.max_tokens == 0  # the prompt's own log-probabilities
+    if alone and body.min_tokens:
+        raise RequestError(f"min_tokens {body.min_tokens} is above max_tokens 0", "min_tokens")
     params = build_params(
         body,
         model.defaults,

@@ -15,7 +15,7 @@ from ds_runtime.server.kept import KEPT, Kept
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
 from ds_runtime.server.responses_format import ResponsesFormat
-from ds_runtime.server.translate import Json, Names, bad, parts_text, present
+from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 _FIELDS = {
@@ -24,6 +24,7 @@ _FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     r"response_format\.json_schema": "text.format",
     "response_format": "text.format",
+    r"(input\[\d+\])\.tool_call_id": r"\1.call_id",
     "reasoning_effort": "reasoning.effort",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"(input\[\d+\])\.tool_calls\[\d+\]\.function": r"\1",
@@ -82,6 +83,12 @@ class ResponsesRequest(Body):
     }
 
 
+class InputTokensRequest(ResponsesRequest):
+    """POST /v1/responses/input_tokens."""
+
+    input: str | Annotated[Objects, Field(min_length=1)] | None = None  # type: ignore[assignment]
+
+
 def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
     """Input items, translated, rendered and checked."""
     if body.rid is not None and body.store is not False and kept.answer(body.rid) is not None:
@@ -95,8 +102,10 @@ def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
         return replace(chat_job(service, validate(ChatRequest, chat), form), names=names)
 
 
-def count_input(service: Service, kept: Kept, body: ResponsesRequest) -> int:
+def count_input(service: Service, kept: Kept, body: InputTokensRequest) -> int:
     """Tokens of the rendered conversation."""
+    if body.input is None and body.previous_response_id is None:
+        raise bad("input", None, "text or items are needed, or previous_response_id")
     chat, names, _ = _chat(kept, body)
     with names.kept():
         return len(chat_tokens(service, validate(ChatRequest, chat)))
@@ -167,7 +176,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[Json], list[str]]:
         return [{"role": "user", "content": body.input}], ["input"]
     messages: list[Json] = []
     paths: list[str] = []
-    for i, item in enumerate(body.input):
+    for i, item in enumerate(body.input or ()):
         path = f"input[{i}]"
         one = _message(item, path)
         last = messages[-1] if messages else {}
@@ -244,6 +253,8 @@ def _tool_choice(choice: Any) -> Any:
 
 
 def _reasoning(reasoning: Json | None) -> Json:
+    known = ("effort", "summary", "generate_summary", "context", "mode")
+    only(reasoning or {}, "reasoning", known)
     effort = (reasoning or {}).get("effort")
     if effort is not None and not isinstance(effort, str):
         raise bad("reasoning.effort", effort, "text is needed")
@@ -251,6 +262,7 @@ def _reasoning(reasoning: Json | None) -> Json:
 
 
 def _text_format(text: Json | None) -> Json:
+    only(text or {}, "text", ("format", "verbosity"))
     wished = (text or {}).get("format")
     if wished is None:
         return {}

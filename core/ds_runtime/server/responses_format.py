@@ -78,7 +78,7 @@ class ResponsesFormat(NamedEvents):
         status = {"length": "incomplete", "abort": "cancelled"}.get(
             choice.finish_reason or "", "completed"
         )
-        output = [_item(run.id, block, _state(block, status)) for block in blocks]
+        output = [_item(run.id, block, _state(block)) for block in blocks]
         out = self._response(run, status, output)
         if status == "incomplete":
             out["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -89,7 +89,8 @@ class ResponsesFormat(NamedEvents):
 
     def reply(self, run: Run) -> Json:
         """The response."""
-        return self._end(run, blocks_of(run.choices[0].answer))
+        choice = run.choices[0]
+        return self._end(run, blocks_of(choice.answer, choice.cut))
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """The response's begin, then its items as they grow."""
@@ -100,7 +101,7 @@ class ResponsesFormat(NamedEvents):
 
     def last(self, run: Run) -> Iterator[Json]:
         """The end of the last item and of the response."""
-        for step in self._blocks.end():
+        for step in self._blocks.end(run.choices[0].cut):
             yield from self._events.step(run.id, *step)
         yield self._events.end(self._end(run, self._blocks.every))
 
@@ -131,7 +132,7 @@ class _Events:
 
     def end(self, response: Json) -> Json:
         """The finished one."""
-        kind = "incomplete" if response["status"] == "incomplete" else "completed"
+        kind = "completed" if response["status"] == "completed" else "incomplete"
         return self.one(kind, response=response)
 
     def step(self, response_id: str, step: str, block: Block, text: str) -> Iterator[Json]:
@@ -156,7 +157,7 @@ class _Events:
             yield from self._close(response_id, block, at, name)
 
     def _close(self, response_id: str, block: Block, at: Json, name: str | None) -> Iterator[Json]:
-        item = _item(response_id, block, _state(block, "completed"))
+        item = _item(response_id, block, _state(block))
         inside = at | {"item_id": item["id"]}
         if name is None:
             done = {"arguments": block.text, "name": block.name}
@@ -189,8 +190,8 @@ def replay(response: Json) -> Iterator[Json]:
 def as_stream(response: bytes, query: Mapping[str, str]) -> bytes | None:
     """`replay` of a response in JSON as it goes over the wire, if the query asks for that.
 
-    query: `stream`, "true" or "false", and `starting_after`, the number of the last event that the
-    client has seen. ApiError 400 for other values.
+    query: `stream`, "true" or "false", and `starting_after`, the number of the last event of such a
+    replay that the client has seen; the end always comes. ApiError 400 for other values.
     """
     stream, after = query.get("stream", "false").lower(), query.get("starting_after", "-1")
     if stream not in ("true", "false"):
@@ -200,16 +201,17 @@ def as_stream(response: bytes, query: Mapping[str, str]) -> bytes | None:
         raise ApiError(400, said, param="starting_after")
     if stream == "false":
         return None
-    events = replay(msgspec.json.decode(response))
+    events = list(replay(msgspec.json.decode(response)))
     frame = NamedEvents().event
-    return b"".join(frame(e) for e in events if e["sequence_number"] > int(after))
+    rest = [e for e in events if e["sequence_number"] > int(after)]
+    return b"".join(map(frame, rest or events[-1:]))
 
 
 _KINDS: dict[str, Kind] = {"reasoning": "reasoning", "message": "text", "function_call": "call"}
 
 
-def _state(block: Block, status: str) -> str:
-    return "completed" if block.complete and status == "completed" else "incomplete"
+def _state(block: Block) -> str:
+    return "completed" if block.complete else "incomplete"
 
 
 def _part(kind: str, text: str) -> Json:

@@ -127,7 +127,7 @@ def check_room(
     """ApiError context_length_exceeded for text that cannot fit into so many contexts, whatever its
     tokens are: encoding it would take half a minute and gigabytes."""
     if (least := tokenizer.least(text)) >= contexts * ready.context_length:
-        counted = f" (up to {contexts} times as many are counted)" if contexts > 1 else ""
+        counted = f" (what needs {contexts} times as many is not counted)" if contexts > 1 else ""
         raise _too_long(
             f"the prompt has {least} tokens or more, but the context holds {ready.context_length} "
             f"with the answer{counted}: shorten the prompt, or start the server with a larger "

@@ -16,6 +16,7 @@ from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ClientGoneError, as_api_error
 from ds_runtime.server.formats import Format
 from ds_runtime.server.run import Run
+from ds_runtime.server.translate import Names
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -69,11 +70,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def stream_response(run: Run, form: Format, request: Request) -> EventStream:
-    """Wait for the first piece, so that refusals still get their status, then stream."""
+async def stream_response(run: Run, form: Format, request: Request, names: Names) -> EventStream:
+    """Wait for the first piece, so that refusals still get their status, then stream. names: of the
+    request's fields, for errors inside the stream."""
     pieces = run.pieces()
     first = await until_disconnect(request.receive, anext(pieces))
-    return EventStream(_events(run, form, _chain(first, pieces)), run.close)
+    return EventStream(_events(run, form, _chain(first, pieces), names), run.close)
 
 
 async def _chain(
@@ -85,7 +87,7 @@ async def _chain(
 
 
 async def _events(
-    run: Run, form: Format, pieces: AsyncIterator[tuple[Choice, Piece]]
+    run: Run, form: Format, pieces: AsyncIterator[tuple[Choice, Piece]], names: Names
 ) -> AsyncGenerator[bytes]:
     try:
         async for choice, piece in pieces:
@@ -94,7 +96,7 @@ async def _events(
         for chunk in form.last(run):
             yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream
-        error = as_api_error(e)
+        error = as_api_error(names.renamed(e))
         if error.status == 500:
             _log.exception("a stream failed")
         yield form.failure(run, error)

@@ -11,6 +11,7 @@ from ds_runtime.errors import RequestError, shown
 from ds_runtime.server.errors import ApiError
 
 Json = dict[str, Any]
+_QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 
 
@@ -29,15 +30,25 @@ class Names:
         """Errors that leave the block name the client's fields."""
         try:
             yield
-        except RequestError as e:
-            raise RequestError(self.own(str(e)), self._param(e.param)) from e
-        except ApiError as e:
-            e.message, e.param = self.own(e.message), self._param(e.param)
-            e.args = (e.message,)
-            raise
+        except (RequestError, ApiError) as e:
+            raise self.renamed(e) from e
+
+    def renamed(self, error: Exception) -> Exception:
+        """An error that names the client's fields, if it names any."""
+        if isinstance(error, RequestError):
+            return RequestError(self.own(str(error)), self._param(error.param))
+        if isinstance(error, ApiError):
+            error.message, error.param = self.own(error.message), self._param(error.param)
+            error.args = (error.message,)
+        return error
 
     def own(self, text: str) -> str:
-        """`text` with the client's names."""
+        """`text` with the client's names; what is quoted is the client's own."""
+        parts = _QUOTED.split(text)
+        parts[::2] = map(self._renamed, parts[::2])
+        return "".join(parts)
+
+    def _renamed(self, text: str) -> str:
         text = _MESSAGE.sub(self._path, text)
         for chat, client in self._fields.items():
             text = re.sub(rf"(?<![\w.])(?<!these ){chat}\b", client, text)
@@ -54,6 +65,13 @@ class Names:
 def bad(path: str, value: object, needed: str) -> RequestError:
     """The error for a value at `path`."""
     return RequestError(f"{path} is {shown(value)}: {needed}", path)
+
+
+def only(given: Mapping[str, Any], path: str, known: Sequence[str]) -> None:
+    """RequestError for the first key that is none of `known`."""
+    for name in given:
+        if name not in known:
+            raise bad(f"{path}.{name}", given[name], f"only {', '.join(known)} are known")
 
 
 def parts_text(content: Any, path: str, kinds: Sequence[str]) -> str:

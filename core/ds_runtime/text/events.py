@@ -56,44 +56,41 @@ class Call:
 
 @dataclass(slots=True)
 class Answer:
-    """The events of one choice added up."""
+    """The events of one choice, in order, and added up."""
 
-    _reasoning: list[str] = field(default_factory=list)
-    _content: list[str] = field(default_factory=list)
-    _arguments: list[list[str]] = field(default_factory=list)
-    _calls: list[Call] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> None:
         """Take more events, in order."""
-        for event in events:
-            match event:
-                case Content(text):
-                    self._content.append(text)
-                case Reasoning(text):
-                    self._reasoning.append(text)
-                case CallBegin(_, call_id, name):
-                    self._calls.append(Call(call_id, name))
-                    self._arguments.append([])
-                case CallArguments(number, text):
-                    self._arguments[number].append(text)
-                case CallEnd(number, complete):
-                    call = self._calls[number]
-                    call.arguments, call.complete = "".join(self._arguments[number]), complete
+        self.events += events
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._reasoning)
+        return "".join(e.text for e in self.events if isinstance(e, Reasoning))
 
     @property
     def content(self) -> str:
-        return "".join(self._content)
+        return "".join(e.text for e in self.events if isinstance(e, Content))
 
     @property
     def calls(self) -> list[Call]:
         """Complete calls only: half a call must not be taken for one."""
-        return [c for c in self._calls if c.complete]
+        return [c for c in self.all_calls if c.complete]
 
     @property
     def all_calls(self) -> list[Call]:
         """The same, and those that the output was cut inside: for protocols that tell so."""
-        return list(self._calls)
+        calls: list[Call] = []
+        arguments: list[list[str]] = []
+        for event in self.events:
+            match event:
+                case CallBegin(_, call_id, name):
+                    calls.append(Call(call_id, name))
+                    arguments.append([])
+                case CallArguments(number, text):
+                    arguments[number].append(text)
+                case CallEnd(number, complete):
+                    calls[number].complete = complete
+        for call, parts in zip(calls, arguments, strict=True):
+            call.arguments = "".join(parts)
+        return calls

@@ -1,8 +1,8 @@
 """An engine that speaks the real messages over real sockets, and says what the prompt orders.
 
-Orders stand in the prompt in square brackets: [say TEXT] answers TEXT and ends with EOS, [go]
-never ends by itself, [hang] never answers, [full] and [invalid] refuse, [die] dies after three
-tokens, [bytes e4 bd] gives raw byte tokens.
+Orders stand in the prompt in square brackets, or in ⟦⟧ where they hold some: [say TEXT] answers
+TEXT and ends with EOS, [go] never ends by itself, [hang] never answers, [full] and [invalid]
+refuse, [die] dies after three tokens, [bytes e4 bd] gives raw byte tokens.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class FakeEngine:
 
     def admit(self, submit: Submit) -> None:
         text = self.tokenizer.decode(submit.prompt, skip_special=False)
-        order, rest = (re.findall(r"\[(\w+) ?([^\]]*)\]", text) or [("say", "so")])[-1]
+        found = re.findall(r"⟦(\w+) ?([^⟧]*)⟧", text) or re.findall(r"\[(\w+) ?([^\]]*)\]", text)
+        order, rest = (found or [("say", "so")])[-1]
         if order == "full":
             return self.send(Failed(submit.rid, "queue_full", "the queue holds 1024 requests"))
         if order == "invalid":

@@ -184,6 +184,8 @@ def body(*messages, **more):
 
 USER = {"role": "user", "content": "[say x]"}
 RESULT = {"type": "tool_result", "tool_use_id": "x"}
+CALLED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+BEGUN = [USER, {"role": "assistant", "content": [CALLED]}]
 BAD = [
     ({"messages": [USER]}, "max_tokens is missing"),
     (body(), "messages is []"),
@@ -191,7 +193,7 @@ BAD = [
     (body({"role": "robot", "content": "x"}), "messages[0].role is 'robot'"),
     (body({"role": "user", "content": None}), "messages[0].content is None"),
     (body({"role": "user", "content": [{"type": "image"}]}), "messages[0].content[0].type"),
-    (body({"role": "user", "content": [RESULT]}), "messages[0] is a tool result"),
+    (body({"role": "user", "content": [RESULT]}), "messages[0].content[0] is a tool result"),
     (body({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text is None"),
     (
         body(USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}),
@@ -333,3 +335,92 @@ def test_a_schema_s_error_names_the_client_s_field(client):
     tools = [{"name": "a b", "input_schema": SCHEMA}]
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].name is 'a b'"):
         ask(client, "[say x]", tools=tools)
+
+
+def both_ways(client, order, **kwargs):
+    whole = ask(client, order, **kwargs)
+    with ask(client, order, client.messages.stream, **kwargs) as events:
+        streamed = events.get_final_message()
+    return whole, streamed
+
+
+def shown(message):
+    blocks = [block.model_dump(exclude={"id", "citations"}) for block in message.content]
+    return blocks, message.stop_reason
+
+
+@pytest.mark.parametrize(
+    "text, kinds",
+    [
+        ("Hi. " + CALLS + " bye", ["text", "tool_use", "text"]),
+        (CALLS + "between" + CALLS, ["tool_use", "text", "tool_use"]),
+        ("<think>a</think>b" + CALLS + "c", ["thinking", "text", "tool_use", "text"]),
+        (CALL.format("[1, 2]") + "<｜tool▁calls▁end｜>", ["tool_use"]),
+        (CALL.format("plain words") + "<｜tool▁calls▁end｜>", ["tool_use"]),
+    ],
+)
+def test_whole_and_streamed_messages_are_the_same(client, text, kinds):
+    whole, streamed = both_ways(client, f"⟦say {text}⟧", tools=TOOLS, max_tokens=900)
+    assert shown(whole) == shown(streamed)
+    assert [block.type for block in whole.content] == kinds
+    assert all(isinstance(b.input, dict) for b in whole.content if b.type == "tool_use")
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"u": "\\ud83d"}', '{"n": ' + "[" * 300 + "]" * 300 + "}", '{"n": 1e999}']
+)
+@pytest.mark.parametrize("thread", [None, {"type": "create"}])
+def test_arguments_that_json_cannot_say_again(parsing, client, arguments, thread):
+    text = CALL.format(arguments) + "<｜tool▁calls▁end｜>"
+    messages = [{"role": "user", "content": f"⟦say {text}⟧"}]
+    body = {"model": "fake", "max_tokens": 1300, "messages": messages, "tools": TOOLS}
+    answer = parsing.http.post(
+        "/v1/messages", json=body | {"thread": thread}, headers={"x-api-key": "secret"}
+    )
+    assert answer.status_code == 200, answer.text
+    (call,) = answer.json()["content"]
+    assert call["input"] == {"arguments": arguments}
+    raw = parsing.http.post(
+        "/v1/messages",
+        json=body | {"thread": thread, "stream": True},
+        headers={"x-api-key": "secret"},
+    )
+    assert "event: error" not in raw.text and "message_stop" in raw.text
+
+
+def test_a_thread_goes_on_behind_an_answer_that_was_begun(client, parsing):
+    messages = [{"role": "user", "content": "[say 3.]"}, {"role": "assistant", "content": "It is "}]
+    ask_ = client.beta.messages.create
+    first = ask_(model="fake", max_tokens=9, messages=messages, thread={"type": "create"})
+    ahead = {"type": "continue", "previous_message_id": first.id}
+    more = [{"role": "user", "content": "[say on]"}]
+    assert ask_(model="fake", max_tokens=9, messages=more, thread=ahead).content[0].text == "on"
+    assert "It is 3.<｜end▁of▁sentence｜><｜User｜>[say on]" in prompt(parsing)
+    with pytest.raises(anthropic.BadRequestError, match=r"rid is .*draw a new one"):
+        for _ in range(2):
+            ask_(
+                model="fake", max_tokens=9, messages=more, thread={"type": "create"},
+                extra_body={"rid": "mine"},
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"tool_choice": {"type": "tool", "name": "stop"}, "tools": TOOLS}, "no function 'stop'"),
+        ({"model": "reasoning_effort"}, "model 'reasoning_effort' is not served"),
+        ({"tools": [{"name": "stop it", "input_schema": {}}]}, "tools[0].name is 'stop it'"),
+        ({"stop_sequences": [""]}, "stop_sequences holds an empty string"),
+        ({"thinking": {"type": "enabled", "foo": 1}}, "thinking.foo is 1: only type"),
+        (
+            {"messages": [*BEGUN, {"role": "user", "content": [dict(RESULT, tool_use_id="b")]}]},
+            "messages[2].content[0].tool_use_id is 'b'",
+        ),
+        ({"messages": BEGUN}, "messages: the last message must be the assistant's, with text"),
+    ],
+)
+def test_what_the_client_wrote_is_not_renamed(parsing, more, said):
+    asked = body(USER) | more
+    answer = parsing.http.post("/v1/messages", json=asked, headers={"x-api-key": "secret"})
+    assert answer.status_code in (400, 404)
+    assert said in answer.json()["error"]["message"]

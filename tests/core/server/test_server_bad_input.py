@@ -166,11 +166,11 @@ BAD_NATIVE = [
     ("/generate", {"text": "a", "sampling_params": {"top_p": "x"}}, "sampling_params.top_p is"),
     ("/tokenize", {}, "exactly one of prompt and messages"),
     ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
-    ("/tokenize", {"prompt": "x" * 10**6}, "up to 4 times as many are counted"),
+    ("/tokenize", {"prompt": "x" * 10**6}, "what needs 4 times as many is not counted"),
     (
         "/tokenize",
         {"messages": [{"role": "user", "content": "x" * 10**6}]},
-        "up to 4 times as many are counted",
+        "what needs 4 times as many is not counted",
     ),
     (
         "/generate",

@@ -266,3 +266,50 @@ def test_an_id_that_is_kept_is_not_taken_again(client):
     say(client, "two", store=False, extra_body={"rid": "mine"})
     client.responses.delete("mine")
     assert say(client, "two", extra_body={"rid": "mine"}).output_text == "two"
+
+
+@pytest.mark.parametrize(
+    "text, kinds",
+    [
+        ("Hi. " + CALLS + " bye", ["message", "function_call", "message"]),
+        ("<think>a</think>b" + CALLS + "c", ["reasoning", "message", "function_call", "message"]),
+    ],
+)
+def test_whole_and_streamed_responses_are_the_same(client, text, kinds):
+    whole = say(client, text, tools=TOOLS)
+    *_, last = say(client, text, tools=TOOLS, stream=True)
+
+    def plain(items):
+        return [item.model_dump(exclude={"id", "call_id"}) for item in items]
+
+    assert plain(whole.output) == plain(last.response.output)
+    assert [item.type for item in whole.output] == kinds
+
+
+def test_only_what_was_cut_is_incomplete(client, parsing):
+    text = "<think>two</think>" + CALLS + "and more than fits"
+    limit = len(parsing.tokenizer.encode(text[: text.index(" than")]))
+    whole = say(client, text, tools=TOOLS, max_output_tokens=limit)
+    *events, last = say(client, text, tools=TOOLS, max_output_tokens=limit, stream=True)
+    wanted = [("reasoning", "completed"), ("function_call", "completed"), ("message", "incomplete")]
+    for output in (whole.output, last.response.output):
+        assert [(item.type, item.status) for item in output] == wanted
+    done = [e.item for e in events if e.type == "response.output_item.done"]
+    assert [(item.type, item.status) for item in done] == wanted
+    replayed = list(client.responses.retrieve(whole.id, stream=True, starting_after=999))
+    assert [e.type for e in replayed] == ["response.incomplete"]
+    counted = client.responses.input_tokens.count(model="fake", previous_response_id=whole.id)
+    assert counted.input_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "extra, said",
+    [
+        ({"reasoning": {"zzz": 1}}, "reasoning.zzz is 1: only effort"),
+        ({"text": {"zzz": 1}}, "text.zzz is 1: only format"),
+        ({"model": "max_tokens messages"}, "model 'max_tokens messages' is not served here"),
+    ],
+)
+def test_more_bad_requests(parsing, extra, said):
+    answer = parsing.post("/v1/responses", **{"input": "x"} | extra)
+    assert answer.status_code in (400, 404) and said in answer.json()["error"]["message"]
