@@ -31,13 +31,13 @@ def engines():
 
 
 def test_perplexity_is_near_the_dense_demos_although_tokens_are_dropped(engines):
-    """Of the first passages, and of as many tokens as index_topk, where nothing is dropped."""
+    """Of all passages, and of as many tokens as index_topk, where nothing is dropped."""
     dense, sparse = engines
-    ids = [[0, *dense.tokenizer.encode(p["text"])] for p in HELD["prose"][:6]]
+    ids = [[0, *dense.tokenizer.encode(p["text"])] for p in HELD["prose"]]
     whole, dropped = (accuracy.perplexity(llm, ids)["perplexity"] for llm in (dense, sparse))
-    assert 0 < abs(math.log(dropped / whole)) < 0.02
+    assert 0 < abs(math.log(dropped / whole)) < math.log(1.01)
     top_k = json.loads((FOLDER / "config.json").read_text())["index_topk"]
-    short = [part[:top_k] for part in ids]
+    short = [part[:top_k] for part in ids[:6]]
     whole, dropped = (accuracy.perplexity(llm, short)["perplexity"] for llm in (dense, sparse))
     assert dropped == pytest.approx(whole, rel=2e-3)
 

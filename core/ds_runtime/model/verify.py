@@ -74,8 +74,8 @@ def unread_indexers(checkpoint: Checkpoint, config: ModelConfig) -> str:
     because = config.indexing.because
     return (
         f"{checkpoint.folder}: {_some(found)} not read: {because} in config.json lets "
-        f"{_layers(found)} attend what an earlier one chose; without {because.partition(' ')[0]} "
-        "each chooses"
+        f"{_layers(found)} attend what an earlier one chose; in a config without indexer_types, "
+        "index_topk_pattern and index_topk_freq each chooses"
     )
 
 

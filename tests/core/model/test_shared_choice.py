@@ -123,7 +123,8 @@ def test_they_are_neither_read_nor_held_nor_expected_to_be(tmp_path, fp8, capsys
     assert line == (
         f"warning: {folder}: {tensors} tensors ({first}, …) are not read: "
         "index_topk_freq 2 in config.json lets layers 2, 4 attend what an earlier one chose; "
-        "without index_topk_freq each chooses"
+        "in a config without indexer_types, "
+        "index_topk_pattern and index_topk_freq each chooses"
     )
 
 
