@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_runtime.errors import RequestError
 from ds_runtime.server.blocks import Blocks, blocks_of
+from ds_runtime.server.stream import _events
 from ds_runtime.server.translate import Names
 from ds_runtime.text.events import (
     Answer,
@@ -70,3 +73,21 @@ def test_names_in_quotes_are_the_client_s():
         "input[4].x is 'a stop': the prompt's 3 tokens and max_output_tokens 4 and \"stop\", "
         "stop_sequences"
     )
+
+
+def test_an_error_inside_a_stream_names_the_client_s_field():
+    class Form:
+        end = b""
+
+        def failure(self, run, error):
+            return error.message.encode()
+
+    async def pieces():
+        raise RequestError("stop cannot be followed any further", "stop")
+        yield
+
+    async def events():
+        names = Names((), {"stop": "stop_sequences"})
+        return [e async for e in _events(None, Form(), pieces(), names)]
+
+    assert asyncio.run(events()) == [b"stop_sequences cannot be followed any further"]
