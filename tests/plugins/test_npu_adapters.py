@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vendor_doubles import install, records, torch_npu
+import torch
+from vendor_doubles import RefusedError, install, records, torch_npu
 from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 from vendor_doubles.served import platform as served_platform
 
@@ -20,7 +21,7 @@ from ds_runtime.ops.spec import Dims, Offers
 from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.bisect import bisect
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
-from ds_runtime_npu import kernels
+from ds_runtime_npu import attention, kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
@@ -57,6 +58,20 @@ def test_an_op_conforms(kernel):
             ran += len(cases_for((kernel,), facts))
             assert [r for r in check_kernel(kernel, facts, OFFERS) if not r.ok] == []
     assert ran >= 2, "no sample was accepted"
+
+
+def test_rows_too_wide_to_be_turned_are_turned_before():
+    """128 local heads of 512 latent values are one more than the op takes transposed."""
+    draw = torch.Generator().manual_seed(1)
+    for heads in (127, 128):
+        x = torch.randn(3, heads, 512, generator=draw).bfloat16()
+        weight = torch.randn(heads, 512, 128, generator=draw).bfloat16()
+        found = attention._per_head(x, weight)
+        exact = torch.einsum("thk,hkn->thn", x.float(), weight.float())
+        assert found.shape == (3, heads, 128)
+        torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.3)
+    with pytest.raises(RefusedError, match="K · B below 65536"):
+        torch_npu.npu_transpose_batchmatmul(x, weight, [1, 0, 2], [1, 0, 2])
 
 
 ATTENTION = {"mla_decode": {"npu.MlaDecode"}, "mha_prefill": {"npu.mha_prefill"}}
