@@ -321,7 +321,10 @@ def npu_grouped_matmul(
         require(scale is per_token_scale is output_dtype is None, "no scales")
         return [out.to(rows.dtype)]
     require(scale[0].shape == (w.shape[0], w.shape[2]), "a scale per expert and column")
-    require(per_token_scale[0].dtype == torch.float32 and output_dtype in HALVES, "float32")
+    require(per_token_scale[0].dtype == torch.float32, "float32 scales of rows")
+    kinds = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+    wanted = kinds.get(output_dtype)
+    require(scale[0].dtype == wanted, f"{output_dtype} of {scale[0].dtype} scales")
     out = out * scale[0].float()[owner] * per_token_scale[0].unsqueeze(1)
     return [out.to(output_dtype)]
 
