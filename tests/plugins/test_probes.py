@@ -106,6 +106,18 @@ def test_rocm_stages(tmp_path):
     good = have(torch="2.14.0+rocm7.2")
     assert rocm.probe(root, good, {}) is None
     assert "HIP_VISIBLE_DEVICES" in rocm.probe(root, good, {"HIP_VISIBLE_DEVICES": "-1"}).reason
+    for name, value in (
+        ("HIP_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "-1"),
+        ("ROCR_VISIBLE_DEVICES", "7"),
+        ("ROCR_VISIBLE_DEVICES", "-1"),
+    ):
+        none_left = rocm.probe(root, good, {name: value})
+        assert none_left.kind == "absent" and f"{name}={value!r} hides" in none_left.reason
+    own = {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "-1"}
+    assert rocm.probe(root, good, own) is None, "HIP reads CUDA's where its own is not set"
+    assert rocm.probe(root, have(torch="2.14.0+rocm7"), {}) is None
     source = have(torch="2.9.0a0+git1c57644")  # as in the vendor's containers
     folder = write(tmp_path / "torch", {"version.py": "hip: Optional[str] = '7.1.25424'\n"})
     assert rocm.probe(root, source, {}, lambda name: folder) is None
@@ -118,6 +130,28 @@ def test_rocm_stages(tmp_path):
     write(root, {f"{nodes}/1/properties": "gfx_target_version 110000\n"})
     other = rocm.probe(root, good, {})
     assert other.kind == "unsupported" and "(gfx1100, gfx90a): this release serves" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("arch", "build", "before"),
+    [
+        (90402, "7.0", ""),
+        (90402, "6.4", "7.0, which gfx942 needs"),
+        (90500, "7.0", "7.2, which gfx950 needs"),
+        (90500, "7.1", "7.2, which gfx950 needs"),
+        (90500, "7.2", ""),
+        (90500, "7.10", ""),
+    ],
+)
+def test_each_architecture_has_an_oldest_rocm(tmp_path, arch, build, before):
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    root = write(tmp_path, {f"{nodes}/0/properties": f"gfx_target_version {arch}\n", "dev/kfd": ""})
+    found = rocm.probe(root, have(torch=f"2.10.0+rocm{build}"), {})
+    if not before:
+        assert found is None
+    else:
+        assert found.kind == "unsupported"
+        assert f"torch 2.10.0+rocm{build} is for a ROCm before {before}: install" in found.reason
 
 
 def test_a_rocm_gpu_as_kernels_see_it(tmp_path):
@@ -135,6 +169,8 @@ def test_a_rank_has_the_gpu_that_is_visible_to_it_or_a_sentence(tmp_path):
     both = {"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1", "X": ""}
     assert rocm.visible(made, both) == [made[2]]
     assert rocm.visible(made, {"ROCR_VISIBLE_DEVICES": "GPU-1f"}) == made
+    assert rocm.visible(made, {"HIP_VISIBLE_DEVICES": ""}) == []
+    assert rocm.visible(made, {"HIP_VISIBLE_DEVICES": "2,-1,0"}) == [made[2]], "what follows is not"
     assert rocm.gpu(1, made).arch == "gfx942"
     with pytest.raises(rocm.DeviceError, match=r"GPU 3 is asked for, and 3 are visible .*--tp"):
         rocm.gpu(3, made)
