@@ -56,6 +56,30 @@ def test_index_keys_follow_the_dtype_where_nothing_multiplies_fp8(device, dtype)
     assert "disable_graph" not in {change[0] for change in plan.changes}
 
 
+@pytest.mark.parametrize("model", ["demo", "demo-v32"])
+@pytest.mark.parametrize(
+    ("device", "providers", "said"),
+    [
+        ("mi300x", {"aiter", "tilelang"}, "gfx942 multiplies e4m3fnuz, and FP8 latents are e4m3fn"),
+        ("910b", {"npu"}, "Ascend 910 multiplies no FP8, and its cache holds no FP8 latents"),
+        ("b60", {"sgl_xpu"}, "xe2-hpg multiplies no FP8, and nothing here reads FP8 latents"),
+        ("max1550", {"sgl_xpu"}, "xe-hpc multiplies no FP8, and nothing here reads FP8 latents"),
+    ],
+)
+def test_fp8_latents_are_refused_by_the_plugin_with_what_to_pass(device, providers, said, model):
+    """Each of its kernels over the cache says so, whatever layout the references agree on."""
+    rows = fake.plan(model, device, kv_cache_dtype="fp8").plan.rows
+    ops = {"mla_decode", "sparse_decode", "sparse_prefill"} | {"cache_write", "cache_gather"}
+    found = [
+        sentence
+        for row in rows
+        if row.op in ops
+        for kernel, sentence in row.refused
+        if kernel.partition(".")[0] in providers and "phase" not in sentence
+    ]
+    assert found and set(found) == {f"{said}: pass --kv-cache-dtype auto"}
+
+
 @pytest.mark.parametrize("page", [16, 24, 32, 64, 128])
 def test_index_keys_follow_the_page_size_of_the_user(tmp_path, page):
     """The library that scores FP8 keys reads pages of 64 tokens."""
