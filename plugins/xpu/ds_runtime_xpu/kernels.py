@@ -19,7 +19,7 @@ from ds_runtime.api import (
     checks,
     gates,
 )
-from ds_runtime_xpu.software import DISTRIBUTIONS, INSTALL
+from ds_runtime_xpu.software import DISTRIBUTIONS, remedy
 
 _FP8, _DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
 _LAYOUTS = {"kv": frozenset({"latent_pages.v1"}), "index": frozenset({"index_pages.v1"})}
@@ -49,12 +49,14 @@ def _package(module: str, *functions: str) -> Gate:
     def check(facts: Facts) -> str | None:
         features = facts.device.features
         if module in DISTRIBUTIONS and module not in features:
-            return Fixable(f"{DISTRIBUTIONS[module][0]} is not installed", INSTALL)
+            return Fixable(f"{DISTRIBUTIONS[module][0]} is not installed", remedy(module))
         missing = [f for f in functions if f"{module}.{f}" not in features]
         if missing == ["xpu"]:
-            return f"the installed {module} is the build for NVIDIA GPUs: uninstall it"
+            said = f"the installed {module} is the build for NVIDIA GPUs"
+            return Fixable(said, f"uninstall it, and {remedy(module)}")
         if missing:
-            return f"the installed {module} has no {', '.join(missing)}; {INSTALL} brings one"
+            said = f"the installed {module} has no {', '.join(missing)}"
+            return Fixable(said, remedy(module))
         return None
 
     return check
