@@ -13,7 +13,7 @@ from ds_runtime.testing import fake
 from ds_runtime_cpu import isa, machine
 
 ROOT = Path(__file__).parents[2]
-NAMED = "a100 h100 h200 b200 mi300x mi355x 910b 910c max1550 b580 b60 epyc-9755 graviton4"
+NAMED = "a100 h100 h200 b200 b300 mi300x mi355x 910b 910c max1550 b580 b60 epyc-9755 graviton4"
 
 
 def tool():
