@@ -30,16 +30,23 @@ HEAD = """\
 Which kernel serves which op, by device, model and weight format. Written by
 tools/gen_selection.py; all plugins of the tree, with the software that their devices.json names.
 A format is what --quantize makes of the weights; "as is": what the checkpoint has. Below them, on
-accelerators, deepseek-v3 in the formats that others publish: the ops that own weights.
+accelerators: what other settings change, and deepseek-v3 in the formats that others publish, on one
+device of each architecture deepseek-v3.2 and deepseek-v2, too: the ops that own weights.
 """
 WEIGHED = ("linear", "mla_inputs", "mla_absorb", "experts")  # ops that own weights
 ALWAYS = ("disable_graph", "refused")
+PUBLISHED = ("deepseek-v3", "deepseek-v3.2", "deepseek-v2")
+VARIED = (  # model, what is set beside it
+    ("deepseek-v3.2", {"kv_cache_dtype": "auto"}),
+    ("deepseek-v3.2", {"index_cache_dtype": "bfloat16"}),
+    ("deepseek-v3", {"speculative_algorithm": "NEXTN"}),
+)
 
 
 def table() -> str:
     """The whole text: a section per device, a block per answer, with all models that get it."""
     plugins = load_plugins(PLUGINS)
-    lines, refused = [HEAD], dict[str, set[str]]()
+    lines, refused, archs = [HEAD], dict[str, set[str]](), set[str]()
     with tempfile.TemporaryDirectory() as folder:
         models = dict(_models(Path(folder)))
         for name, platform in sorted(fake.devices(plugins).items()):
@@ -57,7 +64,10 @@ def table() -> str:
             for said, asked in answers.items():
                 lines.append(f"{', '.join(asked)}:\n{said}")
             if platform.name != "cpu":
-                lines.append(_published(Path(models["deepseek-v3"]), name, plugins))
+                lines += _varied(models, name, plugins)
+                known = PUBLISHED[:1] if info.arch in archs else PUBLISHED
+                lines.append(_published([Path(models[model]) for model in known], name, plugins))
+                archs.add(info.arch)
     lines.append("\n## refused, on at least one device\n")
     lines += [f"{', '.join(sorted(models))}:\n{said}" for said, models in sorted(refused.items())]
     return "\n".join(lines) + "\n"
@@ -78,35 +88,56 @@ def _models(folder: Path) -> Iterator[tuple[str, str]]:
         yield file.stem, str(folder / file.stem)
 
 
-def _selection(model: str, device: str, quantize: str, plugins: Plugins) -> str:
+def _varied(models: dict[str, str], device: str, plugins: Plugins) -> Iterator[str]:
+    """Blocks of what other settings change."""
+    for model, settings in VARIED:
+        plain = _selection(models[model], device, "none", plugins).splitlines()
+        said = _selection(models[model], device, "none", plugins, **settings).splitlines()
+        changed = [line for line in said if line not in plain] or ["  as without"]
+        flags = ", ".join(f"--{k.replace('_', '-')} {v}" for k, v in settings.items())
+        yield "\n".join((f"{model}, {flags}:", *changed, ""))
+
+
+def _selection(model: str, device: str, quantize: str, plugins: Plugins, **settings: str) -> str:
     """A line per op; or why nothing is decided."""
     try:
-        plan = fake.plan(model, device, plugins=plugins, quantize=quantize).plan
+        plan = fake.plan(model, device, plugins=plugins, quantize=quantize, **settings).plan
     except DsRuntimeError as e:
         return f"{REFUSED}{str(e).replace(model, Path(model).name)}\n"
     return "".join(_lines(plan))
 
 
-def _published(model: Path, device: str, plugins: Plugins) -> str:
-    """Blocks of the formats that published_kinds.py writes, with all formats that get the same."""
+def _published(models: list[Path], device: str, plugins: Plugins) -> str:
+    """Blocks of the formats that published_kinds.py writes, with all that get the same."""
     sys.path.append(str(CONFIGS.parent))
     from published_kinds import BESIDE, KINDS
 
-    config = json.loads((model / "config.json").read_text())
-    config |= {"first_k_dense_replace": 1, "num_hidden_layers": 2}
-    answers: dict[str, list[str]] = {}
+    answers: dict[str, dict[str, list[str]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for kind, (_, quantization, _) in KINDS.items():
-            config["quantization_config"] = quantization
-            if kind in BESIDE:
-                del config["quantization_config"]
-                (Path(folder) / "hf_quant_config.json").write_text(json.dumps(BESIDE[kind]))
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            said = _selection(folder, device, "none", plugins).splitlines(keepends=True)
-            kept = (line for line in said if line.split()[0].rstrip(":") in (*WEIGHED, *ALWAYS))
-            answers.setdefault("".join(kept), []).append(kind)
-            (Path(folder) / "hf_quant_config.json").unlink(missing_ok=True)
-    return "\n".join(f"deepseek-v3, {', '.join(kinds)}:\n{a}" for a, kinds in answers.items())
+        for model in models:
+            config = json.loads((model / "config.json").read_text())
+            config |= {"first_k_dense_replace": 1, "num_hidden_layers": 2}
+            for kind, (_, quantization, _) in KINDS.items():
+                config["quantization_config"] = quantization
+                if kind in BESIDE:
+                    del config["quantization_config"]
+                    (Path(folder) / "hf_quant_config.json").write_text(json.dumps(BESIDE[kind]))
+                (Path(folder) / "config.json").write_text(json.dumps(config))
+                said = _selection(folder, device, "none", plugins).splitlines(keepends=True)
+                kept = (line for line in said if line.split()[0].rstrip(":") in (*WEIGHED, *ALWAYS))
+                found = answers.setdefault("".join(kept), {}).setdefault(model.name, [])
+                found.append(kind)
+                (Path(folder) / "hf_quant_config.json").unlink(missing_ok=True)
+    blocks = ((_asked(by_model), said) for said, by_model in answers.items())
+    return "\n".join(f"{asked}:\n{said}" for asked, said in blocks)
+
+
+def _asked(kinds: dict[str, list[str]]) -> str:
+    """Models with their formats; those of the same formats together."""
+    alike: dict[str, list[str]] = {}
+    for model, named in kinds.items():
+        alike.setdefault(", ".join(named), []).append(model)
+    return "; ".join(f"{' and '.join(models)}, {named}" for named, models in alike.items())
 
 
 def _lines(plan: Plan) -> Iterator[str]:

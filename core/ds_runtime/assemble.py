@@ -368,7 +368,29 @@ def find_loader(offers: Offers, model: ModelConfig, where: str = "config.json") 
 def _apply_defaults(
     config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
 ) -> tuple[EngineConfig, list[tuple[str, str, str, str]]]:
-    """Apply the plugins' Changes to fields that the user left alone; conflicts are errors."""
+    """Apply the plugins' Changes to fields that the user left alone; conflicts are errors.
+
+    A page size that they wish for is settled first: other wishes follow the one in force.
+    """
+    wishes = _wishes(config, facts, explicit, plugins)
+    page = wishes.get("page_size")
+    if page is not None and page[0] != config.page_size:
+        settled = with_changes(config, {"page_size": page[0]})
+        facts, explicit = replace(facts, page_size=page[0]), explicit | {"page_size"}
+        wishes = {**_wishes(settled, facts, explicit, plugins), "page_size": page}
+    log, values = [], {}
+    for name, (value, plugin, because) in sorted(wishes.items()):
+        if getattr(config, name) == value:
+            continue
+        log.append((name, f"{getattr(config, name)!r} → {value!r}", plugin, because))
+        values[name] = value
+    return with_changes(config, values), log
+
+
+def _wishes(
+    config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
+) -> dict[str, tuple[Any, str, str]]:
+    """Field → (value, plugin, because) of what the user left alone."""
     known = {f.name for f in fields(config)} - DECIDED
     wishes: dict[str, tuple[Any, str, str]] = {}
     for plugin, changes in plugins.call("ds_defaults", config=config, facts=facts):
@@ -390,13 +412,7 @@ def _apply_defaults(
                     f"{change.value!r}: set {flag} yourself"
                 )
             wishes.setdefault(change.field, (change.value, plugin, change.because))
-    log, values = [], {}
-    for name, (value, plugin, because) in sorted(wishes.items()):
-        if getattr(config, name) == value:
-            continue
-        log.append((name, f"{getattr(config, name)!r} → {value!r}", plugin, because))
-        values[name] = value
-    return with_changes(config, values), log
+    return wishes
 
 
 def _check_strict(config: EngineConfig, plan: Plan) -> None:

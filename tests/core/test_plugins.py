@@ -255,6 +255,18 @@ def test_the_users_own_setting_wins_even_over_a_conflict(tmp_path: Path) -> None
     assert (found.config.page_size, found.plan.changes) == (32, ())
 
 
+def test_wishes_follow_the_page_size_in_force(tmp_path: Path) -> None:
+    """That of the user, or the one that a plugin wishes for."""
+    code = """@hookimpl
+def ds_defaults(config, facts):
+    assert config.page_size == facts.page_size
+    return [Change("page_size", 64, "tiles"), Change("max_step_tokens", facts.page_size, "so")]
+"""
+    for explicit, page in (((), 64), (("page_size",), 16)):
+        found = start(tmp_path, module("a", code), explicit=explicit)
+        assert (found.config.page_size, found.config.max_step_tokens) == (page, page)
+
+
 @pytest.mark.parametrize("field", ["page_sise", "platform", "tp", "plugins"])
 def test_a_wish_for_what_is_decided_or_unknown_names_the_plugin(tmp_path: Path, field: str) -> None:
     with pytest.raises(PluginError, match=f"plugin a: ds_defaults may not change '{field}'"):

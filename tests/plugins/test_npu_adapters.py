@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vendor_doubles import install, records, torch_npu
+import torch
+from vendor_doubles import RefusedError, install, records, torch_npu
 from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 from vendor_doubles.served import platform as served_platform
 
+from ds_runtime.api import Routing, route
 from ds_runtime.bench import shapes
 from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
@@ -20,7 +23,7 @@ from ds_runtime.ops.spec import Dims, Offers
 from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.bisect import bisect
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
-from ds_runtime_npu import kernels
+from ds_runtime_npu import attention, experts, kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
@@ -57,6 +60,63 @@ def test_an_op_conforms(kernel):
             ran += len(cases_for((kernel,), facts))
             assert [r for r in check_kernel(kernel, facts, OFFERS) if not r.ok] == []
     assert ran >= 2, "no sample was accepted"
+
+
+def told(monkeypatch, name):
+    """What each call of an op is given, by name."""
+    package, calls = torch_npu.MODULES["torch_npu"], []
+    op = getattr(package, name)
+
+    def record(*args, **kwargs):
+        calls.append(inspect.signature(op).bind(*args, **kwargs).arguments)
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(package, name, record)
+    return calls
+
+
+def test_the_prolog_has_the_models_epsilon_for_both_norms(monkeypatch):
+    """Its own default is 1e-5."""
+    calls = told(monkeypatch, "npu_mla_prolog_v3")
+    facts = facts_for(on_host("npu", "910b"), "bfloat16", PROLOG_DIMS, 16)
+    assert all(r.ok for r in check_kernel(by_fn(":MlaProlog"), facts, OFFERS))
+    eps = {(c["rmsnorm_epsilon_cq"], c["rmsnorm_epsilon_ckv"]) for c in calls}
+    assert eps == {(1e-6, 1e-6)}
+
+
+def test_scores_near_zero_are_normalised():
+    """The sum of the chosen ones is divided by, however small: nothing to speak of is added."""
+    routing = Routing(4, 16, 2, 1, "sigmoid", "noaux_tc", True, 2.5)
+    logits = torch.full((3, 16), -25.0) + torch.arange(16) / 8
+    for bias in (None, torch.zeros(16)):
+        weights, ids = experts.choose(logits, bias, routing)
+        expected, same = route(logits, bias, routing)
+        assert torch.equal(ids.sort(1).values, same.sort(1).values)
+        torch.testing.assert_close(weights.sum(1), torch.full((3,), 2.5))
+        torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values)
+
+
+@pytest.mark.parametrize("heads", [3, 12])
+def test_sparse_attention_takes_any_number_of_heads(heads):
+    """They are filled up to a power of two, which the op wants."""
+    kernel = next(k for k in KERNELS if k.op.name == "sparse_decode")
+    dims = Dims({**TRUE_DIMS, "heads": heads})
+    results = check_kernel(kernel, facts_for(on_host("npu", "910b"), "bfloat16", dims, 16), OFFERS)
+    assert results and [r for r in results if not r.ok] == []
+
+
+def test_rows_too_wide_to_be_turned_are_turned_before():
+    """128 local heads of 512 latent values are one more than the op takes transposed."""
+    draw = torch.Generator().manual_seed(1)
+    for heads in (127, 128):
+        x = torch.randn(3, heads, 512, generator=draw).bfloat16()
+        weight = torch.randn(heads, 512, 128, generator=draw).bfloat16()
+        found = attention._per_head(x, weight)
+        exact = torch.einsum("thk,hkn->thn", x.float(), weight.float())
+        assert found.shape == (3, heads, 128)
+        torch.testing.assert_close(found.float(), exact, rtol=0.01, atol=0.3)
+    with pytest.raises(RefusedError, match="K · B below 65536"):
+        torch_npu.npu_transpose_batchmatmul(x, weight, [1, 0, 2], [1, 0, 2])
 
 
 ATTENTION = {"mla_decode": {"npu.MlaDecode"}, "mha_prefill": {"npu.mha_prefill"}}

@@ -106,6 +106,18 @@ def test_rocm_stages(tmp_path):
     good = have(torch="2.14.0+rocm7.2")
     assert rocm.probe(root, good, {}) is None
     assert "HIP_VISIBLE_DEVICES" in rocm.probe(root, good, {"HIP_VISIBLE_DEVICES": "-1"}).reason
+    for name, value in (
+        ("HIP_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "-1"),
+        ("ROCR_VISIBLE_DEVICES", "7"),
+        ("ROCR_VISIBLE_DEVICES", "-1"),
+    ):
+        none_left = rocm.probe(root, good, {name: value})
+        assert none_left.kind == "absent" and f"{name}={value!r} hides" in none_left.reason
+    own = {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "-1"}
+    assert rocm.probe(root, good, own) is None, "HIP reads CUDA's where its own is not set"
+    assert rocm.probe(root, have(torch="2.14.0+rocm7"), {}) is None
     source = have(torch="2.9.0a0+git1c57644")  # as in the vendor's containers
     folder = write(tmp_path / "torch", {"version.py": "hip: Optional[str] = '7.1.25424'\n"})
     assert rocm.probe(root, source, {}, lambda name: folder) is None
@@ -118,6 +130,28 @@ def test_rocm_stages(tmp_path):
     write(root, {f"{nodes}/1/properties": "gfx_target_version 110000\n"})
     other = rocm.probe(root, good, {})
     assert other.kind == "unsupported" and "(gfx1100, gfx90a): this release serves" in other.reason
+
+
+@pytest.mark.parametrize(
+    ("arch", "build", "before"),
+    [
+        (90402, "7.0", ""),
+        (90402, "6.4", "7.0, which gfx942 needs"),
+        (90500, "7.0", "7.2, which gfx950 needs"),
+        (90500, "7.1", "7.2, which gfx950 needs"),
+        (90500, "7.2", ""),
+        (90500, "7.10", ""),
+    ],
+)
+def test_each_architecture_has_an_oldest_rocm(tmp_path, arch, build, before):
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    root = write(tmp_path, {f"{nodes}/0/properties": f"gfx_target_version {arch}\n", "dev/kfd": ""})
+    found = rocm.probe(root, have(torch=f"2.10.0+rocm{build}"), {})
+    if not before:
+        assert found is None
+    else:
+        assert found.kind == "unsupported"
+        assert f"torch 2.10.0+rocm{build} is for a ROCm before {before}: install" in found.reason
 
 
 def test_a_rocm_gpu_as_kernels_see_it(tmp_path):
@@ -135,6 +169,8 @@ def test_a_rank_has_the_gpu_that_is_visible_to_it_or_a_sentence(tmp_path):
     both = {"ROCR_VISIBLE_DEVICES": "1,2", "CUDA_VISIBLE_DEVICES": "1", "X": ""}
     assert rocm.visible(made, both) == [made[2]]
     assert rocm.visible(made, {"ROCR_VISIBLE_DEVICES": "GPU-1f"}) == made
+    assert rocm.visible(made, {"HIP_VISIBLE_DEVICES": ""}) == []
+    assert rocm.visible(made, {"HIP_VISIBLE_DEVICES": "2,-1,0"}) == [made[2]], "what follows is not"
     assert rocm.gpu(1, made).arch == "gfx942"
     with pytest.raises(rocm.DeviceError, match=r"GPU 3 is asked for, and 3 are visible .*--tp"):
         rocm.gpu(3, made)
@@ -166,7 +202,7 @@ def test_npu_stages(tmp_path):
     pair = {"torch-npu": "2.13.0", "torch": "2.11.0+cpu"}.get
     other = npu.probe(root, pair, (), {})
     assert other.kind == "unsupported"
-    assert "torch-npu 2.13.0 is made for torch 2.13, not 2.11.0+cpu: pip install" in other.reason
+    assert "torch-npu 2.13.0 is made for torch 2.13.0, not 2.11.0+cpu: pip install" in other.reason
     ready = {"torch-npu": "2.13.0", "torch": "2.13.0+cpu"}.get
     unlinked = npu.probe(root, ready, (), {})
     assert unlinked.kind == "broken" and "libascendcl.so of the toolkit is in no" in unlinked.reason
@@ -175,6 +211,74 @@ def test_npu_stages(tmp_path):
     assert npu.probe(root, ready, (str(root / "lib64"),), {}) is None
     write(root, {"etc/ld.so.conf.d/ascend.conf": "/lib64\n"})
     assert npu.probe(root, ready, (), {}) is None
+
+
+def npus(root, cann="9.1.0"):
+    """Two 910B that are ready, less torch and torch-npu."""
+    files = {"dev/davinci_manager": "", "lib64/libascendcl.so": ""}
+    for i, address in enumerate(("0000:c1:00.0", "0000:c2:00.0")):
+        files |= pci(address, "0x19e5", "0x120000")
+        files |= {f"sys/bus/pci/devices/{address}/device": "0xd802", f"dev/davinci{i}": ""}
+    info = "usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info"
+    return write(root, files | {info: f"version={cann}\n"})
+
+
+@pytest.mark.parametrize(
+    ("release", "cann", "wanted"),
+    [
+        ("2.9.0", "8.5.0", ""),
+        ("2.9.0.post2", "8.5.0", "9.0"),
+        ("2.9.0.post9", "9.0.0", "9.1"),
+        ("2.10.0.post4", "9.0.0", "9.1"),
+        ("2.11.0", "9.0.0", "9.1"),
+        ("2.12.0.post3", "9.0.RC1", "9.1"),
+        ("2.14.0", "9.1.0", ""),
+        ("2.14.0", "10.0.0", ""),
+    ],
+)
+def test_each_torch_npu_has_an_oldest_toolkit(tmp_path, release, cann, wanted):
+    root = npus(tmp_path, cann)
+    pair = {"torch-npu": release, "torch": f"{npu._pinned(release)}+cpu"}.get
+    found = npu.probe(root, pair, (str(root / "lib64"),), {})
+    if not wanted:
+        assert found is None
+    else:
+        assert found.kind == "unsupported"
+        said = f"CANN {cann} is older than {wanted}, which torch-npu {release} is made for"
+        assert said in found.reason
+
+
+@pytest.mark.parametrize(
+    ("release", "torch", "fits"),
+    [
+        ("2.14.0", "2.14.0+cpu", True),
+        ("2.14.0", "2.14.1+cpu", False),
+        ("2.9.0.post9", "2.9.1", False),
+        ("2.9.0.post9", "2.9.0+cpu", True),
+        ("2.13.0", "2.13.0a0+git1c57644", True),
+    ],
+)
+def test_torch_and_torch_npu_agree_in_three_parts(tmp_path, release, torch, fits):
+    root = npus(tmp_path)
+    found = npu.probe(root, {"torch-npu": release, "torch": torch}.get, (str(root / "lib64"),), {})
+    assert (found is None) == fits
+    if not fits:
+        assert f"is made for torch {npu._pinned(release)}, not {torch}" in found.reason
+
+
+def test_a_rank_has_the_npu_that_is_visible_to_it_or_a_sentence(tmp_path):
+    root, ready = npus(tmp_path), {"torch-npu": "2.13.0", "torch": "2.13.0"}.get
+    write(root, {"sys/bus/pci/devices/0000:c2:00.0/device": "0xd803"})
+    for hidden in ("", "-1", "2", "x"):
+        found = npu.probe(root, ready, (str(root / "lib64"),), {npu.VISIBLE: hidden})
+        assert found.kind == "absent" and f"{npu.VISIBLE}={hidden!r} hides" in found.reason
+    assert npu.probe(root, ready, (str(root / "lib64"),), {npu.VISIBLE: "1"}) is None
+    assert [npu.chip(r, root, {}) for r in (0, 1)] == ["0xd802", "0xd803"]
+    assert npu.chip(0, root, {npu.VISIBLE: "1"}) == "0xd803"
+    for rank, environ, count in ((99, {}, 2), (1, {npu.VISIBLE: "1"}, 1)):
+        said = rf"NPU {rank} is asked for, and {count} are visible \({npu.VISIBLE} .*--tp"
+        with pytest.raises(npu.DeviceError, match=said):
+            npu.chip(rank, root, environ)
 
 
 def test_a_toolkit_elsewhere_is_found_through_the_environment(tmp_path):

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from vendor_doubles import aiter, install, records
 from vendor_doubles.served import INDEXED, TRUE, answers, demo, on_host, serve
 
+from ds_runtime.api import Routing, route
 from ds_runtime.bench import shapes
 from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.ops.bind import refusal
@@ -26,7 +28,7 @@ from ds_runtime.testing.conformance import (
     check_kernel,
     facts_for,
 )
-from ds_runtime_rocm import kernels, software
+from ds_runtime_rocm import aiter_moe, kernels, software
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
@@ -61,6 +63,17 @@ def test_an_adapter_conforms(kernel, gfx):
             assert [r for r in results if not r.ok] == [], kernel.fn
     elsewhere = f"not for {gfx}" in (kernel.refuse(facts_for(info, "bfloat16", TRUE_DIMS)) or "")
     assert ran >= 2 or elsewhere or kernel == by_fn(":ExpertsMxfp4"), "no sample was accepted"
+
+
+def test_more_tokens_than_the_library_leaves_unnormalised_go_in_parts(gfx):
+    """The stand-in refuses more than 212 a compute unit without renormalising, as the library."""
+    routing = Routing(2, 8, 2, 1, "sigmoid", "noaux_tc", False, 2.5)
+    logits = torch.randn(212 * 256 + 1, 8, generator=torch.Generator().manual_seed(3))
+    bias = torch.zeros(8)
+    weights, ids = aiter_moe.route(logits, bias, routing)
+    expected, same = route(logits, bias, routing)
+    assert torch.equal(ids.sort(1).values, same.sort(1).values)
+    torch.testing.assert_close(weights.sort(1).values, expected.sort(1).values)
 
 
 ATTENTION = {"mla_decode": {"aiter.MlaDecode"}, "mha_prefill": {"aiter.mha_prefill"}}

@@ -13,7 +13,7 @@ from ds_runtime.testing import fake
 from ds_runtime_cpu import isa, machine
 
 ROOT = Path(__file__).parents[2]
-NAMED = "a100 h100 h200 b200 mi300x mi355x 910b 910c max1550 b580 b60 epyc-9755 graviton4"
+NAMED = "a100 h100 h200 b200 b300 mi300x mi355x 910b 910c max1550 b580 b60 epyc-9755 graviton4"
 
 
 def tool():
@@ -56,15 +56,42 @@ def test_index_keys_follow_the_dtype_where_nothing_multiplies_fp8(device, dtype)
     assert "disable_graph" not in {change[0] for change in plan.changes}
 
 
-@pytest.mark.parametrize("page", [24, 128])
+@pytest.mark.parametrize("model", ["demo", "demo-v32"])
+@pytest.mark.parametrize(
+    ("device", "providers", "said"),
+    [
+        ("mi300x", {"aiter", "tilelang"}, "gfx942 multiplies e4m3fnuz, and FP8 latents are e4m3fn"),
+        ("910b", {"npu"}, "Ascend 910 multiplies no FP8, and its cache holds no FP8 latents"),
+        ("b60", {"sgl_xpu"}, "xe2-hpg multiplies no FP8, and nothing here reads FP8 latents"),
+        ("max1550", {"sgl_xpu"}, "xe-hpc multiplies no FP8, and nothing here reads FP8 latents"),
+    ],
+)
+def test_fp8_latents_are_refused_by_the_plugin_with_what_to_pass(device, providers, said, model):
+    """Each of its kernels over the cache says so, whatever layout the references agree on."""
+    rows = fake.plan(model, device, kv_cache_dtype="fp8").plan.rows
+    ops = {"mla_decode", "sparse_decode", "sparse_prefill"} | {"cache_write", "cache_gather"}
+    found = [
+        sentence
+        for row in rows
+        if row.op in ops
+        for kernel, sentence in row.refused
+        if kernel.partition(".")[0] in providers and "phase" not in sentence
+    ]
+    assert found and set(found) == {f"{said}: pass --kv-cache-dtype auto"}
+
+
+@pytest.mark.parametrize("page", [16, 24, 32, 64, 128])
 def test_index_keys_follow_the_page_size_of_the_user(tmp_path, page):
     """The library that scores FP8 keys reads pages of 64 tokens."""
     config = ROOT / "tests/core/model/fixtures/deepseek-v3.2.json"
     (tmp_path / "config.json").write_text(config.read_text())
     plan = fake.plan(str(tmp_path), "b60", page_size=page).plan
     assert [row.op for row in plan.rows if row.provider == "reference"] == []
-    (why,) = (c[3] for c in plan.changes if c[0] == "index_cache_dtype")
-    assert f"page size {page}, takes 64" in why
+    why = [c[3] for c in plan.changes if c[0] == "index_cache_dtype"]
+    if page == 64:
+        assert not why
+    else:
+        assert f"page size {page}, takes 64" in why[0]
 
 
 def test_no_op_of_a_published_model_is_left_to_a_reference_on_a_device():

@@ -95,9 +95,17 @@ def test_what_is_not_installed_is_named(kernel):
         assert kernel.refuse(bare) is None
         return
     said = kernel.refuse(bare) or ""
-    names = {"sgl_xpu": "sglang-kernel-xpu is not installed: pip install", "xpu": "torch has no"}
+    names = {
+        "sgl_xpu": "sglang-kernel-xpu is not installed: install a wheel of",
+        "xpu": "torch has no",
+    }
     assert names.get(kernel.provider, "vllm-xpu-kernels is not installed: pip install") in said
     if kernel.provider == "sgl_xpu":
         wrong = describe(PLUGINS, "b60").info().features - {"sgl_kernel.xpu"}
         said = kernel.refuse(facts(device={"features": wrong}))
-        assert said == "the installed sgl_kernel is the build for NVIDIA GPUs: uninstall it"
+        assert said.startswith(
+            "the installed sgl_kernel is the build for NVIDIA GPUs: uninstall it"
+        )
+        older = describe(PLUGINS, "b60").info().features - {"sgl_kernel.flash_mla_decode"}
+        said += kernel.refuse(facts(device={"features": older})) or ""
+        assert "ds-runtime[xpu]" not in said and "its releases (docs/install.md)" in said

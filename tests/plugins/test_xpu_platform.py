@@ -124,8 +124,9 @@ def test_index_keys_stay_wide_where_nothing_scores_them_in_fp8():
         device = DeviceInfo("xpu", "x", arch, features=has)
         for heads, wanted in ((64, wide), (8, ["bfloat16"])):
             dims = Dims({"index_topk": 2048, "index_heads": heads, "index_dim": 128})
-            changes = ds_defaults(Facts(device, dims, "bfloat16"))
-            assert [c.value for c in changes if c.field == "index_cache_dtype"] == wanted
+            for page, kept in ((64, wanted), (16, ["bfloat16"])):
+                changes = ds_defaults(Facts(device, dims, "bfloat16", page_size=page))
+                assert [c.value for c in changes if c.field == "index_cache_dtype"] == kept
 
 
 def test_before_torch_has_the_device_all_its_memory_counts_as_free(monkeypatch):

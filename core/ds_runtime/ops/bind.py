@@ -81,7 +81,8 @@ def refusal(kernel: Kernel, facts: Facts, tag: str = "") -> str | None:
 
 
 def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
-    """Every reason why this kernel cannot serve here: what it does not declare, then its gates."""
+    """Every reason why this kernel cannot serve here: what it does not declare, its gates, and
+    the cache layout `tag` that others agree on."""
     op = kernel.op
     if kernel.contract not in op.served:
         has = " and ".join(map(str, op.served))
@@ -95,12 +96,13 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield Fixable("not deterministic", "leave --deterministic out")
     if facts.graph_capture and not kernel.graph_safe:
         yield Fixable("not safe under graph capture", "pass --disable-graph")
-    if op.layout and tag and tag not in kernel.layouts:
-        yield f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
     checks = kernel.refuse.checks if isinstance(kernel.refuse, Gates) else (kernel.refuse,)
     for check in checks:
         if (said := _asked(check, facts)) is not None:
             yield said
+    # Last: which layout was chosen follows from what kernels say of themselves.
+    if op.layout and tag and tag not in kernel.layouts:
+        yield f"does not use cache layout {tag}; it uses {', '.join(sorted(kernel.layouts))}"
 
 
 def _asked(check: Gate, facts: Facts) -> str | None:

@@ -19,6 +19,7 @@ from ds_runtime_npu.library import npu
 from ds_runtime_npu.tasks import TaskGraphs, capturing
 
 LATENT, ROPE, HEAD = 512, 64, 128  # what the ops are made for
+_WIDEST_TURNED = 65535  # heads · values of a row that npu_transpose_batchmatmul turns itself
 _MASK = 2048  # width of the causal mask that the op cuts its own from
 
 
@@ -285,11 +286,16 @@ class MlaAbsorb:
 
 
 def _per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """[T, heads, n] · [heads, n, m] → [T, heads, m]."""
+    """[T, heads, n] · [heads, n, m] → [T, heads, m]. Rows too wide for the op to turn are turned
+    before it: its own order of them is a limit on heads · n alone.
+    """
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[0], weight.shape[2])
+    order = [1, 0, 2]
+    if x.shape[1] * x.shape[2] > _WIDEST_TURNED:
+        x, order = x.transpose(0, 1), [0, 1, 2]
     out: Tensor = npu().npu_transpose_batchmatmul(
-        x.contiguous(), weight, perm_x1=[1, 0, 2], perm_y=[1, 0, 2]
+        x.contiguous(), weight, perm_x1=order, perm_y=[1, 0, 2]
     )
     return out
 

@@ -99,9 +99,14 @@ class ExpertsInt8(Experts):
     tag = "npu.experts_int8"
     rounds = 1  # dynamically, per row
 
+    def __init__(self, facts: Facts) -> None:
+        super().__init__(facts)
+        # For float16 the op takes no scales of the result's dtype.
+        self._scales = torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32
+
     def _part(self, weight: Weight) -> tuple[Tensor, Tensor | None]:
         codes, scale = int8.rows(weight)
-        return codes.t(), scale.to(self._dtype)
+        return codes.t(), scale.to(self._scales)
 
     def _restore(self, packed: Packed) -> Tensor:
         scale: Tensor = packed.tensors["upper_scale"].to(torch.float32).unsqueeze(2)

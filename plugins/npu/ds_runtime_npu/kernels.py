@@ -7,6 +7,7 @@ on an Ascend NPU.
 from __future__ import annotations
 
 from ds_runtime.api import (
+    FP8_GROUPS,
     OPS,
     RANK_PLATFORM,
     RANK_SPECIALISED,
@@ -29,6 +30,7 @@ _MOST_COLUMNS = 65535
 _PROLOG_HIDDEN, _PROLOG_INNER = (6144, 7168, 7680), 1536
 _INDEX_HEADS, _INDEX_DIM = 64, 128
 _INDEX_PAGES = frozenset({"index_pages.v1"})
+_FP8_LATENTS = frozenset({"float8_e4m3fn", FP8_GROUPS})
 _ARCHS = ("ascend910b", "ascend910_93")
 
 
@@ -86,6 +88,13 @@ def _prolog(facts: Facts) -> str | None:
     return None
 
 
+def _latents(facts: Facts) -> str | None:
+    if facts.kv_dtype in _FP8_LATENTS:
+        said = "Ascend 910 multiplies no FP8, and its cache holds no FP8 latents"
+        return Fixable(said, "pass --kv-cache-dtype auto")
+    return None
+
+
 def _indexer(facts: Facts) -> str | None:
     dims = facts.dims
     heads, dim, keep = (dims.get(f"index_{n}", 0) for n in ("heads", "dim", "topk"))
@@ -130,12 +139,13 @@ def _offer(
 _HALVES = checks.dtypes("bfloat16", "float16")
 _PAGES = checks.page_multiples(16, most=1024, best=128)
 _LATENT, _HEADS_192 = checks.latent(512, 64), checks.head_dims(128, 64, 128)
-_CACHE = gates(_HALVES, checks.same_kv, _PAGES)
-_MLA = gates(_HALVES, _LATENT, checks.heads(128), checks.same_kv, _PAGES)
+_CACHE = gates(_latents, _HALVES, checks.same_kv, _PAGES)
+_MLA = gates(_latents, _HALVES, _LATENT, checks.heads(128), checks.same_kv, _PAGES)
 ATTENTION: tuple[Kernel, ...] = (
     _offer(
         "mla_inputs",
         "inputs:MlaProlog",
+        _latents,
         checks.dtypes("bfloat16"),
         _LATENT,
         _HEADS_192,

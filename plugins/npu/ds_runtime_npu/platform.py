@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,52 @@ TOOLKITS = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # of a toolkit elsewhere: its set_env.sh
 LIBRARY = "libascendcl.so"  # of the toolkit, which torch-npu is linked against
 OLDEST_CANN = (8, 5)  # of the first torch-npu with these schemas
+# The first releases (…, post) of torch-npu that are made for a newer CANN, latest first.
+CANN_OF = (
+    ((2, 11, 0, 0), (9, 1)),
+    ((2, 10, 0, 4), (9, 1)),
+    ((2, 10, 0, 0), OLDEST_CANN),
+    ((2, 9, 0, 6), (9, 1)),
+    ((2, 9, 0, 2), (9, 0)),
+)
 OLDEST = (2, 9)  # of torch-npu: the first release with these schemas
 CHIPS: Mapping[str, tuple[str, str, int]] = {  # PCI device → arch, name, AI cores of a die
     "0xd802": ("ascend910b", "Ascend 910B", 20),
     "0xd803": ("ascend910_93", "Ascend 910C, one of two dies", 24),
 }
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _MEMORY = 64 << 30  # bytes of a die, until torch-npu is there to ask
+
+
+class DeviceError(RuntimeError):
+    """A rank has no device; says why."""
 
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
 
 
-def _short(version: str) -> str:
-    return ".".join(map(str, _release(version)))
+def _pinned(version: str) -> str:
+    """ "2.14.0" of "2.14.0.post3" or "2.14.0a0+git1c57": releases of both packages agree so far."""
+    found = re.match(r"\d+\.\d+(\.\d+)?", version)
+    return found[0] if found else version
+
+
+def _cann_of(version: str) -> tuple[int, ...]:
+    """The oldest CANN that a torch-npu is made for."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:\.post(\d+))?", version)
+    release = tuple(int(n or 0) for n in found.groups()) if found else ()
+    return next((cann for first, cann in CANN_OF if release >= first), OLDEST_CANN)
+
+
+def shown(count: int, environ: Mapping[str, str] = os.environ) -> list[int]:
+    """Which of so many dies the runtime shows, in its order: numbers up to the first that none
+    has.
+    """
+    if VISIBLE not in environ:
+        return list(range(count))
+    numbers = (n.strip() for n in environ[VISIBLE].split(","))
+    return [int(n) for n in takewhile(lambda n: n.isdigit() and int(n) < count, numbers)]
 
 
 def _toolkits(root: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -84,6 +118,8 @@ def probe(
         return Refusal(
             "not installed", f"{what} on the PCI bus, but the driver made no /dev/davinci0"
         )
+    if not shown(count, environ):
+        return Refusal("absent", f"{what}, but {VISIBLE}={environ[VISIBLE]!r} hides every one")
     if not (root / "dev/davinci_manager").exists():
         return Refusal("broken", f"{what}, but /dev/davinci_manager is not in this container")
     toolkits = _toolkits(root, environ)
@@ -107,9 +143,15 @@ def probe(
         oldest = ".".join(map(str, OLDEST))
         said = f"{what}, but torch-npu {version} is older than {oldest}: {INSTALL}"
         return Refusal("unsupported", said)
+    wanted = _cann_of(version)
+    old = next((v for v in _cann(toolkits) if _release(v) and _release(v) < wanted), None)
+    if old is not None:
+        said = f"{what}, but CANN {old} is older than {'.'.join(map(str, wanted))}"
+        said = f"{said}, which torch-npu {version} is made for: install it from hiascend.com"
+        return Refusal("unsupported", said)
     torch = package("torch")
-    if torch is not None and _release(torch) != _release(version):
-        said = f"{what}, but torch-npu {version} is made for torch {_short(version)}, not {torch}"
+    if torch is not None and _pinned(torch) != _pinned(version):
+        said = f"{what}, but torch-npu {version} is made for torch {_pinned(version)}, not {torch}"
         return Refusal("unsupported", f"{said}: {INSTALL}")
     if not has_library(root, LIBRARY, search) and not _configured(root):
         said = f"{what}, but {LIBRARY} of the toolkit is in no library folder"
@@ -131,6 +173,20 @@ def describe(chip: str, libraries: frozenset[str]) -> DeviceInfo:
     )
 
 
+def chip(rank: int, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> str:
+    """PCI device of the rank-th visible die, "" where the bus lists none. Raises DeviceError where
+    there is no such die.
+    """
+    found = pci_devices(root, VENDOR, CLASSES)
+    here = shown(len(device_nodes(root, "davinci[0-9]*")) or len(found), environ)
+    if rank >= len(here):
+        raise DeviceError(
+            f"NPU {rank} is asked for, and {len(here)} are visible ({VISIBLE} hides others): give "
+            "--tp as many"
+        )
+    return read_file(found[min(here[rank], len(found) - 1)] / "device") if found else ""
+
+
 def libraries() -> frozenset[str]:
     """What of torch-npu and a Triton for Ascend is installed."""
     found = {m for m in ("torch_npu", "triton") if package_folder(m) is not None}
@@ -147,9 +203,7 @@ class NpuPlatform(TorchPlatform):
     graph = "NPUGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
-        found = pci_devices(Path("/"), VENDOR, CLASSES)
-        chip = read_file(found[min(rank, len(found) - 1)] / "device") if found else ""
-        return describe(chip, libraries())
+        return describe(chip(rank), libraries())
 
     def runtime(self) -> Any:
         """torch-npu registers itself with torch."""

@@ -8,6 +8,7 @@ on an AMD GPU: ranks are by what SGLang and vLLM choose there.
 from __future__ import annotations
 
 from ds_runtime.api import (
+    FP8_GROUPS,
     OPS,
     RANK_PLATFORM,
     RANK_SPECIALISED,
@@ -31,6 +32,7 @@ _CONTRACTS = {"mla_decode": 2, "route": 2}
 _NUMERICS = {_FP8: "fp8_w8a8", _MXFP4: "mxfp4_w4a4"}
 _INDEX = 128
 _BLOCK, _GROUP = 128, 32
+_FP8_LATENTS = frozenset({"float8_e4m3fn", FP8_GROUPS})
 _ARCHS = ("gfx942", "gfx950")
 
 
@@ -75,6 +77,13 @@ def _index_keys(facts: Facts) -> str | None:
     return None if dim == _INDEX else f"made for index keys of {_INDEX} values, not {dim}"
 
 
+def _latents(facts: Facts) -> str | None:
+    if facts.device.arch == "gfx942" and facts.kv_dtype in _FP8_LATENTS:
+        said = "gfx942 multiplies e4m3fnuz, and FP8 latents are e4m3fn"
+        return Fixable(said, "pass --kv-cache-dtype auto")
+    return None
+
+
 def _prefill_heads(facts: Facts) -> str | None:
     heads = facts.dims.get("heads", 0)
     return None if heads <= 16 or heads == 128 else f"takes up to 16 heads, or 128, not {heads}"
@@ -108,8 +117,15 @@ def _offer(
 
 _BF16, _HALVES = checks.dtypes("bfloat16"), checks.dtypes("bfloat16", "float16")
 _LATENT = checks.latent(512, 64)
-_MLA = gates(_aiter("mla.mla_decode_fwd"), _BF16, _LATENT, checks.same_kv, checks.heads(128))
-_SPARSE = gates(_tilelang, _HALVES, _LATENT, checks.same_kv)
+_MLA = gates(
+    _latents,
+    _aiter("mla.mla_decode_fwd"),
+    _BF16,
+    _LATENT,
+    checks.same_kv,
+    checks.heads(128),
+)
+_SPARSE = gates(_latents, _tilelang, _HALVES, _LATENT, checks.same_kv)
 _MOE, _SHUFFLE = "fused_moe.fused_moe", "ops.shuffle.shuffle_weight"
 _EXPONENTS = "utility.fp4_utils.e8m0_shuffle"
 
@@ -119,6 +135,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "mla_decode",
         "aiter_mla:MlaVerify",
         RANK_SPECIALISED + 1,
+        _latents,
         _aiter("mla.mla_prefill_fwd"),
         _BF16,
         _LATENT,

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from ds_runtime.api import (
@@ -23,12 +24,13 @@ from ds_runtime_rocm import software
 VENDOR = "0x1002"
 CLASSES = ("0x03", "0x12")
 INSTALL = "install a ROCm build of torch (docs/install.md)"
-OLDEST = (7, 0)  # of ROCm: what AITER's kernels for both architectures are built with
+# Of ROCm, by architecture: what AITER's kernels are built with. Before 7.2 CK's block-scaled matmul
+# gives NaN on gfx950, and the compiler of 7.0 gets the shuffled one wrong.
+OLDEST = {"gfx942": (7, 0), "gfx950": (7, 2)}
 ARCHS = {  # gfx name → what the library's kernels multiply beside 32- and 16-bit floats
     "gfx942": frozenset({"float8_e4m3fnuz"}),
     "gfx950": frozenset({"float8_e4m3fn", "float4_e2m1fn"}),
 }
-_VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 class DeviceError(RuntimeError):
@@ -75,11 +77,12 @@ def _gpu(node: Path) -> Iterator[Gpu]:
 
 
 def rocm_version(torch: str) -> tuple[int, ...]:
-    """(7, 1) of "2.10.0+rocm7.1"; empty for another build."""
+    """(7, 1) of "2.10.0+rocm7.1", (7, 0) of "+rocm7"; empty for another build."""
     local = torch.partition("+")[2]
     if not local.startswith("rocm"):
         return ()
-    return tuple(int(n) for n in local.removeprefix("rocm").split(".")[:2] if n.isdigit())
+    found = [int(n) for n in local.removeprefix("rocm").split(".")[:2] if n.isdigit()]
+    return (*found, 0)[:2] if found else ()
 
 
 def source_build(folder: Callable[[str], Path | None]) -> str:
@@ -109,9 +112,11 @@ def probe(
         )
     archs = sorted({g.arch for g in found})
     what = f"{len(found)} AMD GPU{'s' if len(found) > 1 else ''} ({', '.join(archs)})"
-    for name in _VISIBLE:
-        if environ.get(name, "0").split(",")[0].strip() in ("", "-1"):
-            return Refusal("absent", f"{what}, but {name} hides every one")
+    for name in _variables(environ):
+        found = _shown(found, environ[name])
+        if not found:
+            said = f"{what}, but {name}={environ[name]!r} hides every one"
+            return Refusal("absent", said)
     if not (root / "dev/kfd").exists():
         return Refusal("broken", f"{what}, but there is no /dev/kfd in this container")
     torch = package("torch")
@@ -120,9 +125,11 @@ def probe(
     if torch is None or "rocm" not in torch:
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
         return Refusal("not installed", f"{what}, but {have}: {INSTALL}")
-    if rocm_version(torch) and rocm_version(torch) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return Refusal("unsupported", f"{what}, but torch {torch} is for a ROCm before {oldest}")
+    wanted = max((OLDEST.get(g.arch, (0, 0)), g.arch) for g in found)
+    if rocm_version(torch) and rocm_version(torch) < wanted[0]:
+        oldest = f"{'.'.join(map(str, wanted[0]))}, which {wanted[1]} needs"
+        said = f"{what}, but torch {torch} is for a ROCm before {oldest}: {INSTALL}"
+        return Refusal("unsupported", said)
     if not any(g.arch in ARCHS for g in found):
         known = " and ".join(ARCHS)
         return Refusal("unsupported", f"{what}: this release serves {known}; use --platform cpu")
@@ -131,12 +138,24 @@ def probe(
 
 def visible(found: list[Gpu], environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Those that HIP shows, in its order. Names such as "GPU-1f…" are not followed."""
-    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
-    for name in ("ROCR_VISIBLE_DEVICES", hip):
-        numbers = [n.strip() for n in environ.get(name, "").split(",")]
-        if all(n.isdigit() for n in numbers):
-            found = [found[int(n)] for n in numbers if int(n) < len(found)]
+    for name in _variables(environ):
+        found = _shown(found, environ[name])
     return found
+
+
+def _variables(environ: Mapping[str, str]) -> list[str]:
+    """Those that are set and hide devices: of HIP its own, else CUDA's, which it reads, too."""
+    hip = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in environ else "CUDA_VISIBLE_DEVICES"
+    return [name for name in ("ROCR_VISIBLE_DEVICES", hip) if name in environ]
+
+
+def _shown(found: list[Gpu], value: str) -> list[Gpu]:
+    """What is left of them: numbers up to the first that no device has."""
+    numbers = [n.strip() for n in value.split(",")]
+    if not all(n.removeprefix("-").isdigit() or not n for n in numbers):  # names
+        return found
+    given = takewhile(lambda n: n.isdigit() and int(n) < len(found), numbers)
+    return [found[int(n)] for n in given]
 
 
 def gpu(rank: int, found: list[Gpu] | None = None) -> Gpu:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ds_runtime.api import Change, EngineConfig, Facts, Kernel, Platform, Refusal, hookimpl
+from ds_runtime.api import Change, Facts, Kernel, Platform, Refusal, hookimpl
 
 
 def probe() -> Refusal | None:
@@ -61,8 +61,7 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
     from ds_runtime_xpu.kernels import FP8_SCORES
 
     changes = []
-    page = 64 if facts.page_size == EngineConfig().page_size else facts.page_size  # the user's
-    wished = replace(facts, index_dtype="float8_e4m3fn", page_size=page)
+    wished = replace(facts, index_dtype="float8_e4m3fn")
     if "index_topk" in facts.dims and (said := FP8_SCORES.refuse(wished)) is not None:
         why = f"nothing here scores FP8 index keys: {FP8_SCORES.name}: {said}"
         changes = [Change("index_cache_dtype", facts.dtype, why)]

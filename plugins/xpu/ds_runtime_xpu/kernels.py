@@ -8,6 +8,7 @@ here: ranks follow what the packages say of themselves. Portable Triton serves t
 from __future__ import annotations
 
 from ds_runtime.api import (
+    FP8_GROUPS,
     OPS,
     RANK_PLATFORM,
     RANK_SPECIALISED,
@@ -18,7 +19,7 @@ from ds_runtime.api import (
     checks,
     gates,
 )
-from ds_runtime_xpu.software import DISTRIBUTIONS, INSTALL
+from ds_runtime_xpu.software import DISTRIBUTIONS, remedy
 
 _FP8, _DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
 _LAYOUTS = {"kv": frozenset({"latent_pages.v1"}), "index": frozenset({"index_pages.v1"})}
@@ -29,6 +30,7 @@ _PROVIDERS = {  # names that no other plugin has
     "vllm_index": "vllm_xpu",
     "sgl_kernel": "sgl_xpu",
 }
+_FP8_LATENTS = frozenset({"float8_e4m3fn", FP8_GROUPS})
 _BLOCK = 128
 _INDEX = 64, 128  # heads and width of V3.2's indexer
 
@@ -47,12 +49,14 @@ def _package(module: str, *functions: str) -> Gate:
     def check(facts: Facts) -> str | None:
         features = facts.device.features
         if module in DISTRIBUTIONS and module not in features:
-            return Fixable(f"{DISTRIBUTIONS[module][0]} is not installed", INSTALL)
+            return Fixable(f"{DISTRIBUTIONS[module][0]} is not installed", remedy(module))
         missing = [f for f in functions if f"{module}.{f}" not in features]
         if missing == ["xpu"]:
-            return f"the installed {module} is the build for NVIDIA GPUs: uninstall it"
+            said = f"the installed {module} is the build for NVIDIA GPUs"
+            return Fixable(said, f"uninstall it, and {remedy(module)}")
         if missing:
-            return f"the installed {module} has no {', '.join(missing)}; {INSTALL} brings one"
+            said = f"the installed {module} has no {', '.join(missing)}"
+            return Fixable(said, remedy(module))
         return None
 
     return check
@@ -67,6 +71,13 @@ def _index(facts: Facts) -> str | None:
     if facts.index_dtype != "float8_e4m3fn":
         said = f"reads index keys in float8_e4m3fn, not {facts.index_dtype}"
         return Fixable(said, "pass --index-cache-dtype fp8")
+    return None
+
+
+def _latents(facts: Facts) -> str | None:
+    if facts.kv_dtype in _FP8_LATENTS:
+        said = f"{facts.device.arch} multiplies no FP8, and nothing here reads FP8 latents"
+        return Fixable(said, "pass --kv-cache-dtype auto")
     return None
 
 
@@ -119,6 +130,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "mla_decode",
         "sgl_kernel:MlaDecode",
         RANK_SPECIALISED,
+        _latents,
         _xe2,
         _package("sgl_kernel", "flash_mla_decode", "xpu"),
         _HALVES,
@@ -132,6 +144,7 @@ ATTENTION: tuple[Kernel, ...] = (
             op,
             "sgl_kernel:sparse_mla",
             RANK_SPECIALISED,
+            _latents,
             _xe2,
             _package("sgl_kernel", "flash_mla_sparse_fwd", "xpu"),
             _BF16,

@@ -16,9 +16,16 @@ from typing import NamedTuple
 from ds_runtime.api import installed, package_folder
 
 INSTALL = 'pip install "ds-runtime[xpu]" with torch from https://download.pytorch.org/whl/xpu'
+# On no index: the extra cannot bring it.
+INSTALL_SGL = "install a wheel of sgl-kernel-xpu from its releases (docs/install.md)"
 OLDEST = {"torch": (2, 13), "vllm-xpu-kernels": (0, 1, 16)}  # the releases that were read
 IPEX = "intel-extension-for-pytorch"
 IPEX_STATUS = "not used: its maintenance ended in March 2026, and torch has the device itself"
+
+
+def remedy(module: str) -> str:
+    """What brings a module of DISTRIBUTIONS, or torch."""
+    return INSTALL_SGL if module == "sgl_kernel" else INSTALL
 
 
 class Export(NamedTuple):
@@ -91,6 +98,6 @@ def report(version: Callable[[str], str | None] = installed) -> Iterator[tuple[s
     """(package, which version, or that it is not installed)."""
     for module, names in DISTRIBUTIONS.items():
         found = [f"{d} {v}" for d in names if (v := version(d)) is not None]
-        yield module, ", ".join(found) or f"not installed: {INSTALL}"
+        yield module, ", ".join(found) or f"not installed: {remedy(module)}"
     have = version(IPEX)
     yield IPEX, f"{have}, {IPEX_STATUS}" if have else f"not installed, and {IPEX_STATUS}"

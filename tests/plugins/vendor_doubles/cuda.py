@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.reference.scaled import decoded
-from vendor_doubles import blackwell, doubles
+from vendor_doubles import blackwell, doubles, require
 from vendor_doubles.blackwell import packed_words
 from vendor_doubles.maths import attend, rows_of, spread, varlen
 
@@ -17,11 +17,12 @@ FP8 = torch.float8_e4m3fn
 
 def check_operands(a, b):
     (q, q_scale), (w, w_scale) = a, b
-    assert q.dtype == w.dtype == FP8 and q_scale.dtype == torch.float32
-    assert q.is_contiguous() and w.is_contiguous(), "K-major operands"
+    require(q.dtype == w.dtype == FP8 and q_scale.dtype == torch.float32, "FP8, float32 scales")
+    require(q.is_contiguous() and w.is_contiguous(), "K-major operands")
     k = q.shape[-1]
-    assert k % 128 == 0 and q_scale.shape == (*q.shape[:-1], k // 128)
-    assert q_scale.stride(-2) == 1 and q_scale.stride(-1) % 4 == 0, "transposed, 16-byte columns"
+    require(k % 128 == 0 and q_scale.shape == (*q.shape[:-1], k // 128), "a scale per 128")
+    dense = q_scale.stride(-2) == 1 and q_scale.stride(-1) % 4 == 0
+    require(dense, "transposed, 16-byte columns")
     if w_scale.dtype == torch.int32:  # on compute capability 10
         bits = q_scale.contiguous().view(torch.int32)
         cut = (bits & 255 << 23).view(torch.float32)  # to powers, when the library packs them
@@ -36,8 +37,8 @@ def check_operands(a, b):
 
 def fp8_gemm_nt(a, b, d):
     x, w = check_operands(a, b)
-    assert d.dtype == torch.bfloat16 and d.shape == (x.shape[0], w.shape[0])
-    assert d.shape[1] % 8 == 0, "rows of whole 16 bytes"
+    require(d.dtype == torch.bfloat16 and d.shape == (x.shape[0], w.shape[0]), "bfloat16 out")
+    require(d.shape[1] % 8 == 0, "rows of whole 16 bytes")
     d.copy_(x @ w.T)
 
 
@@ -79,12 +80,13 @@ def fp8_paged_mqa_logits(
     q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len
 ):
     rows, queries, heads, d = q.shape
-    assert q.dtype == FP8 and queries == 1 and heads in (32, 64) and q.is_contiguous()
-    assert kv_cache.dtype == torch.uint8 and kv_cache.shape[1:] == (64, 1, d + 4)
-    assert context_lens.shape == (rows, 1) and block_table.shape[0] == rows
-    assert context_lens.dtype == block_table.dtype == torch.int32
-    assert weights.shape == (rows, heads) and weights.is_contiguous()
-    assert (schedule_meta == int(context_lens.sum())).all(), "an old schedule"
+    require(q.dtype == FP8 and queries == 1 and q.is_contiguous(), "FP8 queries, one a row")
+    require(heads in (32, 64), "32 or 64 heads")
+    require(kv_cache.dtype == torch.uint8 and kv_cache.shape[1:] == (64, 1, d + 4), "pages of 64")
+    require(context_lens.shape == (rows, 1) and block_table.shape[0] == rows, "a length a row")
+    require(context_lens.dtype == block_table.dtype == torch.int32, "int32")
+    require(weights.shape == (rows, heads) and weights.is_contiguous(), "a weight per head")
+    require((schedule_meta == int(context_lens.sum())).all(), "an old schedule")
     out, flat = torch.full((rows, max_context_len), float("nan")), kv_cache.flatten(1)
     keys = flat[:, : 64 * d].reshape(-1, 64, d)
     scales = flat[:, 64 * d :].contiguous().view(torch.float32)
@@ -283,14 +285,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
     bmm1_scale,
     bmm2_scale,
 ):
-    assert not workspace_buffer.any(), "zeroed before first use"
-    assert (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim) == (128, 512, 64)
-    assert kv_cache.shape[1] in (32, 64) and bmm2_scale == 1.0 and query.shape[1] == 1
-    assert block_tables.dtype == seq_lens.dtype == torch.int32
-    assert int(seq_lens.max()) <= max_seq_len
-    assert query.dtype == kv_cache.dtype and query.is_contiguous()
-    assert query.dtype in (torch.bfloat16, torch.float8_e4m3fn), query.dtype
-    assert query.shape[2] <= 64 or query.shape[2] == 128, "no heads between 64 and 128"
+    require(not workspace_buffer.any(), "zeroed before first use")
+    widths = (qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim)
+    require(widths == (128, 512, 64), "128, 512 and 64")
+    require(kv_cache.shape[1] in (32, 64), "pages of 32 or 64")
+    require(bmm2_scale == 1.0 and query.shape[1] == 1, "a query a row")
+    require(block_tables.dtype == seq_lens.dtype == torch.int32, "int32")
+    require(int(seq_lens.max()) <= max_seq_len, "max_seq_len")
+    require(query.dtype == kv_cache.dtype and query.is_contiguous(), "one dtype, no gaps")
+    require(query.dtype in (torch.bfloat16, torch.float8_e4m3fn), f"dtype {query.dtype}")
+    require(query.shape[2] <= 64 or query.shape[2] == 128, "no heads between 64 and 128")
     if isinstance(bmm1_scale, torch.Tensor):  # which FP8 alone takes
         assert query.dtype == torch.float8_e4m3fn and bmm1_scale.dtype == torch.float32
         bmm1_scale = float(bmm1_scale.reshape(()))

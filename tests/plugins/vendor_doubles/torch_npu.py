@@ -1,6 +1,7 @@
 """Stand-ins for torch-npu's ops, computed in float32.
 
-Layouts and refusals are those of torch-npu 2.14's own descriptions (torch_npu/_op_plugin_docs.py).
+Layouts and refusals are those of torch-npu 2.14's own descriptions (torch_npu/_op_plugin_docs.py);
+how wide rows npu_transpose_batchmatmul turns is of op-plugin's page on it.
 """
 
 from __future__ import annotations
@@ -234,11 +235,17 @@ def npu_attention_update(lse, local_out, update_type):
 
 
 def npu_transpose_batchmatmul(input, weight, perm_x1, perm_y):
-    require(list(perm_x1) == list(perm_y) == [1, 0, 2], "[B, M, K] and back")
+    turned = list(perm_x1) == [1, 0, 2]
+    require(turned or list(perm_x1) == [0, 1, 2], f"perm_x1 {perm_x1}")
+    require(list(perm_y) == [1, 0, 2], "only [1, 0, 2] for the result")
     _dense(input, weight)
+    if turned:
+        require(0 < input.shape[1] * input.shape[2] < 65536, "K · B below 65536")
+        input = input.transpose(0, 1)
+    require(input.shape[0] == weight.shape[0] and input.shape[2] == weight.shape[1], "B and K")
     require(input.dtype == weight.dtype and weight.shape[1] % 16 == 0, "K in 16s")
     require(weight.shape[2] % 16 == 0, "N in 16s")
-    return torch.einsum("tbk,bkn->tbn", input.float(), weight.float()).to(input.dtype)
+    return torch.einsum("btk,bkn->tbn", input.float(), weight.float()).to(input.dtype)
 
 
 def npu_scatter_nd_update_(self, indices, updates):
@@ -314,7 +321,10 @@ def npu_grouped_matmul(
         require(scale is per_token_scale is output_dtype is None, "no scales")
         return [out.to(rows.dtype)]
     require(scale[0].shape == (w.shape[0], w.shape[2]), "a scale per expert and column")
-    require(per_token_scale[0].dtype == torch.float32 and output_dtype in HALVES, "float32")
+    require(per_token_scale[0].dtype == torch.float32, "float32 scales of rows")
+    kinds = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+    wanted = kinds.get(output_dtype)
+    require(scale[0].dtype == wanted, f"{output_dtype} of {scale[0].dtype} scales")
     out = out * scale[0].float()[owner] * per_token_scale[0].unsqueeze(1)
     return [out.to(output_dtype)]
 

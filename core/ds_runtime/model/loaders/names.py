@@ -56,10 +56,11 @@ class Names:
         self._parts = {bare(e) for e in entries} - {bare(g) for g in globs}
 
     def __contains__(self, module: str) -> bool:
-        segments = bare(module).split(".")
-        ends = range(1, len(segments) + 1)
-        if any(".".join(segments[i:j]) in self._parts for j in ends for i in range(j)):
-            return True
+        if self._parts:
+            segments = bare(module).split(".")
+            ends = range(1, len(segments) + 1)
+            if any(".".join(segments[i:j]) in self._parts for j in ends for i in range(j)):
+                return True
         if any(r.match(module) for r in self._regexes):
             return True
         return self._globs is not None and any(map(self._globs.match, _parents(module)))
