@@ -137,14 +137,13 @@ class _Events:
 
     def step(self, response_id: str, step: str, block: Block, text: str) -> Iterator[Json]:
         """What opens, grows or closes."""
-        item = _item(response_id, block, "in_progress")
         at: Json = {"output_index": block.index}
-        inside = at | {"item_id": item["id"]}
+        inside = at | {"item_id": _item_id(response_id, block)}
         part = inside | {"content_index": 0}
         name = {"text": "output_text", "reasoning": "reasoning_text"}.get(block.kind)
         if step == "open":
             none: Json = {"arguments": ""} if name is None else {"content": []}
-            empty = item | none
+            empty = _item(response_id, block, "in_progress") | none
             yield self.one("output_item.added", **at, item=empty)
             if name is not None:
                 yield self.one("content_part.added", **part, part=_part(block.kind, ""))
@@ -220,13 +219,20 @@ def _part(kind: str, text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+_IDS = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+def _item_id(response_id: str, block: Block) -> str:
+    return f"{_IDS[block.kind]}_{response_id.removeprefix('resp_')}_{block.index}"
+
+
 def _item(response_id: str, block: Block, status: str) -> Json:
     """One block as an output item."""
-    own = f"{response_id.removeprefix('resp_')}_{block.index}"
+    own = _item_id(response_id, block)
     match block.kind:
         case "reasoning":
             return {
-                "id": f"rs_{own}",
+                "id": own,
                 "type": "reasoning",
                 "summary": [],
                 "content": [_part("reasoning", block.text)],
@@ -234,7 +240,7 @@ def _item(response_id: str, block: Block, status: str) -> Json:
             }
         case "text":
             return {
-                "id": f"msg_{own}",
+                "id": own,
                 "type": "message",
                 "role": "assistant",
                 "content": [_part("text", block.text)],
@@ -242,7 +248,7 @@ def _item(response_id: str, block: Block, status: str) -> Json:
             }
         case "call":
             return {
-                "id": f"fc_{own}",
+                "id": own,
                 "type": "function_call",
                 "call_id": block.call_id,
                 "name": block.name,

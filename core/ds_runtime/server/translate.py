@@ -18,8 +18,8 @@ _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
 class Names:
     """Where each part of a chat request stood in the client's own body.
 
-    paths: one per chat message. fields: chat's name, a regular expression → the client's; the first
-    that fits counts.
+    paths: one per chat message. fields: chat's name, a regular expression → the client's, put in
+    one after the other.
     """
 
     def __init__(self, paths: Sequence[str] = (), fields: Mapping[str, str] | None = None) -> None:
