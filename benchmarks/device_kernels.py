@@ -1,19 +1,25 @@
 """Heavy ops on the accelerator that is here: every kernel that serves, one against the other.
 
-python benchmarks/device_kernels.py [linear] [experts] [decode] [sparse]. Times are medians of ten
-replays of a capture, in microseconds per call; weights and caches take turns, so that none stays in
-the chip's cache. A figure counts all launches of the call, such as the quantisation of activations.
+python benchmarks/device_kernels.py [linear] [experts] [decode] [sparse] [--out FILE]
+
+Times are medians of ten replays of a capture, in microseconds per call; weights and caches take
+turns, so that none stays in the chip's cache. A figure counts all launches of the call, such as the
+quantisation of activations. Rates count what a call must read and compute.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from ds_runtime.bench.record import append, environment
 from ds_runtime.bench.sparse_subjects import INPUTS
 from ds_runtime.bench.subjects import Memory, Place
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
@@ -35,7 +41,14 @@ LINEARS = (
     (129280, 7168, "dense"),
 )
 EXPERTS = ((256, 7168, 256, 8, "fp8_block"), (64, 2048, 1408, 6, "dense"))
-DECODES = ((128, 1, 512), (128, 32, 512), (128, 128, 512), (128, 32, 8192), (16, 32, 8192))
+DECODES = (
+    (128, 1, 512),
+    (128, 32, 512),
+    (128, 128, 512),
+    (128, 32, 8192),
+    (128, 32, 65536),
+    (16, 32, 8192),
+)
 INDEX = {"index_heads": 64, "index_dim": 128, "index_topk": 2048}
 SPARSE_ROWS, SPARSE_CONTEXT = 32, 65536
 _CACHE_BYTES = 200 << 20  # more than any chip's cache
@@ -56,6 +69,14 @@ class Bench:
         )
         offers = self.plugins.offers(self.facts)
         self.kernels, self.layouts = offers.kernels, offers.layouts
+        self.rows: list[dict[str, Any]] = []
+
+    def note(self, what: str, kernel: Kernel, us: float, nbytes: float, flops: float) -> None:
+        """Print and keep one figure."""
+        row = {"what": what, "kernel": kernel.name, "us": us}
+        self.rows.append({**row, "bytes": nbytes, "flops": flops})
+        rates = f"{nbytes / us / 1e6:.2f} TB/s, {flops / us / 1e6:.0f} TFLOP/s"
+        print(f"{what}, {kernel.name}: {us:.1f} us ({rates})", flush=True)
 
     def serving(self, op: str, facts: Facts) -> Iterator[Kernel]:
         """Kernels of `op` that accept these facts, references left out."""
@@ -98,7 +119,7 @@ class Bench:
             facts = replace(self.facts, weight_format=fmt, shape=(rows, cols))
             size = rows * cols * (1 if fmt == "fp8_block" else 2)
             for kernel in self.serving("linear", facts):
-                made, said = load_attr(kernel.fn)(facts), []
+                made = load_attr(kernel.fn)(facts)
                 copies = max(1, min(8, _CACHE_BYTES // size))
                 packed = [made.pack(self.weight(rows, cols, fmt), facts) for _ in range(copies)]
                 for tokens in TOKENS:
@@ -106,24 +127,25 @@ class Bench:
                         continue
                     x = self.tokens(tokens, cols)
                     us = self.time([lambda p=p: made.apply(x, p) for p in packed])  # type: ignore[misc]  # noqa: B023
-                    flops = 2 * tokens * rows * cols / us / 1e6
-                    said.append(f"{tokens}: {us:.1f} ({size / us / 1e6:.2f} TB/s, {flops:.0f} TF)")
-                print(f"linear {rows}x{cols} {fmt} {kernel.name}: " + ", ".join(said), flush=True)
+                    what = f"linear {rows}x{cols} {fmt}, {tokens} tokens"
+                    self.note(what, kernel, us, size, 2 * tokens * rows * cols)
 
     def experts(self) -> None:
         for count, hidden, inter, top_k, fmt in EXPERTS:
             facts = replace(self.facts, weight_format=fmt, shape=(count, inter, hidden))
             for kernel in self.serving("experts", facts):
-                made, said = load_attr(kernel.fn)(facts), []
+                made = load_attr(kernel.fn)(facts)
                 packed = made.pack(_Experts(self, count, hidden, inter, fmt), facts)
                 for tokens in TOKENS:
                     order = torch.rand(tokens, count, device=self.device).argsort(1)
                     ids, x = order[:, :top_k].int().contiguous(), self.tokens(tokens, hidden)
                     weights = torch.rand(tokens, top_k, device=self.device)
                     us = self.time([lambda: made.apply(x, weights, ids, packed)])  # noqa: B023
-                    said.append(f"{tokens}: {us:.0f}")
-                what = f"experts {count} of {hidden}x{inter}, top {top_k}, {fmt}"
-                print(f"{what} {kernel.name}: " + ", ".join(said), flush=True)
+                    one, hit = 3 * hidden * inter, len(set(ids.flatten().tolist()))
+                    nbytes = hit * one * (1 if fmt == "fp8_block" else 2)
+                    what = f"experts {count} of {hidden}x{inter}, top {top_k}, {fmt}"
+                    flops = 2 * tokens * top_k * one
+                    self.note(f"{what}, {tokens} tokens", kernel, us, nbytes, flops)
 
     def decode(self) -> None:
         for heads, batch, length in DECODES:
@@ -140,9 +162,7 @@ class Bench:
                 ]
                 q = torch.randn(batch, heads, 576, device=self.device).bfloat16()
                 us = self.time([lambda c=c: made.run(state, q, c, 0.07) for c in caches])  # type: ignore[misc]  # noqa: B023
-                rate = f"{nbytes / us / 1e6:.2f} TB/s, {flops / us / 1e6:.0f} TF"
-                what = f"decode {heads} heads, {batch} x {length}"
-                print(f"{what} {kernel.name}: {us:.1f} ({rate})", flush=True)
+                self.note(f"decode {heads} heads, {batch} x {length}", kernel, us, nbytes, flops)
 
     def sparse(self) -> None:
         """A row per sequence; keys of the index in FP8, both kinds of latents."""
@@ -164,9 +184,8 @@ class Bench:
                 args, todo = INPUTS[op](place, SPARSE_ROWS)
                 made = place.made()
                 us = self.time([lambda: made(*args)])  # noqa: B023
-                rate = f"{todo.nbytes / us / 1e6:.2f} TB/s, {todo.flops / us / 1e6:.0f} TF"
                 what = f"{op} {SPARSE_ROWS} x {SPARSE_CONTEXT}, latents {kv_dtype}"
-                print(f"{what} {kernel.name}: {us:.1f} ({rate})", flush=True)
+                self.note(what, kernel, us, todo.nbytes, todo.flops)
 
     def _step(self, batch: int, length: int, pages: int) -> Batch:
         table = torch.randperm(batch * pages).view(batch, pages).int().to(self.device)
@@ -192,11 +211,22 @@ class _Experts:
 
 
 def main() -> None:
+    """Measure, print, and record if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    kinds = ("linear", "experts", "decode", "sparse")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="(default: all but sparse)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add a line of JSON to it")
+    args = parser.parse_args()
+    if unknown := set(args.kinds) - set(kinds):
+        parser.error(f"{', '.join(unknown)}: none of {', '.join(kinds)}")
     bench = Bench()
     info = bench.platform.info()
     print(f"{info.name}, {info.arch}, torch {torch.__version__}")
-    for name in sys.argv[1:] or ("linear", "experts", "decode"):
+    for name in args.kinds or kinds[:-1]:
         getattr(bench, name)()
+    if args.out:
+        row = {"bench": "device_kernels", "command": " ".join(sys.argv), "device": info.name}
+        append(args.out, {**row, "rows": bench.rows, **environment()})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -50,6 +50,7 @@ _SHARE = 1 << 20
 _LARGE = 32 << 20  # bytes from which memory always comes from the system
 _READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
 _GAP = 4 << 10  # bytes between two tensors that are rather read than skipped
+_SMALL = 64 << 10  # bytes of a tensor that is kept for the host, too: scales are looked at there
 _ALIGN = 16  # bytes; what begins elsewhere in memory is not what every kernel takes
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -92,18 +93,26 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes [begin, end) of a shard, on a device already."""
+    """Bytes [begin, end) of a shard, in memory already."""
 
     file: Path
     begin: int
     end: int
-    there: Tensor
+    held: Tensor
 
     def part(self, entry: Entry, begin: int, size: int) -> Tensor | None:
         """`size` of its bytes from file offset `begin`, if it has them where they may begin."""
         inside = entry.file == self.file and self.begin <= begin and begin + size <= self.end
         at = begin - self.begin
-        return self.there[at : at + size] if inside and at % _ALIGN == 0 else None
+        return self.held[at : at + size] if inside and at % _ALIGN == 0 else None
+
+    def copy(self, begin: int, room: Tensor) -> None:
+        """What it shall hold of `room`, the shard's bytes from file offset `begin` on. Through the
+        buffers alone: calls of torch hand the interpreter's lock to other threads."""
+        first, last = max(begin, self.begin), min(begin + room.shape[0], self.end)
+        if first < last:
+            mine, other = self.held.numpy().data, room.numpy().data
+            mine[first - self.begin : last - self.begin] = other[first - begin : last - begin]
 
 
 class Checkpoint:
@@ -263,32 +272,43 @@ class Checkpoint:
     ) -> Tensor:
         """`size` bytes of a shard from file offset `begin`, as uint8: a new tensor, or a part of
         what was read `together`."""
-        if shares_memory(device):
+        here = shares_memory(device)
+        runs: list[_Run] = getattr(self._own, "here" if here else "there", [])
+        out = next((p for run in runs if (p := run.part(entry, begin, size)) is not None), None)
+        if out is None and here:
             out = _room(size)
             self._fill(entry, begin, out)
-        else:
-            runs: list[_Run] = getattr(self._own, "runs", [])
-            parts = (run.part(entry, begin, size) for run in runs)
-            found = next((part for part in parts if part is not None), None)
-            out = self._fetched(entry, begin, size, device) if found is None else found
+        elif out is None:
+            out = self._fetched(entry, begin, size, device)
         if self.on_read is not None:
             with self._lock:
                 self.on_read(size)
         return out
 
-    def _fetched(self, entry: Entry, begin: int, size: int, device: torch.device | str) -> Tensor:
-        """The same on a device that computes beside the host, always new."""
+    def _fetched(
+        self,
+        entry: Entry,
+        begin: int,
+        size: int,
+        device: torch.device | str,
+        beside: Sequence[_Run] = (),
+    ) -> Tensor:
+        """The same on a device that computes beside the host, always new; `beside` it, what these
+        shall hold of the bytes here."""
         out, ring = torch.empty(size, dtype=torch.uint8, device=device), self._ring(device)
         for at in range(0, size, ring.most):
             room = ring.room(min(size - at, ring.most))
             self._fill(entry, begin + at, room)
+            for run in beside:
+                run.copy(begin + at, room)
             ring.send(room, out[at : at + room.shape[0]])
         return out
 
     @contextmanager
     def together(self, names: Iterable[str], device: torch.device | str) -> Iterator[None]:
         """What this thread reads of these tensors for a device that computes beside the host comes
-        out of as few reads as their places allow; for tensors that it wants all of."""
+        out of as few reads as their places allow, and what it reads of the small ones for the host
+        as well; for tensors that it wants all of."""
         entries = sorted(map(self.entry, names), key=lambda e: (e.file, e.begin))
         spans: list[Entry] = []
         for entry in entries:
@@ -297,13 +317,18 @@ class Checkpoint:
                 spans[-1] = replace(last, end=max(last.end, entry.end))
             else:
                 spans.append(entry)
-        self._own.runs = [
-            _Run(e.file, e.begin, e.end, self._fetched(e, e.begin, e.nbytes, device)) for e in spans
-        ]
+        small = (e for e in entries if e.nbytes <= _SMALL)
+        here = [_Run(e.file, e.begin, e.end, _room(e.nbytes)) for e in small]
+        there = []
+        for e in spans:
+            beside = [run for run in here if run.file == e.file]
+            held = self._fetched(e, e.begin, e.nbytes, device, beside)
+            there.append(_Run(e.file, e.begin, e.end, held))
+        self._own.here, self._own.there = here, there
         try:
             yield
         finally:
-            self._own.runs = []
+            self._own.here, self._own.there = [], []
 
     def _fill(self, entry: Entry, begin: int, room: Tensor) -> None:
         """Read a shard's bytes from file offset `begin` on into all of `room`, by several

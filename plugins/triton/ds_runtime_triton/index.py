@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.index import index_prologue_kernel, index_scores_kernel
-from ds_runtime_triton.jit.topk import count_kernel, gather_kernel, row_kernel
+from ds_runtime_triton.jit.topk import count_kernel, finish_kernel, gather_kernel, row_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.machine import architecture
-from ds_runtime_triton.workspace import BINS, CHUNKS, DIGITS, PROGRAMS
+from ds_runtime_triton.workspace import BINS, CHUNKS, COUNTED, LISTED, PROGRAMS
 
 FP8 = torch.float8_e4m3fn
 _HEADS = 16  # query heads of one program
@@ -92,8 +92,8 @@ def _chunk(rows: int, width: int, programs: int) -> int:
 def index_topk(
     scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
 ) -> Tensor:
-    """IndexTopk: a launch for rows of few tokens, and where the table has room for more, four that
-    settle the k-th best score digit by digit, and one that collects."""
+    """IndexTopk: a launch for rows of few tokens, and where the table has room for more, two that
+    count, one that collects, and one that chooses among what the counts leave open."""
     rows, width = scores.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     if rows == 0:
@@ -101,17 +101,20 @@ def index_topk(
     config = dict(tuned(architecture(), "index_topk").at(rows))
     chunk = _chunk(rows, width, config.pop("PROGRAMS"))
     row_warps = config.pop("ROW_WARPS")
-    pages = owners, page_table, out, page_table.stride(0), pow2(k), page_size
-    row_kernel[(rows,)](
-        scores, lens, k, scores.stride(0), *pages, config["ALONE"], num_warps=row_warps
-    )
-    if width > config["ALONE"]:
+    alone = config["ALONE"]
+    pages = owners, page_table, out, page_table.stride(0), pow2(k), page_size, alone
+    totals = torch.empty(COUNTED, rows, BINS, dtype=torch.int32, device=scores.device)
+    whole = scores, lens, totals, rows, k, scores.stride(0)
+    row_kernel[(rows,)](*whole, *pages, num_warps=row_warps)
+    if width > alone:
         chunks = cdiv(width, chunk)
-        counts = torch.empty(DIGITS, rows, chunks, BINS, dtype=torch.int32, device=scores.device)
-        settled = torch.empty(DIGITS, rows, 2, dtype=torch.int32, device=scores.device)
-        config |= {"CHUNK": chunk, "CHUNKS": pow2(chunks)}
-        given = scores, lens, counts, settled, rows, chunks, k, scores.stride(0)
-        for digit in range(DIGITS):
-            count_kernel[(chunks, rows)](*given, DIGIT=digit, **config)
-        gather_kernel[(chunks, rows)](*given, *pages, **config)
+        counts = torch.empty(COUNTED, rows, chunks, BINS, dtype=torch.int32, device=scores.device)
+        listed = torch.empty(rows, LISTED, dtype=torch.int32, device=scores.device)
+        given = scores, lens, counts, totals, rows, chunks, k, scores.stride(0)
+        for digit in range(COUNTED):
+            count_kernel[(chunks, rows)](*given, DIGIT=digit, CHUNK=chunk, **config)
+        gather_kernel[(chunks, rows)](
+            *given, listed, *pages[:-1], LISTED=LISTED, CHUNK=chunk, CHUNKS=pow2(chunks), **config
+        )
+        finish_kernel[(rows,)](*whole, listed, *pages, LISTED, num_warps=row_warps)
     return out

@@ -6,8 +6,9 @@ from ds_runtime.api import Facts
 
 SPLITS = 32  # pieces of one row of sparse attention, at most
 WAVES, BLOCK_H = 2, 64  # of its configurations, at most
-DIGITS, BINS = 4, 256  # of a score, and values of one
-CHUNKS = 64  # of one row of scores, at most; their counts are read at once
+COUNTED, BINS = 2, 256  # digits of a score that all chunks count, and values of one
+LISTED = 2048  # tokens of a row that agree with the k-th best in them, at most; a power of two
+CHUNKS = 64  # of one row of scores, at most; what they count is read at once
 PROGRAMS = 2048  # that count scores, where rows are few, at most
 _ROUNDED = 512  # an allocation's size is a multiple of this
 
@@ -21,5 +22,6 @@ def sparse_mla(facts: Facts, rows: int) -> int:
 
 
 def index_topk(facts: Facts, rows: int) -> int:
-    """Bytes of the counts, and of what the passes have settled."""
-    return 4 * DIGITS * (BINS * max(rows, PROGRAMS) + 2 * rows) + 2 * _ROUNDED
+    """Bytes of the counts, of their sums, and of the tokens that they leave open."""
+    counts = COUNTED * BINS * (max(rows, PROGRAMS) + rows)
+    return 4 * (counts + rows * LISTED) + 3 * _ROUNDED

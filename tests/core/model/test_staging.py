@@ -112,9 +112,9 @@ def by_way_of_a_device(monkeypatch):
     monkeypatch.setattr(Checkpoint, "_ring", lambda self, device: ring)
     plain = Checkpoint._fetched
 
-    def fetched(self, entry, begin, size, device):
+    def fetched(self, entry, begin, size, device, beside=()):
         sizes.append(size)
-        return plain(self, entry, begin, size, "cpu")
+        return plain(self, entry, begin, size, "cpu", beside)
 
     monkeypatch.setattr(Checkpoint, "_fetched", fetched)
     return sizes
@@ -148,17 +148,23 @@ def test_what_is_read_together_is_what_is_read_alone(
     assert sum(counted) == 2 * sum(t.nbytes for t in numbers.values()) + halves
 
 
-def test_neighbours_are_read_at_once_and_others_by_themselves(by_way_of_a_device, tmp_path):
+def test_neighbours_are_read_at_once_and_others_by_themselves(
+    by_way_of_a_device, tmp_path, monkeypatch
+):
     tensors = {f"t{i}": torch.randn(32, 64) for i in range(6)}
     save_file(tensors, tmp_path / "model.safetensors")
-    files = Checkpoint(tmp_path)
+    files, filled = Checkpoint(tmp_path), Checkpoint._fill
     size = tensors["t0"].nbytes
     with files.together(["t1", "t0", "t2", "t4"], "meta"):
         assert sorted(by_way_of_a_device) == [size, 3 * size]
         for name in ("t0", "t1", "t2", "t4"):
             assert torch.equal(files.read(name, device="meta"), tensors[name])
         assert len(by_way_of_a_device) == 2
-        files.read("t3", device="meta")
+        with monkeypatch.context() as patch:  # the host has small ones as well
+            patch.setattr(Checkpoint, "_fill", None)
+            assert torch.equal(files.read("t2"), tensors["t2"])
+            patch.setattr(Checkpoint, "_fill", filled)
+            files.read("t3", device="meta")
         assert len(by_way_of_a_device) == 3
     files.read("t0", device="meta")
     assert len(by_way_of_a_device) == 4

@@ -1,15 +1,16 @@
 """The k best scores of a row by radix select: exact, and of equal ones those that come first.
 
-A score's bits, made to rise with it, are four digits of eight bits. Launch after launch counts one
-digit of the scores that agree with the k-th best in those before; the digit of the k-th best
-follows from the counts. Digits are counted upside down: bin 0 is the largest. Chunks of a row
-count on their own, so that what lies before a chunk is known without an atomic.
+A score's bits, made to rise with it, are four digits of eight bits, counted upside down: bin 0 is
+the largest. Two launches over chunks of a row count the first two, the second among the scores
+that agree with the k-th best in the first; a third writes the slots of all scores above those 16
+bits and lists the tokens that agree with them. There are few, and one program a row chooses among
+them by the other two digits; where they are too many to be listed it goes over the row instead.
 
-A row of up to ALONE scores is one program's, which keeps them on chip; of those beyond, the
-launches of chunks take care.
+A row of up to ALONE scores is one program's, which keeps them on chip.
 
-counts: [digits, rows, chunks, 256] int32. settled: [digits, rows, 2] int32, what is known before
-a digit is counted: the digits so far, and how many are to be taken of those that agree with them.
+counts: [2, rows, chunks, 256] int32, of each chunk, summed up from bin 0 on, so that what lies
+before a chunk is a load a chunk. totals: [2, rows, 256] int32, of all chunks of a row: sums of
+integers, the same in any order. listed: [rows, LISTED] int32.
 """
 
 from __future__ import annotations
@@ -32,14 +33,6 @@ def rising(scores):
 
 
 @triton.jit
-def histograms(counts, row, rows, chunks, used, DIGIT: tl.constexpr, CHUNKS: tl.constexpr):
-    """The counts of all chunks of a row for one digit: [CHUNKS, BINS]."""
-    chunk, digit = tl.arange(0, CHUNKS)[:, None], tl.arange(0, BINS)[None, :]
-    at = counts + ((DIGIT * rows + row).to(tl.int64) * chunks + chunk) * BINS + digit
-    return tl.load(at, mask=(chunk < used) & (digit >= 0), other=0)
-
-
-@triton.jit
 def settle(total, wanted):
     """(digit of the wanted-th best, how many of that digit are to be taken)."""
     digit = tl.sum((tl.cumsum(total, 0) < wanted).to(tl.int32), 0)
@@ -47,26 +40,14 @@ def settle(total, wanted):
 
 
 @triton.jit
-def advance(
-    counts,
-    settled,
-    row,
-    rows,
-    chunks,
-    used,
-    k,
-    DIGIT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """(digits before DIGIT, as many bits as they have; how many to take of those that agree)."""
-    if DIGIT == 0:
-        return tl.full((), 0, tl.int32), k
-    else:
-        at = settled + ((DIGIT - 1) * rows + row) * 2
-        known, wanted = tl.load(at), tl.load(at + 1)
-        held = histograms(counts, row, rows, chunks, used, DIGIT - 1, CHUNKS)
-        digit, wanted = settle(tl.sum(held, 0), wanted)
-        return (known << 8) | (255 - digit), wanted
+def border_digits(totals, row, rows, k, DIGITS: tl.constexpr):
+    """(the first digits of the k-th best score; how many to take of those that agree with them)."""
+    known, wanted = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + k
+    for i in tl.static_range(DIGITS):
+        held = tl.load(totals + (i * rows + row) * BINS + tl.arange(0, BINS))
+        digit, wanted = settle(held, wanted)
+        known = (known << 8) | (255 - digit)
+    return known, wanted
 
 
 @triton.jit
@@ -77,6 +58,16 @@ def tally(value, real, known, DIGIT: tl.constexpr):
         real = real & ((value >> (32 - 8 * DIGIT)) == known.to(tl.uint32, bitcast=True))
     digit = 255 - ((value >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
     return tl.histogram(digit, BINS, mask=real)
+
+
+@triton.jit
+def ranks(more, same, above, equal):
+    """(how many lie before each that is `more`; before each that is `same`; how many of both there
+    are) where `above` and `equal` lie before all. No value is both, and there are fewer than 2¹⁵.
+    """
+    both = more.to(tl.int32) | (same.to(tl.int32) << 16)
+    run, found = tl.cumsum(both, 0), tl.sum(both, 0)
+    return above + (run & 0xFFFF) - 1, equal + (run >> 16) - 1, found & 0xFFFF, found >> 16
 
 
 @triton.jit
@@ -101,12 +92,12 @@ def place_slots(
     value = value.to(tl.int64)
     more = real & (value > border)  # all, where a row sees no more than k
     same = real & (value == border)
-    order = above + tl.cumsum(more.to(tl.int32), 0) - 1
-    after = equal + tl.cumsum(same.to(tl.int32), 0) - 1
+    order, after, found_more, found_same = ranks(more, same, above, equal)
     place = tl.where(more, order, k - wanted + after)
-    page = tl.load(pages + token // PAGE, mask=real, other=0)
-    tl.store(to + place, page * PAGE + token % PAGE, mask=more | (same & (after < wanted)))
-    return tl.sum(more.to(tl.int32), 0), tl.sum(same.to(tl.int32), 0)
+    taken = more | (same & (after < wanted))
+    page = tl.load(pages + token // PAGE, mask=taken, other=0)
+    tl.store(to + place, page * PAGE + token % PAGE, mask=taken)
+    return found_more, found_same
 
 
 @triton.jit
@@ -120,6 +111,8 @@ def blank(to, length, k, WIDE: tl.constexpr):
 def row_kernel(
     scores,
     lens,
+    totals,
+    rows,
     k,
     score_row,
     owners,
@@ -131,7 +124,7 @@ def row_kernel(
     ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """All of a row that sees up to ALONE tokens, a power of two."""
+    """All of a row that sees up to ALONE tokens, a power of two; totals of others begin at 0."""
     follow(PDL)
     row = tl.program_id(0)
     length = tl.load(lens + row)
@@ -152,6 +145,10 @@ def row_kernel(
                 best = (best << 8) | (255 - digit)
             border = best.to(tl.uint32, bitcast=True).to(tl.int64)
         place_slots(value, token, real, border, k, wanted, none, none, pages, to, PAGE)
+    else:
+        nothing = tl.zeros((BINS,), tl.int32)
+        for i in tl.static_range(2):
+            tl.store(totals + (i * rows + row) * BINS + tl.arange(0, BINS), nothing)
 
 
 @entry
@@ -159,7 +156,7 @@ def count_kernel(
     scores,
     lens,
     counts,
-    settled,
+    totals,
     rows,
     chunks,
     k,
@@ -167,22 +164,15 @@ def count_kernel(
     DIGIT: tl.constexpr,
     ALONE: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Counts one digit in one chunk of a row, BLOCK scores at a time; the row's first program
-    writes what it settled."""
+    """Counts one digit in one chunk of a row, BLOCK scores at a time."""
     follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
     if (length > k) & (length > ALONE) & (chunk * CHUNK < length):
-        used = tl.cdiv(length, CHUNK)
-        known, wanted = advance(counts, settled, row, rows, chunks, used, k, DIGIT, CHUNKS)
-        if chunk == 0:
-            at = settled + (DIGIT * rows + row) * 2
-            tl.store(at, known)
-            tl.store(at + 1, wanted)
+        known, _ = border_digits(totals, row, rows, k, DIGIT)
         total = tl.zeros((BINS,), tl.int32)
         end = tl.minimum(chunk * CHUNK + CHUNK, length)
         for start in range(chunk * CHUNK, end, BLOCK):
@@ -190,8 +180,10 @@ def count_kernel(
             at = scores + row.to(tl.int64) * score_row + token
             value = rising(tl.load(at, mask=token < end, other=0.0))
             total += tally(value, token < end, known, DIGIT)
+        digit = tl.arange(0, BINS)
+        tl.atomic_add(totals + (DIGIT * rows + row) * BINS + digit, total, mask=total > 0)
         at = counts + ((DIGIT * rows + row).to(tl.int64) * chunks + chunk) * BINS
-        tl.store(at + tl.arange(0, BINS), total)
+        tl.store(at + digit, tl.cumsum(total, 0))
 
 
 @entry
@@ -199,11 +191,12 @@ def gather_kernel(
     scores,
     lens,
     counts,
-    settled,
+    totals,
     rows,
     chunks,
     k,
     score_row,
+    listed,
     owners,
     table,
     out,
@@ -211,13 +204,14 @@ def gather_kernel(
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     ALONE: tl.constexpr,
+    LISTED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Writes the slots that one chunk of a row has among the best: those above the k-th best score
-    in order, and behind those of all chunks the first that equal it."""
+    """Writes the slots that one chunk of a row has above the first two digits of the k-th best
+    score, in order, and lists the tokens that agree with them."""
     follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
@@ -226,29 +220,91 @@ def gather_kernel(
         if chunk == 0:
             blank(to, length, k, WIDE)
         pages = table + tl.load(owners + row).to(tl.int64) * table_row
-        used = tl.cdiv(length, CHUNK)
-        above = chunk * CHUNK  # tokens before this chunk that are chosen, or equal to the k-th
-        equal = tl.full((), 0, tl.int32)
-        border, wanted = tl.full((), -1, tl.int64), tl.full((), 0, tl.int32)
+        above = chunk * CHUNK  # tokens before this chunk that are chosen, or agree
+        equal, border = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
         if length > k:
-            best, wanted = advance(counts, settled, row, rows, chunks, used, k, 4, CHUNKS)
-            border = best.to(tl.uint32, bitcast=True).to(tl.int64)
-            above = tl.full((), 0, tl.int32)
-            for i in tl.static_range(4):
-                held = histograms(counts, row, rows, chunks, chunk, i, CHUNKS)
-                digit = 255 - ((best >> (24 - 8 * i)) & 255)
-                bins = tl.arange(0, BINS)[None, :]
-                above += tl.sum(tl.sum(tl.where(bins < digit, held, 0), 0), 0)
-                if i == 3:
-                    equal = tl.sum(tl.sum(tl.where(bins == digit, held, 0), 0), 0)
+            border, _ = border_digits(totals, row, rows, k, 2)
+            first, second = 255 - (border >> 8), 255 - (border & 255)
+            before = tl.arange(0, CHUNKS)
+            at = counts + (row.to(tl.int64) * chunks + before) * BINS + first - 1
+            beyond = tl.load(at, mask=before < tl.where(first > 0, chunk, 0), other=0)
+            at = counts + ((rows + row).to(tl.int64) * chunks + before) * BINS + second
+            within = tl.load(at - 1, mask=before < tl.where(second > 0, chunk, 0), other=0)
+            above = tl.sum(beyond + within, 0)
+            equal = tl.sum(tl.load(at, mask=before < chunk, other=0) - within, 0)
         end = tl.minimum(chunk * CHUNK + CHUNK, length)
         for start in range(chunk * CHUNK, end, BLOCK):
             token = start + tl.arange(0, BLOCK)
             real = token < end
             at = scores + row.to(tl.int64) * score_row + token
-            value = rising(tl.load(at, mask=real, other=0.0))
+            bits = (rising(tl.load(at, mask=real, other=0.0)) >> 16).to(tl.int32)
+            more, same = real & (bits > border), real & (bits == border)
+            place, after, found_more, found_same = ranks(more, same, above, equal)
+            page = tl.load(pages + token // PAGE, mask=more, other=0)
+            tl.store(to + place, page * PAGE + token % PAGE, mask=more)
+            at = listed + row.to(tl.int64) * LISTED + after
+            tl.store(at, token, mask=same & (after < LISTED))
+            above += found_more
+            equal += found_same
+
+
+@triton.jit
+def agreeing(scores, listed, start, limit, known, LISTED: tl.constexpr):
+    """(values, tokens, which of them agree with the digits known) of LISTED tokens from the
+    start-th on: of those listed if they are no more, else of the row's."""
+    token = start + tl.arange(0, LISTED)
+    real = token < limit
+    if limit <= LISTED:
+        token = tl.load(listed + token, mask=real, other=0)
+    value = rising(tl.load(scores + token, mask=real, other=0.0))
+    return value, token, real & ((value >> 16).to(tl.int32) == known)
+
+
+@entry
+def finish_kernel(
+    scores,
+    lens,
+    totals,
+    rows,
+    k,
+    score_row,
+    listed,
+    owners,
+    table,
+    out,
+    table_row,
+    WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ALONE: tl.constexpr,
+    LISTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Chooses among the tokens of a row that agree with the k-th best score in two digits."""
+    follow(PDL)
+    row = tl.program_id(0)
+    length = tl.load(lens + row)
+    if (length > k) & (length > ALONE):
+        known, wanted = border_digits(totals, row, rows, k, 2)
+        limit = tl.load(totals + (rows + row) * BINS + 255 - (known & 255))
+        limit = tl.where(limit <= LISTED, limit, length)
+        scores += row.to(tl.int64) * score_row
+        listed += row.to(tl.int64) * LISTED
+        best, rest = known, wanted
+        for i in tl.static_range(2, 4):
+            total = tl.zeros((BINS,), tl.int32)
+            for start in range(0, limit, LISTED):
+                value, _, real = agreeing(scores, listed, start, limit, known, LISTED)
+                total += tally(value, real, best, i)
+            digit, rest = settle(total, rest)
+            best = (best << 8) | (255 - digit)
+        border = best.to(tl.uint32, bitcast=True).to(tl.int64)
+        pages = table + tl.load(owners + row).to(tl.int64) * table_row
+        to = out + row.to(tl.int64) * k
+        above, equal = k - wanted, tl.full((), 0, tl.int32)
+        for start in range(0, limit, LISTED):
+            value, token, real = agreeing(scores, listed, start, limit, known, LISTED)
             more, same = place_slots(
-                value, token, real, border, k, wanted, above, equal, pages, to, PAGE
+                value, token, real, border, k, rest, above, equal, pages, to, PAGE
             )
             above += more
             equal += same
