@@ -222,6 +222,11 @@ def test_a_backend_that_is_refused_is_told_by_its_own_flag(
         ("--nsa-prefill-backend", "triton", "; --attention-backend is for dense attention"),
         ("--nsa-decode-backend", "reference", "; --attention-backend is for dense attention"),
         ("--nsa-topk-backend", "triton", ""),
+        (
+            "--index-cache-dtype",
+            "bfloat16",
+            "; --kv-cache-dtype is for the cache of dense attention",
+        ),
     ],
 )
 def test_backends_of_sparse_attention_mean_a_model_with_an_indexer(

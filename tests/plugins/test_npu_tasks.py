@@ -264,7 +264,6 @@ def served(folder, model=None, more=(), **settings):
     """Log-probabilities of an engine on the platform, its mean error, and its kernels."""
     given = {"platform": "double", "plugins": ("npu",), "threads": 1, "dtype": "bfloat16"}
     given |= {"context_length": 256, "kv_memory": "16MB", "page_size": 16}
-    given |= {"index_cache_dtype": "bfloat16"}  # as the plugin wishes on its own device
     given |= {"max_running_requests": SIZES[-1], "graph_sizes": SIZES, "chunked_prefill_size": 24}
     draw = random.Random(7)
     prompts = [[draw.randrange(130) for _ in range(n)] for n in LENGTHS]
@@ -313,11 +312,12 @@ def test_captured_sparse_decode_has_the_bits_of_eager_decode(sparse):
     """Its lengths are tensors: no task is updated."""
     offer = of(recorded.ds_attention, "index_prologue", fn=PROLOGUE)
     more = (plugin("recorded", ds_attention=offer),)
-    captured, told = served(sparse, more=more, graph_sizes=(1, 2, 3, 4, 5))
+    keys = {"index_cache_dtype": "bfloat16"}  # as the plugin wishes on its own device
+    captured, told = served(sparse, more=more, graph_sizes=(1, 2, 3, 4, 5), **keys)
     assert told.kernels["sparse_decode"] == "npu.sparse_mla"
     assert told.kernels["index_select"] == "npu.index_select"
     assert device.CALLS["replays"] >= NEW - 1 and not device.CALLS["updates"]
-    assert captured == served(sparse, more=more, disable_graph=True)[0]
+    assert captured == served(sparse, more=more, disable_graph=True, **keys)[0]
 
 
 def test_lengths_of_the_capture_answer_otherwise(checkpoint, monkeypatch):

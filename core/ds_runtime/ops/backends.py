@@ -20,17 +20,17 @@ BACKENDS = {
 }
 # What says nothing about a model without an indexer, and the flag that does instead.
 _SPARSE = {
-    "nsa_prefill_backend": "attention_backend",
-    "nsa_decode_backend": "attention_backend",
+    "nsa_prefill_backend": "; --attention-backend is for dense attention",
+    "nsa_decode_backend": "; --attention-backend is for dense attention",
     "nsa_topk_backend": "",
+    "index_cache_dtype": "; --kv-cache-dtype is for the cache of dense attention",
 }
 
 
 def refuse_sparse(config: EngineConfig, architecture: str) -> None:
-    """ConfigError if a backend of sparse attention is given: for models without an indexer."""
-    for field, instead in _SPARSE.items():
+    """ConfigError if something of sparse attention is given: for models without an indexer."""
+    for field, hint in _SPARSE.items():
         if (given := getattr(config, field)) != "auto":
-            hint = f"; {_flag(instead)} is for dense attention" if instead else ""
             raise ConfigError(
                 f"{_flag(field)} {given!r}: {architecture} has no indexer, its attention is dense: "
                 f"leave the flag out{hint}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_runtime.api import FP8_EXPERTS, FP8_ROWS, ExpertSource, Facts, Packed, Weight, fp8_blocks
 from ds_runtime_cuda import grouped
+from ds_runtime_cuda.gates import COPIED_KEYS
 from ds_runtime_cuda.quant import quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
@@ -116,8 +117,8 @@ def _restore_gate_up(packed: Packed) -> Tensor:
 def index_scores(
     q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
 ) -> Tensor:
-    """IndexScores over FP8 index_pages: over the pages where sequences have few rows, else over a
-    copy of their keys, which many rows then read together."""
+    """IndexScores over FP8 index_pages: over the pages where sequences have few rows or too many
+    keys, else over a copy of their keys, which many rows then read together."""
     (rows, heads, dim), page = q.shape, cache.shape[1]
     sequences, width = page_table.shape[0], page_table.shape[1] * page
     if not rows:
@@ -127,7 +128,7 @@ def index_scores(
         weights = F.pad(weights, (0, missing))
     q, weights, lib = q.contiguous(), weights.contiguous(), _library()
     scores: Tensor
-    if rows >= _MANY * sequences:
+    if rows >= _MANY * sequences and sequences * width <= COPIED_KEYS:
         both = cache.flatten(1).index_select(0, page_table.flatten())
         keys = both[:, : page * dim].reshape(-1, dim).view(torch.float8_e4m3fn)
         scales = both[:, page * dim :].contiguous().view(torch.float32).flatten()

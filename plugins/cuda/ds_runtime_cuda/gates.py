@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ds_runtime.api import FP8_GROUPS, OPS, Facts, Fixable, Gate, Kernel, checks, gates
 from ds_runtime_cuda.software import INSTALL, LIBRARIES
 
@@ -75,6 +77,14 @@ def multiplies_fp8(facts: Facts) -> str | None:
     return f"{facts.device.name} does not multiply float8_e4m3fn"
 
 
+COPIED_KEYS = 1 << 20  # of an index, that are scored in a copy, at most
+
+
+def copied_keys(facts: Facts, rows: int) -> int:
+    """Bytes of the most index keys that are copied, with their scales, and of these two apart."""
+    return 2 * COPIED_KEYS * (facts.dims["index_dim"] + 4)
+
+
 def offer(
     op: str,
     fn: str,
@@ -87,6 +97,7 @@ def offer(
     packing: str = "",
     from_rows: int = 0,
     ahead: str = "",
+    workspace: Callable[[Facts, int], int] | None = None,
 ) -> Kernel:
     fp8, module = formats == FP8, fn.partition(":")[0]
     return Kernel(
@@ -106,6 +117,7 @@ def offer(
         packing=packing,
         from_rows=from_rows,
         ahead=ahead and f"ds_runtime_cuda.{ahead}",
+        workspace=workspace,
     )
 
 

@@ -34,6 +34,7 @@ from ds_runtime_cuda.gates import (
     LATENT,
     SCALED_PAGES,
     arch,
+    copied_keys,
     fp8_keys,
     in_fours,
     library,
@@ -106,6 +107,7 @@ ATTENTION: tuple[Kernel, ...] = (
         fp8_keys,
         checks.page_sizes(64),
         layouts=INDEX_PAGES,
+        workspace=copied_keys,
     ),
     offer(
         "mla_decode",
