@@ -34,6 +34,9 @@ SHARD_BYTES = 5_000_000_000
 _POOL = 1 << 25  # elements
 _FP8_STD = 60.0  # of the stored bytes' values; scales bring it back to _STD
 _STD = 0.02
+# Of routers' biases. The best experts' scores are within 0.03 of each other: with biases as wide as
+# that, some experts would hardly ever be chosen, and steps would read less than real ones.
+_CORRECTION = 0.002
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _TORCH = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
@@ -103,7 +106,8 @@ def plan_tensors(raw: dict[str, Any]) -> Iterator[Planned]:
 def _components(stored: Stored, dtype: torch.dtype) -> Iterator[Planned]:
     module, shape, size = stored.module, stored.shape, math.prod(stored.shape)
     if module.endswith(("e_score_correction_bias", "k_norm.bias")):
-        yield Planned(module, "bias", "F32", shape, 4 * size)
+        kind = "bias" if module.endswith("k_norm.bias") else "correction"
+        yield Planned(module, kind, "F32", shape, 4 * size)
     elif stored.format == "fp8_block":
         grid = tuple(-(-n // 128) for n in shape)
         yield Planned(f"{module}.weight", "fp8", "F8_E4M3", shape, size)
@@ -141,7 +145,7 @@ class Pools:
             yield piece.data
 
     def _make(self, kind: str) -> torch.Tensor:
-        small = kind in ("norm", "bias", "scale")
+        small = kind in ("norm", "bias", "correction", "scale")
         n = min(self._elements, 1 << 16) if small else self._elements
         normal = torch.randn(n, generator=self._draw)
         if kind == "fp8":
@@ -149,8 +153,8 @@ class Pools:
         if kind == "scale":
             spread = torch.exp2(normal.clamp(-1, 1) / 2) * (_STD / _FP8_STD)
             return torch.exp2(spread.log2().round()) if self._ue8m0 else spread
-        if kind == "bias":
-            return normal.mul_(0.05)
+        if kind in ("bias", "correction"):
+            return normal.mul_(0.05 if kind == "bias" else _CORRECTION)
         if kind == "norm":
             return normal.mul_(0.1).add_(1).to(self._dtype)
         return normal.mul_(1.0 if kind == "embedding" else _STD).to(self._dtype)
