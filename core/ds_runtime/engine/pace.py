@@ -21,6 +21,7 @@ from ds_runtime.speculation import Speculation
 _SAMPLES = 9  # times of which the median counts
 _ENOUGH = 3  # of them are wanted of a choice before it is judged
 _PAUSE = 24  # steps at a size before a choice is tried that is only guessed there; then doubled
+_PLAIN_PAUSE = 6  # before plain steps are, which cost little where they are not the best
 _AGAIN = 256  # steps between two looks at a choice that is known not to be the best
 _HOPE = 1.15  # by so much a guess may be wrong per power of two that it comes from
 _BETTER = 1.02  # by so much another must be better to take its place
@@ -66,10 +67,14 @@ class Pace:
         self._last: tuple[float, int, int] | None = None  # time, size and drafts of the last step
         self._at = 0  # the size that was chosen for last
 
-    def choose(self, count: int) -> int:
-        """Drafts behind each of `count` decoding requests, or in a step without any."""
-        if self.forced is not None or len(self._choices) == 1 or not count:
+    def choose(self, count: int, coming: int = 0) -> int:
+        """Drafts behind each of `count` decoding requests; in a step without any, behind prompts,
+        what was best for as many as are coming."""
+        if self.forced is not None or len(self._choices) == 1:
             return self._choices[-1] if self.forced is None else self.forced
+        if not count:
+            before = self._sizes.get(coming.bit_length())
+            return self._choices[-1] if before is None or before.best is None else before.best
         bits = count.bit_length()
         size = self._sizes.setdefault(bits, _Size())
         if bits != self._at and (before := self._sizes.get(self._at)) is not None:
@@ -99,7 +104,10 @@ class Pace:
         size = self._sizes[bits]
         assert size.best is not None
         alone = not any(other.times for b, other in self._sizes.items() if b != bits)
-        for drafts in self._choices if alone or size.pause >= _PAUSE << size.failed else ():
+        for drafts in self._choices:
+            pause = (_PAUSE if drafts else _PLAIN_PAUSE) << size.failed
+            if not alone and size.pause < pause:
+                continue
             if size.time(drafts) is None and self._hope(bits, drafts) > rates[size.best]:
                 return drafts
             worse = rates[drafts] < 0.8 * rates[size.best] if drafts in rates else False

@@ -143,7 +143,8 @@ class Scheduler:
         budget, pace = self.limits.max_step_tokens, self.limits.pace
         planned: list[Request] = []
         decodes = [r for r in self.running if r.can_decode][:budget]
-        self._drafts = pace.choose(len(decodes)) if pace else self.limits.drafts
+        coming = min(len(self.running) + len(self.waiting), self.limits.max_running)
+        self._drafts = pace.choose(len(decodes), coming) if pace else self.limits.drafts
         plan = StepPlan(step=self._stats.steps, works=[], drafts=self._drafts)
         spare = budget - len(decodes)  # for drafts
         for request in decodes:

@@ -77,6 +77,16 @@ def test_a_change_of_acceptance_is_followed():
     assert simulate(pace, times, 0.9, 4, 4000)[0][-1] > 0, "what was off is looked at again"
 
 
+def test_prompts_draft_what_was_best_for_as_many_requests():
+    pace = Pace(Speculation(2, 1, 3, adaptive=True))
+    assert pace.choose(0, 8) == 2, "nothing is known yet"
+    simulate(pace, (1.0, 1.9, 2.8), 0.7, 8, 60)
+    simulate(pace, (1.0, 1.1, 1.2), 0.9, 1, 60)
+    assert (pace.choose(0, 8), pace.choose(0, 15), pace.choose(0, 1)) == (0, 0, 2)
+    pace.forced = 1
+    assert pace.choose(0, 8) == 1
+
+
 def test_without_adaptation_or_when_forced_nothing_is_chosen():
     fixed = Pace(Speculation(3, 1, 4))
     assert {fixed.choose(n) for n in range(9)} == {3}
@@ -185,6 +195,6 @@ def test_a_trial_that_is_interrupted_is_given_up_and_comes_later():
         pace.forced = drafts
         device.batch(pace, 32, 81)
     pace.forced = None
-    for pause in (24, 48, 96):
+    for pause in (6, 12, 24):
         assert [pace.choose(32) for _ in range(pause)] == [3] * (pause - 1) + [0]
         assert pace.choose(32) == 0 and pace.choose(31) == 3
