@@ -217,6 +217,11 @@ class Checkpoint:
         if entry.dtype in BLOCKS:
             assert index is None, name
             found = values(entry.dtype, self.row_bytes(name, rows, device))
+            if not bool(torch.isfinite(found).all()):
+                raise CheckpointError(
+                    f"{name}: a scale of its {entry.dtype} blocks is no finite number; the file is "
+                    "damaged: download it again"
+                )
             found = found.view(-1, *entry.shape[1:])
             return found if cols is None else found[..., cols].contiguous()
         dtype = DTYPES[entry.dtype]
