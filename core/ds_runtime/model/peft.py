@@ -79,6 +79,8 @@ class PeftConfig:
         """Raises CheckpointError for a file that is missing, damaged or asks for more than LoRA."""
         path = folder / CONFIG
         try:
+            if path.exists() and not path.is_file():  # a pipe would never end
+                raise OSError("no plain file")
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as e:
             raise CheckpointError(

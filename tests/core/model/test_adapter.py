@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 
 import pytest
@@ -131,6 +132,12 @@ def test_configs_that_are_no_plain_lora(v3, tmp_path, values, said):
 def test_configs_that_are_no_object(tmp_path, text):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        PeftConfig.load(tmp_path)
+
+
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: cannot be read .*no plain"):
         PeftConfig.load(tmp_path)
 
 
