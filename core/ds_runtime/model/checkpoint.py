@@ -463,6 +463,13 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path}: {size} bytes found, {expected} expected from its header; download it again"
         )
+    in_order = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
+    for (name, entry), (after, other) in pairwise(in_order):
+        if other.begin < entry.end:
+            raise CheckpointError(
+                f"{path}: {name} ends at byte {entry.end} and {after} begins at byte "
+                f"{other.begin}; the file is damaged: download it again"
+            )
     return entries
 
 

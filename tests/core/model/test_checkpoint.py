@@ -160,6 +160,14 @@ def test_hostile_headers(tmp_path, header):
         Checkpoint(tmp_path)
 
 
+def test_tensors_that_share_bytes(tmp_path):
+    one = '{"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}'
+    other = '{"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}'
+    (tmp_path / SINGLE).write_bytes(shard(f'{{"b": {other}, "a": {one}}}'.encode()))
+    with pytest.raises(CheckpointError, match=r"a ends at byte \d+ and b begins at byte"):
+        Checkpoint(tmp_path)
+
+
 def test_not_a_header(tmp_path):
     (tmp_path / SINGLE).write_bytes((10).to_bytes(8, "little") + b"0123456789")
     with pytest.raises(CheckpointError, match="header cannot be read"):
