@@ -190,6 +190,10 @@ BESIDE = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
             "quant_method 'awq' of config.json and quant_algo 'NVFP4' of hf_quant_config.json "
             "contradict each other",
         ),
+        (
+            {QUANT_FILE: {"quantization": {"quant_algo": "MIXED_PRECISION", "group_size": 64}}},
+            "group_size 64 is not supported; expected None or 128",
+        ),
         ({"quant_method": "exl2"}, "quant_method 'exl2'"),
         ({"bits": 4}, "quant_method 'none'"),
     ],
