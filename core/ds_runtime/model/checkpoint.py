@@ -166,7 +166,7 @@ class Checkpoint:
         shards = {}
         for name in files:
             path = self.folder / name
-            if os.path.basename(name) != name:
+            if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise CheckpointError(f"{index}: weight_map names {name!r}, not a plain file name")
             if not path.is_file():
                 have = sum((self.folder / f).is_file() for f in files)

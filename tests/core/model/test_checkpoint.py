@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model import checkpoint as module
 from ds_runtime.model.checkpoint import DTYPES, INDEX, SINGLE, Checkpoint
+from ds_runtime.model.gguf.folder import LINK
 
 
 def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -194,10 +195,18 @@ def test_bad_index(folder, text):
         Checkpoint(folder)
 
 
-def test_index_may_not_leave_the_folder(folder):
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../x-1.safetensors"}}))
+@pytest.mark.parametrize("name", ["../x-1.safetensors", "", ".", ".."])
+def test_index_may_not_leave_the_folder(folder, name):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": 3, "layers": 2}', '{"files": []}', DEEP])
+def test_a_link_to_gguf_files_that_is_damaged(tmp_path, text):
+    (tmp_path / LINK).write_text(text)
+    with pytest.raises(CheckpointError, match=r"gguf\.json: cannot be read .*GGUF file again"):
+        Checkpoint(tmp_path)
 
 
 def test_folders_without_weights(tmp_path):
