@@ -165,7 +165,9 @@ class EngineConfig:
         "composed of others",
     )
     deterministic: bool = _f(False, "bind only kernels that give the same bits every run")
-    strict_ops: bool = _f(False, "stop if a heavy op would fall to the reference")
+    strict_ops: bool = _f(
+        False, "stop if a heavy op would fall to the reference, or weights would be converted"
+    )
     plan: str | None = _f(None, "refuse to start unless the binding equals this plan file")
 
     def __post_init__(self) -> None:

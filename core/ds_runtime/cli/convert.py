@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace, _SubParsersAction
 from pathlib import Path
 from typing import Any
@@ -45,5 +46,6 @@ def run(args: Namespace) -> int:
     if report.kept:
         more = f" and {len(report.kept) - 1} more" if report.kept[1:] else ""
         print(f"  not rounded, as its groups do not fit: {report.kept[0]}{more}")
-    print(f"next: ds-runtime generate --model {out} --max-tokens 32 'Once upon a time'")
+    model = shlex.quote(str(out))
+    print(f"next: ds-runtime generate --model {model} --max-tokens 32 'Once upon a time'")
     return 0

@@ -21,7 +21,7 @@ from ds_runtime.convert.layout import Item, ShardPlan, copied, fingerprint, line
 from ds_runtime.convert.source import Source, quant_of
 from ds_runtime.convert.targets import Target, find_target
 from ds_runtime.convert.write import PARTIAL, Writer
-from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
+from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
 from ds_runtime.model.checkpoint import DTYPES, INDEX
 from ds_runtime.model.gguf.folder import LINK
 from ds_runtime.model.hf import QUANT_FILE, from_hf, with_quant_file
@@ -132,7 +132,7 @@ class _Job:
         total = sum(s.nbytes for s in self.plan)
         before = sum(e.nbytes for e in self.source.checkpoint.entries.values())
         report = Report(self.out, self.target.name, before, total, self.kept)
-        if (self.out / _CONFIG).is_file() and have == total:
+        if have == total and self._opens():
             return replace(report, already=True)
         self._check_space(total - have)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -146,6 +146,16 @@ class _Job:
         result = Source(self.out)  # reads every header, and checks every name, shape and dtype
         result.checkpoint.close()
         return replace(report, errors=writer.errors.relative())
+
+    def _opens(self) -> bool:
+        """Whether the folder has all that lies beside its shards, too."""
+        if not all((self.out / name).is_file() for name in (_CONFIG, INDEX)):
+            return False
+        try:
+            Source(self.out).checkpoint.close()
+        except DsRuntimeError:
+            return False
+        return True
 
     def _existing(self) -> int:
         """Bytes of this conversion that are there; ConfigError if anything else is."""

@@ -88,6 +88,7 @@ class Writer:
             return
         part = self.source.part(item.module)
         values = part.dequantise()
+        _check_numbers(item.module, values)
         made = packed(self._recoded(part, values, item.encoding), item.encoding, self.scale)
         _append(handle, made, item)
         back = read_whole(self.quant, reader, item.module, item.place(), item.shape)
@@ -106,6 +107,7 @@ class Writer:
         dtype = DTYPES[target.dtype]
         if item.module:
             tensor = self.source.part(item.module).dequantise(dtype)
+            _check_numbers(item.module, tensor)
         else:
             tensor = self.source.tensor(target.name).to(dtype)
         _append(handle, {"weight": tensor}, item)
@@ -138,6 +140,18 @@ def _append(handle: BinaryIO, tensors: Mapping[str, Tensor], item: Item) -> None
         assert data.numel() == target.nbytes, target
         handle.write(data.numpy().data)
     handle.flush()
+
+
+def _check_numbers(module: str, values: Tensor) -> None:
+    """CheckpointError if one of a Linear's values is NaN or infinite."""
+    wrong = ~torch.isfinite(values)
+    if bool(wrong.any()):
+        row, col = wrong.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{module}: value [{row}, {col}] of the checkpoint is {float(values[row, col])} in "
+            f"{str(values.dtype).removeprefix('torch.')}, expected a finite number; the file is "
+            "damaged: download it again"
+        )
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

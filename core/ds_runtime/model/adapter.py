@@ -87,7 +87,13 @@ class Adapter:
         module = name.removeprefix(PREFIX)
         for half in (_A, _B):
             if module.endswith(half):
-                found.setdefault(module.removesuffix(half), set()).add(half)
+                halves = found.setdefault(module.removesuffix(half), set())
+                if half in halves:
+                    raise CheckpointError(
+                        f"{self.path}: {module} is there twice, with and without {PREFIX}; remove "
+                        "one"
+                    )
+                halves.add(half)
                 return
         if module.endswith(".base_layer.weight"):  # PEFT adds the base's own head and embedding
             self._check_base(name, module.removesuffix(".base_layer.weight"))
@@ -130,7 +136,17 @@ class Adapter:
         self._expect(module, _A, (rank, width))
         self._expect(module, _B, (out, rank))
         a, b = (self._tensor(module, half) for half in (_A, _B))
-        self.pairs[module] = Pair(a, b, rank, self.config.scaling(module))
+        self._add(module, Pair(a, b, rank, self.config.scaling(module)))
+
+    def _add(self, module: str, pair: Pair) -> None:
+        """Note a module's only pair."""
+        if module in self.pairs:
+            other = self.pairs[module].a
+            raise CheckpointError(
+                f"{self.path}: {pair.a} and {other} are both of {module}; an adapter has one pair "
+                "for each Linear"
+            )
+        self.pairs[module] = pair
 
     def _tensor(self, module: str, half: str) -> str:
         name = f"{PREFIX}{module}{half}"
@@ -167,8 +183,8 @@ class Adapter:
             raise CheckpointError(f"{self.path}: {module}: this model has no experts there")
         experts = sum(m.startswith(f"{stack}.") for m in self._modules) // 3
         inter, hidden = gate.shape
-        wide, tall = self._files.entry(a).shape[-1], self._files.entry(b).shape[0]
-        is_down = (wide, tall) == (inter, hidden)
+        wide, tall = self._files.entry(a).shape[-1:], self._files.entry(b).shape[:1]
+        is_down = (*wide, *tall) == (inter, hidden)
         parameter = f"{stack}.{'down' if is_down else 'gate_up'}_proj"
         rank = self.config.rank_of(parameter)
         out, width = (hidden, inter) if is_down else (2 * inter, hidden)
@@ -182,7 +198,7 @@ class Adapter:
                 else (("gate", slice(0, inter)), ("up", slice(inter, 2 * inter)))
             ):
                 pair = Pair(a, b, rank, scaling, (e, experts), rows)
-                self.pairs[f"{stack}.{e}.{name}_proj"] = pair
+                self._add(f"{stack}.{e}.{name}_proj", pair)
 
     def read(self, module: str) -> tuple[Tensor, Tensor]:
         """(A [rank, in], B [out, rank] times the scaling) in float32.

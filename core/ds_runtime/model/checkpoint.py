@@ -166,7 +166,7 @@ class Checkpoint:
         shards = {}
         for name in files:
             path = self.folder / name
-            if os.path.basename(name) != name:
+            if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise CheckpointError(f"{index}: weight_map names {name!r}, not a plain file name")
             if not path.is_file():
                 have = sum((self.folder / f).is_file() for f in files)
@@ -217,6 +217,11 @@ class Checkpoint:
         if entry.dtype in BLOCKS:
             assert index is None, name
             found = values(entry.dtype, self.row_bytes(name, rows, device))
+            if not bool(torch.isfinite(found).all()):
+                raise CheckpointError(
+                    f"{name}: a scale of its {entry.dtype} blocks is no finite number; the file is "
+                    "damaged: download it again"
+                )
             found = found.view(-1, *entry.shape[1:])
             return found if cols is None else found[..., cols].contiguous()
         dtype = DTYPES[entry.dtype]
@@ -458,6 +463,13 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path}: {size} bytes found, {expected} expected from its header; download it again"
         )
+    in_order = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
+    for (name, entry), (after, other) in pairwise(in_order):
+        if other.begin < entry.end:
+            raise CheckpointError(
+                f"{path}: {name} ends at byte {entry.end} and {after} begins at byte "
+                f"{other.begin}; the file is damaged: download it again"
+            )
     return entries
 
 

@@ -18,6 +18,7 @@ from ds_runtime.model.reader import Reader
 from ds_runtime.ops.spec import Routing
 
 QUANT_FILE = "hf_quant_config.json"
+_LAYERS, _EXPERTS = 2048, 8192  # at most: every module is listed before any is looked for
 GLM = "GlmMoeDsaForCausalLM"
 SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
 SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
@@ -68,10 +69,10 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     get = Reader(raw, where)
     architecture = _architecture(get)
     _refuse_unserved(get)
-    experts = get.integer("n_routed_experts", "num_local_experts", default=0)
+    experts = get.integer("n_routed_experts", "num_local_experts", default=0, most=_EXPERTS)
     theta, yarn = _rope(get)
     v3 = architecture != "DeepseekV2ForCausalLM"
-    layers = get.integer("num_hidden_layers")
+    layers = get.integer("num_hidden_layers", most=_LAYERS)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=get.integer("vocab_size"),
@@ -96,7 +97,9 @@ def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         rope_interleave=get.boolean("rope_interleave", True),
         max_positions=get.integer("max_position_embeddings"),
         tie_embeddings=get.boolean("tie_word_embeddings", False),
-        mtp_layers=get.integer("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        mtp_layers=get.integer(
+            "num_nextn_predict_layers", "num_mtp_layers", default=0, most=_LAYERS
+        ),
         dtype=_dtype(get),
         quantization=dict(get.mapping("quantization_config")),
         eos_tokens=get.ids("eos_token_id"),

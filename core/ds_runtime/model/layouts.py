@@ -313,6 +313,7 @@ def _awq(part: _Part) -> WeightPart:
 def _gptq(part: _Part) -> WeightPart:
     nibbles = unpack(part.read("weight", _covering(part.cols, _PACK), part.rows).T)
     weight = nibbles[:, _inside(part.cols, _PACK)].to(torch.int8).contiguous()
+    _check_order(part)
     across = _columns(part)
     zero = unpack(part.read("zero", across, _covering(part.rows, _PACK)))
     less = 0 if part.encoding.layout == "gptq_v2" else 1
@@ -328,11 +329,27 @@ def _columns(part: _Part) -> slice:
     return slice(0, _grid(part.encoding, *part.request.place.shape)[1])
 
 
+def _check_order(part: _Part) -> None:
+    """CheckpointError if columns name their groups, not in order, and the config denies it."""
+    request = part.request
+    name = f"{request.module}.g_idx"
+    if "g_idx" not in part.encoding.unread or name not in request.checkpoint:
+        return
+    group = request.checkpoint.read(name).reshape(-1)
+    other = group != torch.arange(group.shape[0]) // part.block[1]
+    if bool(other.any()):
+        column = int(other.nonzero()[0])
+        raise CheckpointError(
+            f"{name}: column {column} is of group {int(group[column])}, expected "
+            f"{column // part.block[1]} as desc_act is false in config.json"
+        )
+
+
 def _group(part: _Part) -> dict[str, Tensor]:
     """The group that each column names; CheckpointError if there is none of that number."""
     if "group" not in part:
         return {}
-    group = part.here("group", part.cols).to(torch.int32)
+    group = part.here("group", part.cols)
     groups = _grid(part.encoding, *part.request.place.shape)[1]
     if group.numel() and not 0 <= int(group.min()) <= int(group.max()) < groups:
         raise CheckpointError(
@@ -340,7 +357,7 @@ def _group(part: _Part) -> dict[str, Tensor]:
             f"expected 0 to {groups - 1}"
         )
     part.offset = (part.offset[0], 0)
-    return {"group": part.sent(group)}
+    return {"group": part.sent(group.to(torch.int32))}
 
 
 _GPTQ = ("gptq", "gptq_v2")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,8 @@ class PeftConfig:
         """Raises CheckpointError for a file that is missing, damaged or asks for more than LoRA."""
         path = folder / CONFIG
         try:
+            if path.exists() and not path.is_file():  # a pipe would never end
+                raise OSError("no plain file")
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as e:
             raise CheckpointError(
@@ -91,7 +94,7 @@ class PeftConfig:
             folder=folder,
             rank=_rank(path, "r", raw.get("r")),
             alpha=_number(path, "lora_alpha", raw.get("lora_alpha")),
-            rslora=bool(raw.get("use_rslora")),
+            rslora=_flag(path, "use_rslora", raw.get("use_rslora")),
             rank_pattern={
                 k: _rank(path, f"rank_pattern {k!r}", v) for k, v in _map(path, raw, "rank")
             },
@@ -122,9 +125,14 @@ def names_module(targets: Iterable[str], module: str) -> bool:
 
 def _by_pattern(patterns: Mapping[str, _N], module: str, default: _N) -> _N:
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if re.match(_whole(pattern), module):
             return value
     return default
+
+
+def _whole(pattern: str) -> str:
+    """PEFT's rule for patterns: they match paths, or their ends."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def _refuse(path: Path, raw: Mapping[str, Any]) -> None:
@@ -161,9 +169,16 @@ def _rank(path: Path, what: str, value: object) -> int:
 
 
 def _number(path: Path, what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    most = sys.float_info.max  # of an integer, too; and NaN is not at most that
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= most:
         raise CheckpointError(f"{path}: {what} {shown(value)}: must be a finite number")
     return float(value)
+
+
+def _flag(path: Path, what: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{path}: {what} {shown(value)}: must be true or false")
+    return bool(value)
 
 
 def _map(path: Path, raw: Mapping[str, Any], what: str) -> Iterable[tuple[str, Any]]:
@@ -172,8 +187,8 @@ def _map(path: Path, raw: Mapping[str, Any], what: str) -> Iterable[tuple[str, A
         raise CheckpointError(f"{path}: {what}_pattern {shown(value)}: must be an object")
     for pattern in value:
         try:
-            re.compile(pattern)
-        except re.error as e:
+            re.compile(_whole(pattern))
+        except (re.error, OverflowError, RecursionError) as e:
             raise CheckpointError(f"{path}: {what}_pattern {shown(pattern)}: {e}") from e
     return value.items()
 
@@ -184,8 +199,9 @@ def adapted_modules(folder: Path, known: Collection[str]) -> set[str]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            names = list(json.loads(file.read(min(length, path.stat().st_size))))
-    except (OSError, ValueError, TypeError, RecursionError) as e:
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+            names: list[str] = list(header.keys())
+    except (OSError, ValueError, AttributeError, RecursionError) as e:
         raise CheckpointError(
             f"{path}: cannot be read ({type(e).__name__}: {e}); is the download complete?"
         ) from e

@@ -100,10 +100,14 @@ class Quant:
             name = stored.module.rpartition(".")[2]
             fused = "down_proj" if name == "down_proj" else "gate_up_proj"
             base = f"model.layers.{layer}.mlp.experts.{fused}"
-            if base in checkpoint:
-                tensors = {c: base + n.removeprefix("weight") for c, n in encoding.tensors.items()}
+            stacked = {
+                c: base + n.removeprefix("weight")
+                for c, n in encoding.tensors.items()
+                if c not in encoding.optional  # static scales of activations: they go by expert
+            }
+            if stacked["weight"] in checkpoint:
                 total = rows if fused == "down_proj" else 2 * rows
-                return Place(tensors, (total, cols), index, rows if name == "up_proj" else 0)
+                return Place(stacked, (total, cols), index, rows if name == "up_proj" else 0)
         tensors = {
             component: name
             for component, name in self._named(stored.module, encoding).items()

@@ -37,15 +37,21 @@ class Reader:
         name = f"{self.under}.{key}" if self.under else key
         return ConfigError(f"{self.where}: {name} is missing")
 
-    def integer(self, *keys: str, default: int | None = None, least: int | None = None) -> int:
+    def integer(
+        self,
+        *keys: str,
+        default: int | None = None,
+        least: int | None = None,
+        most: int = _MOST,
+    ) -> int:
         """The first of `keys` that is there; at least 1, or 0 if it has a default."""
         low = (1 if default is None else 0) if least is None else least
         for key in keys:
             value = self.raw.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MOST:
-                raise self.wrong(key, f"a whole number of at least {low} and at most {_MOST}")
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= most:
+                raise self.wrong(key, f"a whole number of at least {low} and at most {most}")
             return value
         if default is None:
             raise self.missing(keys[0])

@@ -61,6 +61,8 @@ def _unloadable(service: Service, body: UnloadAdapterRequest) -> str:
     service.client.require()
     name = body.lora_name
     if not service.has_adapter(name):
+        if name in service.leaving:
+            raise RequestError(f"adapter {shown(name)} is being unloaded already", "lora_name")
         known = ", ".join(service.client.adapters) or "none"
         raise RequestError(f"adapter {shown(name)} is not loaded; loaded are: {known}", "lora_name")
     return name

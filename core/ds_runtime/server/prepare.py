@@ -96,12 +96,13 @@ class Service:
     def check_model(self, name: str | None) -> str:
         """The adapter that `name` means, "" for the model itself (also if it is left out).
 
-        ApiError 404 if neither is called so.
+        ApiError 404 if neither is called so; while the engine starts nobody knows its adapters.
         """
         if name is None or name == self.model.name:
             return ""
         if self.has_adapter(name):
             return name
+        self.client.require()
         raise ApiError(
             404,
             f"model {shown(name)} is not served here: use {' or '.join(map(repr, self.names))}",

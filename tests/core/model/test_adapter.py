@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 
 import pytest
@@ -112,6 +113,12 @@ def test_a_spec():
         ({"lora_alpha": None}, "lora_alpha None: must be a finite number"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern '\\('"),
         ({"rank_pattern": [1]}, "rank_pattern .*: must be an object"),
+        ({"rank_pattern": {"(?i)o_proj": 3}}, "rank_pattern '\\(\\?i\\)o_proj': global flags"),
+        ({"rank_pattern": {"a{99999999999999999999}": 3}}, "rank_pattern .*: the repetition"),
+        ({"rank_pattern": {"(" * 9999: 3}}, "rank_pattern .*: maximum recursion depth"),
+        ({"alpha_pattern": {"o_proj": 10**400}}, "alpha_pattern 'o_proj' 1000.*: must be a fin"),
+        ({"lora_alpha": 10**400}, "lora_alpha 1000.*: must be a finite number"),
+        ({"use_rslora": "false"}, "use_rslora 'false': must be true or false"),
     ],
 )
 def test_configs_that_are_no_plain_lora(v3, tmp_path, values, said):
@@ -128,11 +135,25 @@ def test_configs_that_are_no_object(tmp_path, text):
         PeftConfig.load(tmp_path)
 
 
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: cannot be read .*no plain"):
+        PeftConfig.load(tmp_path)
+
+
 def _rename(old, new):
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 
 
 A, B = f"base_model.model.{Q_A}.lora_A.weight", f"base_model.model.{Q_A}.lora_B.weight"
+
+
+def _experts_twice():
+    """Gate and up of all experts as one parameter, and up of the first alone."""
+    at = "base_model.model.model.layers.1.mlp.experts"
+    found = {f"{at}.lora_A.weight": (64, 64), f"{at}.lora_B.weight": (64, 64)}
+    found |= {f"{at}.0.up_proj.lora_A.weight": (4, 64), f"{at}.0.up_proj.lora_B.weight": (32, 4)}
+    return {name: torch.ones(shape) for name, shape in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -180,6 +201,18 @@ A, B = f"base_model.model.{Q_A}.lora_A.weight", f"base_model.model.{Q_A}.lora_B.
             lambda t: [_rename(n, n.replace(Q_A, "model.layers.1.mlp.experts"))(t) for n in (A, B)],
             "mlp.experts.lora_A.weight: shape .4, 64. found, .64, 64. expected",
         ),
+        (
+            lambda t: [
+                t.update({n.replace(Q_A, "model.layers.1.mlp.experts"): torch.tensor(1.0)})
+                for n in (A, B)
+            ],
+            r"mlp.experts.lora_A.weight: shape \[\] found, .64, 64. expected",
+        ),
+        (
+            lambda t: [t.update({n.removeprefix("base_model.model."): t[n]}) for n in (A, B)],
+            f"{Q_A}.lora_.* is there twice, with and without base_model.model.; remove one",
+        ),
+        (lambda t: t.update(_experts_twice()), "experts.0.up_proj.*an adapter has one pair"),
         (lambda t: t.clear(), "nothing to add"),
     ],
 )
@@ -215,6 +248,10 @@ def test_files_that_are_not_there_or_damaged(v3, tmp_path):
     path.write_bytes(whole[:-5])
     with pytest.raises(CheckpointError, match="bytes found"):
         Adapter(tmp_path, v3[1])
+    for header in (b"[1, 2]", b"3", b"{"):
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointError, match="safetensors: cannot be read"):
+            adapted_modules(tmp_path, v3[1])
     path.unlink()
     with pytest.raises(CheckpointError, match="missing: is the download complete"):
         Adapter(tmp_path, v3[1])

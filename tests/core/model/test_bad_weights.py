@@ -61,6 +61,13 @@ def cast(name, dtype):
     return change
 
 
+def move(name, by):
+    def change(tensors):
+        tensors[name] = tensors[name].to(torch.int64) + by
+
+    return change
+
+
 NAN = float("nan")
 CASES = [
     (
@@ -94,6 +101,16 @@ CASES = [
         "gptq act-order",
         put(f"{O_PROJ}.g_idx", 5, 3),
         r"g_idx: names groups 0 to 3, expected 0 to 2",
+    ),
+    (
+        "gptq act-order",
+        move(f"{O_PROJ}.g_idx", 2**32),
+        r"g_idx: names groups 4294967296 to 4294967298, expected 0 to 2",
+    ),
+    (
+        "gptq",
+        put(f"{O_PROJ}.g_idx", 33, 2),
+        r"o_proj\.g_idx: column 33 is of group 2, expected 1 as desc_act is false",
     ),
     (
         "fp8",

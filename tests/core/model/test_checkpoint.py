@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model import checkpoint as module
 from ds_runtime.model.checkpoint import DTYPES, INDEX, SINGLE, Checkpoint
+from ds_runtime.model.gguf.folder import LINK
 
 
 def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -160,6 +161,14 @@ def test_hostile_headers(tmp_path, header):
         Checkpoint(tmp_path)
 
 
+def test_tensors_that_share_bytes(tmp_path):
+    one = '{"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}'
+    other = '{"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}'
+    (tmp_path / SINGLE).write_bytes(shard(f'{{"b": {other}, "a": {one}}}'.encode()))
+    with pytest.raises(CheckpointError, match=r"a ends at byte \d+ and b begins at byte"):
+        Checkpoint(tmp_path)
+
+
 def test_not_a_header(tmp_path):
     (tmp_path / SINGLE).write_bytes((10).to_bytes(8, "little") + b"0123456789")
     with pytest.raises(CheckpointError, match="header cannot be read"):
@@ -186,10 +195,18 @@ def test_bad_index(folder, text):
         Checkpoint(folder)
 
 
-def test_index_may_not_leave_the_folder(folder):
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../x-1.safetensors"}}))
+@pytest.mark.parametrize("name", ["../x-1.safetensors", "", ".", ".."])
+def test_index_may_not_leave_the_folder(folder, name):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="not a plain file name"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": 3, "layers": 2}', '{"files": []}', DEEP])
+def test_a_link_to_gguf_files_that_is_damaged(tmp_path, text):
+    (tmp_path / LINK).write_text(text)
+    with pytest.raises(CheckpointError, match=r"gguf\.json: cannot be read .*GGUF file again"):
+        Checkpoint(tmp_path)
 
 
 def test_folders_without_weights(tmp_path):

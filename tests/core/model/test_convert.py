@@ -15,7 +15,7 @@ from checkpoint_writers import e2m1, e4m3, grid_max, spread
 from model_harness import Harness, decide, run_schedule
 from published_kinds import KINDS, hold, write_kind
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ds_runtime.cli import main
 from ds_runtime.convert import run, write
@@ -282,6 +282,32 @@ def test_a_fault_of_the_disk_is_found(tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(write, "_append", append)
         with pytest.raises(CheckpointError, match="reads back"):
             convert(tiny[0], "w4a16", tmp_path / f"out{bool(wanted)}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_file_beside_the_shards_that_is_lost_or_torn_is_written_again(
+    tiny, converted, tmp_path, name
+):
+    whole, out = contents(converted("int8")), tmp_path / "out"
+    shutil.copytree(converted("int8"), out)
+    for damage in ((out / name).unlink, lambda: (out / name).write_bytes(whole[name][:-9])):
+        damage()
+        assert not convert(tiny[0], "int8", out, shard_bytes=200_000).already
+        assert contents(out) == whole
+    assert convert(tiny[0], "int8", out, shard_bytes=200_000).already
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp8", "int8", "w4a16", "nvfp4"])
+def test_values_that_are_no_numbers_are_named(tiny, tmp_path, to):
+    """By the tensor that is read, not by the one that would be written."""
+    shutil.copytree(tiny[0], tmp_path / "from")
+    tensors = load_file(tmp_path / "from" / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "from" / "model.safetensors")
+    said = r"^model\.layers\.0\.mlp\.up_proj: value \[3, 5\] of the checkpoint is nan in "
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / "from", to, tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_what_cannot_be_done_is_said_before_anything_is_written(tiny, converted, tmp_path):

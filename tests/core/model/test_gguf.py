@@ -391,6 +391,41 @@ def test_halves_of_kv_b_that_do_not_fit_are_named(files, tmp_path):
         it.part("model.layers.0.self_attn.kv_b_proj")
 
 
+def flat(values, tensors):
+    data, kind = tensors["blk.0.attn_k_b.weight"]
+    tensors["blk.0.attn_k_b.weight"] = (data.reshape(-1, data.shape[-1]), kind)
+
+
+def test_halves_of_kv_b_without_heads_are_named(files, tmp_path):
+    path, _, _ = files("f32")
+    it = Source(resolve_model(str(rewritten(path, tmp_path / "flat.gguf", flat))))
+    with pytest.raises(CheckpointError, match=r"kv_b_proj.k_b .*\[256, 32\] .*\[384, 64\] exp"):
+        it.part("model.layers.0.self_attn.kv_b_proj")
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor", "at", "named"),
+    [
+        ("q8_0", "blk.0.attn_k_b.weight", 0, r"layers\.0\.self_attn\.kv_b_proj\.k_b"),
+        ("q8_0", "blk.1.attn_v_b.weight", 0, r"layers\.1\.self_attn\.kv_b_proj\.v_b"),
+        ("q8_0", "token_embd.weight", 0, r"model\.embed_tokens\.weight"),
+        ("q8_0", "blk.0.attn_output.weight", 0, r"layers\.0\.self_attn\.o_proj\.weight"),
+        ("q4_k", "blk.0.attn_q_a.weight", 0, r"layers\.0\.self_attn\.q_a_proj\.weight"),
+        ("q4_k", "blk.1.ffn_gate_exps.weight", 2, r"experts\.0\.gate_proj\.weight"),
+        ("q5_k", "blk.1.ffn_up_exps.weight", 0, r"experts\.0\.up_proj\.weight"),
+    ],
+)
+def test_a_scale_that_is_no_number_is_named(files, tmp_path, file, tensor, at, named):
+    path, _, _ = files(file)
+    found = next(t for t in gguf.GGUFReader(path).tensors if t.name == tensor)
+    raw = bytearray(Path(path).read_bytes())
+    begin = int(found.data_offset) + at
+    raw[begin : begin + 2] = np.float16("nan").tobytes()
+    (tmp_path / "nan.gguf").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=rf"{named}: a scale .*finite number"):
+        Harness(decide(resolve_model(str(tmp_path / "nan.gguf"))))
+
+
 def test_another_architecture_and_another_type_are_refused(tmp_path, home):
     for name, arch, kind, said in (
         ("a", "llama", Type.F32, "general.architecture 'llama' is not supported"),

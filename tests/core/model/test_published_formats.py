@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_harness import Harness, decide, run_schedule
 from published_kinds import KINDS, write_kind
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import find_loader
@@ -103,6 +103,50 @@ def test_it_computes_what_its_values_compute(published, kind):
         got = torch.log_softmax(rows[: len(prompt)].double(), -1)
         want = oracle.logprobs(prompt).double()[: len(prompt)]
         assert (got[: len(want)] - want).abs().max() < 1e-4
+
+
+def stacked(tensors, layer, suffixes):
+    """The experts of a layer as some re-exports have them: gate over up, and down, of all."""
+    at = f"model.layers.{layer}.mlp.experts"
+
+    def take(name, suffix):
+        found = [tensors.pop(f"{at}.{e}.{name}.{suffix}") for e in range(8)]
+        return torch.stack([t.view(torch.uint8) if t.itemsize == 1 else t for t in found]), found[0]
+
+    for suffix in suffixes:
+        (gate, kind), (up, _), (down, _) = (
+            take(f"{n}_proj", suffix) for n in ("gate", "up", "down")
+        )
+        end = suffix.removeprefix("weight")
+        tensors[f"{at}.gate_up_proj{end}"] = torch.cat((gate, up), 1).view(kind.dtype)
+        tensors[f"{at}.down_proj{end}"] = down.view(kind.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffixes"),
+    [
+        ("int8 rows", ("weight", "weight_scale")),
+        ("ct int8", ("weight", "weight_scale")),
+        ("ct fp8-channel", ("weight", "weight_scale")),
+        ("ct mxfp4", ("weight_packed", "weight_scale")),
+        ("quark", ("weight", "weight_scale")),
+        ("w4afp8", ("weight", "weight_scale_inv")),
+    ],
+)
+def test_stacked_experts(published, tmp_path, kind, suffixes):
+    """Also where static scales of activations could lie beside them, and none do."""
+    it = published(kind)
+    tensors = load_file(it.folder / "model.safetensors")
+    tensors = {n: t for n, t in tensors.items() if not n.endswith("input_scale")}
+    stacked(tensors, 1, suffixes)
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "hf_quant_config.json"):
+        if (it.folder / name).is_file():
+            (tmp_path / name).write_bytes((it.folder / name).read_bytes())
+    one, other = (
+        run_schedule(Harness(decide(f)), [[1, 2, 3]], 0, 4) for f in (it.folder, tmp_path)
+    )
+    assert torch.equal(one[0], other[0])
 
 
 ROUNDED = ("int8 rows", "ct int8", "ct int4", "ct mixed", "awq", "gptq", "w4afp8")

@@ -11,6 +11,7 @@ from ds_runtime.assemble import find_loader
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.model.layouts import expected
+from ds_runtime.model.loaders.compressed import compressed
 from ds_runtime.model.manifest import stored_modules
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.plugins import load_plugins
@@ -91,6 +92,25 @@ def test_regexes_of_compressed_tensors_leave_attention_dense() -> None:
     assert of("lm_head").format == "dense"
 
 
+def test_names_count_before_regexes_and_classes() -> None:
+    """As compressed-tensors sorts targets, whatever the order of the groups."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    groups = {
+        "a": GROUP,
+        "b": {"targets": ["re:.*o_proj"], "weights": {**_INT4, "group_size": 64}},
+        "c": {
+            "targets": ["model.layers.1.self_attn.o_proj"],
+            "weights": weights,
+            "format": "int-quantized",
+        },
+    }
+    of = compressed({**COMPRESSED, "config_groups": groups})
+    kinds = ["model.layers.1.self_attn.o_proj", "model.layers.2.self_attn.o_proj", "model.x"]
+    found = [of(module) for module in kinds]
+    assert [e.format for e in found] == ["int8_channel", "int4_group", "int4_group"]
+    assert [e.block for e in found[1:]] == [(1, 64), (1, 32)]
+
+
 def test_tensors_and_shapes_of_a_real_model() -> None:
     """DeepSeek-V3.1 in NVFP4: what a checkpoint of it must hold."""
     raw = json.loads((FIXTURES / "deepseek-v3.1.json").read_text())
@@ -112,7 +132,9 @@ def test_tensors_and_shapes_of_a_real_model() -> None:
     assert found["o_proj"]["weight_scale_2"] == ((), ("F32",))
 
 
-GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group_size": 32}}
+_INT4 = {"num_bits": 4, "type": "int", "group_size": 32}
+_INT8_OF_LISTS = {"dtype": "int8", "qscheme": ["per_tensor"]}
+GROUP = {"targets": ["Linear"], "weights": _INT4}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 COMPRESSED |= {"config_groups": {"g": GROUP}}
 BESIDE = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
@@ -134,6 +156,24 @@ BESIDE = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
         ({**COMPRESSED, "format": "marlin-24"}, "format 'marlin-24' is not supported; expected"),
         ({**COMPRESSED, "ignore": "lm_head"}, "ignore 'lm_head' is not supported; expected a list"),
         ({**COMPRESSED, "ignore": ["re:("]}, "ignore: '(' is no regular expression"),
+        ({**COMPRESSED, "ignore": ["re:a{99999999999999999999}"]}, "the repetition number is too"),
+        ({**COMPRESSED, "ignore": ["re:" + "(" * 9999]}, "maximum recursion depth"),
+        (
+            {**COMPRESSED, "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            "transform_config {'config_groups': {'u': {'type': 'hadamard'}}} is not supported",
+        ),
+        (
+            {**COMPRESSED, "config_groups": {"g": {"weights": {**_INT4, "symmetric": "no"}}}},
+            "config_groups.g.weights.symmetric 'no' is not supported; expected True or False",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": ["gptq"]},
+            "checkpoint_format ['gptq'] is not supported; expected 'gptq' or 'gptq_v2'",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": _INT8_OF_LISTS}},
+            "qscheme ['per_tensor'] is not supported",
+        ),
         (
             {**COMPRESSED, "config_groups": {"g": {**GROUP, "weights": {"num_bits": 3}}}},
             "config_groups.g.weights.num_bits 3 of type 'int' is not supported",
@@ -149,6 +189,10 @@ BESIDE = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
             {"quant_method": "awq", "bits": 4, QUANT_FILE: BESIDE},
             "quant_method 'awq' of config.json and quant_algo 'NVFP4' of hf_quant_config.json "
             "contradict each other",
+        ),
+        (
+            {QUANT_FILE: {"quantization": {"quant_algo": "MIXED_PRECISION", "group_size": 64}}},
+            "group_size 64 is not supported; expected None or 128",
         ),
         ({"quant_method": "exl2"}, "quant_method 'exl2'"),
         ({"bits": 4}, "quant_method 'none'"),

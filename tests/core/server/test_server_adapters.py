@@ -96,6 +96,7 @@ def test_unloading_waits_for_those_that_run_and_takes_no_more(adapting):
     error(adapting.chat("[say so]", model="a"), 404, "is not served here")
     assert adapting.chat("[say so]", model="b").status_code == 200
     assert leaving.is_alive() and answer.is_alive()
+    error(unload(adapting, "a"), 400, "adapter 'a' is being unloaded already")
     assert not [m for m in adapting.engine.adapts if m.folder is None]
     adapting.post("/abort_request", rid="long")
     for thread in (answer, leaving):

@@ -296,6 +296,8 @@ def test_before_the_engine_is_ready(bpe_folder):
         assert (reply.status_code, reply.json()) == (503, {"status": "starting"})
         reply = served.chat("[say x]")
         assert error(reply, 503)["code"] == "engine_starting"
+        reply = served.chat("[say so]", model="an-adapter")  # of which nobody knows yet
+        assert error(reply, 503)["code"] == "engine_starting"
         assert int(reply.headers["retry-after"]) > 0
         error(served.http.get("/flush_cache"), 503)
         assert served.post("/tokenize", prompt="Hi").json()["max_model_len"] is None

@@ -101,11 +101,17 @@ def read_files(path: Path) -> Header:
 
 def linked_tensors(link: Path) -> dict[str, GgufTensor]:
     """The tensors of the files that `link` names."""
-    said = json.loads(link.read_text(encoding="utf-8"))
+    try:
+        said = json.loads(link.read_text(encoding="utf-8"))
+        files, layers = [Path(name) for name in said["files"]], int(said["layers"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise CheckpointError(
+            f"{link}: cannot be read ({type(e).__name__}: {e}); delete {link.parent} and give "
+            "--model the GGUF file again"
+        ) from e
     tensors: dict[str, GgufTensor] = {}
-    for name in said["files"]:
-        file = Path(name)
+    for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file}: is no longer there; give --model the GGUF file again")
         tensors |= read_header(file).tensors
-    return named(tensors, said["layers"])
+    return named(tensors, layers)

@@ -42,6 +42,7 @@ def _blocks(request: PartRequest) -> WeightPart:
     raw = raw.view(rows, -1, kind.nbytes)[:, first:last].contiguous()
     shape, format = (rows, cols), request.encoding.format
     if kind.name not in INTEGERS:
+        _check(name, raw.view(-1, kind.nbytes)[:, :4].contiguous().view(torch.float16))
         tensors = {"weight": raw.view(rows, (last - first) * kind.nbytes)}
         return WeightPart(
             request.module, format, shape, tensors, offset=(0, skip), dequantiser=_DEQUANTISER
@@ -50,14 +51,19 @@ def _blocks(request: PartRequest) -> WeightPart:
     codes = codes.view(rows, -1)[:, skip : skip + cols].contiguous()
     group = kind.elements // scale.shape[1]
     scale = scale.view(rows, -1)[:, skip // group :].contiguous()
+    _check(name, scale)
+    tensors = {"weight": codes, "scale": scale}
+    return WeightPart(request.module, format, shape, tensors, (1, group), (0, skip % group))
+
+
+def _check(name: str, scale: Tensor) -> None:
+    """CheckpointError if one of a tensor's scales is no number."""
     bad = ~torch.isfinite(scale)
     if bool(bad.any()):
         raise CheckpointError(
             f"{name}: a scale is {float(scale[bad][0])}, expected a finite number; the file is "
             "damaged: download it again"
         )
-    tensors = {"weight": codes, "scale": scale}
-    return WeightPart(request.module, format, shape, tensors, (1, group), (0, skip % group))
 
 
 def dequantise(part: WeightPart, dtype: torch.dtype) -> Tensor:
@@ -72,12 +78,14 @@ def _kv_b(request: PartRequest) -> WeightPart:
     a head's rows are those of its keys, then those of its values."""
     checkpoint, tensors = request.checkpoint, request.place.tensors
     names = tensors["weight"], tensors["values"]
-    (heads, latent, nope), (also, v, width) = (checkpoint.entry(n).shape for n in names)
+    of_keys, of_values = (checkpoint.entry(n).shape for n in names)
     rows, cols = request.place.shape
-    if (heads * (nope + v), latent, also, width) != (rows, cols, heads, cols):
+    heads, nope, v = of_keys[0], of_keys[-1], of_values[len(of_values) // 2]
+    made = heads * (nope + v) == rows
+    if not made or (of_keys, of_values) != ((heads, cols, nope), (heads, v, cols)):
         raise CheckpointError(
-            f"{names[0]} and {names[1]}: shapes {[heads, latent, nope]} and {[also, v, width]} "
-            f"found, which together do not make the {[rows, cols]} expected from config.json"
+            f"{names[0]} and {names[1]}: shapes {list(of_keys)} and {list(of_values)} found, which "
+            f"together do not make the {[rows, cols]} expected from config.json"
         )
     keys = checkpoint.read(names[0], device=request.device)
     below = checkpoint.read(names[1], device=request.device)

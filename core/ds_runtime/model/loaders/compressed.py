@@ -1,7 +1,7 @@
 """compressed-tensors: groups of modules by name or class, each with its own scheme.
 
-A name or regex in `targets` counts before the class "Linear"; `ignore` counts before both. A
-module that no group targets is stored as it is.
+A name in `targets` counts before a regex, and both before the class "Linear"; `ignore` counts
+before all. A module that no group targets is stored as it is.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ def compressed(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     expect("quantization_status", get("quantization_status", "compressed"), "compressed", "frozen")
     sparsity = mapping("sparsity_config", get("sparsity_config")).get("format", "dense")
     expect("sparsity_config.format", sparsity, "dense")
+    expect("transform_config", get("transform_config") or None, None)  # rotates what goes in
     ignored = Names(get("ignore"), "ignore")
     named: list[tuple[Names, Encoding]] = []
+    matched: list[tuple[Names, Encoding]] = []  # by regex
     classes: list[Encoding] = []
     for group, scheme in mapping("config_groups", get("config_groups")).items():
         scheme = mapping(f"config_groups.{group}", scheme)
         encoding = _encoding(f"config_groups.{group}", scheme, scheme.get("format") or overall)
-        targets = Names(scheme.get("targets"), f"config_groups.{group}.targets")
-        named.append((targets, encoding))
-        if _CLASS in targets:
+        names, regexes = Names.parted(scheme.get("targets"), f"config_groups.{group}.targets")
+        named.append((names, encoding))
+        matched.append((regexes, encoding))
+        if _CLASS in names:
             classes.append(encoding)
 
     def of(module: str) -> Encoding:
         if module in ignored:
             return DENSE
-        found = [encoding for targets, encoding in named if module in targets] or classes
-        return found[0] if found else DENSE
+        found = (encoding for targets, encoding in (*named, *matched) if module in targets)
+        return next(found, classes[0] if classes else DENSE)
 
     return of
 
@@ -77,6 +80,7 @@ def _int4(key: str, weights: Mapping[str, Any], inputs: Mapping[str, Any], forma
     expect("format", format, "pack-quantized", "int-quantized", "naive-quantized")
     group = _group(key, weights)
     symmetric, order = weights.get("symmetric", True), weights.get("actorder")
+    expect(f"{key}.symmetric", symmetric, True, False)
     expect(f"{key}.actorder", order, None, False, True, "group", "weight", "static", "dynamic")
     fp8_inputs = inputs.get("type") == "float" and inputs.get("num_bits") == 8
     made = "w4afp8" if fp8_inputs and symmetric else "int4_group"

@@ -25,16 +25,15 @@ def awq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
 
 
 def gptq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
-    """Words along the input columns; `desc_act` gives every column a group of its own choice."""
+    """Words along the input columns; `desc_act` gives every column a group of its own choice.
+
+    Where it is false, `g_idx` must name the groups in order: the layout sees to that.
+    """
     get = quantization.get
     expect("bits", get("bits"), 4)
     expect("desc_act", get("desc_act", False), False, True)
-    layout = {"gptq": "gptq", "gptq_v2": "gptq_v2"}.get(get("checkpoint_format", "gptq"))
-    if layout is None:
-        said = shown(get("checkpoint_format"))
-        raise UnsupportedError(
-            f"checkpoint_format {said} is not supported; expected 'gptq' or 'gptq_v2'"
-        )
+    layout = get("checkpoint_format", "gptq")
+    expect("checkpoint_format", layout, "gptq", "gptq_v2")
     group = _group(get("group_size"))
     if get("desc_act", False) and group:
         tensors = {**_TENSORS, "group": "g_idx"}

@@ -97,6 +97,8 @@ def _mixed(quantization: Mapping[str, Any], config: Mapping[str, Any]) -> Callab
         expect(f"quantized_layers.{name}.quant_algo", algo, *_ALGOS, "W4A8_AWQ", "W4AFP8", "FP8_PB")
         algos.setdefault(str(algo), []).append(name)
     listed = [(Names(names, "quantized_layers"), algo) for algo, names in algos.items()]
+    if "NVFP4" not in algos:
+        expect("group_size", config.get("group_size"), None, 128)
     blocks = "weight_block_size" in quantization or "NVFP4" not in algos
     rest = native.fp8({"weight_block_size": [128, 128], **_native(quantization)})
 

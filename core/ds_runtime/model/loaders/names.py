@@ -48,12 +48,17 @@ class Names:
                                    "module names")  # fmt: skip
         globs = [e for e in entries if not e.startswith("re:") and set(e) & set("*?[")]
         regexes = [e[3:] for e in entries if e.startswith("re:")]
-        try:
-            self._regexes = [re.compile(r) for r in regexes]
-        except re.error as e:
-            raise UnsupportedError(f"{key}: {e.pattern!r} is no regular expression: {e}") from e
+        self._regexes = [_compiled(r, key) for r in regexes]
         self._globs = re.compile("|".join(map(translate, globs))) if globs else None
         self._parts = {bare(e) for e in entries} - {bare(g) for g in globs}
+
+    @classmethod
+    def parted(cls, entries: object, key: str) -> tuple[Names, Names]:
+        """The entries that are no regex, and those that are."""
+        every, names, regexes = cls(entries, key), cls(None, key), cls(None, key)
+        names._parts, names._globs = every._parts, every._globs
+        regexes._regexes = every._regexes
+        return names, regexes
 
     def __contains__(self, module: str) -> bool:
         if self._parts:
@@ -64,6 +69,14 @@ class Names:
         if any(r.match(module) for r in self._regexes):
             return True
         return self._globs is not None and any(map(self._globs.match, _parents(module)))
+
+
+def _compiled(regex: str, key: str) -> re.Pattern[str]:
+    """UnsupportedError if it is none, or one that is too large or too deep."""
+    try:
+        return re.compile(regex)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise UnsupportedError(f"{key}: {shown(regex)} is no regular expression: {e}") from e
 
 
 def _parents(module: str) -> Iterable[str]:

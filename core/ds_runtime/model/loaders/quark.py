@@ -59,9 +59,10 @@ def _encoding(key: str, config: object) -> Encoding:
     if dtype in _FLOAT8 and scheme == "per_group":
         expect(f"{key}.group_size", spec.get("group_size"), 32)
         return rows("mxfp8")
-    if dtype in _FLOAT8 and scheme in _SCHEMES:
-        return with_input_scale(rows(f"fp8_{_SCHEMES[scheme]}"))
-    if dtype == "int8" and scheme in _SCHEMES:
+    kind = _SCHEMES.get(str(scheme))
+    if dtype in _FLOAT8 and kind:
+        return with_input_scale(rows(f"fp8_{kind}"))
+    if dtype == "int8" and kind:
         return with_input_scale(rows("int8_channel"))
     raise UnsupportedError(
         f"{key} of dtype {shown(dtype)} and qscheme {shown(scheme)} is not supported; expected "
