@@ -4,13 +4,18 @@
     python benchmarks/cpu_loading.py DIR [DIR …] [--runs N] [--threads N]
 
 From the first open to the last packed tensor, in a fresh process per run, beside the rate at which
-two threads copy memory, measured before each. Rows go to benchmarks/results/cpu_loading.jsonl.
+two threads copy memory, measured before each. So are the rates at which they read the files into
+memory that is used again, and fill new memory in large pages: what reads, fills new memory and
+writes it once more goes at `bound` at most. Memory that a virtual machine gave back to its host is
+slow to come again: as much as a load needs is touched before each. Rows go to
+benchmarks/results/cpu_loading.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import statistics
 import subprocess
 import sys
@@ -20,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from device_loading import read_rate
 
 from ds_runtime.bench.record import append, environment
 
@@ -40,6 +46,25 @@ begin = time.perf_counter()
 model = load_model(assembly, bound, SoloCommunicator(), torch.device("cpu"))
 print(json.dumps({"seconds": time.perf_counter() - begin, "layers": len(model.blocks)}))
 """
+
+
+def new_rate(size: int, threads: int = 2) -> float:
+    """Bytes per second that so many threads write into new memory in large pages, which the
+    process before them had: the second of two times."""
+    rates = []
+    for _ in range(2):
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+            room.madvise(mmap.MADV_HUGEPAGE)
+            parts = np.array_split(np.frombuffer(room, np.uint8), threads)
+            workers = [threading.Thread(target=part.fill, args=(1,)) for part in parts]
+            begin = time.perf_counter()
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            rates.append(size / (time.perf_counter() - begin))
+            del parts, workers
+    return rates[-1]
 
 
 def memcpy_rate(threads: int = 2, runs: int = 7) -> float:
@@ -65,9 +90,11 @@ def measure(folder: Path, runs: int, threads: int) -> dict[str, Any]:
         with file.open("rb") as handle:
             while handle.read(1 << 24):
                 pass
-    copies, loads = [], []
+    copies, loads, news, reads = [], [], [], []
     for _ in range(runs):
         copies.append(memcpy_rate())
+        reads.append(read_rate(files[0], 2))
+        news.append(new_rate(2 * size))
         command = [sys.executable, "-c", LOAD, str(folder), str(threads)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         loads.append(size / json.loads(done.stdout.splitlines()[-1])["seconds"])
@@ -78,7 +105,10 @@ def measure(folder: Path, runs: int, threads: int) -> dict[str, Any]:
         "bytes": size,
         "rates": loads,
         "memcpy": copies,
+        "reads": reads,
+        "new": news,
         "share": statistics.median(a / b for a, b in zip(loads, copies, strict=True)),
+        "bound": 1 / sum(1 / statistics.median(rates) for rates in (copies, reads, news)),
         **environment(),
     }
 
@@ -96,8 +126,11 @@ def main() -> int:
         if not args.dry:
             append(RESULTS, row)
         rate, copy = (statistics.median(row[k]) / 1e9 for k in ("rates", "memcpy"))
-        print(f"{row['model']}: {row['bytes'] / 1e9:.2f} GB at {rate:.2f} GB/s, two threads copy "
-              f"{copy:.2f} GB/s: {row['share']:.0%}", flush=True)  # fmt: skip
+        print(
+            f"{row['model']}: {row['bytes'] / 1e9:.2f} GB at {rate:.2f} GB/s, two threads copy "
+            f"{copy:.2f} GB/s: {row['share']:.0%}; bound {row['bound'] / 1e9:.2f} GB/s",
+            flush=True,
+        )
     return 0
 
 

@@ -11,7 +11,10 @@ from ds_runtime.convert.run import convert
 from ds_runtime.model.hub import resolve_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-LOSS = {"fp8": 0.5, "int8": 0.5, "w4a16": 3.0, "mxfp4": 3.0}  # points, of sums and calls together
+LOSS = {  # points, of sums and calls together
+    **dict.fromkeys(("fp8", "int8", "mxfp8"), 0.5),
+    **dict.fromkeys(("w4a16", "w4afp8", "nvfp4", "mxfp4"), 3.0),
+}
 
 
 @cache
