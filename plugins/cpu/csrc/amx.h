@@ -60,15 +60,19 @@ inline void configure(int rows) {
 
 // Adds one step: A from a with rows `lda` bytes apart, B from rows of 256 bytes.
 template <class T>
-inline void tile_step(const void* a, int64_t lda, const char* b) {
+inline void tile_step(const void* a, int64_t lda, const char* b, Ahead& ahead) {
   _tile_loadd(4, a, lda);
   _tile_loadd(5, b, 256);
+  ahead.quarter();
   T::dot0();
   _tile_loadd(6, b + 64, 256);
+  ahead.quarter();
   T::dot1();
   _tile_loadd(7, b + 128, 256);
+  ahead.quarter();
   T::dot2();
   _tile_loadd(5, b + 192, 256);
+  ahead.quarter();
   T::dot3();
 }
 
@@ -136,15 +140,15 @@ inline void tiles_sums(const typename Fmt::Panel& p, const typename Fmt::Tokens&
         int64_t at = g0;
         DS_ROLLED
         for (; at + STEP <= g1; at += STEP, b += 16 * 256) {
-          ahead.step();
-          detail::tile_step<T>(Fmt::rows(x, t0 + t, at), lda, b);
+          detail::tile_step<T>(Fmt::rows(x, t0 + t, at), lda, b, ahead);
         }
         if (at < g1) {
           std::memset(last, 0, sizeof last);
           for (int64_t r = 0; r < rows; ++r)
             std::memcpy(last[r], Fmt::rows(x, t0 + t + r, whole), size_t((k - whole) * T::BYTES));
           detail::stored();
-          detail::tile_step<T>(last, 64, b);
+          Ahead none{nullptr, 0};
+          detail::tile_step<T>(last, 64, b, none);
         }
         if (fold) {
           detail::tiles_store(part);

@@ -225,9 +225,11 @@ struct Fp8 : TilesOf<X> {
     if constexpr (M <= ONE_PASS) {
       const Fp8Widen widen;
       groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
+                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead&) {
                   const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
-                  dots_as_tiles<M>(n, rows, acc, fetch, [&](__m512i(&v)[4]) {
+                  dots_as_tiles<M>(n, rows, acc, [&](__m512i(&v)[4]) {
+                    prefetch(w + WIDEN_AHEAD);
+                    prefetch(w + WIDEN_AHEAD + 64);
                     widen.line(w, v[0], v[1]);
                     widen.line(w + 64, v[2], v[3]);
                     w += 128;

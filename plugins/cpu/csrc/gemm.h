@@ -89,19 +89,18 @@ struct Ahead {
   static Ahead over(const char* from, int64_t bytes, int64_t steps) {
     return {from, steps > 0 ? int((bytes / 64 + steps - 1) / steps) : 0};
   }
-  void step() {
-    for (int i = 0; i < lines; ++i, at += 64) prefetch(at);
+  void step() { some(lines); }
+  void quarter() { some((lines + 3) / 4); }  // of a step
+  void some(int count) {
+    for (int i = 0; i < count; ++i, at += 64) prefetch(at);
   }
 };
 constexpr int64_t AHEAD_STEP = 16;      // a tile calls step() once per so many elements of k
-// Bytes that a tile which streams a whole panel fetches ahead. Cores with matrix units fetch that
-// far by themselves, and then a prefetch holds up the loads behind it: on a Xeon 4096 bytes ahead
-// stream at 28 GB/s, 1024 at 30 (two threads, 34 by plain reading).
-#if defined(__AMX_TILE__)
-constexpr int64_t STREAM_AHEAD = 1024;
-#else
-constexpr int64_t STREAM_AHEAD = 4096;
-#endif
+// Bytes that a tile which streams a whole panel fetches ahead. Where loads follow each other closely,
+// it fetches in small pieces between them: a step's lines in one go hold up the loads behind them.
+// (On a Xeon 64 lines in a go stream bfloat16 at 29 GB/s, 16 between two loads of the matrix unit at
+// 31.5, 34 by plain reading; widened FP8 at 23, or 26.5 with a line at a time, WIDEN_AHEAD ahead.)
+constexpr int64_t STREAM_AHEAD = 4096, WIDEN_AHEAD = 2048;
 constexpr int64_t UNPACK_AHEAD = 16384;  // and unpacking, between whose turns nothing is fetched
 
 namespace detail {

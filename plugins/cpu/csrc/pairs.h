@@ -96,8 +96,7 @@ struct NoSubnormals {
 // Developer's Manual): of every 32 elements the even ones and the odd ones are summed apart, from
 // zero, and both sums together are added to acc. load(v) gives the next pair of k for 64 columns.
 template <int M, class Load>
-inline void dots_as_tiles(int64_t k, const bf16* const* x, F (&acc)[M][4], Ahead& ahead,
-                          Load load) {
+inline void dots_as_tiles(int64_t k, const bf16* const* x, F (&acc)[M][4], Load load) {
   constexpr int64_t STEP = 32;
   float sums[M][4][F::W];
   const NoSubnormals guard;
@@ -132,7 +131,6 @@ inline void dots_as_tiles(int64_t k, const bf16* const* x, F (&acc)[M][4], Ahead
   int64_t at = 0;
   DS_ROLLED
   for (; at + STEP <= k; at += STEP) {
-    for (int64_t i = 0; i < STEP; i += AHEAD_STEP) ahead.step();
     DS_UNROLL
     for (int m = 0; m < M; ++m) rows[m] = x[m] + at;
     step(rows);
