@@ -20,15 +20,15 @@ Made by `python benchmarks/tables.py` from [compare.jsonl](compare.jsonl), which
 command, version and commit. Each row is one run of `ds-runtime bench compare`: both engines on the
 same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
-read bandwidth measured at the beginning of that run; where memory is shared with other machines, a
-round may find more than that. Medians leave out rounds in which other processes took a tenth or
+read bandwidth measured at the beginning of a round, and the share of it a median over rounds; where
+memory is shared with other machines, a round may find more than that. Medians leave out rounds in which other processes took a tenth or
 more of the processors' time, and "rounds" says how many are left; rows with none are left out.
 """
 DISTURBED = 0.1
 
 
 def rows_of(lines: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The last record of each (model, settings, peer, its file), in order of first appearance."""
+    """The last record of each (machine, model, settings, peer, its file), the first first."""
     found: dict[str, Mapping[str, Any]] = {}
     for line in lines:
         row = json.loads(line)
@@ -39,7 +39,7 @@ def rows_of(lines: Sequence[str]) -> list[Mapping[str, Any]]:
 def _key(row: Mapping[str, Any]) -> str:
     peer = row["engines"][row["engine"]].get("model", "")
     settings = {k: v for k, v in row["settings"].items() if k != "threads"}  # as many as cores
-    return json.dumps([row["model"], settings, row["engine"], peer], sort_keys=True)
+    return json.dumps([machine(row), row["model"], settings, row["engine"], peer], sort_keys=True)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -56,7 +56,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         quiet = [i for i, share in enumerate(row["neighbours"]) if (share or 0.0) < DISTURBED]
         for r in row["results"] if quiet else ():
             mine, theirs = (median(r["rounds"][e][i] for i in quiet) for e in ("ds-runtime", peer))
-            limit = "" if r["limit"] is None else f"{mine / r['limit']:.0%} of {r['limit']:.1f}"
+            shares = [
+                (r["rounds"]["ds-runtime"][i] / r["limits"][i], r["limits"][i])
+                for i in quiet
+                if r["limits"][i]
+            ]
+            limit = "{:.0%} of {:.1f}".format(*map(median, zip(*shares))) if shares else ""
             rounds = f"{len(quiet)} of {len(row['neighbours'])}"
             lines.append(
                 f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
@@ -80,8 +85,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         machines.setdefault(machine(row), []).append(row)
     parts = [HEAD]
     for head, own in machines.items():
-        read = [row["ceilings"]["bandwidth"] / 1e9 for row in own]
-        said = f"Memory read {min(read):.1f} to {max(read):.1f} GB/s, measured once a run."
+        read = [c["bandwidth"] / 1e9 for row in own for c in row["ceilings"]]
+        said = f"Memory read {min(read):.1f} to {max(read):.1f} GB/s."
         notes = dict.fromkeys(
             e["note"] for row in own for e in row["engines"].values() if "note" in e
         )

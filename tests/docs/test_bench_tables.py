@@ -38,12 +38,12 @@ def test_the_last_record_of_a_run_counts():
                 "engines": {"peer": {"model": "m.gguf"}, "ds-runtime": {"arch": "x"}},
                 "machine": {"processor": "P", "cores": 2},
                 "versions": {"torch": "2"},
-                "ceilings": {"bandwidth": 10e9},
+                "ceilings": [{"bandwidth": 10e9}, {"bandwidth": 20e9}],
                 "neighbours": [0.01, None, 0.2],
                 "results": [
                     {
                         "case": "batch 1",
-                        "limit": 20.0,
+                        "limits": [20.0, 10.0 * ours, 1.0],
                         "rounds": {"ds-runtime": [ours, ours + 1, 99.0], "peer": [4.0, 4.0, 1.0]},
                     }
                 ],
@@ -52,6 +52,7 @@ def test_the_last_record_of_a_run_counts():
 
     lines = [record(6.0), record(8.0, quantize="int8"), record(10.0)]
     page = TABLES["page"](TABLES["rows_of"](lines))
-    assert "| m | m.gguf | batch 1 | 10.5 | 4.0 | 2.62 | 52% of 20.0 | 2 of 3 |" in page
+    assert "| m | m.gguf | batch 1 | 10.5 | 4.0 | 2.62 | 30% of 60.0 | 2 of 3 |" in page
+    assert "Memory read 10.0 to 20.0 GB/s." in page
     assert "| m as int8 | m.gguf | batch 1 | 8.5 |" in page
     assert "| 6.5 |" not in page and "## P, 2 cores, x, torch 2" in page

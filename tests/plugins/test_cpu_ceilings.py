@@ -13,11 +13,12 @@ from ds_runtime_cpu.platform import CpuPlatform
 
 @pytest.mark.parametrize("isa", native.runnable())
 @pytest.mark.parametrize("words", [0, 1, 31, 128, 129, 4096, 100_003])
-def test_every_word_is_read(isa, words):
+@pytest.mark.parametrize("streams", [1, 4])
+def test_every_word_is_read(isa, words, streams):
     data = np.random.default_rng(words).integers(0, 1 << 62, words, dtype=np.int64)
     total = torch.full((1,), -1, dtype=torch.int64)
     with native.using(isa):
-        native.calls().read(data.ctypes.data, data.nbytes, total.data_ptr())
+        native.calls().read(data.ctypes.data, data.nbytes, streams, total.data_ptr())
     assert int(total) == int(np.bitwise_xor.reduce(data)) if words else int(total) == 0
 
 

@@ -206,14 +206,16 @@ def run(
         raise ConfigError(f"--rounds {rounds}: must be at least 1")
     found: dict[str, list[list[float]]] = {ours.name: [], peer.name: []}
     disturbed: list[float | None] = []
-    measured: dict[str, Any] = {}
+    limits: list[list[float | None]] = []  # by round
+    ceilings: list[dict[str, Any]] = []
     try:
         about = {engine.name: engine.about() for engine in (ours, peer)}
+        steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
         for number in range(rounds):
             ready(number)
-            if not number:
-                steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
-                measured = ours.ask({"do": "limits", "steps": steps})
+            measured = ours.ask({"do": "limits", "steps": steps})  # memory is shared: in every round
+            ceilings.append(measured["ceilings"])
+            limits.append(_limits(cases, ceilings[-1]["bandwidth"], measured["step_bytes"]))
             neighbours, before = Neighbours(), ours.cpu + peer.cpu
             for engine in (ours, peer) if number % 2 == 0 else (peer, ours):
                 found[engine.name].append(engine.rates(cases))
@@ -221,7 +223,6 @@ def run(
     finally:
         peer.close()
         ours.close()
-    limits = _limits(cases, measured["ceilings"]["bandwidth"], measured["step_bytes"])
     results = []
     for i, case in enumerate(cases):
         own, other = ([turn[i] for turn in found[e.name]] for e in (ours, peer))
@@ -232,7 +233,7 @@ def run(
                 **asdict(case),
                 "tokens_per_s": {ours.name: mine, peer.name: theirs},
                 "ratio": mine / theirs,
-                "limit": limits[i],
+                "limits": [turn[i] for turn in limits],
                 "rounds": {ours.name: own, peer.name: other},
             }
         )
@@ -241,7 +242,7 @@ def run(
         "engine": peer.name,
         "engines": about,
         "results": results,
-        "ceilings": measured["ceilings"],
+        "ceilings": ceilings,
         "neighbours": disturbed,
         **environment(),
     }
@@ -259,13 +260,14 @@ def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     peer = report["engine"]
     rounds = len(report["neighbours"])
-    read = report["ceilings"]["bandwidth"] / 1e9
+    read = statistics.median(c["bandwidth"] for c in report["ceilings"]) / 1e9
     lines = [f"{report['model']} against {peer}: medians of {rounds}; memory reads {read:.1f} GB/s"]
     for r in report["results"]:
-        rates, limit = r["tokens_per_s"], r["limit"]
-        share = "" if limit is None else f", {rates['ds-runtime'] / limit:.0%} of {limit:,.1f}"
+        rates = r["tokens_per_s"]
+        shares = [a / b for a, b in zip(r["rounds"]["ds-runtime"], r["limits"], strict=True) if b]
+        share = f", {statistics.median(shares):.0%} of its limit" if shares else ""
         lines.append(
-            f"{r['case']:<12} {rates['ds-runtime']:>9,.1f} tokens/s{share:<16} "
+            f"{r['case']:<12} {rates['ds-runtime']:>9,.1f} tokens/s{share:<22} "
             f"{peer} {rates[peer]:>9,.1f}  ratio {r['ratio']:.2f}"
         )
     worst = max((x for x in report["neighbours"] if x is not None), default=0.0)

@@ -112,9 +112,12 @@ struct DenseF32 {
       int64_t i = 0;
       DS_ROLLED
       while (i + AHEAD_STEP <= k) {
-        ahead.step();
+        ahead.remainder<AHEAD_STEP>();
         DS_ROLLED
-        for (const int64_t end = i + AHEAD_STEP; i < end; ++i, w += NB) one(i);
+        for (const int64_t end = i + AHEAD_STEP; i < end; ++i, w += NB) {
+          ahead.piece<AHEAD_STEP>();
+          one(i);
+        }
       }
       DS_ROLLED
       for (; i < k; ++i, w += NB) one(i);

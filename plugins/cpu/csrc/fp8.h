@@ -60,27 +60,36 @@ struct Fp8Widen {
       : keep(_mm512_set1_epi16(short(0x87f0))),
         lift(_mm512_set1_epi16(112 << 7)),
         exponent(_mm512_set1_epi8(0x78)) {}
-  // 64 codes to the pairs of columns 0 .. 15 and of 16 .. 31.
-  void line(const uint8_t* p, __m512i& first, __m512i& second) const {
-    const __m512i code = _mm512_loadu_si512(p);
-    first = normal(_mm512_slli_epi16(code, 8));
-    second = normal(code);
-    if (__builtin_expect(_mm512_testn_epi8_mask(code, exponent) != 0, 0)) {
-      first = mended(first, _mm512_and_si512(code, _mm512_set1_epi16(0xff)));
-      second = mended(second, _mm512_srli_epi16(code, 8));
+  // Two lines, a pair of k for 64 columns, to four vectors of 16 columns.
+  void pair(const uint8_t* p, __m512i (&out)[4]) const {
+    const __m512i low = _mm512_loadu_si512(p), high = _mm512_loadu_si512(p + 64);
+    out[0] = normal(_mm512_slli_epi16(low, 8));
+    out[1] = normal(low);
+    out[2] = normal(_mm512_slli_epi16(high, 8));
+    out[3] = normal(high);
+    const __mmask64 small[] = {_mm512_testn_epi8_mask(low, exponent),
+                               _mm512_testn_epi8_mask(high, exponent)};
+    if (__builtin_expect(!_kortestz_mask64_u8(small[0], small[1]), 0)) {
+      mend(low, out);
+      mend(high, out + 2);
     }
   }
   void line(const uint8_t* p, bf16* out) const {
-    __m512i first, second;
-    line(p, first, second);
-    _mm512_storeu_si512(out, first);
-    _mm512_storeu_si512(out + 32, second);
+    const __m512i code = _mm512_loadu_si512(p);
+    __m512i wide[] = {normal(_mm512_slli_epi16(code, 8)), normal(code)};
+    if (__builtin_expect(_mm512_testn_epi8_mask(code, exponent) != 0, 0)) mend(code, wide);
+    _mm512_storeu_si512(out, wide[0]);
+    _mm512_storeu_si512(out + 32, wide[1]);
   }
 
  private:
   // Codes in the upper bytes.
   __m512i normal(__m512i high) const {  // high >> 4 & keep | lift
     return _mm512_ternarylogic_epi32(_mm512_srai_epi16(high, 4), keep, lift, 0xea);
+  }
+  static void mend(__m512i code, __m512i* wide) {
+    wide[0] = mended(wide[0], _mm512_and_si512(code, _mm512_set1_epi16(0xff)));
+    wide[1] = mended(wide[1], _mm512_srli_epi16(code, 8));
   }
   static __m512i mended(__m512i wide, __m512i code) {
     static constexpr Fp8Small SMALL;
@@ -230,8 +239,7 @@ struct Fp8 : TilesOf<X> {
                   dots_as_tiles<M>(n, rows, acc, [&](__m512i(&v)[4]) {
                     prefetch(w + WIDEN_AHEAD);
                     prefetch(w + WIDEN_AHEAD + 64);
-                    widen.line(w, v[0], v[1]);
-                    widen.line(w + 64, v[2], v[3]);
+                    widen.pair(w, v);
                     w += 128;
                   });
                 });
@@ -243,13 +251,11 @@ struct Fp8 : TilesOf<X> {
                 [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
                   const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
                   bf16_dots<M>(n, rows, acc, fetch, [&](__m512bh(&v)[4]) {
+                    __m512i wide[4];
+                    widen.pair(w, wide);
                     DS_UNROLL
-                    for (int c = 0; c < 4; c += 2, w += 64) {
-                      __m512i first, second;
-                      widen.line(w, first, second);
-                      v[c] = (__m512bh)first;
-                      v[c + 1] = (__m512bh)second;
-                    }
+                    for (int c = 0; c < 4; ++c) v[c] = (__m512bh)wide[c];
+                    w += 128;
                   });
                 });
     }

@@ -81,26 +81,39 @@ inline void prefetch(const void* p) {
 #endif
 }
 
-// What a tile fetches while it computes: `lines` cache lines at every step() of its loop along k.
+// What a tile fetches while it computes: `lines` cache lines in every step of its loop along k, in
+// small pieces between its loads. In one go they would hold up the loads behind them: on one core of
+// an AMD EPYC (Zen 4) bfloat16 streams at 20 GB/s so, at 31 in pieces, and plain reading at 30; on a
+// Xeon its matrix units at 29, at 31.5 in pieces, of 34 (benchmarks/results/cpu_kernels.md).
 struct Ahead {
   const char* at;
   int lines;
-  // `bytes` from `from`, spread over `steps` calls of step().
+  // `bytes` from `from`, spread over `steps` steps.
   static Ahead over(const char* from, int64_t bytes, int64_t steps) {
     return {from, steps > 0 ? int((bytes / 64 + steps - 1) / steps) : 0};
   }
-  void step() { some(lines); }
+  // A step of PARTS equal pieces, and before them what division leaves.
+  template <int PARTS>
+  void remainder() {
+    some(lines % PARTS);
+  }
+  template <int PARTS>
+  void piece() {
+    some(lines / PARTS);
+  }
   void quarter() { some((lines + 3) / 4); }  // of a step
   void some(int count) {
     for (int i = 0; i < count; ++i, at += 64) prefetch(at);
   }
 };
-constexpr int64_t AHEAD_STEP = 16;      // a tile calls step() once per so many elements of k
-// Bytes that a tile which streams a whole panel fetches ahead. Where loads follow each other closely,
-// it fetches in small pieces between them: a step's lines in one go hold up the loads behind them.
-// (On a Xeon 64 lines in a go stream bfloat16 at 29 GB/s, 16 between two loads of the matrix unit at
-// 31.5, 34 by plain reading; widened FP8 at 23, or 26.5 with a line at a time, WIDEN_AHEAD ahead.)
+constexpr int64_t AHEAD_STEP = 16;  // elements of k of a step
+// Bytes that a tile which streams a whole panel fetches ahead: as it lies, and of one that it widens,
+// where more is computed between two loads. Processors with matrix units want others.
+#if defined(__AMX_TILE__)
 constexpr int64_t STREAM_AHEAD = 4096, WIDEN_AHEAD = 2048;
+#else
+constexpr int64_t STREAM_AHEAD = 512, WIDEN_AHEAD = 8192;
+#endif
 constexpr int64_t UNPACK_AHEAD = 16384;  // and unpacking, between whose turns nothing is fetched
 
 namespace detail {
@@ -162,7 +175,8 @@ inline void panel_sums(const typename Fmt::Panel& p, const typename Fmt::Tokens&
   }
   if (m <= Fmt::ONE_PASS) {
     const int64_t bytes = Fmt::at(p, k) - Fmt::at(p, 0);
-    Ahead ahead = Ahead::over(Fmt::at(p, 0) + STREAM_AHEAD, bytes, (k + AHEAD_STEP - 1) / AHEAD_STEP);
+    const int64_t early = Fmt::UNPACKS ? WIDEN_AHEAD : STREAM_AHEAD;
+    Ahead ahead = Ahead::over(Fmt::at(p, 0) + early, bytes, (k + AHEAD_STEP - 1) / AHEAD_STEP);
     detail::tile<Fmt, Fmt::TILE>(p, nullptr, 0, k, x, t0, int(m), sums, false, ahead);
     return;
   }

@@ -49,8 +49,9 @@ struct Int4 : TilesOf8<TilesInt4> {
   static void octets_dots(const uint8_t* w, int64_t k, const uint8_t* const* x, Sums (&acc)[M][C],
                           Ahead& ahead) {
     for (int64_t i = 0; i < k;) {
-      ahead.step();
-        for (const int64_t end = i + unknown(AHEAD_STEP); i < end; i += 8, w += 4 * NB) {
+      ahead.remainder<AHEAD_STEP / 8>();
+      for (const int64_t end = i + unknown(AHEAD_STEP); i < end; i += 8, w += 4 * NB) {
+        ahead.piece<AHEAD_STEP / 8>();
         DS_UNROLL
         for (int c = 0; c < C; ++c) {
           const Bytes both = Bytes::load(w + c * 4 * Sums::W), low = both.low(), high = both.high();

@@ -80,8 +80,9 @@ template <bool UNSIGNED, int M, int C>
 inline void quads_dots(const uint8_t* w, int64_t k, const uint8_t* const* x, Sums (&acc)[M][C],
                        Ahead& ahead) {
   for (int64_t i = 0; i < k;) {
-    ahead.step();
+    ahead.remainder<AHEAD_STEP / 4>();
     for (const int64_t end = i + unknown(AHEAD_STEP); i < end; i += 4, w += 4 * NB) {
+      ahead.piece<AHEAD_STEP / 4>();
       Bytes v[C];
       DS_UNROLL
       for (int c = 0; c < C; ++c) v[c] = Bytes::load(w + c * 4 * Sums::W);

@@ -21,6 +21,8 @@ template <int M>
 constexpr int CHUNK_VECTORS = M == 1 ? 4 : 2;
 #endif
 
+constexpr int PAIRS = AHEAD_STEP / 2;  // of k in a step
+
 // Two vectors of floats from one of pairs: the even elements, the odd ones.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 inline void load_pairs(const bf16* p, F& even, F& odd) {
@@ -60,9 +62,12 @@ inline void pairs_dots(const bf16* w, int64_t k, const X* const* x, F (&acc)[M][
   };
   DS_ROLLED
   while (i + AHEAD_STEP <= k) {
-    ahead.step();
+    ahead.remainder<PAIRS>();
     DS_ROLLED
-    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2, w += 2 * NB) two();
+    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2, w += 2 * NB) {
+      ahead.piece<PAIRS>();
+      two();
+    }
   }
   DS_ROLLED
   for (; i + 2 <= k; i += 2, w += 2 * NB) two();
@@ -178,9 +183,12 @@ inline void bf16_dots(int64_t k, const bf16* const* x, F (&acc)[M][4], Ahead& ah
   };
   DS_ROLLED
   while (i + AHEAD_STEP <= k) {
-    ahead.step();
+    ahead.remainder<PAIRS>();
     DS_ROLLED
-    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2) one(pair);
+    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2) {
+      ahead.piece<PAIRS>();
+      one(pair);
+    }
   }
   DS_ROLLED
   for (; i + 2 <= k; i += 2) one(pair);

@@ -26,7 +26,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -38,7 +38,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "set_threads": (_I,),
     "bind_threads": (_P, _P, _I),
     "large_pages": (_P, _I),
-    "read": (_P, _I, _P),
+    "read": (_P, _I, _I, _P),
     "rms_norm": (_T, _T, _P, _I, _P, _D, _P, _I, _I),
     "add_rms_norm": (_T, _T, _P, _I, _P, _I, _P, _D, _P, _P, _I, _I),
     "silu_mul": (_T, _P, _I, _P, _I, _I),

@@ -65,7 +65,8 @@ class Fixed:
     def ask(self, request):
         assert request["do"] == "limits"
         self._order.append("limits")
-        return {"ceilings": {"bandwidth": 100.0}, "step_bytes": [4.0 for _ in request["steps"]]}
+        bandwidth = 100.0 * self._order.count("limits")
+        return {"ceilings": {"bandwidth": bandwidth}, "step_bytes": [4.0 for _ in request["steps"]]}
 
     def rates(self, cases):
         self._order.append(self.name)
@@ -83,19 +84,21 @@ def test_rounds_alternate_and_medians_are_compared():
     found = compare.run(ours, peer, cases, 3, lambda n: order.append(n))
     assert order == [
         *(0, "limits", "ds-runtime", "other"),
-        *(1, "other", "ds-runtime"),
-        *(2, "ds-runtime", "other"),
+        *(1, "limits", "other", "ds-runtime"),
+        *(2, "limits", "ds-runtime", "other"),
     ]
     decode, prefill = found["results"]
     assert decode["tokens_per_s"] == {"ds-runtime": 20.0, "other": 5.0}
     assert decode["ratio"] == 4.0 and prefill["ratio"] == 0.5
     assert decode["rounds"]["other"] == [4.0, 5.0, 99.0]
-    assert decode["limit"] == 2 * 100.0 / 4.0 and prefill["limit"] is None
+    assert decode["limits"] == [50.0, 100.0, 150.0] and prefill["limits"] == [None] * 3
+    assert [c["bandwidth"] for c in found["ceilings"]] == [100.0, 200.0, 300.0]
     assert found["engines"]["other"] == {"is": "other"} and found["commit"]
     assert ours.closed and peer.closed
     text = compare.render(found | {"model": "m"}).splitlines()
     assert "medians of 3" in text[0]
-    assert "40% of 50.0" in text[1] and "ratio 4.00" in text[1]
+    assert "memory reads 0.0 GB/s" in text[0]
+    assert "20% of its limit" in text[1] and "ratio 4.00" in text[1]
     assert "prefill 512" in text[2]
 
 
