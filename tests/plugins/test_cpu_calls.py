@@ -46,6 +46,7 @@ INTERFACES = {
     6: "c2403fece5d7b874",
     7: "b17b284ec31a7cc9",
     8: "2bcf5a1afb34aebb",
+    9: "4026d80e7e9ea353",
 }
 
 

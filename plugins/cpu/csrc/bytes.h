@@ -8,13 +8,6 @@
 
 namespace ds {
 
-// A tile is a function of its own, for it needs all registers.
-#if defined(__GNUC__)
-#define DS_NOINLINE __attribute__((noinline))
-#else
-#define DS_NOINLINE
-#endif
-
 // x, but the compiler cannot know: it leaves a loop of so many turns rolled, where unrolling would
 // need more registers than there are.
 inline int64_t unknown(int64_t x) {

@@ -54,8 +54,8 @@ struct DenseBf16 : TilesOf<X> {
   static void fold(const Panel&, int64_t, const Tokens&, int64_t, const float*, float*, bool) {}
 
   template <int M>
-  static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
-                   float (*sums)[NB], bool more, Ahead ahead) {
+  DS_NOINLINE static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
+                               float (*sums)[NB], bool more, Ahead ahead) {
     constexpr int C = CHUNK_VECTORS<M>;
     const X* rows[M];
     for (int m = 0; m < M; ++m) rows[m] = x.row(t + m) + k0;
@@ -88,8 +88,8 @@ struct DenseF32 {
   static const char* at(const Panel& p, int64_t k0) { return (const char*)p.w + bytes(k0); }
 
   template <int M>
-  static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
-                   float (*sums)[NB], bool more, Ahead ahead) {
+  DS_NOINLINE static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
+                               float (*sums)[NB], bool more, Ahead ahead) {
     constexpr int C = CHUNK_VECTORS<M>;
     const int64_t k = k1 - k0;
     const float* rows[M];

@@ -198,8 +198,8 @@ struct Fp8 : TilesOf<X> {
 
   // dots(k, n, first column, rows, acc, ahead) adds those of one group.
   template <int M, class Dots>
-  static void groups(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
-                     float (*sums)[NB], bool more, Ahead ahead, Dots dots) {
+  DS_NOINLINE static void groups(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
+                                 float (*sums)[NB], bool more, Ahead ahead, Dots dots) {
     constexpr int C = CHUNK_VECTORS<M>;
     for (int c0 = 0; c0 < NB; c0 += C * F::W) {
       bool add = more;

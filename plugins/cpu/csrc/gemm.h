@@ -42,7 +42,7 @@
 // k > 0, for without a block of k no sum is written.
 #pragma once
 
-#include "parallel.h"
+#include "share.h"
 #include "simd.h"
 
 namespace ds {
@@ -58,6 +58,13 @@ namespace ds {
 #else
 #define DS_UNROLL
 #define DS_ROLLED
+#endif
+
+// A tile is a function of its own, for it needs all registers.
+#if defined(__GNUC__)
+#define DS_NOINLINE __attribute__((noinline))
+#else
+#define DS_NOINLINE
 #endif
 
 constexpr int NB = 64;  // columns of a panel
@@ -202,11 +209,13 @@ template <class Fmt, class Of, class Emit>
 inline void matmul(int64_t panels, int64_t m, int64_t k, int64_t cost, Of of, Emit emit) {
   if (m <= 0) return;
   const int64_t cuts = (m + Fmt::TOKENS - 1) / Fmt::TOKENS;
-  parallel(panels * cuts, 1, cost, [&](int64_t begin, int64_t end) {
+  const int64_t units = panels * cuts;
+  auto first = [&](int64_t i, int64_t pieces) { return units * i / pieces; };  // as in parallel()
+  share(units, cost, first, [&](auto next, int64_t) {
     alignas(64) typename Fmt::Sum sums[Fmt::TOKENS][NB];
     TileSession session;
     (void)session;
-    for (int64_t u = begin; u < end; ++u) {
+    for (int64_t u = next(); u >= 0; u = next()) {
       const int64_t cut = u / panels, index = u % panels;  // tokens stay in the second-level cache
       const int64_t t0 = m * cut / cuts, count = m * (cut + 1) / cuts - t0;
       const auto job = of(index);
