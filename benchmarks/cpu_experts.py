@@ -63,10 +63,11 @@ class Reading:
 
     def __call__(self) -> float:
         """Bytes/s."""
-        memory, total = self.memory, self.total
-        where = memory.data_ptr(), memory.nbytes
-        read = native.calls().read
-        return memory.nbytes / min(clock(lambda: read(*where, n, total.data_ptr())) for n in STREAMS)  # noqa: B023
+        return self.memory.nbytes / min(map(self._seconds, STREAMS))
+
+    def _seconds(self, streams: int) -> float:
+        where = self.memory.data_ptr(), self.memory.nbytes, streams, self.total.data_ptr()
+        return clock(lambda: native.calls().read(*where))
 
 
 def matmuls() -> dict[str, float]:

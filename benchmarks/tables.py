@@ -21,8 +21,9 @@ command, version and commit. Each row is one run of `ds-runtime bench compare`: 
 same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
 read bandwidth measured at the beginning of a round, and the share of it a median over rounds; where
-memory is shared with other machines, a round may find more than that. Medians leave out rounds in which other processes took a tenth or
-more of the processors' time, and "rounds" says how many are left; rows with none are left out.
+memory is shared with other machines, a round may find more than that. Medians leave out rounds in
+which other processes took a tenth or more of the processors' time, and "rounds" says how many are
+left; rows with none are left out.
 """
 DISTURBED = 0.1
 
@@ -56,12 +57,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         quiet = [i for i, share in enumerate(row["neighbours"]) if (share or 0.0) < DISTURBED]
         for r in row["results"] if quiet else ():
             mine, theirs = (median(r["rounds"][e][i] for i in quiet) for e in ("ds-runtime", peer))
-            shares = [
-                (r["rounds"]["ds-runtime"][i] / r["limits"][i], r["limits"][i])
-                for i in quiet
-                if r["limits"][i]
-            ]
-            limit = "{:.0%} of {:.1f}".format(*map(median, zip(*shares))) if shares else ""
+            limits = [r["limits"][i] for i in quiet]
+            limit = ""
+            if all(limits):
+                own = r["rounds"]["ds-runtime"]
+                share = median(own[i] / r["limits"][i] for i in quiet)
+                limit = f"{share:.0%} of {median(limits):.1f}"
             rounds = f"{len(quiet)} of {len(row['neighbours'])}"
             lines.append(
                 f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "

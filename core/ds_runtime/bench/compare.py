@@ -213,7 +213,7 @@ def run(
         steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
         for number in range(rounds):
             ready(number)
-            measured = ours.ask({"do": "limits", "steps": steps})  # memory is shared: in every round
+            measured = ours.ask({"do": "limits", "steps": steps})  # in every round: it may change
             ceilings.append(measured["ceilings"])
             limits.append(_limits(cases, ceilings[-1]["bandwidth"], measured["step_bytes"]))
             neighbours, before = Neighbours(), ours.cpu + peer.cpu
