@@ -24,7 +24,7 @@ class alignas(64) Piece {
   }
 
  private:
-  std::atomic<uint64_t> ends_{0};
+  std::atomic<uint64_t> ends_;  // nothing until set(): most of an array of pieces is never used
 };
 
 // Units [0, n), n < 2^31, on all threads. first(i, pieces) is where piece i begins, that of thread i.
@@ -32,7 +32,7 @@ class alignas(64) Piece {
 // Threads beyond MAX_PIECES only help.
 template <class First, class Worker>
 inline void share(int64_t n, int64_t cost, First first, Worker worker) {
-  constexpr int64_t MAX_PIECES = 128;
+  constexpr int64_t MAX_PIECES = 1024;
   Piece pieces[MAX_PIECES];
   const int64_t threads = max_threads();
   const int64_t count = !worth_threads(cost, n) ? 1 : threads < MAX_PIECES ? threads : MAX_PIECES;
