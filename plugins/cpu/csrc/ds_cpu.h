@@ -41,8 +41,9 @@ DS_EXPORT void ds_cpu_bind_threads(const int32_t* cpus, const int64_t* ends, int
 // Ask the operating system for large pages under a buffer that is about to be filled.
 DS_EXPORT void ds_cpu_large_pages(void* data, int64_t bytes);
 
-// Reads memory and does nothing else, with all threads, each in that many streams at once: the best
-// number of them is the ceiling of what streams weights. *sum gets the exclusive or of all 8-byte words.
+// Reads memory and does nothing else, with all threads, each in that many streams at once (1 or
+// more): the best number of them is the ceiling of what streams weights. *sum gets the exclusive or
+// of all whole 8-byte words.
 DS_EXPORT void ds_cpu_read(const void* data, int64_t bytes, int64_t streams, int64_t* sum);
 
 // out = x / sqrt(mean(x^2) + eps) * weight; out [rows, n] contiguous.

@@ -65,8 +65,8 @@ class Fixed:
     def ask(self, request):
         assert request["do"] == "limits"
         self._order.append("limits")
-        bandwidth = 100.0 * self._order.count("limits")
-        return {"ceilings": {"bandwidth": bandwidth}, "step_bytes": [4.0 for _ in request["steps"]]}
+        bandwidth = 100e9 * self._order.count("limits")
+        return {"ceilings": {"bandwidth": bandwidth}, "step_bytes": [4e9 for _ in request["steps"]]}
 
     def rates(self, cases):
         self._order.append(self.name)
@@ -92,12 +92,12 @@ def test_rounds_alternate_and_medians_are_compared():
     assert decode["ratio"] == 4.0 and prefill["ratio"] == 0.5
     assert decode["rounds"]["other"] == [4.0, 5.0, 99.0]
     assert decode["limits"] == [50.0, 100.0, 150.0] and prefill["limits"] == [None] * 3
-    assert [c["bandwidth"] for c in found["ceilings"]] == [100.0, 200.0, 300.0]
+    assert [c["bandwidth"] for c in found["ceilings"]] == [100e9, 200e9, 300e9]
     assert found["engines"]["other"] == {"is": "other"} and found["commit"]
     assert ours.closed and peer.closed
     text = compare.render(found | {"model": "m"}).splitlines()
     assert "medians of 3" in text[0]
-    assert "memory reads 0.0 GB/s" in text[0]
+    assert "memory reads 200.0 GB/s" in text[0]
     assert "20% of its limit" in text[1] and "ratio 4.00" in text[1]
     assert "prefill 512" in text[2]
 
