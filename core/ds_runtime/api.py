@@ -67,9 +67,11 @@ if TYPE_CHECKING:
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
+    from ds_runtime.platform.recording import CaptureError, Recorded, Recording
 
 _LAZY = {  # where what needs torch comes from
     "Batch": "ds_runtime.ops.batch",
+    "CaptureError": "ds_runtime.platform.recording",
     "DecodePart": "ds_runtime.ops.batch",
     "ExpertSource": "ds_runtime.ops.weight",
     "Limits": "ds_runtime.ops.batch",
@@ -77,6 +79,8 @@ _LAZY = {  # where what needs torch comes from
     "Packed": "ds_runtime.ops.weight",
     "PrefillPart": "ds_runtime.ops.batch",
     "PrefixChunk": "ds_runtime.ops.batch",
+    "Recorded": "ds_runtime.platform.recording",
+    "Recording": "ds_runtime.platform.recording",
     "ReferenceExperts": "ds_runtime.ops.reference.moe",
     "ReferenceLinear": "ds_runtime.ops.reference.linear",
     "Segments": "ds_runtime.ops.batch",
@@ -106,6 +110,7 @@ __all__ = [
     "RANK_REFERENCE",
     "RANK_SPECIALISED",
     "Batch",
+    "CaptureError",
     "Ceilings",
     "Change",
     "Communicator",
@@ -134,6 +139,8 @@ __all__ = [
     "PrefillPart",
     "PrefixChunk",
     "QuantLoader",
+    "Recorded",
+    "Recording",
     "ReferenceExperts",
     "ReferenceLinear",
     "Refusal",

@@ -115,8 +115,9 @@ class EngineConfig:
     )
     graph_sizes: tuple[int, ...] | None = _f(
         None,
-        "decode steps to capture at start, by number of requests; a step is filled up to the next "
-        "(default: 1, 2, 4, 8, then ever wider apart up to --max-running-requests)",
+        "decode steps to capture, by number of requests; a step is filled up to the next (default: "
+        "1, 2, 4, 8, then ever wider apart up to --max-running-requests; on a CPU each up to 32, "
+        "when it comes often)",
     )
     speculative_algorithm: str | None = _f(
         None,

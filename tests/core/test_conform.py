@@ -23,6 +23,7 @@ from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing import conform
 from ds_runtime.testing.kit import subjects
+from ds_runtime_cpu.platform import CpuPlatform
 
 HOST = DeviceInfo("cpu", "host", "any")
 
@@ -63,12 +64,16 @@ def test_a_wrong_kernel_fails_and_one_that_is_not_for_here_says_why(wrong: Modul
 
 
 def test_the_command_tests_names_and_writes_no_receipt_of_a_part(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = ["conform", "cpu", "--platform", "cpu", "--receipts", str(tmp_path)]
     assert main([*base, "--op", "silu_mul", "--check", "samples"]) == 0
     assert "cpu.silu_mul" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+    assert main([*base, "--op", "silu_mul", "--json"]) == 0
+    (receipt,) = json.loads(capsys.readouterr().out)
+    assert receipt["not_asked"] == []
+    monkeypatch.setattr(CpuPlatform, "captures", False)
     assert main([*base, "--op", "silu_mul", "--json"]) == 0
     (receipt,) = json.loads(capsys.readouterr().out)
     assert receipt["not_asked"] == ["capture"]
@@ -84,6 +89,15 @@ def test_the_command_tests_names_and_writes_no_receipt_of_a_part(
     assert {k["op"] for k in receipt["kernels"]} == {"silu_mul"}
 
 
+def test_a_platform_without_captures_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "captures", False)
+    asked = ["--platform", "cpu", "cpu", "--op", "silu_mul", "--check", "capture"]
+    assert main(["conform", *asked]) == 1
+    assert "--recorder records torch's ops" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -91,7 +105,6 @@ def test_the_command_tests_names_and_writes_no_receipt_of_a_part(
         (["cpu", "--check", "luck"], "--check 'luck'"),
         (["nobody"], "no such plugin"),
         (["cpu", "--kernel", "cpu.nothing"], "no such kernel"),
-        (["cpu", "--op", "silu_mul", "--check", "capture"], "--recorder records torch's ops"),
         (["--mode", "perf", "nobody"], "no such plugin"),
         (["--mode", "perf", "--op", "silu"], "--op 'silu'"),
         (["--mode", "support", "nobody"], "no such plugin"),

@@ -20,8 +20,9 @@ from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.platform.recording import CaptureError
 from ds_runtime.testing.conformance import check_kernel, facts_for
-from ds_runtime.testing.replay import CaptureError, ReplayBackend
+from ds_runtime.testing.replay import ReplayBackend
 
 SETTINGS = {
     "platform": "recorded",

@@ -41,17 +41,19 @@ namespace driver {
   X(pack)                   \
   X(unpack)                 \
   X(linear)                 \
-  X(experts_memory)         \
   X(experts)                \
-  X(mla_decode_memory)      \
   X(mla_decode)             \
   X(compact_slots)          \
   X(index_prologue)         \
-  X(index_scores_memory)    \
   X(index_scores)           \
   X(index_topk)             \
-  X(mha_prefill_memory)     \
-  X(mha_prefill)
+  X(mha_prefill)            \
+  X(copy)                   \
+  X(add)                    \
+  X(slots_add)              \
+  X(replay)
+
+extern "C" void ds_cpu_slots_add(const void* slots);
 
 struct Library {
 #define X(name) decltype(&ds_cpu_##name) name;
@@ -144,18 +146,6 @@ class Matrix {
  private:
   T* block_;
   const int64_t offset_, count_;
-};
-
-// Working memory of a kernel, aligned as the interface asks.
-class Memory {
- public:
-  explicit Memory(int64_t bytes) {
-    if (posix_memalign(&data, 64, size_t(bytes))) fail("no memory", std::to_string(bytes));
-  }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  ~Memory() { std::free(data); }
-  void* data;
 };
 
 inline Half half(float x) {

@@ -66,15 +66,11 @@ void decode(std::vector<Case>& to, const Decode& d) {
                   Matrix<T> q(rows * d.heads, pages.width, pages.width + 3, 1);
                   Matrix<T> out(rows * d.heads, d.lora);
                   q.fill(random, nan<T>());
-                  int64_t bytes = -1;
-                  library.mla_decode_memory(code<T>(), cached, pages.width, d.lora, d.lens.data(),
-                                            starts.data(), count, d.heads, &bytes);
-                  Matrix<char> memory(1, bytes);
                   library.mla_decode(code<T>(), cached, q.data, d.heads * q.ld, q.ld,
                                      pages.cache->data, d.page, pages.width, d.lora,
                                      pages.table->data, pages.table->ld, d.lens.data(),
-                                     starts.data(), 0.2, out.data, count, d.heads, memory.data,
-                                     bytes, d.trees.empty() ? nullptr : d.trees.data());
+                                     starts.data(), 0.2, out.data, count, d.heads,
+                                     d.trees.empty() ? nullptr : d.trees.data());
                   results.take(out, "mla_decode");
                 }});
 }
@@ -96,14 +92,10 @@ void prefill(std::vector<Case>& to, const Prefill& p, bool causal) {
                   q.fill(random, nan<T>());
                   k.fill(random, nan<T>());
                   v.fill(random, nan<T>());
-                  int64_t bytes = -1;
-                  library.mha_prefill_memory(code<T>(), p.d, p.dv, &bytes);
-                  Matrix<char> memory(1, bytes);
                   library.mha_prefill(code<T>(), q.data, p.heads * q.ld, q.ld, k.data,
                                       p.heads * k.ld, k.ld, v.data, p.heads * v.ld, v.ld, qs.data(),
                                       ks.data(), causal, 0.2, out.data, lse.data,
-                                      int64_t(p.queries.size()), p.heads, p.d, p.dv, memory.data,
-                                      bytes);
+                                      int64_t(p.queries.size()), p.heads, p.d, p.dv);
                   results.take(out, "mha_prefill");
                   lse.each([&](float x) {  // -inf where a query sees no key
                     results.take(x == -INFINITY ? -1e30f : x, "mha_prefill's lse");

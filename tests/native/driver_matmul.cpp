@@ -19,9 +19,6 @@ struct Form {
     const int64_t heads = 4 * groups(k) * (code == DS_INT4_ZEROS ? 2 : 1);
     return panels * 64 * ((code == DS_FP8 ? padded : padded / 2) + heads);
   }
-  int64_t memory(int64_t rows, int64_t k) const {
-    return bytes8() ? rows * ((k + 63) / 64 * 64 + 8 * groups(k)) + 192 : 1;
-  }
   unsigned char code_of(Random& random) const {
     if (code == DS_FP8) {
       const unsigned char c = (unsigned char)random.below(256);
@@ -82,9 +79,8 @@ void linear(std::vector<Case>& to, const Weights& w, int64_t m, const Form& form
                   const int64_t ldx = w.heads * w.k + 1, ldy = w.heads * w.n + 2;
                   Matrix<T> x(m, w.heads * w.k, ldx, 1), y(m, w.heads * w.n, ldy, 1);
                   x.fill(random, nan<T>());
-                  const Memory memory(form.memory(m * w.heads, w.k));
                   library.linear(form.code, code<T>(), x.data, x.ld, w.k, panels.data, form.group,
-                                 y.data, y.ld, w.n, w.heads, m, w.n, w.k, memory.data);
+                                 y.data, y.ld, w.n, w.heads, m, w.n, w.k);
                   results.take(y, "linear");
                   if (w.k == 0)
                     y.each([](T& v) {
@@ -124,16 +120,12 @@ void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
                     for (int64_t k = 0; k < e.top_k; ++k)
                       ids.at(t, k) = int32_t(e.same ? 0 : first + k);
                   }
-                  int64_t bytes = -1;
-                  library.experts_memory(form.code, code<T>(), form.group, form.group, e.tokens,
-                                         e.top_k, e.experts, e.hidden, e.inter, &bytes);
-                  const Memory memory(bytes);
                   const int32_t cpus[] = {0, 1, 2, 1, 2, 0, 2, 0, 1};
                   const int64_t ends[] = {3, 6, 9};
                   if (e.nodes) library.bind_threads(cpus, ends, 3);
                   library.experts(form.code, code<T>(), x.data, x.ld, weights.data, ids.data,
                                   w13.data, form.group, w2.data, form.group, out.data, e.tokens,
-                                  e.top_k, e.experts, e.hidden, e.inter, memory.data);
+                                  e.top_k, e.experts, e.hidden, e.inter);
                   if (e.nodes) library.bind_threads(cpus, ends, 0);
                   results.take(out, "experts");
                 }});

@@ -273,6 +273,39 @@ void sampling(std::vector<Case>& to, Shape s) {
                   }});
 }
 
+// Rows of one tensor among those of a wider one, in their own type or another; and sums.
+template <class S, class T>
+void copies(std::vector<Case>& to, Shape s) {
+  to.push_back({"copy " + s.name(), [s](const Library& library, Results& results) {
+                  Random random(41);
+                  constexpr int64_t HEADS = 3;
+                  Matrix<S> from(s.rows * HEADS, s.n, s.n + 2, 1);
+                  Matrix<T> out(s.rows * HEADS, s.n, s.n + 1, 1);
+                  from.fill(random, nan<S>());
+                  library.copy(code<S>(), code<T>(), from.data, HEADS * from.ld, from.ld, out.data,
+                               HEADS * out.ld, out.ld, s.rows, HEADS, s.n);
+                  results.take(out, "copy");
+                }});
+}
+
+template <class T>
+void sums(std::vector<Case>& to, Shape s) {
+  to.push_back({"add " + s.name(), [s](const Library& library, Results& results) {
+                  Random random(42);
+                  Matrix<T> x(s.rows, s.n, s.n + 2, 1), y(s.rows, s.n, s.n + 1, 1);
+                  x.fill(random, nan<T>());
+                  y.fill(random, nan<T>());
+                  library.add(code<T>(), y.data, y.ld, x.data, x.ld, s.rows, s.n);
+                  // The same twice more, from a recording.
+                  const int64_t slots[] = {code<T>(),       int64_t(y.data), y.ld, int64_t(x.data),
+                                           x.ld,            s.rows,          s.n};
+                  const int64_t call[] = {int64_t(library.slots_add), int64_t(slots)};
+                  const int64_t calls[] = {call[0], call[1], call[0], call[1]};
+                  library.replay(calls, 2);
+                  results.take(y, "add");
+                }});
+}
+
 void housekeeping(std::vector<Case>& to) {
   to.push_back({"large_pages", [](const Library& library, Results& results) {
                   Matrix<float> some(1, 3 << 20, 3 << 20, 1);
@@ -312,6 +345,12 @@ void small_cases(std::vector<Case>& to, bool large) {
     caches<Half, unsigned char>(to, s);
     caches<float, Grouped>(to, s);
     caches<Half, Grouped>(to, s);
+    copies<float, float>(to, s);
+    copies<float, Half>(to, s);
+    copies<Half, float>(to, s);
+    copies<Half, Half>(to, s);
+    sums<float>(to, s);
+    sums<Half>(to, s);
     sampling(to, s);
   }
   for (const int64_t tokens : {0, 1, 9})

@@ -64,13 +64,9 @@ void index(std::vector<Case>& to, const Shape& s, bool interleaved) {
     Matrix<float> weights(rows, s.heads, s.heads + 1, 1), scores(rows, width, width, 1);
     Matrix<int32_t> chosen(rows, s.k);
     weights.fill(random, NAN);
-    int64_t bytes = -1;
-    library.index_scores_memory(kept, s.heads, s.d, s.owners.data(), s.lens.data(), rows, &bytes);
-    Matrix<char> memory(1, bytes);
     library.index_scores(kept, queries.data, s.heads, s.d, weights.data, weights.ld,
                          index.cache->data, s.page, index.table->data, index.table->ld,
-                         s.owners.data(), s.lens.data(), scores.data, width, rows, memory.data,
-                         bytes);
+                         s.owners.data(), s.lens.data(), scores.data, width, rows);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t t = 0; t < s.lens[size_t(r)]; ++t) results.take(scores.at(r, t), "index_scores");
     library.index_topk(scores.data, width, s.lens.data(), s.owners.data(), index.table->data,
@@ -104,13 +100,9 @@ void chosen(std::vector<Case>& to, int64_t rows, int64_t n, int64_t heads, int64
         slots.at(r, i) = r == 1 || random.below(3) == 0 ? -1 : int32_t((2 * i + r) % held);
     for (int64_t r = 0; r <= rows; ++r) starts.at(0, r) = int32_t(r);
     library.compact_slots(slots.data, slots.ld, n, pages.data, lens.data, rows);
-    int64_t bytes = -1;
-    library.mla_decode_memory(code<T>(), kept, width, lora, lens.data, starts.data, rows,
-                              heads, &bytes);
-    Matrix<char> memory(1, bytes);
     library.mla_decode(code<T>(), kept, q.data, heads * q.ld, q.ld, cache, 1, width,
                        lora, pages.data, n, lens.data, starts.data, 0.2, out.data, rows, heads,
-                       memory.data, bytes, nullptr);
+                       nullptr);
     results.take(out, "mla_decode of chosen slots");
   }});
 }

@@ -47,6 +47,7 @@ INTERFACES = {
     7: "b17b284ec31a7cc9",
     8: "2bcf5a1afb34aebb",
     9: "4026d80e7e9ea353",
+    10: "16edb450ff6bd866",
 }
 
 

@@ -29,7 +29,8 @@ def exported() -> list[str]:
 
 def test_the_list_is_that_of_the_header():
     listed = re.findall(r"\bX\((\w+)\) *\\?$", code(DRIVER / "driver.h"), re.MULTILINE)
-    assert sorted(listed) == sorted(exported()) and "experts" in listed
+    kernels = [name for name in listed if not name.startswith("slots_")]
+    assert sorted(kernels) == sorted(exported()) and "experts" in listed
 
 
 def test_every_function_is_called():

@@ -14,8 +14,8 @@ from vendor_doubles import RefusedError, device
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.platform.graphs import TorchGraphs
+from ds_runtime.platform.recording import CaptureError
 from ds_runtime.testing import tiny
-from ds_runtime.testing.replay import CaptureError
 
 SETTINGS = {
     "platform": "double",

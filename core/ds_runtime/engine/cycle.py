@@ -37,7 +37,7 @@ class CyclePlace:
 
     hidden: [rows, hidden] and logits [rows, vocab] of the largest verification; tail, tail_logits:
     the same of the draft layer, a row per sequence. trees: how drafts hang together, if not as
-    chains. tables: by size, [size, most pages]: a verification fills in what the drafting behind it
+    chains. tables: by size, [size, pages]: a verification fills in what the drafting behind it
     reads.
     """
 
@@ -60,18 +60,27 @@ class CyclePlace:
         """Tokens per row of last_tokens."""
         return self.shape.tokens
 
+    @property
+    def pages(self) -> int:
+        """Columns of a table: behind a sequence that fills its context, spare tokens of a
+        verification stand in a page of their own.
+        """
+        limits = self.base.limits
+        return limits.max_pages_per_sequence + -(-(self.width - 1) // limits.page_size)
+
     def limits(self, size: int, queries: int) -> Limits:
         return replace(
             self.base.limits,
             max_tokens=size * queries,
             max_sequences=size,
+            max_pages_per_sequence=self.pages,
             max_queries=queries,
         )
 
     def table(self, size: int) -> Tensor:
         """That of a size, of spare pages at first."""
         if size not in self.tables:
-            base, shape = self.base, (size, self.base.limits.max_pages_per_sequence)
+            base, shape = self.base, (size, self.pages)
             spare = torch.full(shape, base.spare_page, dtype=torch.int32, device=base.device)
             self.tables[size] = spare
         return self.tables[size]
@@ -232,7 +241,7 @@ class VerifyGraph(Rows):
         places, rows = batch.input_ids, self.size * self.queries
 
         def verify() -> None:
-            batch.input_ids = base.last_tokens[places]
+            batch.input_ids = base.last_tokens.index_select(0, places)
             batch.index_keys.clear()
             hidden = place.model.forward(batch, place.layers, every=True)
             place.hidden[:rows].copy_(hidden)

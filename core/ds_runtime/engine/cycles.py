@@ -35,6 +35,7 @@ class Cycles:
         self.sizes = tuple(sizes)
         self.left_out = tuple(left_out)
         self.place = place
+        self._captured = False
         drafts = place.shape.choices
         self._queries = sorted({n + 1 for n in drafts})
         self._backend = backend
@@ -95,7 +96,9 @@ class Cycles:
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
-        """Capture everything, the largest first: the others find their memory in its pool."""
+        """Capture everything, the largest first: the others find their memory in its pool. Until
+        then none is fitting.
+        """
         graphs = [*self._verify.values(), *self._branch.values(), *self._drafting.values()]
         with Progress(
             "capturing steps with drafts", len(graphs), "graphs", enabled=progress
@@ -103,6 +106,7 @@ class Cycles:
             for graph in sorted(graphs, key=lambda g: -g.size):
                 graph.capture(self._backend)
                 bar.advance(1)
+        self._captured = True
 
     def _size(self, count: int) -> int | None:
         index = bisect_left(self.sizes, count)
@@ -113,7 +117,7 @@ class Cycles:
         many tokens as no other.
         """
         works, size = plan.works, self._size(len(plan.works))
-        if size is None or any(w.tokens is not None for w in works):
+        if not self._captured or size is None or any(w.tokens is not None for w in works):
             return None
         if plan.drafts and (size, plan.drafts) not in self._drafting:
             return None

@@ -1,4 +1,4 @@
-"""Decode steps captured at start, one per number of rows, and replayed with new inputs.
+"""Decode steps captured, one per number of rows, and replayed with new inputs.
 
 A step of n requests takes the next larger graph. Its spare rows write nothing, read one token of a
 page that belongs to nobody, and start from a row of `last_tokens` that belongs to nobody.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.batch import page_table
+from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import MaskedDraw
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.spread import by_rank, logit_places
@@ -28,10 +29,16 @@ from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
 
+_EVERY = 32  # rows: a larger step that is captured late takes too long for that to matter
 
-def graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Rows of the steps to capture, rising: --graph-sizes, or ever wider apart."""
+
+def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
+    """Rows of the steps to capture, rising: --graph-sizes, or ever wider apart. late: each when it
+    is needed, so that no step has spare rows.
+    """
     most, given = config.max_running_requests, config.graph_sizes
+    if given is None and late:
+        return tuple(range(1, min(most, _EVERY) + 1))
     if given is None:
         sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
         return (*(size for size in sizes if size < most), most)
@@ -80,7 +87,8 @@ def captured(run: Callable[[], None], backend: GraphBackend, size: int) -> Calla
     Raises PluginError where it cannot be captured. size: its requests.
     """
     try:
-        run()
+        if not isinstance(backend, LateGraphs):
+            run()
         return backend.capture(run)
     except DsRuntimeError:
         raise
@@ -208,7 +216,7 @@ class DecodeGraph:
         rows = batch.input_ids
 
         def run() -> None:
-            batch.input_ids = place.last_tokens[rows]
+            batch.input_ids = place.last_tokens.index_select(0, rows)
             hidden = place.model.forward(batch, place.caches)
             place.model.logits(hidden, self._logits, batch.ffn_adapters)
 
@@ -236,18 +244,22 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self._backend = backend
         self._ranks = ranks = place.ranks
+        self._captured = False
         shape = (max(sizes, default=0) * ranks, place.vocab)
         logits = torch.empty(shape, dtype=torch.float32, device=place.device)
         self._graphs = [DecodeGraph(place, size, logits[: size * ranks]) for size in self.sizes]
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
-        """Capture every size, the largest first: the others find their memory in its pool."""
+        """Capture every size, the largest first: the others find their memory in its pool. Until
+        then none is fitting.
+        """
         total = len(self._graphs)
         with Progress("capturing decode steps", total, "steps", enabled=progress) as bar:
             for graph in reversed(self._graphs):
                 graph.capture(self._backend)
                 bar.advance(1)
+        self._captured = True
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:
         """The graph for a step: none if it holds prefill works or more rows than any. Where ranks
@@ -256,6 +268,11 @@ class DecodeGraphs:
         works = plan.works
         count = max(len(own) for own in by_rank(works, self._ranks))
         index = bisect_left(self.sizes, count)
-        if index == len(self.sizes) or any(w.tokens is not None for w in works) or plan.drafts:
+        if (
+            not self._captured
+            or index == len(self.sizes)
+            or any(w.tokens is not None for w in works)
+            or plan.drafts
+        ):
             return None
         return self._graphs[index]

@@ -23,6 +23,7 @@ from ds_runtime.engine.cycle import VerifyGraph
 from ds_runtime.engine.cycles import Cycles
 from ds_runtime.engine.graphs import DecodeGraph, DecodeGraphs, Place, graph_sizes
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
+from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
 from ds_runtime.engine.sampler import Draws, Sampler
@@ -37,7 +38,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.bound import BoundOps
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.platform.spec import Communicator, GraphBackend
 from ds_runtime.speculation import Speculation
 
 
@@ -124,16 +125,26 @@ class Runner:
                 *self._parts(self.caches),
                 self.speculation,
                 self.trees,
-                graph_sizes(self.config),
-                self.platform.graph_backend(local_rank),
+                graph_sizes(self.config, self._late),
+                self._backend(),
             )
         elif captures:
-            backend = self.platform.graph_backend(local_rank)
-            self.graphs = DecodeGraphs(self._place(), graph_sizes(self.config), backend)
+            sizes = graph_sizes(self.config, self._late)
+            self.graphs = DecodeGraphs(self._place(), sizes, self._backend())
+
+    @property
+    def _late(self) -> bool:
+        return self.platform.capture_after > 0
+
+    def _backend(self) -> GraphBackend:
+        """Of captured steps."""
+        backend, after = self.platform.graph_backend(self.local_rank), self.platform.capture_after
+        return LateGraphs(backend, after) if after else backend
 
     def _early_rows(self) -> tuple[int, ...]:
         """Of the steps before the first request."""
-        sizes = graph_sizes(self.config) if self.bound.base.graph_capture else ()
+        at_start = self.bound.base.graph_capture and not self._late
+        sizes = graph_sizes(self.config) if at_start else ()
         return early_rows(self.config, self.context_length, self.width, sizes)
 
     def _limits(self) -> Limits:

@@ -97,9 +97,11 @@ class Platform(ABC):
     """One kind of device. `score` orders platforms that work here: the highest is `auto`.
 
     asynchronous: work is queued, and the device computes beside the host. captures:
-    `graph_backend` gives one. kv_share: the share of what is free after loading that the KV cache
-    takes where the user says nothing. local_rank: the index of this process's device, once it is an
-    engine's; where a server runs several engines, their ranks are numbered through.
+    `graph_backend` gives one. capture_after: 0 if steps are captured at start; else each when it
+    has run that often op by op, for devices where recording is cheap and a spare row is not.
+    kv_share: the share of what is free after loading that the KV cache takes where the user says
+    nothing. local_rank: the index of this process's device, once it is an engine's; where a server
+    runs several engines, their ranks are numbered through.
     """
 
     name: str = ""
@@ -107,6 +109,7 @@ class Platform(ABC):
     score: int = 0
     asynchronous: bool = False
     captures: bool = False
+    capture_after: int = 0
     kv_share: float = 0.25
     local_rank: int | None = None
 

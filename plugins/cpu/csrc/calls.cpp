@@ -48,7 +48,17 @@ void call_bound(void (*kernel)(Args...), const Slot* plan, const Slot* open) {
   call(kernel, slots);
 }
 
+struct Recorded {
+  void (*function)(const Slot*);
+  const Slot* slots;
+};
+
 }  // namespace
+
+void ds_cpu_replay(const void* calls, int64_t count) {
+  const auto* recorded = (const Recorded*)calls;
+  for (int64_t i = 0; i < count; ++i) recorded[i].function(recorded[i].slots);
+}
 
 #define DS_SLOTS(name)                                                                \
   DS_EXPORT void ds_cpu_slots_##name(const Slot* slots) { call(ds_cpu_##name, slots); } \
@@ -76,14 +86,13 @@ DS_SLOTS(logprobs)
 DS_SLOTS(pack)
 DS_SLOTS(unpack)
 DS_SLOTS(linear)
-DS_SLOTS(mla_decode_memory)
 DS_SLOTS(mla_decode)
 DS_SLOTS(compact_slots)
 DS_SLOTS(index_prologue)
-DS_SLOTS(index_scores_memory)
 DS_SLOTS(index_scores)
 DS_SLOTS(index_topk)
-DS_SLOTS(mha_prefill_memory)
 DS_SLOTS(mha_prefill)
-DS_SLOTS(experts_memory)
 DS_SLOTS(experts)
+DS_SLOTS(copy)
+DS_SLOTS(add)
+DS_SLOTS(replay)

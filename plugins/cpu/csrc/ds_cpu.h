@@ -1,15 +1,15 @@
 // The C interface of the CPU plugin's native kernels. Loaded with ctypes; no Python, no torch.
 //
 // Pointers are to row-major data, `ld*` are distances between rows in elements, the last
-// dimension is contiguous. dtype: 0 = float32, 1 = bfloat16 (16 raw bits). Nothing is allocated:
-// the caller brings every buffer. Work is divided with OpenMP where it was found at build time;
+// dimension is contiguous. dtype: 0 = float32, 1 = bfloat16 (16 raw bits). The caller brings what
+// is read and written; what a kernel needs besides, it allocates for the call (scratch.h). Work is divided with OpenMP where it was found at build time;
 // every output element is summed by one thread in a fixed order, so results do not depend on
 // the number of threads.
 #pragma once
 
 #include <cstdint>
 
-#define DS_CPU_ABI 9
+#define DS_CPU_ABI 10
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -126,42 +126,30 @@ DS_EXPORT void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, in
 DS_EXPORT void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out,
                              int64_t n, int64_t k, int64_t group);
 // For every head h: y [m, n] = x [m, k] * w [n, k]^T, accumulated in float32, at x + h * sxh and
-// y + h * syh; w packed, one head after the other. Zeros if k is 0. memory, aligned to 64, of int8
-// and int4: rows of activations * (k padded to 64 + 8 * groups) + 192 bytes.
+// y + h * syh; w packed, one head after the other. Zeros if k is 0.
 DS_EXPORT void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64_t ldx,
                              int64_t sxh, const void* w, int64_t group, void* y, int64_t ldy,
-                             int64_t syh, int64_t heads, int64_t m, int64_t n, int64_t k,
-                             void* memory);
+                             int64_t syh, int64_t heads, int64_t m, int64_t n, int64_t k);
 // Routed SwiGLU experts. Per expert, w13 is gate and up [inter, hidden], packed in halves, and w2
 // [hidden, inter], in one format, with groups of their own. ids and weights [tokens, top_k]; ids
-// outside [0, experts) are left out. out [tokens, hidden]. memory, aligned to 64: as many bytes as
-// experts_memory says.
-DS_EXPORT void ds_cpu_experts_memory(int32_t format, int32_t dtype, int64_t group13,
-                                     int64_t group2, int64_t tokens, int64_t top_k,
-                                     int64_t experts, int64_t hidden, int64_t inter,
-                                     int64_t* bytes);
+// outside [0, experts) are left out. out [tokens, hidden].
 DS_EXPORT void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx,
                               const float* weights, const int32_t* ids, const void* w13,
                               int64_t group13, const void* w2, int64_t group2, void* out,
                               int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
-                              int64_t inter, void* memory);
+                              int64_t inter);
 // Absorbed attention: q [rows, heads, width] with strides; rows starts[i] to starts[i + 1] are the n
 // new tokens of sequence i, of which token j sees the first lens[i] - (n - 1 - j) >= 1 rows of
 // the cache [pages, page_size, width] (in dtype, DS_E4M3 or DS_GROUPED) through pages + i * max_pages. out
 // [rows, heads, lora]; zeros where lens[i] <= 0. Rows after lens[i] are never read. tree: null, or per
 // row which of the last 64 of lens[i] rows of the cache it sees, bit b being row lens[i] - 64 + b;
-// those before it sees all. memory: as many bytes as mla_decode_memory says for these sequences and
-// the threads of now.
-DS_EXPORT void ds_cpu_mla_decode_memory(int32_t dtype, int32_t kv_dtype, int64_t width,
-                                        int64_t lora, const int32_t* lens, const int32_t* starts,
-                                        int64_t sequences, int64_t heads, int64_t* bytes);
+// those before it sees all.
 DS_EXPORT void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q,
                                  int64_t stride_row, int64_t stride_head, const void* cache,
                                  int64_t page_size, int64_t width, int64_t lora,
                                  const int32_t* pages, int64_t max_pages, const int32_t* lens,
                                  const int32_t* starts, double scale, void* out,
-                                 int64_t sequences, int64_t heads, void* memory, int64_t bytes,
-                                 const int64_t* tree);
+                                 int64_t sequences, int64_t heads, const int64_t* tree);
 // Lists of slots [rows, n] at ld without their negative entries: out [rows, n] contiguous, of which row
 // r fills the first lens[r]. Chosen slots are the page table of a cache with pages of one row.
 DS_EXPORT void ds_cpu_compact_slots(const int32_t* slots, int64_t ld, int64_t n, int32_t* out,
@@ -181,16 +169,12 @@ DS_EXPORT void ds_cpu_index_prologue(int32_t dtype, int32_t index_dtype, const v
                                      void* queries, float* scale, int64_t rows);
 // out [rows, width] at columns [0, lens[r]): key scale times the sum over heads of relu(q . k) times
 // weights [rows, heads]; what is behind means nothing. q [rows, heads, d] contiguous, the cache as
-// above, through pages + owners[r] * max_pages; owners do not fall. memory: as index_scores_memory
-// says for these rows and the threads of now.
-DS_EXPORT void ds_cpu_index_scores_memory(int32_t index_dtype, int64_t heads, int64_t d,
-                                          const int32_t* owners, const int32_t* lens, int64_t rows,
-                                          int64_t* bytes);
+// above, through pages + owners[r] * max_pages; owners do not fall.
 DS_EXPORT void ds_cpu_index_scores(int32_t index_dtype, const void* q, int64_t heads, int64_t d,
                                    const float* weights, int64_t ld_weights, const void* cache,
                                    int64_t page_size, const int32_t* pages, int64_t max_pages,
                                    const int32_t* owners, const int32_t* lens, float* out,
-                                   int64_t width, int64_t rows, void* memory, int64_t bytes);
+                                   int64_t width, int64_t rows);
 // slots [rows, k]: where the k best of scores[r, :lens[r]] lie, of equal ones the first, by rising
 // token; all and then -1 where a row sees fewer.
 DS_EXPORT void ds_cpu_index_topk(const float* scores, int64_t ld, const int32_t* lens,
@@ -199,11 +183,21 @@ DS_EXPORT void ds_cpu_index_topk(const float* scores, int64_t ld, const int32_t*
 // Attention of sequence i's queries [q_starts[i], q_starts[i + 1]) over its keys [k_starts[i],
 // k_starts[i + 1]). q, k [tokens, heads, d] and v [tokens, heads, dv] with strides. causal: query j
 // sees keys <= j + keys - queries. out [tokens, heads, dv]; lse [tokens, heads], natural; 0 and -inf
-// for a query without keys. memory: as mha_prefill_memory says for the threads of now.
-DS_EXPORT void ds_cpu_mha_prefill_memory(int32_t dtype, int64_t d, int64_t dv, int64_t* bytes);
+// for a query without keys.
 DS_EXPORT void ds_cpu_mha_prefill(int32_t dtype, const void* q, int64_t q_row, int64_t q_head,
                                   const void* k, int64_t k_row, int64_t k_head, const void* v,
                                   int64_t v_row, int64_t v_head, const int32_t* q_starts,
                                   const int32_t* k_starts, int32_t causal, double scale, void* out,
                                   float* lse, int64_t sequences, int64_t heads, int64_t d,
-                                  int64_t dv, void* memory, int64_t bytes);
+                                  int64_t dv);
+
+// to [n0, n1, n] = from, rounded where the dtype asks for it; two outer strides each, in elements.
+DS_EXPORT void ds_cpu_copy(int32_t from_dtype, int32_t to_dtype, const void* from, int64_t f0,
+                           int64_t f1, void* to, int64_t t0, int64_t t1, int64_t n0, int64_t n1,
+                           int64_t n);
+// y [rows, n] += x.
+DS_EXPORT void ds_cpu_add(int32_t dtype, void* y, int64_t ldy, const void* x, int64_t ldx,
+                          int64_t rows, int64_t n);
+// Calls recorded before, one after the other. calls [count, 2]: the address of a function
+// ds_cpu_slots_NAME and that of its arguments, one after the other in 8 bytes each (calls.cpp).
+DS_EXPORT void ds_cpu_replay(const void* calls, int64_t count);

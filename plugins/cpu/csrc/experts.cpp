@@ -5,6 +5,7 @@
 // of one expert lie together.
 #include "ds_cpu.h"
 #include "formats.h"
+#include "scratch.h"
 #include "share.h"
 #include "silu.h"
 
@@ -283,39 +284,26 @@ class Layer {
 
 using namespace ds;
 
-// body(the layer, with its buffers in `memory`, and how many bytes they take)
-template <class Body>
-static void with_layer(int32_t format, int32_t dtype, const void* w13, int64_t group13,
-                       const void* w2, int64_t group2, int64_t tokens, int64_t top_k,
-                       int64_t experts, int64_t hidden, int64_t inter, void* memory, Body body) {
+void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx, const float* weights,
+                    const int32_t* ids, const void* w13, int64_t group13, const void* w2,
+                    int64_t group2, void* out, int64_t tokens, int64_t top_k, int64_t experts,
+                    int64_t hidden, int64_t inter) {
+  if (tokens <= 0) return;
+  if (hidden <= 0 || inter <= 0) {  // matmuls want k > 0
+    std::memset(out, 0, size_t(tokens * hidden * (dtype == DS_F32 ? 4 : 2)));
+    return;
+  }
   with_format(format, dtype, [&](auto fmt, auto element) {
     using Fmt = decltype(fmt);
     const bool zeros = format == DS_INT4_ZEROS;
     const Panels<Fmt> up{(const char*)w13, group13, hidden, zeros};
     const Panels<Fmt> down{(const char*)w2, group2, inter, zeros};
     Layer<Fmt, decltype(element)> layer(up, down, experts, tokens, top_k);
-    Arena arena(memory);
+    Arena counted(nullptr);
+    layer.buffers(counted);
+    const Scratch scratch(counted.used());
+    Arena arena(scratch.data());
     layer.buffers(arena);
-    body(layer, arena.used());
+    layer.run(x, ldx, weights, ids, out);
   });
-}
-
-void ds_cpu_experts_memory(int32_t format, int32_t dtype, int64_t group13, int64_t group2,
-                           int64_t tokens, int64_t top_k, int64_t experts, int64_t hidden,
-                           int64_t inter, int64_t* bytes) {
-  with_layer(format, dtype, nullptr, group13, nullptr, group2, tokens, top_k, experts, hidden, inter,
-             nullptr, [&](auto&, int64_t used) { *bytes = used; });
-}
-
-void ds_cpu_experts(int32_t format, int32_t dtype, const void* x, int64_t ldx, const float* weights,
-                    const int32_t* ids, const void* w13, int64_t group13, const void* w2,
-                    int64_t group2, void* out, int64_t tokens, int64_t top_k, int64_t experts,
-                    int64_t hidden, int64_t inter, void* memory) {
-  if (tokens <= 0) return;
-  if (hidden <= 0 || inter <= 0) {  // matmuls want k > 0
-    std::memset(out, 0, size_t(tokens * hidden * (dtype == DS_F32 ? 4 : 2)));
-    return;
-  }
-  with_layer(format, dtype, w13, group13, w2, group2, tokens, top_k, experts, hidden, inter, memory,
-             [&](auto& layer, int64_t) { layer.run(x, ldx, weights, ids, out); });
 }

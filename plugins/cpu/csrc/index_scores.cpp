@@ -4,6 +4,7 @@
 // range of keys. Every score is summed in one order, whatever else is computed with it.
 #include "ds_cpu.h"
 #include "parallel.h"
+#include "scratch.h"
 #include "scores_amx.h"
 
 namespace ds {
@@ -79,7 +80,7 @@ struct Memory {
     desks = arena.take<char>(0);
     bytes = arena.used();
   }
-  int64_t needed() const { return bytes + max_threads() * desk + 64; }
+  int64_t needed() const { return bytes + max_threads() * desk; }
 };
 
 template <int NV, class C>
@@ -175,15 +176,15 @@ void score(const Call& call, const Unit& u, void* memory) {
 }
 
 template <class K, class C>
-void index_scores(const Call& call, void* buffer, int64_t bytes) {
-  Memory<C> memory(buffer, call);
+void index_scores(const Call& call) {
+  const Scratch scratch(Memory<C>(nullptr, call).needed());
+  const Memory<C> memory(scratch.data(), call);
   int64_t at = 0, cost = 0;
   units_of(call, [&](const Unit& u) {
     memory.units[at++] = u;
     cost += (u.last - u.first) * call.d * (int64_t(sizeof(K)) + u.rows * call.heads / 8);
   });
-  const int64_t desks = (bytes - memory.bytes) / memory.desk;
-  parallel_with(memory.count, cost, desks, [&](int64_t i, int64_t thread) {
+  parallel_each(memory.count, cost, [&](int64_t i, int64_t thread) {
     score<K, C>(call, memory.units[i], memory.desks + thread * memory.desk);
   });
 }
@@ -193,23 +194,14 @@ void index_scores(const Call& call, void* buffer, int64_t bytes) {
 
 using namespace ds;
 
-void ds_cpu_index_scores_memory(int32_t index_dtype, int64_t heads, int64_t d,
-                                const int32_t* owners, const int32_t* lens, int64_t rows,
-                                int64_t* bytes) {
-  Call call{};
-  call.heads = heads, call.d = d, call.owners = owners, call.lens = lens, call.rows = rows;
-  *bytes = index_dtype == DS_F32 ? Memory<float>(nullptr, call).needed()
-                                 : Memory<Bf16Math>(nullptr, call).needed();
-}
-
 void ds_cpu_index_scores(int32_t index_dtype, const void* q, int64_t heads, int64_t d,
                          const float* weights, int64_t ld_weights, const void* cache,
                          int64_t page_size, const int32_t* pages, int64_t max_pages,
                          const int32_t* owners, const int32_t* lens, float* out, int64_t width,
-                         int64_t rows, void* memory, int64_t bytes) {
+                         int64_t rows) {
   const Call call{q,         heads,  d,    weights, ld_weights, cache, page_size, pages,
                   max_pages, owners, lens, out,     width,      rows};
   (index_dtype == DS_F32    ? index_scores<float, float>
    : index_dtype == DS_BF16 ? index_scores<bf16, Bf16Math>
-                            : index_scores<e4m3, Bf16Math>)(call, memory, bytes);
+                            : index_scores<e4m3, Bf16Math>)(call);
 }

@@ -80,7 +80,7 @@ void ds_cpu_index_topk(const float* scores, int64_t ld, const int32_t* lens, con
   const Call call{scores, ld, owners, lens, pages, max_pages, page_size, k};
   int64_t cost = 0;
   for (int64_t r = 0; r < rows; ++r) cost += lens[r] * 32;
-  parallel_each(rows, cost, [&](int64_t r) { best_of(call, r, slots + r * k); });
+  parallel_each(rows, cost, [&](int64_t r, int64_t) { best_of(call, r, slots + r * k); });
 }
 
 void ds_cpu_compact_slots(const int32_t* slots, int64_t ld, int64_t n, int32_t* out, int32_t* lens,

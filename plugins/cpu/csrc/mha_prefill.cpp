@@ -2,6 +2,7 @@
 #include "attend.h"
 #include "ds_cpu.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace ds {
 namespace {
@@ -97,11 +98,10 @@ int64_t desk_bytes(const Call& call) {
 }
 
 template <class T, class C>
-void mha_prefill(const Call& call, void* buffer, int64_t bytes) {
+void mha_prefill(const Call& call) {
   const int64_t desk = desk_bytes<T, C>(call);
-  Arena arena(buffer);
-  char* desks = arena.take<char>(0);
-  const int64_t threads = (bytes - arena.used()) / desk;
+  const Scratch scratch(desk * max_threads());
+  char* desks = (char*)scratch.data();
   // All sequences' tiles in one row; those of one head follow each other, for they share its keys.
   int64_t units = 0, cost = 0;
   for (int64_t i = 0; i < call.sequences; ++i) {
@@ -110,7 +110,7 @@ void mha_prefill(const Call& call, void* buffer, int64_t bytes) {
     units += (queries + ROWS - 1) / ROWS * call.heads;
     cost += queries * keys * call.heads * (call.q.d + call.v.d) / (call.causal ? 16 : 8);
   }
-  parallel_with(units, cost, threads, [&](int64_t unit, int64_t thread) {
+  parallel_each(units, cost, [&](int64_t unit, int64_t thread) {
     int64_t i = 0, tiles = 0, queries = 0;
     for (;; ++i, unit -= tiles * call.heads) {
       queries = call.q_starts[i + 1] - call.q_starts[i];
@@ -127,19 +127,11 @@ void mha_prefill(const Call& call, void* buffer, int64_t bytes) {
 
 using namespace ds;
 
-void ds_cpu_mha_prefill_memory(int32_t dtype, int64_t d, int64_t dv, int64_t* bytes) {
-  Call call{};
-  call.q.d = call.k.d = d, call.v.d = dv;
-  const int64_t desk =
-      dtype == DS_F32 ? desk_bytes<float, float>(call) : desk_bytes<bf16, Bf16Math>(call);
-  *bytes = desk * max_threads() + 64;
-}
-
 void ds_cpu_mha_prefill(int32_t dtype, const void* q, int64_t q_row, int64_t q_head, const void* k,
                         int64_t k_row, int64_t k_head, const void* v, int64_t v_row,
                         int64_t v_head, const int32_t* q_starts, const int32_t* k_starts,
                         int32_t causal, double scale, void* out, float* lse, int64_t sequences,
-                        int64_t heads, int64_t d, int64_t dv, void* memory, int64_t bytes) {
+                        int64_t heads, int64_t d, int64_t dv) {
   const Call call{{q, q_row, q_head, d},
                   {k, k_row, k_head, d},
                   {v, v_row, v_head, dv},
@@ -151,5 +143,5 @@ void ds_cpu_mha_prefill(int32_t dtype, const void* q, int64_t q_row, int64_t q_h
                   lse,
                   sequences,
                   heads};
-  (dtype == DS_F32 ? mha_prefill<float, float> : mha_prefill<bf16, Bf16Math>)(call, memory, bytes);
+  (dtype == DS_F32 ? mha_prefill<float, float> : mha_prefill<bf16, Bf16Math>)(call);
 }

@@ -7,6 +7,7 @@
 #include "cache.h"
 #include "ds_cpu.h"
 #include "parallel.h"
+#include "scratch.h"
 
 namespace ds {
 namespace {
@@ -102,7 +103,7 @@ struct Memory {
     desks = arena.take<char>(0);
     bytes = arena.used();
   }
-  int64_t needed() const { return bytes + max_threads() * desk + 64; }
+  int64_t needed() const { return bytes + max_threads() * desk; }
 };
 
 // `count` keys as C: where they lie, or converted into `buffer`.
@@ -203,14 +204,15 @@ void merge(const Call& call, const Unit& u, const Partials& partials, int64_t st
 }
 
 template <class T, class K, class C>
-void mla_decode(const Call& call, void* buffer, int64_t bytes) {
+void mla_decode(const Call& call) {
   for (int64_t i = 0; i < call.sequences; ++i)  // no unit writes what sees nothing
     if (call.lens[i] <= 0) {
       const int64_t first = call.starts[i], count = call.starts[i + 1] - first;
       T* out = (T*)call.out + first * call.heads * call.lora;
       std::memset((void*)out, 0, size_t(count * call.heads * call.lora) * sizeof(T));
     }
-  Memory<C> memory(buffer, call);
+  const Scratch scratch(Memory<C>(nullptr, call).needed());
+  const Memory<C> memory(scratch.data(), call);
   int64_t at = 0, cost = 0;
   units_of(call, [&](const Unit& u) {
     memory.units[at++] = u;
@@ -218,12 +220,11 @@ void mla_decode(const Call& call, void* buffer, int64_t bytes) {
     cost += (u.last - u.first) * (call.width * int64_t(sizeof(K)) +
                                   u.rows * (call.width + call.lora) / 8);
   });
-  const int64_t desks = (bytes - memory.bytes) / memory.desk;
-  parallel_with(memory.count, cost, desks, [&](int64_t i, int64_t thread) {
+  parallel_each(memory.count, cost, [&](int64_t i, int64_t thread) {
     attend<T, K, C>(call, memory.units[i], memory.partials, memory.desks + thread * memory.desk);
   });
   if (memory.partial_rows)
-    parallel_each(memory.count, memory.partial_rows * memory.columns * 4, [&](int64_t i) {
+    parallel_each(memory.count, memory.partial_rows * memory.columns * 4, [&](int64_t i, int64_t) {
       const Unit& u = memory.units[i];
       if (u.partial >= 0) merge<T>(call, u, memory.partials, memory.columns);
     });
@@ -234,22 +235,11 @@ void mla_decode(const Call& call, void* buffer, int64_t bytes) {
 
 using namespace ds;
 
-void ds_cpu_mla_decode_memory(int32_t dtype, int32_t, int64_t width, int64_t lora,
-                              const int32_t* lens, const int32_t* starts, int64_t sequences,
-                              int64_t heads, int64_t* bytes) {
-  Call call{};
-  call.width = width, call.lora = lora, call.lens = lens, call.starts = starts;
-  call.sequences = sequences, call.heads = heads;
-  *bytes = dtype == DS_F32 ? Memory<float>(nullptr, call).needed()
-                           : Memory<Bf16Math>(nullptr, call).needed();
-}
-
 void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q, int64_t stride_row,
                        int64_t stride_head, const void* cache, int64_t page_size, int64_t width,
                        int64_t lora, const int32_t* pages, int64_t max_pages, const int32_t* lens,
                        const int32_t* starts, double scale, void* out, int64_t sequences,
-                       int64_t heads, void* memory, int64_t bytes,
-                       const int64_t* tree) {
+                       int64_t heads, const int64_t* tree) {
   const Call call{q,    stride_row, stride_head, cache,        page_size, width,     lora, pages,
                   max_pages, lens,  starts,      float(scale), out,       sequences, heads, tree};
   auto run = dtype == DS_F32 ? mla_decode<float, float, float> : mla_decode<bf16, bf16, Bf16Math>;
@@ -257,5 +247,5 @@ void ds_cpu_mla_decode(int32_t dtype, int32_t kv_dtype, const void* q, int64_t s
     run = dtype == DS_F32 ? mla_decode<float, e4m3, float> : mla_decode<bf16, e4m3, Bf16Math>;
   if (kv_dtype == DS_GROUPED)
     run = dtype == DS_F32 ? mla_decode<float, grouped, float> : mla_decode<bf16, grouped, Bf16Math>;
-  run(call, memory, bytes);
+  run(call);
 }

@@ -115,12 +115,11 @@ inline void parallel(int64_t n, int64_t grain, int64_t cost, Body body) {
   });
 }
 
-// body(i, thread) for i in [0, n), handed out one by one, for units of uneven size that need working
-// memory of their thread: thread < `threads`, which is the number of such memories. Too few for all
-// threads: the caller does it all.
+// body(i, thread) for i in [0, n), handed out one by one, for units of uneven size; thread <
+// max_threads(), for those that need working memory of their thread.
 template <class Body>
-inline void parallel_with(int64_t n, int64_t cost, int64_t threads, Body body) {
-  if (threads < max_threads() || !worth_threads(cost, n)) {
+inline void parallel_each(int64_t n, int64_t cost, Body body) {
+  if (!worth_threads(cost, n)) {
     for (int64_t i = 0; i < n; ++i) body(i, int64_t(0));
     return;
   }
@@ -128,12 +127,6 @@ inline void parallel_with(int64_t n, int64_t cost, int64_t threads, Body body) {
   team([&](int64_t me, int64_t) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) body(i, me);
   });
-}
-
-// body(i) for i in [0, n), handed out one by one.
-template <class Body>
-inline void parallel_each(int64_t n, int64_t cost, Body body) {
-  parallel_with(n, cost, INT64_MAX, [&](int64_t i, int64_t) { body(i); });
 }
 
 }  // namespace ds

@@ -354,7 +354,7 @@ using namespace ds;
 void ds_cpu_sample(const float* logits, int64_t ldl, const float* temperature, const int32_t* top_k,
                    const float* top_p, const float* min_p, const double* uniform, int64_t* tokens,
                    int64_t rows, int64_t vocab) {
-  parallel_each(rows, rows * vocab * 16, [&](int64_t r) {
+  parallel_each(rows, rows * vocab * 16, [&](int64_t r, int64_t) {
     tokens[r] = draw(logits + r * ldl, vocab, temperature[r], top_k[r], top_p[r], min_p[r],
                      uniform[r]);
   });
@@ -363,7 +363,7 @@ void ds_cpu_sample(const float* logits, int64_t ldl, const float* temperature, c
 void ds_cpu_mask_logits(const float* logits, int64_t ldl, const uint32_t* masks,
                         const int32_t* which, float* out, int64_t rows, int64_t vocab) {
   const int64_t words = (vocab + 31) / 32;
-  parallel_each(rows, rows * vocab * 8, [&](int64_t r) {
+  parallel_each(rows, rows * vocab * 8, [&](int64_t r, int64_t) {
     const float* x = logits + r * ldl;
     if (which[r] < 0)
       std::memcpy(out + r * vocab, x, size_t(vocab) * sizeof(float));
@@ -374,7 +374,7 @@ void ds_cpu_mask_logits(const float* logits, int64_t ldl, const uint32_t* masks,
 
 void ds_cpu_logprobs(const float* logits, int64_t ldl, const int64_t* ids, int64_t top_n,
                      float* chosen, float* values, int64_t* top_ids, int64_t rows, int64_t vocab) {
-  parallel_each(rows, rows * vocab * 16, [&](int64_t r) {
+  parallel_each(rows, rows * vocab * 16, [&](int64_t r, int64_t) {
     log_softmax(logits + r * ldl, vocab, ids[r], top_n, chosen + r, values + r * top_n,
                 top_ids + r * top_n);
   });

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -15,13 +13,6 @@ from ds_runtime_cpu.native import active, calls
 from ds_runtime_cpu.small import CODE
 
 _QUERIES = 128  # queries of one tile: scores of a tile stay in the second-level cache
-
-
-def needed(size: Callable[..., None], *arguments: int) -> int:
-    """What a native `*_memory` function answers: bytes."""
-    found = ctypes.c_int64()
-    size(*arguments, ctypes.addressof(found))
-    return found.value
 
 
 def mha_prefill_native(
@@ -38,7 +29,6 @@ def mha_prefill_native(
     out = torch.empty(tokens, heads, dv, dtype=q.dtype)
     lse = torch.empty(tokens, heads, dtype=torch.float32)
     code = CODE[q.dtype]
-    memory = torch.empty(needed(active.mha_prefill_memory, code, d, dv), dtype=torch.uint8)
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1 or not tokens
     active.mha_prefill(
         code,
@@ -55,8 +45,6 @@ def mha_prefill_native(
         heads,
         d,
         dv,
-        memory.data_ptr(),
-        memory.numel(),
     )
     return out, lse
 
@@ -113,9 +101,9 @@ class DecodeState:
     page_table: Tensor
     lens: Tensor
     starts: Tensor
+    page_size: int
     sequences: int = 0
     tree: Tensor | None = None  # [rows] int64
-    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
 class MlaDecodeNative:
@@ -128,12 +116,11 @@ class MlaDecodeNative:
         self.dtype, self.kv_dtype = getattr(torch, facts.dtype), getattr(torch, facts.kv_dtype)
         self.codes = (CODE[self.dtype], CODE[self.kv_dtype])
         self.call = calls().mla_decode
-        self.size = calls().mla_decode_memory
 
     def state(self, limits: Limits) -> DecodeState:
         table = torch.zeros(limits.max_sequences, limits.max_pages_per_sequence, dtype=torch.int32)
         lens, starts = (torch.zeros(limits.max_sequences + i, dtype=torch.int32) for i in (0, 1))
-        return DecodeState(table, lens, starts)
+        return DecodeState(table, lens, starts, limits.page_size)
 
     def prepare(self, state: DecodeState, batch: Batch) -> None:
         part = batch.decode
@@ -142,14 +129,12 @@ class MlaDecodeNative:
         if part is None or not part.size:
             return
         table = part.page_table
+        most = max(part.host_kv_lens)
+        assert most <= table.shape[1] * state.page_size, f"no page for all of {most} tokens"
         state.page_table[: table.shape[0], : table.shape[1]].copy_(table)
         state.lens[: part.size].copy_(part.kv_lens)
         first = list(accumulate(part.q_lens or (1,) * part.size, initial=0))
         state.starts[: part.size + 1].copy_(torch.tensor(first, dtype=torch.int32))
-        where = (state.lens.data_ptr(), state.starts.data_ptr(), part.size, self.heads)
-        found = needed(self.size, *self.codes, self.width, self.kv_lora, *where)
-        if found > state.memory.numel():  # it grows with the contexts
-            state.memory = torch.empty(found + found // 4, dtype=torch.uint8)
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         if q.stride(2) != 1:
@@ -175,8 +160,6 @@ class MlaDecodeNative:
             out.data_ptr(),
             state.sequences,
             heads,
-            state.memory.data_ptr(),
-            state.memory.numel(),
             0 if state.tree is None else state.tree.data_ptr(),
         )
         return out

@@ -70,17 +70,12 @@ class _Run:
         weights = (w13.data_ptr(), up.group, w2.data_ptr(), down.group)
         self._weights = (w13, w2)  # alive as long as the call has their addresses
         self._call = calls().bound(
-            "experts", *kinds, None, None, None, None, *weights, None, None, None, *shape, None
+            "experts", *kinds, None, None, None, None, *weights, None, None, None, *shape
         )
-        self._ask = calls().bound(
-            "experts_memory", *kinds, up.group, down.group, None, None, *shape, None
-        )
-        self._rooms: dict[tuple[int, int], int] = {}  # bytes, by tokens and experts per token
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, top_k = ids.shape
-        size = self._rooms.get((tokens, top_k)) or self._room(tokens, top_k)
-        memory, out = torch.empty(size, dtype=torch.uint8), torch.empty_like(x)
+        out = torch.empty_like(x)
         self._call(
             x.data_ptr(),
             x.stride()[0],
@@ -89,15 +84,8 @@ class _Run:
             out.data_ptr(),
             tokens,
             top_k,
-            memory.data_ptr(),
         )
         return out
-
-    def _room(self, tokens: int, top_k: int) -> int:
-        answer = torch.empty(1, dtype=torch.int64)
-        self._ask(tokens, top_k, answer.data_ptr())
-        size = self._rooms[tokens, top_k] = int(answer)
-        return size
 
 
 class ExpertsPanels(ExpertsNative):

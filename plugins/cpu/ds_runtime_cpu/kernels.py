@@ -172,6 +172,11 @@ def _by_row(op: str, fn: str, refuse: Gates = _needs_native) -> Kernel:
     return replace(base, batch_invariant=True, workspace=_nothing)
 
 
+def _by_host(kernel: Kernel) -> Kernel:
+    """It looks at values to decide what to call: no recording of that would serve another step."""
+    return replace(kernel, graph_safe=False)
+
+
 def _of_scaled(kernel: Kernel) -> Kernel:
     """The kernel for latent_fp8_groups."""
     return replace(kernel, layouts=_SCALED_PAGES)
@@ -194,7 +199,7 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("mha_prefill", "attention:mha_prefill_native", RANK_SPECIALISED, _needs_native),
     _offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
     _offer("mla_decode", "attention:mla_decode_native", RANK_SPECIALISED, _native_cache),
-    _offer("mla_decode", "attention:mla_decode_matmul", RANK_PLATFORM, _matmul_decode),
+    _by_host(_offer("mla_decode", "attention:mla_decode_matmul", RANK_PLATFORM, _matmul_decode)),
     replace(
         _by_row("mla_absorb", "absorb:mla_absorb_native"),
         keeps=frozenset({"fp8_block"}),
@@ -229,7 +234,7 @@ MOE: tuple[Kernel, ...] = (
         numerics="int8_w8a8",
     ),
     replace(_offer("experts", "zen:experts_zentorch", RANK_PLATFORM + 1, _zen), formats=_DENSE),
-    _offer("experts", "experts:experts_prepacked", RANK_PLATFORM, _onednn),
+    _by_host(_offer("experts", "experts:experts_prepacked", RANK_PLATFORM, _onednn)),
 )
 ROUTING: tuple[Kernel, ...] = (
     _by_row("router_logits", "routing:router_logits"),
@@ -241,7 +246,7 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
     _integers("linear", "linear:linear_int4", "int4_group", "int4_w4a8"),
     _offer("linear", "linear:linear_prepacked", RANK_PLATFORM, _onednn),
     _offer("linear", "linear:linear_plain", RANK_PORTABLE, _torch_only),
-    replace(_offer("lora_delta", "lora:lora_delta", RANK_PLATFORM, _torch_only), graph_safe=False),
+    _by_host(_offer("lora_delta", "lora:lora_delta", RANK_PLATFORM, _torch_only)),
 )
 SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("rms_norm", "small:rms_norm"),

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -57,21 +58,20 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (_P, _I, _P, _I, _P, _P, _P, _I, _I),
     "pack": (_T, _T, _P, _I, _I, _P, _P, _I, _P, _I, _I, _I, _I, _I, _T),
     "unpack": (_T, _T, _P, _P, _I, _I, _I),
-    "linear": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _I, _I, _P),
-    "mla_decode_memory": (_T, _T, _I, _I, _P, _P, _I, _I, _P),
-    "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P, _I, _P),
+    "linear": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _I, _I),
+    "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P),
     "compact_slots": (_P, _I, _I, _P, _P, _I),
     "index_prologue": (
         *(_T, _T, _P, _I, _I, _I, _P, _I, _I, _P, _P, _D),
         *(_P, _P, _I, _T, _P, _I, _P, _P, _P, _I),
     ),
-    "index_scores_memory": (_T, _I, _I, _P, _P, _I, _P),
-    "index_scores": (_T, _P, _I, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P, _I, _I, _P, _I),
+    "index_scores": (_T, _P, _I, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P, _I, _I),
     "index_topk": (_P, _I, _P, _P, _P, _I, _I, _I, _P, _I),
-    "mha_prefill_memory": (_T, _I, _I, _P),
-    "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I, _P, _I),
-    "experts_memory": (_T, _T, _I, _I, _I, _I, _I, _I, _I, _P),
-    "experts": (_T, _T, _P, _I, _P, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _I, _P),
+    "mha_prefill": (_T, *(_P, _I, _I) * 3, _P, _P, _T, _D, _P, _P, _I, _I, _I, _I),
+    "experts": (_T, _T, _P, _I, _P, _P, _P, _I, _P, _I, _P, _I, _I, _I, _I, _I),
+    "copy": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _I, _I),
+    "add": (_T, _P, _I, _P, _I, _I, _I),
+    "replay": (_P, _I),
 }
 
 
@@ -102,14 +102,20 @@ class _Calls:
 
     def __init__(self, dll: ctypes.CDLL) -> None:
         self._bound: dict[str, Any] = {}
+        self._addresses: dict[str, int] = {}
         for name, kinds in SIGNATURES.items():
             function = getattr(dll, f"ds_cpu_slots_{name}")
             function.argtypes = (ctypes.c_char_p,)
             function.restype = None
             setattr(self, name, _packed(function, struct.Struct(_slots(kinds)).pack))
+            self._addresses[name] = _address(function)
             bound = self._bound[name] = getattr(dll, f"ds_cpu_bound_{name}")
             bound.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
             bound.restype = None
+
+    def prepared(self, name: str, *arguments: float) -> tuple[int, bytes]:
+        """What `recorded` would be told of a call that is not made."""
+        return self._addresses[name], struct.pack(_slots(SIGNATURES[name]), *arguments)
 
     def bound(self, name: str, *arguments: float | None) -> Callable[..., None]:
         """A function with some arguments given for good: it takes those that are None here.
@@ -121,9 +127,13 @@ class _Calls:
         head = struct.pack(f"={1 + len(places)}q", len(places), *places)
         plan = head + struct.pack(_slots(kinds), *(0 if a is None else a for a in arguments))
         function, pack = self._bound[name], struct.Struct(_slots([kinds[i] for i in places])).pack
+        address, every = self._addresses[name], struct.Struct(_slots(kinds)).pack
 
         def call(*rest: float) -> None:
             function(plan, pack(*rest))
+            if _recorder is not None:
+                given = iter(rest)
+                _recorder(address, every(*(next(given) if a is None else a for a in arguments)))
 
         return call
 
@@ -133,10 +143,42 @@ def _slots(kinds: Iterable[Any]) -> str:
 
 
 def _packed(function: Any, pack: Callable[..., bytes]) -> Callable[..., None]:
+    address = _address(function)
+
     def call(*arguments: float) -> None:
-        function(pack(*arguments))
+        slots = pack(*arguments)
+        function(slots)
+        if _recorder is not None:
+            _recorder(address, slots)
 
     return call
+
+
+def _address(function: Any) -> int:
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+_recorder: Callable[[int, bytes], None] | None = None
+
+
+@contextlib.contextmanager
+def recorded(by: Callable[[int, bytes], None]) -> Iterator[None]:
+    """Tell `by` the address and the slots of every function that this thread calls, once it has
+    run: what `replay` takes.
+    """
+    global _recorder
+    assert _recorder is None, "calls are being recorded"
+    thread = threading.get_ident()
+
+    def mine(address: int, slots: bytes) -> None:
+        if threading.get_ident() == thread:
+            by(address, slots)
+
+    _recorder = mine
+    try:
+        yield
+    finally:
+        _recorder = None
 
 
 def library_folder() -> Traversable:

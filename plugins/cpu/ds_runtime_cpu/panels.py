@@ -51,13 +51,6 @@ class Form:
         heads = 4 * -(-k // self.group) * (2 if self.code == _INT4_ZEROS else 1)
         return panels * COLUMNS * ((padded if self.code == _FP8 else padded // 2) + heads)
 
-    def memory(self, rows: int, k: int) -> int:
-        """Bytes that a matmul needs for `rows` rows of activations in 8 bits, 0 for none."""
-        if self.code in (_DENSE, _FP8):
-            return 0
-        groups = -(-k // self.group) if self.group else 1
-        return rows * (-(-k // 64) * 64 + 8 * groups) + 3 * 64
-
     def empty(self, count: int, n: int, k: int, width: int = COLUMNS) -> Tensor:
         """Room for `count` packed [n, k] matrices, one after the other: uint8 [count, bytes]."""
         out = torch.empty(count, self.nbytes(n, k, width), dtype=torch.uint8)
@@ -219,8 +212,7 @@ class Matmul:
         assert panels.is_contiguous() and panels.nbytes == heads * form.nbytes(n, k)
         self._panels = panels  # alive as long as the call has its address
         self._n, self._k, self._heads, self._dtype = n, k, heads, form.dtype
-        self._memory = form.memory if form.memory(1, k) else None
-        settled = (panels.data_ptr(), form.group, None, heads * n, n, heads, None, n, k, None)
+        settled = (panels.data_ptr(), form.group, None, heads * n, n, heads, None, n, k)
         kinds = (form.code, CODE[form.dtype])
         self._call = calls().bound("linear", *kinds, None, None, None, *settled)
 
@@ -229,9 +221,7 @@ class Matmul:
         tokens, k = x.shape
         assert k == self._k and x.dtype == self._dtype, (x.shape, x.dtype, self._k)
         out = x.new_empty(tokens, self._heads * self._n)
-        memory = self._room(tokens)
-        where = 0 if memory is None else memory.data_ptr()
-        self._call(x.data_ptr(), x.stride()[0], 0, out.data_ptr(), tokens, where)
+        self._call(x.data_ptr(), x.stride()[0], 0, out.data_ptr(), tokens)
         return out
 
     def per_head(self, x: Tensor) -> Tensor:
@@ -242,13 +232,5 @@ class Matmul:
         tokens, heads, k = x.shape
         assert (heads, k, x.dtype) == (self._heads, self._k, self._dtype), (x.shape, x.dtype)
         out = x.new_empty(tokens, heads, self._n)
-        memory = self._room(tokens * self._heads)
-        where = 0 if memory is None else memory.data_ptr()
-        self._call(x.data_ptr(), by_row, by_head, out.data_ptr(), tokens, where)
+        self._call(x.data_ptr(), by_row, by_head, out.data_ptr(), tokens)
         return out
-
-    def _room(self, rows: int) -> Tensor | None:
-        """What rounding `rows` rows of activations to 8 bits takes."""
-        if self._memory is None:
-            return None
-        return torch.empty(self._memory(rows, self._k), dtype=torch.uint8)

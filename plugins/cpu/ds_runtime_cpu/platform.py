@@ -13,6 +13,7 @@ from ds_runtime.api import (
     Communicator,
     ConfigError,
     DeviceInfo,
+    GraphBackend,
     MemoryInfo,
     Platform,
     read_plan,
@@ -66,9 +67,16 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     score = 1
+    capture_after = 8  # a size that comes now and then is not worth a recording
 
     def __init__(self) -> None:
         self._isa = AUTO
+        self._ranks = 1
+
+    @property
+    def captures(self) -> bool:  # type: ignore[override]  # it depends on the settings
+        """Of one rank: torch's collectives go on when the op that began them is over."""
+        return self._ranks == 1
 
     def configure(self, config: EngineConfig) -> None:
         """`--cpu-isa`: the variant of the native kernels, and the features that info() tells. Left
@@ -80,7 +88,7 @@ class CpuPlatform(Platform):
         if isa != AUTO and (reason := native.refused(isa)) is not None:
             raise ConfigError(f"--cpu-isa {isa}: {reason}; {_choices(isa)}")
         native.choose(None if isa == AUTO else isa)
-        self._isa = isa
+        self._isa, self._ranks = isa, config.tp
 
     def info(self, rank: int = 0) -> DeviceInfo:
         if self._isa == AUTO:
@@ -118,6 +126,12 @@ class CpuPlatform(Platform):
         on = placement.nodes(placement.allowed_cpus())
         if not placement.bound_by_user(os.environ):
             native.bind_threads(placement.placement(rank, size, count, on))
+
+    def graph_backend(self, rank: int = 0) -> GraphBackend:
+        """Native calls and torch's ops, recorded."""
+        from ds_runtime_cpu.graphs import HostGraphs
+
+        return HostGraphs()
 
     def ceilings(self, rank: int = 0) -> Ceilings:
         """With the native library memory is read by that: torch's reductions do not reach it."""

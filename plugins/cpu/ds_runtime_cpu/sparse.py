@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_runtime_cpu.attention import needed
 from ds_runtime_cpu.native import active
 from ds_runtime_cpu.small import CACHE, CODE
 
@@ -68,8 +67,6 @@ def index_scores(
     q, owners, lens = q.contiguous(), owners.contiguous(), lens.contiguous()
     code, seen = CODE[q.dtype], (owners.data_ptr(), lens.data_ptr())
     out = torch.empty(rows, width, dtype=torch.float32)
-    size = needed(active.index_scores_memory, code, heads, d, *seen, rows)
-    memory = torch.empty(size, dtype=torch.uint8)
     assert weights.stride()[1] == 1 and page_table.stride()[1] == 1 and cache.is_contiguous()
     active.index_scores(
         code,
@@ -86,8 +83,6 @@ def index_scores(
         out.data_ptr(),
         width,
         rows,
-        memory.data_ptr(),
-        size,
     )
     return out
 
@@ -128,13 +123,9 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
         slots.data_ptr(), slots.stride()[0], n, pages.data_ptr(), lens.data_ptr(), rows
     )
     codes = (CODE[q.dtype], CACHE[cache.dtype])
-    memory = torch.empty(0, dtype=torch.uint8)
     for first in range(0, rows, _ROWS):
         count = min(_ROWS, rows - first)
         where = (lens.data_ptr() + 4 * first, _STARTS.data_ptr())
-        size = needed(active.mla_decode_memory, *codes, width, kv_lora, *where, count, heads)
-        if size > memory.numel():
-            memory = torch.empty(size, dtype=torch.uint8)
         active.mla_decode(
             *codes,
             q.data_ptr() + first * q.stride()[0] * q.element_size(),
@@ -151,8 +142,6 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
             out.data_ptr() + first * heads * kv_lora * out.element_size(),
             count,
             heads,
-            memory.data_ptr(),
-            memory.numel(),
             0,
         )
     return out

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes, _len_torch_dispatch_stack
 
-from ds_runtime.testing.replay import Recording, _Recorded, _tensors
+from ds_runtime.platform.recording import Recorded, Recording, tensors_of
 from vendor_doubles import Named, around, double, records, require
 
 VENDORS = {  # plugin → torch's module, its graph class, its group's backend
@@ -85,12 +85,12 @@ class Graph:
 
     def _steps(self) -> Any:
         """Runs, with a stop wherever it waits for an event that is not recorded yet."""
-        for recorded in self.recording._ops:
+        for recorded in self.recording.ops:
             if isinstance(recorded.op, _Wait):
                 while not recorded.op.event.flag:
                     yield
                 continue
-            results = list(_tensors(recorded.op(*recorded.args, **recorded.kwargs)))
+            results = list(tensors_of(recorded.op(*recorded.args, **recorded.kwargs)))
             for i, tensor in recorded.made:
                 tensor.copy_(results[i])
 
@@ -120,7 +120,7 @@ class _Wait:
 def _node(op: Any, *args: Any) -> None:
     """Part of the graph that is captured: nothing of it happens now."""
     assert Graph.under_way is not None
-    Graph.under_way.recording._ops.append(_Recorded(op, args, {}, ()))
+    Graph.under_way.recording.ops.append(Recorded(op, args, {}, ()))
 
 
 class ExternalEvent:
@@ -231,13 +231,13 @@ def call(compute: Any, *args: Any, **kwargs: Any) -> Any:
         require(Group.open.call is None, "one op in a task group")
         Group.open.op, Group.open.call = name, again
         return None
-    given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+    given = {t.untyped_storage().data_ptr() for t in tensors_of((args, kwargs))}
     made = tuple(
         (i, t)
-        for i, t in enumerate(_tensors(result))
+        for i, t in enumerate(tensors_of(result))
         if t.untyped_storage().data_ptr() not in given
     )
-    graph.recording._ops.append(_Recorded(again, (), {}, made))
+    graph.recording.ops.append(Recorded(again, (), {}, made))
     return result
 
 

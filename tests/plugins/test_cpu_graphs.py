@@ -1,0 +1,309 @@
+"""Steps that are recorded on the CPU: kernels, memory, what cannot be recorded, whole engines."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.engine.late import LateGraphs
+from ds_runtime.ops.spec import FP8_GROUPS
+from ds_runtime.platform.recording import CaptureError
+from ds_runtime.plugins import load_plugins
+from ds_runtime.testing import tiny
+from ds_runtime.testing.captures import check_captures
+from ds_runtime.testing.conformance import facts_for
+from ds_runtime_cpu import kernels, native, small
+from ds_runtime_cpu.graphs import HostGraphs
+from ds_runtime_cpu.platform import CpuPlatform
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no native library")
+OFFERED = (
+    *(*kernels.ATTENTION, *kernels.MOE, *kernels.ROUTING),
+    *(*kernels.LINEAR_KERNELS, *kernels.SMALL_OPS),
+)
+EAGER = ("mha_prefill", "sparse_prefill")  # prefills are not captured
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [k for k in OFFERED if k.graph_safe and k.op.name not in EAGER],
+    ids=lambda k: f"{k.op.name}-{k.name}",
+)
+def test_what_a_step_calls_is_recorded(kernel):
+    ran = 0
+    for dtype in ("float32", "bfloat16"):
+        for fmt in sorted(kernel.formats) or [""]:
+            for kv in ("", "float8_e4m3fn", FP8_GROUPS):
+                facts = facts_for(CpuPlatform().info(), dtype, kv_dtype=kv)
+                facts = replace(facts, weight_format=fmt)
+                if kernel.refuse(facts) is not None:
+                    continue
+                found = check_captures(kernel, facts, HostGraphs(), load_plugins().offers(facts))
+                assert [r for r in found if not r.ok] == []
+                ran += len(found)
+    assert ran or kernel.refuse(facts_for(CpuPlatform().info(), "bfloat16")) is not None
+
+
+@pytest.mark.parametrize("kernel", [k for k in OFFERED if not k.graph_safe], ids=lambda k: k.name)
+def test_what_says_that_it_cannot_be_cannot(kernel):
+    facts = facts_for(CpuPlatform().info(), "bfloat16")
+    if kernel.refuse(facts) is not None:
+        pytest.skip("it does not run here")
+    found = check_captures(
+        replace(kernel, graph_safe=True), facts, HostGraphs(), load_plugins().offers(facts)
+    )
+    assert any(not r.ok for r in found)
+
+
+# Shapes in which one tensor is copied into another, or joined to it.
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=3)
+
+
+def made(shape, dtype, gap):
+    """A view whose rows lie `gap` apart."""
+    wide = torch.randn(*shape[:-1], shape[-1] + gap).to(dtype)
+    return wide[..., gap:]
+
+
+def check_replay(run, out, *inputs):
+    """A replay with other inputs gives what a call gives."""
+    replay = HostGraphs().capture(run)
+    for x in inputs:
+        x.copy_(torch.randn(x.shape) if x.is_floating_point() else x.flip(0))
+    run()
+    want = out.clone()
+    out.zero_()
+    replay()
+    assert torch.equal(out, want)
+    return replay
+
+
+@given(SIZES, DTYPES, DTYPES, st.integers(0, 3), st.integers(0, 3))
+def test_copies(shape, source, target, gap, other):
+    x, out = made(shape, source, gap), made(shape, target, other)
+    check_replay(lambda: out.copy_(x), out, x)
+
+
+@given(SIZES, DTYPES, st.integers(0, 3), st.data())
+def test_joined(shape, dtype, gap, data):
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    parts = []
+    for n in data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)):
+        own = list(shape)
+        own[dim] = n
+        parts.append(made(own, dtype, gap))
+    shape[dim] = sum(p.shape[dim] for p in parts)
+    out = torch.empty(shape, dtype=dtype)
+    check_replay(lambda: out.copy_(torch.cat(parts, dim)), out, *parts)
+
+
+@given(st.integers(1, 5), st.integers(1, 70), DTYPES, st.integers(0, 3), st.sampled_from([1, 2]))
+def test_sums(rows, n, dtype, gap, alpha):
+    x, y, out = (made((rows, n), dtype, gap) for _ in range(3))
+
+    def run():
+        out.copy_(y)
+        out.add_(x, alpha=alpha)
+
+    check_replay(run, out, x, y)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3), st.data())
+def test_selected_rows(held, rows, gap, data):
+    numbers = st.lists(st.integers(0, held - 1), min_size=rows, max_size=rows)
+    which = torch.tensor(data.draw(numbers))
+    for table in (torch.arange(held), made((held, 7), torch.float32, gap)):
+        out = torch.empty(rows, *table.shape[1:], dtype=table.dtype)
+
+        def run(table=table, out=out):
+            out.copy_(table.index_select(0, which))
+
+        check_replay(run, out, which)
+
+
+def test_other_ops_of_torch_run_between():
+    x, out = torch.randn(3, 8), torch.empty(3, 8)
+    best = torch.empty(3, dtype=torch.int64)
+
+    def run():
+        values, places = torch.sort(small.rms_norm(x, torch.ones(8), 1e-6), dim=1)
+        out.copy_(small.rms_norm(values.cumsum(1), torch.ones(8), 1e-6))
+        best.copy_(places[:, -1])
+
+    weights = torch.ones(8)
+
+    def kept():
+        values, places = torch.sort(small.rms_norm(x, weights, 1e-6), dim=1)
+        out.copy_(small.rms_norm(values.cumsum(1), weights, 1e-6))
+        best.copy_(places[:, -1])
+
+    check_replay(kept, out, x)
+    check_replay(run, out, x)  # and so is what a step makes for itself
+    assert torch.equal(best, x.argmax(1))
+
+
+def test_recordings_work_in_the_memory_of_one():
+    backend, weight = HostGraphs(), torch.ones(512)
+    x = torch.randn(64, 512)
+    outs = [torch.empty(64, 512) for _ in range(3)]
+
+    def step(out):
+        y = x
+        for _ in range(20):
+            y = small.rms_norm(y, weight, 1e-6)
+        out.copy_(y)
+
+    replays = [backend.capture(lambda out=out: step(out)) for out in outs]
+    gc.collect()
+    blocks = [b for some in backend._pool._free.values() for b in some]
+    assert sum(b.nbytes for b in blocks) <= 3 * x.nbytes
+    others = [torch.full((64, 512), float("nan")) for _ in range(50)]  # where freed memory was
+    for replay, out in zip(replays, outs, strict=True):
+        x.normal_()
+        want = torch.empty_like(x)
+        step(want)
+        replay()
+        assert torch.equal(out, want)
+    assert all(o.isnan().all() for o in others)
+
+
+def test_code_of_its_own_is_seen():
+    """A kernel that takes an address to compute by itself: a replay would not run it."""
+    x, out = torch.randn(4), torch.empty(4)
+
+    def run():
+        ctypes.memmove(out.data_ptr(), x.data_ptr(), 16)
+
+    with pytest.raises(CaptureError, match=r"2 addresses .* graph_safe=False"):
+        HostGraphs().capture(run)
+    weight = torch.ones(4)
+
+    def beside():
+        ctypes.memmove(out.data_ptr(), x.data_ptr(), 16)
+        small.rms_norm(x.view(1, 4), weight, 1e-6)
+
+    with pytest.raises(CaptureError, match="1 addresses"):
+        HostGraphs().capture(beside)
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy, float, torch.nonzero])
+def test_what_looks_at_values_is_refused(read):
+    x = torch.ones(1)
+    with pytest.raises(CaptureError, match="waits for the device"):
+        HostGraphs().capture(lambda: read(x))
+    assert native._recorder is None
+    out = torch.empty(1)  # the next one is not disturbed
+    check_replay(lambda: out.copy_(x * 2), out, x)
+
+
+def test_an_exception_of_a_step_is_its_own():
+    def run():
+        torch.empty(3).data_ptr()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        HostGraphs().capture(run)
+    assert native._recorder is None
+
+
+def test_calls_of_other_threads_are_not_recorded():
+    x, weight, out = torch.randn(2, 8), torch.ones(8), torch.empty(2, 8)
+    elsewhere = torch.randn(2, 8)
+
+    def run():
+        other = threading.Thread(target=lambda: small.silu_mul(elsewhere))
+        other.start()
+        other.join()
+        out.copy_(small.rms_norm(x, weight, 1e-6))
+
+    backend = HostGraphs()
+    seen = []
+    with native.recorded(lambda *call: seen.append(call)):
+        run()
+    assert len(seen) == 1
+    replay = backend.capture(lambda: out.copy_(small.rms_norm(x, weight, 1e-6)))
+    replay()
+
+
+# When steps are captured.
+
+
+def test_a_step_is_captured_once_it_has_come_often():
+    runs, x = [], torch.zeros(1)
+
+    def run():
+        runs.append(1)
+        x.add_(1)
+
+    replay = LateGraphs(HostGraphs(), 3).capture(run)
+    for _ in range(10):
+        replay()
+    assert x == 11 and len(runs) == 4  # a capture on the host runs the step as well
+
+
+def test_one_that_cannot_be_captured_goes_on(caplog):
+    x = torch.zeros(1)
+
+    def run():
+        x.add_(int(x.item() < 100))
+
+    replay = LateGraphs(HostGraphs(), 2).capture(run)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10):
+            replay()
+    assert x == 10
+    said = [r.message for r in caplog.records]
+    assert len(said) == 1 and said[0].startswith("a decode step goes on op by op: CaptureError: ")
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ("v2-lite", {"dtype": "bfloat16"}),
+        ("v3", {"dtype": "float32"}),
+        ("v3", {"dtype": "bfloat16", "quantize": "int8"}),
+        ("v3", {"dtype": "bfloat16", "quantize": "int4", "kv_cache_dtype": "fp8"}),
+        ("v32", {"dtype": "bfloat16"}),
+    ],
+)
+def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, settings):
+    tiny.write_tiny(tmp_path, shape)
+    found, replays, capture = [], [], HostGraphs.capture
+
+    def counted(self, run):
+        replay = capture(self, run)
+
+        def counting():
+            replays.append(1)
+            replay()
+
+        return counting
+
+    monkeypatch.setattr(HostGraphs, "capture", counted)
+    prompts = [[(7 * i + j) % 250 + 2 for j in range(3 + 5 * i)] for i in range(4)]
+    params = [
+        SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=44, ignore_eos=True, temperature=0.8, seed=3),
+        SamplingParams(max_tokens=60, ignore_eos=True),
+        SamplingParams(max_tokens=60, ignore_eos=True, frequency_penalty=0.5),
+    ]
+    common = {"platform": "cpu", "threads": 1, "kv_memory": 4_000_000, "page_size": 8}
+    for disable_graph in (True, False):
+        with LLM(tmp_path, disable_graph=disable_graph, **common, **settings) as llm:
+            if not disable_graph:
+                assert "disable_graph" not in [name for name, *_ in llm._assembly.plan.changes]
+            outputs = llm.generate(prompts, params)
+            found.append([(o.token_ids, o.logprobs) for o in outputs])
+        assert bool(replays) is not disable_graph
+    assert found[0] == found[1]
+    assert len(replays) > 15
