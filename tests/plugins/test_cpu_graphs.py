@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -307,3 +309,20 @@ def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, setti
         assert bool(replays) is not disable_graph
     assert found[0] == found[1]
     assert len(replays) > 15
+
+
+def test_the_first_recording_loads_nothing():
+    """Least of all torch's compiler, which takes a second that a request would wait."""
+    code = """
+import sys, torch
+from ds_runtime_cpu import small
+from ds_runtime_cpu.graphs import HostGraphs
+x, weight, out = torch.randn(2, 8), torch.ones(8), torch.empty(2, 8)
+before = set(sys.modules)
+with torch.inference_mode():
+    replay = HostGraphs().capture(lambda: out.copy_(small.rms_norm(x, weight, 1e-6)))
+    replay()
+print(sorted(name for name in set(sys.modules) - before if name.startswith("torch")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

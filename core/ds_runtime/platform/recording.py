@@ -42,6 +42,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. To say so at run time would cost torch's compiler, a second."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
