@@ -11,14 +11,13 @@ versions and commit.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.bench.record import append, environment
+from ds_runtime.bench.record import append, as_served, environment
 
 RESULTS = Path(__file__).parent / "results" / "cpu_steps.jsonl"
 PROMPT, TURNS, STEPS = 16, 10, 16
@@ -35,8 +34,7 @@ class Steps:
         given = {"context_length": tokens, "max_running_requests": most, **settings}
         config = EngineConfig(model=model, **given)
         assembly = assemble(config, tuple(given))
-        for name, value in assembly.platform.process_env().items():
-            os.environ.setdefault(name, value)  # before torch is there, which reads it
+        as_served(assembly.platform)
         from ds_runtime.engine.runner import Runner
         from ds_runtime.parallel.group import SoloCommunicator
 

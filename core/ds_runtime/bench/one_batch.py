@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.bench.record import environment, peak_bytes
+from ds_runtime.bench.record import as_served, environment, peak_bytes
 from ds_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,6 +100,10 @@ def run(
     ):
         if value < least:
             raise ConfigError(f"{name} {value}: must be at least {least}")
+    from ds_runtime.assemble import assemble
+    from ds_runtime.config import EngineConfig
+
+    as_served(assemble(EngineConfig(**settings), tuple(settings)).platform)
     from ds_runtime import LLM
     from ds_runtime.model.hf import load_config
     from ds_runtime.model.hub import resolve_model

@@ -9,7 +9,6 @@ until something is timed, so that a platform's environment is set before torch i
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assemble import Assembly, assemble
-from ds_runtime.bench.record import Neighbours, environment
+from ds_runtime.bench.record import Neighbours, as_served, environment
 from ds_runtime.bench.shapes import config_of
 from ds_runtime.bench.work import Work, decode_step
 from ds_runtime.config import EngineConfig, with_changes
@@ -174,8 +173,7 @@ class Measurement:
         self.context = context
         self.seconds = seconds
         self.platform = assembly.platform
-        for name, value in self.platform.process_env().items():
-            os.environ.setdefault(name, value)  # before torch is loaded
+        as_served(self.platform)
         self.platform.init_worker(0, 1, assembly.config.threads)
         self.device = self.platform.device(0)
         self.neighbours = Neighbours()

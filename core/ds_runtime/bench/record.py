@@ -11,9 +11,20 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_runtime import __version__
+
+if TYPE_CHECKING:
+    from ds_runtime.platform.spec import Platform
+
+
+def as_served(platform: Platform) -> None:
+    """Set what the platform's libraries read when they are loaded, as in processes that an engine
+    starts. To be called before torch is imported.
+    """
+    for name, value in platform.process_env().items():
+        os.environ.setdefault(name, value)
 
 
 def environment() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
 from ds_runtime.bench.one_batch import generate_seconds, random_prompts
+from ds_runtime.bench.record import as_served
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.spec import load_attr
 
@@ -46,8 +47,7 @@ class Ours:
         wanted = {"disable_radix_cache": True, "max_running_requests": rows, **settings}
         wanted.setdefault("context_length", context)
         self._assembly = assemble(EngineConfig(**wanted), tuple(wanted))
-        for name, value in self._assembly.platform.process_env().items():
-            os.environ.setdefault(name, value)  # as where the server starts it: before torch
+        as_served(self._assembly.platform)
         from ds_runtime import LLM
         from ds_runtime.bench.ops import step_bytes
         from ds_runtime.model.hf import load_config

@@ -414,10 +414,11 @@ class Runner:
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
+        shown = self.rank == 0 and not self._late  # else there is nothing to wait for
         if self.graphs is not None:
-            self.graphs.capture(progress=self.rank == 0)
+            self.graphs.capture(progress=shown)
         if self.cycles is not None:
-            self.cycles.capture(progress=self.rank == 0)
+            self.cycles.capture(progress=shown)
 
     def _check(self, result: StepResult) -> None:
         if any(math.isnan(work.logprobs[0].logprob) for work in result.works):

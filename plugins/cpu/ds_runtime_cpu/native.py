@@ -131,9 +131,9 @@ class _Calls:
 
         def call(*rest: float) -> None:
             function(plan, pack(*rest))
-            if _recorder is not None:
+            if _recorders and (by := _recorders.get(threading.get_ident())):
                 given = iter(rest)
-                _recorder(address, every(*(next(given) if a is None else a for a in arguments)))
+                by(address, every(*(next(given) if a is None else a for a in arguments)))
 
         return call
 
@@ -148,8 +148,8 @@ def _packed(function: Any, pack: Callable[..., bytes]) -> Callable[..., None]:
     def call(*arguments: float) -> None:
         slots = pack(*arguments)
         function(slots)
-        if _recorder is not None:
-            _recorder(address, slots)
+        if _recorders and (by := _recorders.get(threading.get_ident())):
+            by(address, slots)
 
     return call
 
@@ -158,7 +158,7 @@ def _address(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-_recorder: Callable[[int, bytes], None] | None = None
+_recorders: dict[int, Callable[[int, bytes], None]] = {}  # by thread
 
 
 @contextlib.contextmanager
@@ -166,19 +166,13 @@ def recorded(by: Callable[[int, bytes], None]) -> Iterator[None]:
     """Tell `by` the address and the slots of every function that this thread calls, once it has
     run: what `replay` takes.
     """
-    global _recorder
-    assert _recorder is None, "calls are being recorded"
     thread = threading.get_ident()
-
-    def mine(address: int, slots: bytes) -> None:
-        if threading.get_ident() == thread:
-            by(address, slots)
-
-    _recorder = mine
+    assert thread not in _recorders, "calls are being recorded"
+    _recorders[thread] = by
     try:
         yield
     finally:
-        _recorder = None
+        del _recorders[thread]
 
 
 def library_folder() -> Traversable:
