@@ -125,6 +125,8 @@ def assemble(
     _check_threads(config)
     lora = LoraPlan.of(config, model)
     captures = platform.captures and not config.disable_graph
+    if platform.capture_after and not _plain(config, model):
+        captures = False
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _ONE_BY_ONE))
@@ -217,6 +219,15 @@ def assemble(
         nextn=nextn,
         nextn_loader=nextn_loader,
     )
+
+
+def _plain(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether decode steps have one token a sequence, see all before it and have no adapters. Only
+    such are captured late: pieces of a step that rely on each other would have to be captured, or
+    given up, together.
+    """
+    adapts = LoraPlan.of(config, model) is not None
+    return config.speculative_algorithm is None and model.indexing is None and not adapts
 
 
 def _decide(

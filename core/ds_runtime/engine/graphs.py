@@ -84,7 +84,8 @@ class Place:
 def captured(run: Callable[[], None], backend: GraphBackend, size: int) -> Callable[[], None]:
     """What runs it again: after a first run that is not recorded, in which kernels are made ready.
 
-    Raises PluginError where it cannot be captured. size: its requests.
+    Raises PluginError where it cannot be captured. size: its requests. Late captures happen when it
+    is called, and log what they cannot do.
     """
     try:
         if not isinstance(backend, LateGraphs):

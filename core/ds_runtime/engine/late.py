@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 class LateGraphs:
     """GraphBackend over another one: a step runs op by op `after` times before it is captured.
 
-    One that cannot be captured goes on so, and a warning says why.
+    One that cannot be captured goes on so, and a warning says why. The backend runs a step while it
+    captures it; one that it gives up halfway runs again as a whole, which plain decode steps bear.
     """
 
     def __init__(self, backend: GraphBackend, after: int) -> None:
@@ -37,6 +38,8 @@ class _Late:
                 self._now = self._backend.capture(self._run)
             except Exception as e:
                 log.warning("a decode step goes on op by op: %s: %s", type(e).__name__, e)
+            else:
+                return  # it has run
         elif self._left > 0:
             self._left -= 1
         self._now()

@@ -20,8 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _WAITS = frozenset(
     {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"}
     | {"lift_fresh", "equal", "is_nonzero", "repeat_interleave"}
+    | {"allclose", "bincount", "argwhere", "unique_consecutive"}
 )
-_READS = frozenset({"tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"})
+_READS = frozenset(
+    {"tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+    | {"__array__", "__dlpack__"}
+)
 
 
 class CaptureError(RuntimeError):

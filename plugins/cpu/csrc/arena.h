@@ -1,4 +1,4 @@
-// The parts of a caller's buffer.
+// The parts of a buffer.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace ds {
 
 inline int64_t up_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// Hands out the parts of a caller's buffer, each at a cache line; counts only if there is none.
+// Hands out the parts of a buffer, each at a cache line; counts only if there is none.
 class Arena {
  public:
   explicit Arena(void* memory) : base_((char*)memory), at_(base_ ? -(uintptr_t)base_ & 63 : 0) {}

@@ -121,8 +121,8 @@ class HostGraphs:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """See GraphBackend. Raises CaptureError for a step with work that cannot be recorded."""
         steps = _Steps(self._pool)
-        steps.begin()
         try:
+            steps.begin()
             run()
         finally:
             steps.end()
