@@ -125,7 +125,7 @@ def assemble(
     _check_threads(config)
     lora = LoraPlan.of(config, model)
     captures = platform.captures and not config.disable_graph
-    if platform.capture_after and not _plain(config, model):
+    if platform.capture_after and not _plain(config, model, lora):
         captures = False
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
@@ -221,13 +221,12 @@ def assemble(
     )
 
 
-def _plain(config: EngineConfig, model: ModelConfig) -> bool:
+def _plain(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
     """Whether decode steps have one token a sequence, see all before it and have no adapters. Only
     such are captured late: pieces of a step that rely on each other would have to be captured, or
     given up, together.
     """
-    adapts = LoraPlan.of(config, model) is not None
-    return config.speculative_algorithm is None and model.indexing is None and not adapts
+    return config.speculative_algorithm is None and model.indexing is None and lora is None
 
 
 def _decide(

@@ -99,10 +99,10 @@ class Platform(ABC):
     asynchronous: work is queued, and the device computes beside the host. captures:
     `graph_backend` gives one. capture_after: 0 if steps are captured at start; else each when it
     has run that often op by op, for devices where recording is cheap and a spare row is not: plain
-    decode steps alone, and the capture runs the step as well.
-    kv_share: the share of what is free after loading that the KV cache takes where the user says
-    nothing. local_rank: the index of this process's device, once it is an engine's; where a server
-    runs several engines, their ranks are numbered through.
+    decode steps alone, and the capture runs the step as well. kv_share: the share of what is free
+    after loading that the KV cache takes where the user says nothing. local_rank: the index of this
+    process's device, once it is an engine's; where a server runs several engines, their ranks are
+    numbered through.
     """
 
     name: str = ""

@@ -2,9 +2,9 @@
 //
 // Pointers are to row-major data, `ld*` are distances between rows in elements, the last
 // dimension is contiguous. dtype: 0 = float32, 1 = bfloat16 (16 raw bits). The caller brings what
-// is read and written; what a kernel needs besides, it allocates for the call (scratch.h). Work is divided with OpenMP where it was found at build time;
-// every output element is summed by one thread in a fixed order, so results do not depend on
-// the number of threads.
+// is read and written; what a kernel needs besides, it allocates for the call (scratch.h). Work is
+// divided with OpenMP where it was found at build time; every output element is summed by one thread
+// in a fixed order, so results do not depend on the number of threads.
 #pragma once
 
 #include <cstdint>
