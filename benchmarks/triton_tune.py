@@ -143,6 +143,7 @@ _held: dict[tuple[Any, ...], Any] = {}  # experts of the last shape: they are la
 def experts(fp8: bool, count: int, inter: int, hidden: int, top_k: int, m: int) -> Any:
     def make(device: str) -> list[Call]:
         from ds_runtime_triton.experts import ExpertsDense, ExpertsFp8, Layer, Stack
+        from ds_runtime_triton.launch import counters
 
         key, at = (fp8, count, inter, hidden, device), _At()
         if key not in _held:
@@ -163,7 +164,8 @@ def experts(fp8: bool, count: int, inter: int, hidden: int, top_k: int, m: int) 
                 none = torch.empty(1, device=device)
                 stacks = tuple(Stack(values(device, *s, scale=0.02), none) for s in (wide, low))
             _held[key] = stacks
-        layer = Layer(*_held[key], at)  # type: ignore[arg-type]
+        stacks = _held[key]
+        layer = Layer(*stacks, at, counters(stacks[0].values))  # type: ignore[arg-type]
         kernel = (ExpertsFp8 if fp8 else ExpertsDense)(facts())
         packed = Packed(kernel.tag, (count, hidden, inter), {"layer": layer}, 0)
         calls = []
@@ -237,7 +239,8 @@ def absorb(heads: int, m: int, fp8: bool) -> Callable[[str], list[Call]]:
         from ds_runtime_triton.blocks import Blocks
 
         kernel, calls = MlaAbsorb(facts(heads)), []
-        q, x = values(device, m, heads, 192)[..., :128], values(device, m, heads, 512)
+        q, q_rope = values(device, m, heads, 192).split((128, 64), 2)
+        x = values(device, m, heads, 512)
         for _ in range(turns(heads * 256 * 512)):
             w = values(device, heads * 256, 512, dtype=FP8 if fp8 else BF16)
             scale = values(device, heads * 2, 4, dtype=torch.float32, scale=1e-3)
@@ -247,7 +250,7 @@ def absorb(heads: int, m: int, fp8: bool) -> Callable[[str], list[Call]]:
             def call(config: Config, packed: Packed = packed, at: _At = at) -> Tensor:
                 at.config = config
                 kernel.sizes = at  # type: ignore[assignment]
-                up = kernel.apply_q(q, packed)
+                up = kernel.apply_q(q, q_rope, packed)
                 return torch.cat((up.flatten(), kernel.apply_v(x, packed).flatten()))
 
             calls.append(call)
@@ -312,6 +315,13 @@ def _expert_candidates(m: int, pairs: int, count: int, fp8: bool) -> list[Config
                       UP_num_warps=8 if many else (4, 8))  # fmt: skip
         downs = options(DN_BLOCK_N=(64, 128, 256), DN_num_stages=(3, 4, 5),
                         DN_num_warps=(4, 8) if many else 4)  # fmt: skip
+        if m == 1 and fp8:
+            small = {"VECTOR": 1, "UP_GROUPS": 8, "UP_BLOCK_N": 4, "UP_num_warps": 1}
+            small |= {"DN_GROUPS": 16, "DN_BLOCK_N": 8, "DN_num_warps": 4}
+            found += [{**small, **u} for u in options(UP_BLOCK_N=(2, 4, 8), UP_GROUPS=(4, 8, 16),
+                                                      UP_num_warps=(1, 2, 4))]  # fmt: skip
+            found += [{**small, **d} for d in options(DN_BLOCK_N=(4, 8, 16), DN_GROUPS=(8, 16),
+                                                      DN_num_warps=(2, 4, 8))]  # fmt: skip
         if m == 1:  # narrow tiles: there are few programs otherwise
             downs += options(DN_BLOCK_N=(16, 32), DN_num_stages=(4, 6, 8), DN_num_warps=(1, 2, 4))
             if not fp8:

@@ -260,16 +260,19 @@ def test_absorb(isa, dtype, form, dims, tokens):
     kept = form == "fp8" and (nope + v) % 32 == 0
     values = weight.dequantise(torch.float64 if kept else dtype).view(heads, nope + v, lora)
     q = between_nans(tokens * heads, nope, dtype, 3, 4).unflatten(0, (tokens, heads))
+    q_rope = between_nans(tokens * heads, 8, dtype, 1, 2).unflatten(0, (tokens, heads))
     x = torch.randn(heads, tokens, lora).to(dtype).transpose(0, 1)
     latent = between_nans(tokens, lora, dtype, 1, 0)
     with native.using(isa):
         kernel = absorb.MlaAbsorbNative(facts(dtype, **dims))
         packed = kernel.pack(weight, facts(dtype, **dims))
-        got_q, got_v = kernel.apply_q(q, packed), kernel.apply_v(x, packed)
+        whole, got_v = kernel.apply_q(q, q_rope, packed), kernel.apply_v(x, packed)
         got_k, got_e = kernel.expand(latent, packed)
         want = weight.dequantise(torch.float32 if kept else dtype)
         assert torch.equal(packed.dequantise(), want.float())
     uk, uv = values[:, :nope], values[:, nope:]
+    got_q, behind = whole.split((lora, 8), 2)
+    assert torch.equal(behind, q_rope)
     check_dots(got_q.transpose(0, 1), q.transpose(0, 1), uk.transpose(1, 2))
     check_dots(got_v.transpose(0, 1), x.transpose(0, 1), uv)
     check_dots(got_k.transpose(0, 1), latent, uk)
@@ -288,6 +291,6 @@ def test_absorb_follows_the_blocks_of_a_shard():
     values = weight.dequantise(torch.float64).view(2, 192, 256)
     q = torch.randn(3, 2, 128)
     assert packed.nbytes < 2 * values.numel()
-    got = kernel.apply_q(q, packed)
+    got = kernel.apply_q(q, torch.randn(3, 2, 64), packed)[..., :256]
     check_dots(got.transpose(0, 1), q.transpose(0, 1), values[:, :128].transpose(1, 2))
     assert torch.equal(packed.dequantise(), weight.dequantise(torch.float32))

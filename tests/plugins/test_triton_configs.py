@@ -112,7 +112,13 @@ def test_names_are_parameters_of_the_kernels():
         topk,
     )
 
-    routed = (experts.gate_up_kernel, experts.down_kernel, experts.down_direct_kernel)
+    routed = (
+        experts.gate_up_kernel,
+        experts.gate_up_vector_kernel,
+        experts.down_kernel,
+        experts.down_direct_kernel,
+        experts.down_vector_kernel,
+    )
     kernels = {
         "linear_dense": [gemm.dense_gemm_kernel],
         "linear_fp8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel, gemm.fp8_vector_kernel],
@@ -214,7 +220,8 @@ def test_experts(size, config, fmt):
 
     if ("BLOCK_K" in config) is not (fmt == "dense"):
         return
-    tokens = 2 if config["DIRECT"] else min(size, 40)
+    few = config.get("DIRECT") or config.get("VECTOR")
+    tokens = 2 if few else min(size, 40)
     make = Maker(facts(), f"experts {tokens}")
     triples = [
         (make.weight(128, 256, fmt), make.weight(128, 256, fmt), make.weight(256, 128, fmt))
@@ -377,9 +384,12 @@ def test_absorb(size, config, fmt):
     weight = make.weight(512, 256, fmt)
     packed = kernel.pack(weight, here)
     q, x = make.normal(rows, 2, 128), make.normal(rows, 2, 256)
+    q_rope = make.inside(make.normal(rows, 2, 24), 8, 8)
     with faithful():
-        up, down = kernel.apply_q(q, packed), kernel.apply_v(x, packed)
+        up, down = kernel.apply_q(q, q_rope, packed), kernel.apply_v(x, packed)
     per_head = weight.dequantise(torch.float64).view(2, 256, 256)
+    up, behind = up.split((256, 24), 2)
+    assert torch.equal(behind, q_rope)
     close(up, torch.einsum("thk,hkn->thn", q.double(), per_head[:, :128]), 4e-3)
     close(down, torch.einsum("thk,hnk->thn", x.double(), per_head[:, 128:]), 4e-3)
     assert F.linear(x[:, 0], kernel._wide(packed.tensors["blocks"])).shape == (rows, 512)

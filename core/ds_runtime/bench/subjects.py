@@ -173,15 +173,16 @@ class Absorb(Linear):
 
     def at(self, tokens: int) -> Iterator[Subject]:
         place, dims = self.place, self.place.facts.dims
-        heads, nope, v, lora = (dims[k] for k in ("heads", "qk_nope", "v", "kv_lora"))
-        inputs = {
-            "apply_q": place.normal(tokens, heads, nope),
-            "apply_v": place.normal(tokens, heads, lora),
-            "expand": place.normal(tokens, lora),
+        heads, nope, rope = dims["heads"], dims["qk_nope"], dims["qk_rope"]
+        sizes = heads, nope, rope, dims["v"], (lora := dims["kv_lora"])
+        inputs: dict[str, tuple[Tensor, ...]] = {
+            "apply_q": (place.normal(tokens, heads, nope), place.normal(tokens, heads, rope)),
+            "apply_v": (place.normal(tokens, heads, lora),),
+            "expand": (place.normal(tokens, lora),),
         }
-        for method, x in inputs.items():
-            calls = [partial(getattr(self.kernel, method), x, p) for p in self.packed]
-            todo = work.mla_absorb(method, heads, nope, v, lora, place.facts.dtype, tokens)
+        for method, given in inputs.items():
+            calls = [partial(getattr(self.kernel, method), *given, p) for p in self.packed]
+            todo = work.mla_absorb(method, *sizes, place.facts.dtype, tokens)
             yield subject(place, method, calls, todo, self.packed)
 
 

@@ -92,7 +92,7 @@ def experts(
 
 
 def mla_absorb(
-    method: str, heads: int, nope: int, v: int, lora: int, dtype: str, tokens: int
+    method: str, heads: int, nope: int, rope_dim: int, v: int, lora: int, dtype: str, tokens: int
 ) -> Work:
     """MlaAbsorb.apply_q, apply_v or expand, with a weight in the compute dtype."""
     item = ITEM_BYTES[dtype]
@@ -102,7 +102,8 @@ def mla_absorb(
     weight = heads * width * lora * item if tokens else 0
     short, long = tokens * heads * width * item, tokens * heads * lora * item
     reads, writes = (short, long) if method == "apply_q" else (long, short)
-    return Work(weight, reads, writes, 2.0 * tokens * heads * width * lora)
+    copied = tokens * heads * rope_dim * item if method == "apply_q" else 0
+    return Work(weight, reads + copied, writes + copied, 2.0 * tokens * heads * width * lora)
 
 
 def mla_decode(
@@ -253,7 +254,8 @@ def mla_inputs(dims: Mapping[str, int], fmt: str, dtype: str, tokens: int) -> Wo
     heads, inner, lora, nope = (dims[k] for k in ("heads", "q_lora", "kv_lora", "qk_nope"))
     first = linear(inner + lora + dims["qk_rope"], dims["hidden"], fmt, dtype, tokens)
     second = linear(heads * (nope + dims["qk_rope"]), inner, fmt, dtype, tokens)
-    third = mla_absorb("apply_q", heads, nope, dims["v"], lora, dtype, tokens)
+    sizes = heads, nope, dims["qk_rope"], dims["v"], lora
+    third = mla_absorb("apply_q", *sizes, dtype, tokens)
     width = heads * (lora + dims["qk_rope"]) + inner + lora + dims["qk_rope"]
     return Work(
         first.weights + second.weights + third.weights,
@@ -379,8 +381,10 @@ def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
         whole = experts(inter, hidden, site.weight_format, dtype, tokens, top_k, reached)
         return Work(whole.weights, flops=whole.flops)
     if site.op == "mla_absorb":
-        sizes = (dims["heads"], dims["qk_nope"], dims["v"], dims["kv_lora"], dtype, tokens)
-        both = mla_absorb("apply_q", *sizes) + mla_absorb("apply_v", *sizes)
+        heads, nope, rope_dim = dims["heads"], dims["qk_nope"], dims["qk_rope"]
+        sizes = heads, nope, rope_dim, dims["v"], dims["kv_lora"]
+        both = mla_absorb("apply_q", *sizes, dtype, tokens)
+        both += mla_absorb("apply_v", *sizes, dtype, tokens)
         return Work(both.weights, flops=both.flops)
     if site.op == "mla_inputs":  # the sites of its parts say it
         return Work()

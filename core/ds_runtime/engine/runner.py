@@ -314,7 +314,7 @@ class Runner:
                 handle.accepted, order = [branch.accepted], branch.order
                 kept = torch.zeros_like(drawn, dtype=torch.bool)
                 kept.index_fill_(0, branch.draws.flatten(), True)
-        self.last_tokens.index_copy_(0, place * self.width, last)
+        self.last_tokens.index_copy_(0, place if self.width == 1 else place * self.width, last)
         self.sampler.count(draws, drawn, sent, kept)
         handle.tokens = [drawn if order is None else drawn[order]]
         handle.logprobs = self.sampler.logprobs(logits, draws, drawn, order)

@@ -184,7 +184,7 @@ class Attention:
 
     def _absorbed(self, q: Tensor, q_rope: Tensor, adapters: Tensor | None) -> Tensor:
         """[n, heads, nope + rope] → [n, heads, kv_lora + rope]: queries of the latent space."""
-        return torch.cat((self.kv_b.apply_q(q.narrow(2, 0, self.nope), adapters), q_rope), dim=-1)
+        return self.kv_b.apply_q(q.narrow(2, 0, self.nope), q_rope, adapters)
 
     def _decode(
         self,

@@ -118,11 +118,12 @@ class Absorb:
             self._delta.expand(k_nope, v, latent, adapters)
         return k_nope, v
 
-    def apply_q(self, q_nope: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[T, heads, nope] → [T, heads, kv_lora]."""
-        out = self._kernel.apply_q(q_nope, self.packed)
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """[T, heads, nope] and [T, heads, rope] → [T, heads, kv_lora + rope]."""
+        out = self._kernel.apply_q(q_nope, q_rope, self.packed)
         if adapters is not None and self._delta is not None:
-            self._delta.apply_q(out, q_nope, adapters)
+            latent = out.narrow(2, 0, out.shape[2] - q_rope.shape[2])
+            self._delta.apply_q(latent, q_nope, adapters)
         return out
 
     def apply_v(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:

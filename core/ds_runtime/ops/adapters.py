@@ -19,9 +19,10 @@ from ds_runtime.ops.reference.moe import with_shared_slots
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.ops.attention import MlaDecode
+    from ds_runtime.ops.attention import MlaAbsorb, MlaDecode
     from ds_runtime.ops.moe import Route
     from ds_runtime.ops.spec import Facts, Routing
+    from ds_runtime.ops.weight import Packed, Weight
 
 
 def mla_decode(make: Callable[[Facts], MlaDecode]) -> Callable[[Facts], MlaDecode]:
@@ -54,6 +55,31 @@ def _by_row(part: DecodePart) -> DecodePart:
     table = part.page_table[torch.tensor(sequences, device=device)]
     kv_lens = torch.tensor(lens, dtype=part.kv_lens.dtype, device=device)
     return DecodePart(table, kv_lens, lens)
+
+
+def mla_absorb(make: Callable[[Facts], MlaAbsorb]) -> Callable[[Facts], MlaAbsorb]:
+    """1 → 2: absorbed queries alone, then with their rope part behind them."""
+    return lambda facts: _WithRope(make(facts))
+
+
+class _WithRope:
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        packed: Packed = self._kernel.pack(weight, facts)
+        return packed
+
+    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        k_nope, v = self._kernel.expand(latent, packed)
+        return k_nope, v
+
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
+        return torch.cat((self._kernel.apply_q(q_nope, packed), q_rope), -1)
+
+    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
+        out: Tensor = self._kernel.apply_v(x, packed)
+        return out
 
 
 def route(choose: Route) -> Route:

@@ -81,16 +81,18 @@ class MlaAbsorb(Protocol):
     `pack(weight, facts)`: weight [heads · (nope + v), kv_lora], per head nope rows then v rows;
     head counts and dims come from facts.dims (heads, qk_nope, v, kv_lora), heads being this
     rank's. `expand(latent [T, kv_lora]) → (k_nope [T, heads, nope], v [T, heads, v])`.
-    `apply_q(q_nope [T, heads, nope]) → [T, heads, kv_lora]` multiplies by W_UK.
+    `apply_q(q_nope [T, heads, nope], q_rope [T, heads, rope]) → [T, heads, kv_lora + rope]`
+    multiplies by W_UK, and puts q_rope behind that as it is: queries of the cache's rows.
     `apply_v(x [T, heads, kv_lora]) → [T, heads, v]` multiplies by W_UVᵀ.
     Accumulation in fp32, results in the input's dtype; inputs may be strided; T == 0 is legal.
+    Version 1 left q_rope to its caller.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]: ...
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor: ...
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor: ...
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor: ...
 
@@ -205,6 +207,8 @@ MLA_ABSORB = Op(
     samples=f"{_REF}:mla_absorb_samples",
     tolerance=_TOLERANCE,
     kind="object",
+    version=2,
+    adapter="ds_runtime.ops.adapters:mla_absorb",
     heavy=True,
     summary="kv_b: expansion for prefill, absorption for decode",
 )

@@ -267,9 +267,10 @@ class NullMlaAbsorb:
         k_nope = latent.new_zeros(tokens, heads, self.dims["qk_nope"])
         return k_nope, latent.new_zeros(tokens, heads, self.dims["v"])
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return q_nope.new_zeros(q_nope.shape[0], q_nope.shape[1], self.dims["kv_lora"])
+        width = self.dims["kv_lora"] + q_rope.shape[2]
+        return q_nope.new_zeros(q_nope.shape[0], q_nope.shape[1], width)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

@@ -30,7 +30,7 @@ _ROWS: Mapping[str, tuple[int, ...]] = {
     "lora_delta": (0, 1, 4),
     "mla_prologue": (0, 1, 4, 7),
     "mla_absorb.expand": (0,),
-    "mla_absorb.apply_q": (0,),
+    "mla_absorb.apply_q": (0, 1),
     "mla_absorb.apply_v": (0,),
     "merge_state": (0, 1, 2, 3),
     "silu_mul": (0,),

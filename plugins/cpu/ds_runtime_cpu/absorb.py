@@ -72,10 +72,10 @@ class MlaAbsorbNative(_MlaAbsorb):
         k_nope, v = use["uk"](latent), use["uv"](latent)
         return k_nope.view(tokens, self.heads, self.nope), v.view(tokens, self.heads, self.v)
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         matmul: Matmul = packed.tensors["matmul"]["q"]
-        return matmul.per_head(q_nope)
+        return torch.cat((matmul.per_head(q_nope), q_rope), -1)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
@@ -131,9 +131,10 @@ class MlaAbsorbMatmul(_MlaAbsorb):
         both = both.view(latent.shape[0], self.heads, self.nope + self.v)
         return both[..., : self.nope], both[..., self.nope :]
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return torch.bmm(q_nope.transpose(0, 1), packed.tensors["uk"]).transpose(0, 1)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), packed.tensors["uk"]).transpose(0, 1)
+        return torch.cat((absorbed, q_rope), -1)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

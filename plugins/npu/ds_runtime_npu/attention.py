@@ -276,9 +276,9 @@ class MlaAbsorb:
         both = both.view(latent.shape[0], heads, nope + v)
         return both[..., :nope], both[..., nope:]
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return _per_head(q_nope, packed.tensors["key"])
+        return torch.cat((_per_head(q_nope, packed.tensors["key"]), q_rope), -1)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

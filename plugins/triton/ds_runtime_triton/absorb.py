@@ -10,7 +10,7 @@ from ds_runtime.api import Facts, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
-from ds_runtime_triton.launch import cdiv
+from ds_runtime_triton.launch import cdiv, pow2
 
 _FP8 = "float8_e4m3fn"
 
@@ -43,11 +43,11 @@ class MlaAbsorb:
         both = both.view(latent.shape[0], self.heads, self.nope + self.v)
         return both[..., : self.nope], both[..., self.nope :]
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
-        return self._multiply(q_nope, packed, self.latent, self.nope, 0, down=False)
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
+        return self._multiply(q_nope, packed, self.latent, self.nope, 0, q_rope)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
-        return self._multiply(x, packed, self.v, self.latent, self.nope, down=True)
+        return self._multiply(x, packed, self.v, self.latent, self.nope)
 
     def _wide(self, blocks: Blocks) -> Tensor:
         """The weight in the compute dtype; an FP8 one is widened anew, for one product of many
@@ -63,15 +63,22 @@ class MlaAbsorb:
         return out
 
     def _multiply(
-        self, x: Tensor, packed: Packed, n: int, k: int, first: int, down: bool
+        self, x: Tensor, packed: Packed, n: int, k: int, first: int, behind: Tensor | None = None
     ) -> Tensor:
+        """x [T, heads, k] by rows of each head's part, or, with `behind` [T, heads, rest] to copy,
+        by its columns: [T, heads, n + rest]."""
         packed.expect(self.tag)
-        tokens = x.shape[0]
-        out = torch.empty(tokens, self.heads, n, dtype=x.dtype, device=x.device)
+        tokens, down = x.shape[0], behind is None
+        rest = 0 if behind is None else behind.shape[2]
+        out = torch.empty(tokens, self.heads, n + rest, dtype=x.dtype, device=x.device)
         if tokens == 0:
             return out
         if x.stride(2) != 1:
             x = x.contiguous()
+        if behind is None:
+            behind = x  # not read
+        elif behind.stride(2) != 1:
+            behind = behind.contiguous()
         blocks: Blocks = packed.tensors["blocks"]
         config, per_head = self.sizes.at(tokens), self.nope + self.v
         tile = (config["BLOCK_N"], config["BLOCK_K"])
@@ -84,9 +91,10 @@ class MlaAbsorb:
         )
         grid = (self.heads, cdiv(n, config["BLOCK_N"]), cdiv(tokens, config["BLOCK_M"]))
         absorb_kernel[grid](
-            x, blocks.values, blocks.scale, out, tokens, n, k, first, per_head, self.latent,
-            *x.stride()[:2], *out.stride()[:2], cdiv(self.latent, blocks.group_k or 1),
-            GROUP_N=group, GROUP_K=blocks.group_k, UNIFORM=one_block, DOWN=down, **config,
+            x, blocks.values, blocks.scale, behind, out, tokens, n, k, first, per_head, self.latent,
+            rest, *x.stride()[:2], *behind.stride()[:2], *out.stride()[:2],
+            cdiv(self.latent, blocks.group_k or 1), GROUP_N=group, GROUP_K=blocks.group_k,
+            UNIFORM=one_block, DOWN=down, REST=pow2(rest), **config,
         )  # fmt: skip
         return out
 

@@ -22,7 +22,9 @@ from ds_runtime_triton.config import Config, Sizes, folder, tuned
 from ds_runtime_triton.jit.experts import (
     down_direct_kernel,
     down_kernel,
+    down_vector_kernel,
     gate_up_kernel,
+    gate_up_vector_kernel,
     sort_pairs_kernel,
     sum_pairs_kernel,
 )
@@ -177,7 +179,7 @@ class _Experts:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
         config = layer.sizes.at(ids.numel())
-        run = _direct if config["DIRECT"] else _sorted
+        run = _vector if config.get("VECTOR") else _direct if config["DIRECT"] else _sorted
         return run(x, weights.contiguous(), ids.contiguous(), layer, config)
 
 
@@ -290,6 +292,35 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
         TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return out
+
+
+def _vector(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
+    """As _direct, of tiles so small that the cores finish together."""
+    tokens, pairs, top_k = x.shape[0], ids.numel(), ids.shape[1]
+    upper, lower = layer.gate_up, layer.down
+    n, k = upper.values.shape[2:]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    assert not layer.scaled or upper.step == lower.step == 1, "a scale per group of columns"
+    own = {"SCALED": layer.scaled, "UE8M0": layer.ue8m0, "TOP_K": top_k}
+    up = _whole(upper, part_of_config(config, "UP_"), k)
+    h = torch.empty(pairs, n, dtype=torch.float32, device=x.device)
+    gate_up_vector_kernel[(cdiv(n, up["BLOCK_N"]), pairs)](
+        x, upper.values, upper.scale, h, ids, n, k, x.stride(0), cdiv(n, upper.group_n),
+        GROUP_N=upper.group_n, **own, **up,
+    )  # fmt: skip
+    low = _whole(lower, part_of_config(config, "DN_"), n)
+    out = torch.empty(tokens, k, dtype=x.dtype, device=x.device)
+    down_vector_kernel[(cdiv(k, low["BLOCK_N"]), tokens)](
+        h, lower.values, lower.scale, weights, ids, out, k, n, cdiv(k, lower.group_n),
+        GROUP_N=lower.group_n, **own, **low,
+    )  # fmt: skip
+    return out
+
+
+def _whole(stack: Stack, config: dict[str, int], k: int) -> dict[str, int]:
+    """_tile_k for kernels that take several groups of columns at once."""
+    config = _tile_k(stack, {n: v for n, v in config.items() if n != "VECTOR"})
+    return {**config, "EVEN": k % (config["BLOCK_K"] * config["GROUPS"]) == 0}
 
 
 def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:

@@ -1,6 +1,6 @@
 """MaskLogits, Sample and Logprobs.
 
-Of the last two, a row is read again and again by one program, from the device's cache.
+Where a row is read again and again, one program does it, from the device's cache.
 """
 
 from __future__ import annotations
@@ -8,10 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_runtime_triton.jit.sampling import logprobs_kernel, mask_kernel, sample_kernel
+from ds_runtime_triton.jit.sampling import (
+    logprobs_kernel,
+    mask_kernel,
+    peaks_kernel,
+    sample_kernel,
+)
 from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.machine import cores
 
 _BLOCK = 4096
+_PER_CORE = 4  # programs that share out the rows of a draw
 
 
 def _row_block(vocab: int) -> tuple[int, int]:
@@ -48,9 +55,18 @@ def sample(
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         block, warps = _row_block(vocab)
-        sample_kernel[(rows,)](
-            logits, temperature, top_k, top_p, min_p, uniform, tokens, vocab, logits.stride(0),
-            block, pow2(cdiv(vocab, block)), num_warps=warps,
+        blocks = cdiv(vocab, block)
+        each = cdiv(blocks, max(1, _PER_CORE * cores() // rows))
+        grid = rows, cdiv(blocks, each)
+        keys, ids = torch.empty(2, *grid, dtype=torch.int32, device=logits.device)
+        masses = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
+        arrived = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        peaks_kernel[grid](
+            logits, keys, ids, arrived, vocab, logits.stride(0), each, block, num_warps=warps
+        )
+        sample_kernel[grid](
+            logits, temperature, top_k, top_p, min_p, uniform, keys, ids, masses, arrived, tokens,
+            vocab, logits.stride(0), each, block, pow2(blocks), num_warps=warps,
         )  # fmt: skip
     return tokens
 

@@ -84,16 +84,16 @@ def test_absorb():
     weight = Maker(FACTS, "kv_b").weight(3 * 28, 32)
     packed = kernel.pack(weight, facts)
     inputs = {
-        "apply_q": torch.randn(5, 3, 16),
-        "apply_v": torch.randn(5, 3, 32),
-        "expand": torch.randn(5, 32),
+        "apply_q": (torch.randn(5, 3, 16), torch.randn(5, 3, 8)),
+        "apply_v": (torch.randn(5, 3, 32),),
+        "expand": (torch.randn(5, 32),),
     }
     halves = 0.0
     for method, x in inputs.items():
-        out, flops = counted(lambda m=method, a=x: getattr(kernel, m)(a, packed))
-        got = work.mla_absorb(method, 3, 16, 12, 32, "float32", 5)
+        out, flops = counted(lambda m=method, a=x: getattr(kernel, m)(*a, packed))
+        got = work.mla_absorb(method, 3, 16, 8, 12, 32, "float32", 5)
         assert got.flops == flops, method
-        assert got.reads == x.nbytes, method
+        assert got.reads == sum(t.nbytes for t in x), method
         made = out if isinstance(out, tuple) else (out,)
         assert got.writes == sum(t.nbytes for t in made), method
         halves += got.weights if method != "expand" else 0

@@ -120,7 +120,7 @@ def test_absorbed_paged_decode_equals_plain_attention_over_expanded_heads(
 
     state = decode.state(Limits(16, 8, 8, FACTS.page_size, heads, "cpu"))
     decode.prepare(state, decode_batch(tuple(lens), table))
-    absorbed = torch.cat((absorb.apply_q(q[..., :nope], packed), q[..., nope:]), -1)
+    absorbed = absorb.apply_q(q[..., :nope], q[..., nope:], packed)
     got = absorb.apply_v(decode.run(state, absorbed, cache, scale), packed)
 
     segs = segments(*lens)

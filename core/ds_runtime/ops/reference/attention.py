@@ -164,9 +164,10 @@ class ReferenceMlaAbsorb:
         both = both.view(latent.shape[0], heads, nope + uv.shape[1])
         return both[..., :nope], both[..., nope:]
 
-    def apply_q(self, q_nope: Tensor, packed: Packed) -> Tensor:
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        return torch.bmm(q_nope.transpose(0, 1), packed.tensors["uk"]).transpose(0, 1)
+        absorbed = torch.bmm(q_nope.transpose(0, 1), packed.tensors["uk"]).transpose(0, 1)
+        return torch.cat((absorbed, q_rope), -1)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
@@ -334,7 +335,7 @@ def mla_absorb_samples(facts: Facts) -> Iterator[Case]:
     for fmt, cut in shapes:
         make = Maker(facts, f"{fmt} {cut}")
         heads, nope, v = (facts.dims[name] for name in ("heads", "qk_nope", "v"))
-        kv_lora = facts.dims["kv_lora"]
+        kv_lora, rope_dim = facts.dims["kv_lora"], facts.dims["qk_rope"]
         weight = make.weight(heads * (nope + v), kv_lora, fmt, offset=(cut, 0))
         here = site(facts, weight)
         calls = [Call((weight, here), method="pack", save="packed")]
@@ -343,7 +344,8 @@ def mla_absorb_samples(facts: Facts) -> Iterator[Case]:
             latent, x = make.normal(tokens, kv_lora), make.normal(tokens, heads, kv_lora)
             q_nope = make.inside(make.normal(tokens, heads, nope), 0, 8)
             calls.append(Call((make.inside(latent, 0, 8), packed), method="expand"))
-            calls.append(Call((q_nope, packed), method="apply_q"))
+            q_rope = make.inside(make.normal(tokens, heads, rope_dim), 8, 0)
+            calls.append(Call((q_nope, q_rope, packed), method="apply_q"))
             calls.append(Call((x, packed), method="apply_v"))
         foreign = Packed("nobody.nothing", weight.shape, {}, 0)
         calls.append(Call((make.normal(1, kv_lora), foreign), "expand", raises=TypeError))

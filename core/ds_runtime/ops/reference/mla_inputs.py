@@ -52,8 +52,7 @@ class ReferenceMlaInputs:
         kv = linear(x, held["kv_a"])
         rest = held["kv_norm"], eps, positions, cos_sin, cache, slots
         q_rope, _, _ = mla_prologue(q, kv, *rest)
-        query = self.absorb.apply_q(q[..., :nope], held["kv_b"])
-        return torch.cat((query, q_rope), -1), latent
+        return self.absorb.apply_q(q[..., :nope], q_rope, held["kv_b"]), latent
 
 
 def mla_inputs_samples(facts: Facts) -> Iterator[Case]:

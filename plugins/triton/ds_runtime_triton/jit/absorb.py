@@ -12,6 +12,7 @@ def absorb_kernel(
     x,
     w,
     w_scale,
+    behind,
     out,
     tokens,
     N,
@@ -19,8 +20,11 @@ def absorb_kernel(
     first,
     head_rows,
     width,
+    rest,
     x_token,
     x_head,
+    behind_token,
+    behind_head,
     out_token,
     out_head,
     scale_width,
@@ -28,6 +32,7 @@ def absorb_kernel(
     GROUP_K: tl.constexpr,
     UNIFORM: tl.constexpr,
     DOWN: tl.constexpr,
+    REST: tl.constexpr,
     SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -39,7 +44,8 @@ def absorb_kernel(
     The rows [first, …) of a head's part of w [heads · head_rows, width] are used. DOWN: n goes over
     rows and k over columns; otherwise k over rows and n over columns. GROUP_K: 0 for a dense w,
     else w is e4m3 with w_scale [⌈rows / GROUP_N⌉, scale_width], a column per GROUP_K; UNIFORM: a
-    tile lies in one of these blocks.
+    tile lies in one of these blocks. Not DOWN: behind [tokens, heads, rest] is copied to out[t, h,
+    N:]. REST ≥ rest.
     """
     follow(PDL)
     head = tl.program_id(0)
@@ -48,6 +54,14 @@ def absorb_kernel(
     k = tl.arange(0, BLOCK_K)
     x_rows = x + tl.minimum(m, tokens - 1).to(tl.int64)[:, None] * x_token + head * x_head
     row0 = head * head_rows + first
+    if not DOWN and tl.program_id(1) == 0:
+        at = tl.arange(0, REST)
+        mask = (m < tokens)[:, None] & (at < rest)[None, :]
+        rows = m.to(tl.int64)[:, None]
+        copied = tl.load(
+            behind + rows * behind_token + head * behind_head + at[None, :], mask=mask, other=0.0
+        )
+        tl.store(out + rows * out_token + head * out_head + N + at[None, :], copied, mask=mask)
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         at = start + k

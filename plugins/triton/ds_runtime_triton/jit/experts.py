@@ -409,6 +409,130 @@ def down_direct_kernel(
 
 
 @entry
+def gate_up_vector_kernel(
+    x,
+    w,
+    w_scale,
+    out,
+    ids,
+    N,
+    K,
+    stride_x,
+    scale_rows,
+    GROUP_N: tl.constexpr,
+    SCALED: tl.constexpr,
+    UE8M0: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As gate_up_kernel for a few tokens, without the matrix unit: one pair, BLOCK_N rows of gate
+    and of up, GROUPS groups of BLOCK_K columns at once. out: float32 [pairs, N]. SCALED: every
+    program quantises the token that it reads. EVEN: GROUPS groups divide K."""
+    follow(PDL)
+    tile, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    expert = tl.load(ids + pair).to(tl.int64)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(n, N - 1)
+    group = tl.arange(0, GROUPS)
+    inside = group[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    groups = tl.cdiv(K, BLOCK_K)
+    x_row = x + (pair // TOP_K) * stride_x
+    gate_rows = w + ((expert * 2 * N + read) * K)[:, None, None] + inside[None, :, :]
+    up_rows = w + (((expert * 2 + 1) * N + read) * K)[:, None, None] + inside[None, :, :]
+    gate_scales = w_scale + ((expert * 2 * scale_rows + read // GROUP_N) * groups)[:, None]
+    gate_scales += group[None, :]
+    up_scales = gate_scales + scale_rows * groups
+    gate = tl.zeros((BLOCK_N,), tl.float32)
+    up = gate
+    for step in range(tl.cdiv(groups, GROUPS)):
+        first = step * GROUPS
+        start = first * BLOCK_K
+        if EVEN:
+            b, c = tl.load(gate_rows + start), tl.load(up_rows + start)
+            a = tl.load(x_row + start + inside)
+        else:
+            real = start + inside < K
+            b = tl.load(gate_rows + start, mask=real[None, :, :], other=0.0)
+            c = tl.load(up_rows + start, mask=real[None, :, :], other=0.0)
+            a = tl.load(x_row + start + inside, mask=real, other=0.0)
+        a = a.to(tl.float32)
+        if SCALED:
+            scale = scale_of(a, 1, UE8M0, w.dtype.element_ty)
+            a = to_codes(a / scale[:, None], w.dtype.element_ty).to(tl.float32)
+            there = (first + group < groups)[None, :]
+            b_scale = tl.load(gate_scales + first, mask=there, other=0.0) * scale[None, :]
+            c_scale = tl.load(up_scales + first, mask=there, other=0.0) * scale[None, :]
+            gate += tl.sum(tl.sum(b.to(tl.float32) * a[None, :, :], 2) * b_scale, 1)
+            up += tl.sum(tl.sum(c.to(tl.float32) * a[None, :, :], 2) * c_scale, 1)
+        else:
+            gate += tl.sum(tl.sum(b.to(tl.float32) * a[None, :, :], 2), 1)
+            up += tl.sum(tl.sum(c.to(tl.float32) * a[None, :, :], 2), 1)
+    tl.store(out + pair * N + n, silu(gate) * up, mask=n < N)
+
+
+@entry
+def down_vector_kernel(
+    h,
+    w,
+    w_scale,
+    weights,
+    ids,
+    out,
+    N,
+    K,
+    scale_rows,
+    GROUP_N: tl.constexpr,
+    SCALED: tl.constexpr,
+    UE8M0: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As down_direct_kernel without the matrix unit: one token, BLOCK_N rows of all its experts, in
+    order. h: float32 [pairs, K]; SCALED: every program quantises what it reads of it."""
+    follow(PDL)
+    tile, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    read = tl.minimum(n, N - 1).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    inside = group[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    groups = tl.cdiv(K, BLOCK_K)
+    steps = tl.cdiv(groups, GROUPS)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for at in range(TOP_K * steps):
+        pair = token * TOP_K + at // steps
+        first = (at % steps) * GROUPS
+        start = first * BLOCK_K
+        expert, share = tl.load(ids + pair).to(tl.int64), tl.load(weights + pair)
+        w_rows = w + ((expert * N + read) * K)[:, None, None] + start + inside[None, :, :]
+        h_row = h + pair * K + start + inside
+        if EVEN:
+            a, b = tl.load(h_row), tl.load(w_rows)
+        else:
+            real = start + inside < K
+            a = tl.load(h_row, mask=real, other=0.0)
+            b = tl.load(w_rows, mask=real[None, :, :], other=0.0)
+        if SCALED:
+            scale = scale_of(a, 1, UE8M0, w.dtype.element_ty)
+            a = to_codes(a / scale[:, None], w.dtype.element_ty).to(tl.float32)
+            rows = w_scale + ((expert * scale_rows + read // GROUP_N) * groups + first)[:, None]
+            there = (first + group < groups)[None, :]
+            rows_scale = tl.load(rows + group[None, :], mask=there, other=0.0)
+            dots = tl.sum(b.to(tl.float32) * a[None, :, :], 2)
+            total += tl.sum(dots * (rows_scale * scale[None, :]), 1) * share
+        else:
+            total += tl.sum(tl.sum(b.to(tl.float32) * a[None, :, :], 2), 1) * share
+    tl.store(out + token * N + n, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@entry
 def sum_pairs_kernel(y, out, n, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[t] = Σ_k y[t · TOP_K + k], one block of columns of one token."""
     follow(PDL)

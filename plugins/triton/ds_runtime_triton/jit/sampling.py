@@ -1,4 +1,4 @@
-"""Sampling and log-probabilities: one program per row, so that no row can depend on another.
+"""Sampling and log-probabilities: no program sees two rows, so that none can depend on another.
 
 Nothing is sorted. Logits are compared by keys, integers in the same order; the end of a top-k or
 top-p set is a key found by narrowing an interval, and how many of the tokens at that key belong to
@@ -134,6 +134,42 @@ def boundary(
 
 
 @triton.jit
+def pick(
+    row,
+    vocab,
+    masses,
+    ties,
+    floor,
+    quota,
+    least,
+    uniform,
+    top,
+    temperature,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The token at share `uniform` of the kept mass, by rising id; masses, ties: [BLOCKS], of each
+    block the kept mass and how many tokens lie at the key `floor`. See draw."""
+    lane, number = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    sums = tl.cumsum(masses, 0)
+    total = tl.max(sums, 0)
+    # Rounded up to the total, a draw would walk past the last token.
+    target = tl.minimum(uniform * total, total * (1.0 - 1.1102230246251565e-16))
+    block = tl.min(tl.where(sums > target, number, BLOCKS - 1), 0)
+    carry = tl.sum(tl.where(number < block, masses, 0.0), 0)
+    before = tl.sum(tl.where(number < block, ties, 0), 0)
+    at = block * BLOCK + lane
+    x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+    key, mass = key_of(x), mass_of(x, top, temperature)
+    tie = ((at < vocab) & (key == floor)).to(tl.int32)
+    inside = (tie == 1) & (before + tl.cumsum(tie, 0) <= quota)
+    kept = (((at < vocab) & (key > floor)) | inside) & (mass >= least) & (mass > 0.0)
+    walked = carry + tl.cumsum(tl.where(kept, mass, 0.0), 0)
+    token = tl.min(tl.where(kept & (walked > target), at, HIGHEST), 0)
+    return tl.where(token == HIGHEST, tl.max(tl.where(kept, at, 0), 0), token)
+
+
+@triton.jit
 def draw(
     row,
     vocab,
@@ -166,22 +202,72 @@ def draw(
         masses = tl.where(number == i, here, masses)
         ties = tl.where(number == i, found, ties)
         seen += found
-    sums = tl.cumsum(masses, 0)
-    total = tl.max(sums, 0)
-    # Rounded up to the total, a draw would walk past the last token.
-    target = tl.minimum(uniform * total, total * (1.0 - 1.1102230246251565e-16))
-    block = tl.min(tl.where(sums > target, number, BLOCKS - 1), 0)
-    carry = tl.sum(tl.where(number < block, masses, 0.0), 0)
-    before = tl.sum(tl.where(number < block, ties, 0), 0)
-    at = block * BLOCK + lane
-    x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
-    key, mass = key_of(x), mass_of(x, top, temperature)
-    tie = ((at < vocab) & (key == floor)).to(tl.int32)
-    inside = (tie == 1) & (before + tl.cumsum(tie, 0) <= quota)
-    kept = (((at < vocab) & (key > floor)) | inside) & (mass >= least) & (mass > 0.0)
-    walked = carry + tl.cumsum(tl.where(kept, mass, 0.0), 0)
-    token = tl.min(tl.where(kept & (walked > target), at, HIGHEST), 0)
-    return tl.where(token == HIGHEST, tl.max(tl.where(kept, at, 0), 0), token)
+    return pick(
+        row, vocab, masses, ties, floor, quota, least, uniform, top, temperature, BLOCK, BLOCKS
+    )
+
+
+@entry
+def peaks_kernel(
+    logits,
+    keys,
+    ids,
+    arrived,
+    vocab,
+    stride,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """EACH blocks of a row: their largest key and that key's first token, both [rows, pieces].
+    Zeroes arrived [rows]."""
+    follow(PDL)
+    r, piece = tl.program_id(0), tl.program_id(1)
+    row = logits + r.to(tl.int64) * stride
+    first = piece * EACH * BLOCK
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), LOWEST, tl.int32)
+    owner = tl.full((BLOCK,), HIGHEST, tl.int32)
+    for start in range(first, tl.minimum(first + EACH * BLOCK, vocab), BLOCK):
+        at = start + lane
+        key = key_of(tl.load(row + at, mask=at < vocab, other=float("-inf")))
+        better = (at < vocab) & ((key > best) | (owner == HIGHEST))
+        best = tl.where(better, key, best)
+        owner = tl.where(better, at, owner)
+    top = tl.max(best, 0)
+    place = r * tl.num_programs(1) + piece
+    tl.store(keys + place, top)
+    tl.store(ids + place, tl.min(tl.where(best == top, owner, HIGHEST), 0))
+    if piece == 0:
+        tl.store(arrived + r, 0)
+
+
+@triton.jit
+def narrowed(
+    row, vocab, key, top, temperature, top_k, top_p, min_p, uniform,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A token of those that top-k, top-p and min-p leave. key: the largest; top: its value."""
+    floor, quota = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
+    if (top_k > 0) & (top_k < vocab):
+        floor = boundary(row, vocab, floor, key, top_k, top, temperature, False, BLOCK)
+        count, _ = above(row, vocab, floor, top, temperature, BLOCK)
+        quota = top_k - count
+    if top_p < 1.0:
+        _, mass = above(row, vocab, floor, top, temperature, BLOCK)
+        if quota < HIGHEST:
+            mass += quota.to(tl.float64) * mass_of(value_of(floor), top, temperature)
+        goal = top_p.to(tl.float64) * mass
+        end = boundary(row, vocab, floor, key, goal, top, temperature, True, BLOCK)
+        _, mass = above(row, vocab, end, top, temperature, BLOCK)
+        one = mass_of(value_of(end), top, temperature)
+        need = tl.ceil((goal - mass) / tl.where(one > 0.0, one, 1.0))
+        some = tl.maximum(tl.minimum(need, 2.0e9), 1.0).to(tl.int32)
+        quota = tl.where(end == floor, tl.minimum(some, quota), some)
+        floor = end
+    return draw(
+        row, vocab, floor, quota, min_p.to(tl.float64), uniform, top, temperature, BLOCK, BLOCKS
+    )
 
 
 @entry
@@ -192,44 +278,65 @@ def sample_kernel(
     top_ps,
     min_ps,
     uniforms,
+    keys,
+    ids,
+    masses,
+    arrived,
     tokens,
     vocab,
     stride,
+    EACH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row. BLOCKS · BLOCK ≥ vocab."""
+    """EACH blocks of a row, behind peaks_kernel; of greedy rows, and where top-k or top-p narrow
+    the choice, one program does all. Elsewhere each sums the mass of each of its blocks, and the
+    last to come draws. masses: float64 [rows, blocks]; BLOCKS ≥ blocks."""
     follow(PDL)
-    r = tl.program_id(0)
+    r, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     row = logits + r.to(tl.int64) * stride
+    number = tl.arange(0, BLOCKS)
+    held = number < pieces
+    peaks = tl.load(keys + r * pieces + number, mask=held, other=LOWEST)
+    key = tl.max(peaks, 0)
+    firsts = tl.load(ids + r * pieces + number, mask=held, other=HIGHEST)
+    best = tl.min(tl.where(peaks == key, firsts, HIGHEST), 0)
     temperature = tl.load(temperatures + r)
-    key, best = largest(row, vocab, HIGHEST, -1, BLOCK)
     if temperature > 0.0:
-        top = value_of(key)
+        top, uniform = value_of(key), tl.load(uniforms + r)
         top_k, top_p, min_p = tl.load(top_ks + r), tl.load(top_ps + r), tl.load(min_ps + r)
-        floor, quota = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
-        if (top_k > 0) & (top_k < vocab):
-            floor = boundary(row, vocab, floor, key, top_k, top, temperature, False, BLOCK)
-            count, _ = above(row, vocab, floor, top, temperature, BLOCK)
-            quota = top_k - count
-        if top_p < 1.0:
-            _, mass = above(row, vocab, floor, top, temperature, BLOCK)
-            if quota < HIGHEST:
-                mass += quota.to(tl.float64) * mass_of(value_of(floor), top, temperature)
-            goal = top_p.to(tl.float64) * mass
-            end = boundary(row, vocab, floor, key, goal, top, temperature, True, BLOCK)
-            _, mass = above(row, vocab, end, top, temperature, BLOCK)
-            one = mass_of(value_of(end), top, temperature)
-            need = tl.ceil((goal - mass) / tl.where(one > 0.0, one, 1.0))
-            some = tl.maximum(tl.minimum(need, 2.0e9), 1.0).to(tl.int32)
-            quota = tl.where(end == floor, tl.minimum(some, quota), some)
-            floor = end
-        best = draw(
-            row, vocab, floor, quota, min_p.to(tl.float64), tl.load(uniforms + r), top, temperature,
-            BLOCK, BLOCKS,
-        )  # fmt: skip
-    tl.store(tokens + r, best.to(tl.int64))
+        if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0):
+            if piece == 0:
+                token = narrowed(
+                    row, vocab, key, top, temperature, top_k, top_p, min_p, uniform, BLOCK, BLOCKS
+                )
+                tl.store(tokens + r, token.to(tl.int64))
+        else:
+            least, blocks = min_p.to(tl.float64), tl.cdiv(vocab, BLOCK)
+            for block in range(piece * EACH, tl.minimum(piece * EACH + EACH, blocks)):
+                at = block * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+                mass = mass_of(x, top, temperature)
+                here = tl.sum(tl.where((at < vocab) & (mass >= least), mass, 0.0), 0)
+                tl.store(masses + r * blocks + block, here)
+            tl.debug_barrier()  # all threads have stored before one of them reports it
+            before = tl.atomic_add(arrived + r, 1, sem="acq_rel", scope="gpu")
+            if before == pieces - 1:
+                every = tl.load(
+                    masses + r * blocks + number,
+                    mask=number < blocks,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                floor, none = tl.full((), LOWEST, tl.int32), tl.zeros((BLOCKS,), tl.int32)
+                token = pick(
+                    row, vocab, every, none, floor, 0, least, uniform, top, temperature,
+                    BLOCK, BLOCKS,
+                )  # fmt: skip
+                tl.store(tokens + r, token.to(tl.int64))
+    elif piece == 0:
+        tl.store(tokens + r, best.to(tl.int64))
 
 
 @entry
