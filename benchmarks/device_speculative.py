@@ -7,10 +7,12 @@ python benchmarks/device_speculative.py CHECKPOINT [--batch N ...] [--steps N ..
 Two engines one after the other, plain and drafting; of the second every fixed number of steps and
 the adaptive choice. Requests sample at a temperature of 1: greedy continuations of random weights
 repeat themselves, so that a plain step reads fewer experts than one of real text. A rate is that of
-the tokens between the first 17 and the last of a run, medians. A cycle is the time of a
-verification with the drafting behind it; its forwards alone are replays of its captured pieces,
-back to back, in the midst of a run. A profile gives the device's kernels per cycle, the time in
-which none ran and where, and what the host did. --set gives fields of EngineConfig.
+the steps in which the whole batch decodes, from its 17th token on average to the first request's
+last: of a batch of this size, not of what is left as it ends; medians. A cycle is the mean time of
+such a step, a verification with the drafting behind it; its forwards alone are replays of its
+captured pieces, back to back, in the midst of a run. A profile gives the device's kernels per
+cycle, the time in which none ran and where, and what the host did. --set gives fields of
+EngineConfig.
 """
 
 from __future__ import annotations
@@ -45,37 +47,54 @@ class Prompts:
     temperature: float
 
 
-def run(llm: LLM, prompts: Prompts, tokens: int) -> tuple[float, int, int]:
-    """Seconds, verifications of a request, accepted drafts."""
+def run(llm: LLM, prompts: Prompts, tokens: int) -> int:
+    """Verifications of all requests."""
     params = [
         SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=prompts.temperature, seed=i)
         for i in range(len(prompts.ids))
     ]
-    before, start = llm.stats(), time.perf_counter()
+    before = llm.stats()
     llm.generate(prompts.ids, params)
-    seconds, after = time.perf_counter() - start, llm.stats()
-    verified = after.verified - before.verified
-    return seconds, verified, after.accepted_tokens - before.accepted_tokens
+    return llm.stats().verified - before.verified
+
+
+def steps(llm: LLM, prompts: Prompts, tokens: int) -> list[tuple[float, int]]:
+    """(seconds at which its results came, tokens in them) of every step of a run in which all
+    requests decode, and have FIRST tokens on average."""
+    runner, size = llm._alive().runner, len(prompts.ids)
+    found, before, collect = list[tuple[float, int]](), [0], runner.collect
+
+    def timed(handle: Any) -> Any:
+        result, now = collect(handle), time.perf_counter()
+        count = sum(len(work.tokens) for work in result.works)
+        decoding = [work for work in handle.plan.works if work.tokens is None]
+        if len(decoding) == size == len(handle.plan.works) and before[0] >= FIRST * size:
+            found.append((now, count))
+        before[0] += count
+        return result
+
+    runner.collect = timed  # type: ignore[method-assign]
+    try:
+        run(llm, prompts, tokens)
+    finally:
+        del runner.collect
+    return found
 
 
 def rate(llm: LLM, prompts: Prompts, tokens: int, runs: int) -> dict[str, Any]:
-    """Tokens per second, acceptance length, and milliseconds of a cycle where there are any."""
-    size = len(prompts.ids)
+    """Tokens per second, tokens of a request per step, and milliseconds of a step."""
     run(llm, prompts, tokens)
-    long = [run(llm, prompts, tokens) for _ in range(runs)]
-    short = [run(llm, prompts, FIRST) for _ in range(runs)]
-    seconds = statistics.median(t for t, _, _ in long) - statistics.median(t for t, _, _ in short)
-    cycles = (sum(v for _, v, _ in long) - sum(v for _, v, _ in short)) / runs / size
-    found = {
-        "tokens_per_s": round(size * (tokens - FIRST) / seconds, 1),
-        "spread": round(max(t for t, _, _ in long) / min(t for t, _, _ in long), 3),
+    seen = [steps(llm, prompts, tokens) for _ in range(runs)]
+    seconds = [each[-1][0] - each[0][0] for each in seen]
+    counts = [sum(count for _, count in each[1:]) for each in seen]
+    rates = [count / time for count, time in zip(counts, seconds, strict=True)]
+    number = sum(len(each) - 1 for each in seen)
+    return {
+        "tokens_per_s": round(statistics.median(rates), 1),
+        "spread": round(max(rates) / min(rates), 3),
+        "length": round(sum(counts) / number / len(prompts.ids), 2),
+        "cycle_ms": round(sum(seconds) / number * 1e3, 3),
     }
-    verified = sum(v for _, v, _ in long)
-    if verified:
-        found["length"] = round(1 + sum(a for _, _, a in long) / verified, 2)
-    if cycles > 1:
-        found["cycle_ms"] = round(seconds / cycles * 1e3, 3)
-    return found
 
 
 def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
@@ -119,7 +138,7 @@ def profile(llm: LLM, prompts: Prompts, tokens: int) -> dict[str, Any]:
     text = io.StringIO()
     pstats.Stats(host, stream=text).sort_stats("tottime").print_stats(30)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        _, verified, _ = run(llm, prompts, tokens)
+        verified = run(llm, prompts, tokens)
     spans = sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in seen.events()
@@ -204,7 +223,7 @@ def main() -> None:
         if drafts and name == "forced":
             pieces = alone(llm, batches[size], drafts)
             figure["forwards_alone_ms"] = pieces
-            if pieces and "cycle_ms" in figure:
+            if pieces:
                 figure["cycle_over_forwards"] = round(figure["cycle_ms"] / sum(pieces.values()), 3)
         plain.setdefault(size, figure["tokens_per_s"])
         figure["over_plain"] = round(figure["tokens_per_s"] / plain[size], 3)

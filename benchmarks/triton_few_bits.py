@@ -146,10 +146,10 @@ def expert_run(problem: Problem, device: str) -> Made:
     out = torch.empty(pairs, I if up else H, dtype=BF16, device=device)
 
     def run(chosen: Config) -> Tensor:
-        tiles, most = (ids, ids, ids), pairs
+        tiles = experts.Tiles(ids, ids, ids, pairs)
         if problem.tokens > 1:
-            tiles, most = experts.sorted_pairs(ids, E, chosen["BLOCK_M"])
-        coded_experts.multiply(x, held, weights, out, tiles, ids, most, dict(chosen), up)
+            tiles = experts.sorted_pairs(ids, E, chosen["BLOCK_M"])
+        coded_experts.multiply(x, held, weights, out, tiles, ids, dict(chosen), up)
         return out
 
     def want() -> Tensor:

@@ -18,7 +18,13 @@ from ds_runtime_triton.coded import (
     wide_values,
 )
 from ds_runtime_triton.config import Config, Sizes, folder, tuned
-from ds_runtime_triton.experts import ExpertsDense, part_of_config, sorted_pairs, sum_of_pairs
+from ds_runtime_triton.experts import (
+    ExpertsDense,
+    Tiles,
+    part_of_config,
+    sorted_pairs,
+    sum_of_pairs,
+)
 from ds_runtime_triton.jit.coded import coded_experts_kernel
 from ds_runtime_triton.launch import cdiv
 from ds_runtime_triton.quant import quantise_for_int4
@@ -144,14 +150,14 @@ class ExpertsWeightOnly:
 def run(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
     pairs, top_k = ids.numel(), ids.shape[1]
     if config["DIRECT"]:
-        tiles, most = (ids, ids, ids), pairs
+        tiles = Tiles(ids, ids, ids, pairs)
     else:
-        tiles, most = sorted_pairs(ids, layer.down.words.shape[0], config["BLOCK_M"])
+        tiles = sorted_pairs(ids, layer.down.words.shape[0], config["BLOCK_M"])
     inter, hidden = layer.gate_up.rows // 2, layer.down.rows
     h = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
-    multiply(x, layer.gate_up, weights, h, tiles, ids, most, part_of_config(config, "UP_"), True)
+    multiply(x, layer.gate_up, weights, h, tiles, ids, part_of_config(config, "UP_"), True)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    multiply(h, layer.down, weights, y, tiles, ids, most, part_of_config(config, "DN_"), False)
+    multiply(h, layer.down, weights, y, tiles, ids, part_of_config(config, "DN_"), False)
     return sum_of_pairs(y, x.shape[0], top_k)
 
 
@@ -160,9 +166,8 @@ def multiply(
     stack: Stack,
     weights: Tensor,
     out: Tensor,
-    tiles: tuple[Tensor, Tensor, Tensor],
+    tiles: Tiles,
     ids: Tensor,
-    most: int,
     config: dict[str, int],
     is_gate_up: bool,
 ) -> None:
@@ -177,9 +182,9 @@ def multiply(
     direct = tiles[0] is ids
     step = config.get("STEP", 1)
     config = {**config, "PTX": decode, "STEP": step if form.spans % step == 0 else 1}
-    coded_experts_kernel[(most * cdiv(stack.rows, config["BLOCK_N"]),)](
+    coded_experts_kernel[(tiles.most * cdiv(stack.rows, config["BLOCK_N"]),)](
         x, x_scale, x_less, stack.words, stack.scale, stack.zero, stack.row_scale, weights, out,
-        *tiles, ids, ids.numel(), rows, stack.rows, k, x.stride(0), form.lead, form.spans,
+        *tiles[:3], ids, ids.numel(), rows, stack.rows, k, x.stride(0), form.lead, form.spans,
         stack.scale_rows, **form.launch(), A8=a8, TOP_K=ids.shape[1], GATED=is_gate_up,
         DIRECT=direct, **config,
     )  # fmt: skip

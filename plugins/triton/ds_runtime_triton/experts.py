@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +102,16 @@ def _fill(stack: Stack, at: tuple[int, ...], weight: Weight) -> None:
         values[rows:below] = part.tensors["weight"]
         scale[first : first + grid.shape[0]] = grid
         rows = below
+
+
+class Tiles(NamedTuple):
+    """Up to BLOCK_M pairs of one expert each: order [tiles · BLOCK_M] of pairs, owner [tiles], used
+    [1], how many there are, all int32; and `most`, how many there may be."""
+
+    order: Tensor
+    owner: Tensor
+    used: Tensor
+    most: int
 
 
 @dataclass
@@ -229,26 +240,23 @@ def _hidden(layer: Layer, pairs: int, like: Tensor) -> tuple[Tensor, Tensor]:
 def _gate_up(
     x: Tensor,
     scale: Tensor,
-    tokens: int,
+    h: tuple[Tensor, Tensor],
     layer: Layer,
-    tiles: tuple[Tensor, Tensor, Tensor],
+    tiles: Tiles,
     ids: Tensor,
     config: dict[str, int],
-    most: int,
-    dtype: Tensor,
     direct: bool,
-) -> tuple[Tensor, Tensor]:
-    stack, pairs, top_k = layer.gate_up, ids.numel(), ids.shape[1]
+) -> None:
+    """The rows of `h` that are pairs of these tiles. direct: every pair is a tile of its own."""
+    stack, pairs, (tokens, top_k) = layer.gate_up, ids.numel(), ids.shape
     n, k = stack.values.shape[2:]
-    out, out_scale = _hidden(layer, pairs, dtype)
     config = _tile_k(stack, config)
-    gate_up_kernel[(most * cdiv(n, config["BLOCK_N"]),)](
-        x, scale, stack.values, stack.scale, out, out_scale, *tiles, ids, pairs, tokens, n, k,
+    gate_up_kernel[(tiles.most * cdiv(n, config["BLOCK_N"]),)](
+        x, scale, stack.values, stack.scale, *h, *tiles[:3], ids, pairs, tokens, n, k,
         x.stride(0), cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
         UE8M0=layer.ue8m0, OUT_GROUP=layer.down.group_k or 1, TOP_K=top_k, DIRECT=direct,
         EVEN=k % config["BLOCK_K"] == 0, **config,
     )  # fmt: skip
-    return out, out_scale
 
 
 def _quantised(x: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
@@ -263,18 +271,9 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     given = x
     if layer.scaled:
         x, x_scale = _quantised(x, layer)
-    h, h_scale = _gate_up(
-        x,
-        x_scale,
-        tokens,
-        layer,
-        (ids, ids, ids),
-        ids,
-        part_of_config(config, "UP_"),
-        pairs,
-        given,
-        True,
-    )
+    h, h_scale = _hidden(layer, pairs, given)
+    each = Tiles(ids, ids, ids, pairs)
+    _gate_up(x, x_scale, (h, h_scale), layer, each, ids, part_of_config(config, "UP_"), True)
     stack = layer.down
     n, k = stack.values.shape[1:]
     out = torch.empty(tokens, n, dtype=given.dtype, device=given.device)
@@ -327,8 +326,7 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     """Tiles of one expert each. Their number is known to the device only; the grid is a bound."""
     tokens, pairs, top_k = x.shape[0], ids.numel(), ids.shape[1]
     experts, device, block = layer.down.values.shape[0], x.device, config["BLOCK_M"]
-    tiles, most = _tiles(pairs, experts, block, device)
-    order, owner, used = tiles
+    tiles = _tiles(pairs, experts, block, device)
     q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
     rows = 1 if tokens <= 64 else 8
     if layer.scaled:
@@ -337,47 +335,42 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
         x_scale = torch.empty(groups, tokens, dtype=torch.float32, device=device)
         tasks = cdiv(tokens, rows) * groups
     sort_pairs_kernel[(experts + tasks,)](
-        ids, order, owner, used, pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
+        ids, *tiles[:3], pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
         EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
         GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=4,
     )  # fmt: skip
-    h, h_scale = _gate_up(
-        q, x_scale, tokens, layer, tiles, ids, part_of_config(config, "UP_"), most, x, False
-    )
+    h = _hidden(layer, pairs, x)
+    y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=device)
+    _gate_up(q, x_scale, h, layer, tiles, ids, part_of_config(config, "UP_"), False)
     stack = layer.down
     n, k = stack.values.shape[1:]
-    y = torch.empty(pairs, n, dtype=x.dtype, device=device)
     low = _tile_k(stack, part_of_config(config, "DN_"))
-    down_kernel[(most * cdiv(n, low["BLOCK_N"]),)](
-        h, h_scale, stack.values, stack.scale, weights, y, *tiles, ids, pairs, n, k,
+    down_kernel[(tiles.most * cdiv(n, low["BLOCK_N"]),)](
+        *h, stack.values, stack.scale, weights, y, *tiles[:3], ids, pairs, n, k,
         cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled, TOP_K=top_k,
         EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
     return sum_of_pairs(y, tokens, top_k)
 
 
-def _tiles(
-    pairs: int, experts: int, block: int, device: torch.device
-) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Room for (order, owner, used) of sort_pairs_kernel, and how many tiles there are at most."""
+def _tiles(pairs: int, experts: int, block: int, device: torch.device) -> Tiles:
+    """Room for what sort_pairs_kernel finds."""
     most = pairs // block + min(experts, pairs)
     order = torch.empty(most * block, dtype=torch.int32, device=device)
     owner = torch.empty(most, dtype=torch.int32, device=device)
-    return (order, owner, torch.empty(1, dtype=torch.int32, device=device)), most
+    return Tiles(order, owner, torch.empty(1, dtype=torch.int32, device=device), most)
 
 
-def sorted_pairs(
-    ids: Tensor, experts: int, block: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Tiles of up to `block` pairs of one expert, and how many there are at most."""
+def sorted_pairs(ids: Tensor, experts: int, block: int) -> Tiles:
+    """Tiles of up to `block` pairs of one expert."""
     pairs = ids.numel()
-    tiles, most = _tiles(pairs, experts, block, ids.device)
+    tiles = _tiles(pairs, experts, block, ids.device)
     sort_pairs_kernel[(experts,)](
-        ids, *tiles, pairs, experts, ids, ids, ids, 0, 0, 0, EXPERTS=pow2(experts, 2),
+        ids, *tiles[:3], pairs, experts, ids, ids, ids, 0, 0, 0, EXPERTS=pow2(experts, 2),
         BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)), GROUP_K=0, UE8M0=False, ROWS=1,
         num_warps=4,
     )  # fmt: skip
-    return tiles, most
+    return tiles
 
 
 def sum_of_pairs(y: Tensor, tokens: int, top_k: int) -> Tensor:
