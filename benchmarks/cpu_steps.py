@@ -24,13 +24,19 @@ PROMPT, TURNS, STEPS = 16, 10, 16
 
 
 class Steps:
-    """Requests that decode side by side. One page run of each, and a greedy row."""
+    """Requests that decode side by side, up to `tokens` each. One page run of each, and a greedy
+    row."""
 
-    def __init__(self, model: str, settings: dict[str, Any], most: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any],
+        most: int,
+        tokens: int = PROMPT + 2 * STEPS * (TURNS + 2),
+    ) -> None:
         from ds_runtime.assemble import assemble
         from ds_runtime.config import EngineConfig
 
-        tokens = PROMPT + 2 * STEPS * (TURNS + 2)
         given = {"context_length": tokens, "max_running_requests": most, **settings}
         config = EngineConfig(model=model, **given)
         assembly = assemble(config, tuple(given))
@@ -42,14 +48,14 @@ class Steps:
         self.runner = Runner(assembly, SoloCommunicator())
         self.runner.warm_up()
         self._pages = -(-tokens // config.page_size)
-        self._works: list[Any] = []
+        self.works: list[Any] = []
 
     def begin(self, count: int) -> None:
         """New requests, with their prompts computed."""
         from ds_runtime.engine.step import RowInit, StepPlan, Work
         from ds_runtime.sampling_params import SamplingParams
 
-        self._works, greedy = [], SamplingParams(temperature=0.0)
+        self.works, greedy = [], SamplingParams(temperature=0.0)
         for row in range(count):
             prompt = [(97 * row + 31 * i) % 1000 + 5 for i in range(PROMPT)]
             pages = list(range(row * self._pages, (row + 1) * self._pages))
@@ -57,16 +63,16 @@ class Steps:
             work = Work(rid=str(row), row=row, start=0, length=PROMPT, pages=pages, tokens=prompt)
             self.runner.collect(self.runner.launch(StepPlan(step=0, works=[work], init=[init])))
             work = Work(rid=str(row), row=row, start=PROMPT - 1, length=1, pages=pages)
-            self._works.append(work)
+            self.works.append(work)
 
     def step(self) -> float:
         """Seconds of one decode step of all."""
         from ds_runtime.engine.step import StepPlan
 
-        for work in self._works:
+        for work in self.works:
             work.start += 1
         start = time.perf_counter()
-        self.runner.collect(self.runner.launch(StepPlan(step=0, works=list(self._works))))
+        self.runner.collect(self.runner.launch(StepPlan(step=0, works=list(self.works))))
         return time.perf_counter() - start
 
 

@@ -85,6 +85,11 @@ def rate(llm: LLM, prompts: Prompts, tokens: int, runs: int) -> dict[str, Any]:
     """Tokens per second, tokens of a request per step, and milliseconds of a step."""
     run(llm, prompts, tokens)
     seen = [steps(llm, prompts, tokens) for _ in range(runs)]
+    if any(len(each) < 2 for each in seen):
+        raise SystemExit(
+            f"{len(prompts.ids)} requests of {tokens} tokens hardly ever decode together: a larger "
+            "--output-len, or --set kv_memory=BYTES"
+        )
     seconds = [each[-1][0] - each[0][0] for each in seen]
     counts = [sum(count for _, count in each[1:]) for each in seen]
     rates = [count / time for count, time in zip(counts, seconds, strict=True)]

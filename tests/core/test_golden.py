@@ -55,6 +55,16 @@ def offers(golden: ModuleType) -> Offers:
     return offered
 
 
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDERS[1]))
+    import ds_golden_2
+
+    yield ds_golden_2
+    for name in [n for n in sys.modules if n.split(".")[0] == "ds_golden_2"]:
+        del sys.modules[name]
+
+
 def named(offers: Offers, op: str) -> Kernel:
     (kernel,) = (k for k in offers.kernels if k.provider == "golden_1" and k.op.name == op)
     return kernel
@@ -84,6 +94,19 @@ def test_without_its_adapter_an_older_kernel_is_wrong(offers: Offers) -> None:
     cases = cases_for([present], facts_for(DEVICE, "float32"))
     failed = {c.label for k, c in cases if c.label != "long" and not check_case(k, c, offers).ok}
     assert failed == {"two rows each", "uneven rows"}
+
+
+def test_absorption_of_the_first_contract_gets_rope_parts_behind_it(second: ModuleType) -> None:
+    facts = facts_for(DeviceInfo("cpu", "Golden Two", "golden2"), "float32")
+    found = load_plugins([], [second])
+    (kernel,) = (k for k in found.offers(facts).kernels if k.provider == "golden_2")
+    assert (kernel.contract, kernel.op.version) == (1, 2)
+    offers, cases = Offers((kernel,)), list(cases_for([kernel], facts))
+    assert len(cases) > 2
+    for one, case in cases:
+        check_case(one, case, offers).raise_if_failed()
+    taken_for_new = replace(kernel, contract=2)
+    assert not any(check_case(taken_for_new, case, offers).ok for _, case in cases)
 
 
 @pytest.mark.parametrize("version", [0, 3])

@@ -260,7 +260,8 @@ def test_absorb(isa, dtype, form, dims, tokens):
     kept = form == "fp8" and (nope + v) % 32 == 0
     values = weight.dequantise(torch.float64 if kept else dtype).view(heads, nope + v, lora)
     q = between_nans(tokens * heads, nope, dtype, 3, 4).unflatten(0, (tokens, heads))
-    q_rope = between_nans(tokens * heads, 8, dtype, 1, 2).unflatten(0, (tokens, heads))
+    rope = dims["qk_rope"]
+    q_rope = between_nans(tokens * heads, rope, dtype, 1, 2).unflatten(0, (tokens, heads))
     x = torch.randn(heads, tokens, lora).to(dtype).transpose(0, 1)
     latent = between_nans(tokens, lora, dtype, 1, 0)
     with native.using(isa):
@@ -271,7 +272,7 @@ def test_absorb(isa, dtype, form, dims, tokens):
         want = weight.dequantise(torch.float32 if kept else dtype)
         assert torch.equal(packed.dequantise(), want.float())
     uk, uv = values[:, :nope], values[:, nope:]
-    got_q, behind = whole.split((lora, 8), 2)
+    got_q, behind = whole.split((lora, rope), 2)
     assert torch.equal(behind, q_rope)
     check_dots(got_q.transpose(0, 1), q.transpose(0, 1), uk.transpose(1, 2))
     check_dots(got_v.transpose(0, 1), x.transpose(0, 1), uv)

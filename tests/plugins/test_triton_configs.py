@@ -240,6 +240,34 @@ def test_experts(size, config, fmt):
     close(got, want, 8e-3 if fmt == "dense" else 6e-2)
 
 
+@needs_triton
+@pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("hidden", [2048, 1152])  # whole steps of eight groups, and a ragged one
+def test_one_token_s_experts_by_vectors_take_several_steps(hidden, ue8m0):
+    from ds_runtime_triton.experts import ExpertsFp8
+
+    config = {"VECTOR": 1, "UP_BLOCK_N": 4, "UP_GROUPS": 8, "UP_num_warps": 1}
+    config |= {"DN_BLOCK_N": 8, "DN_GROUPS": 2, "DN_num_warps": 4}
+    make = Maker(facts(), f"vectors {hidden}")
+    shapes = ((512, hidden), (512, hidden), (hidden, 512))
+    triples = [tuple(make.weight(*shape, "fp8_block") for shape in shapes) for _ in range(4)]
+    for triple in triples if ue8m0 else ():
+        for weight in triple:
+            scale = weight.parts[0].tensors["scale"]
+            scale.copy_(torch.exp2(torch.log2(scale).round()))
+    kernel = ExpertsFp8(facts())
+    packed = kernel.pack(SampleExperts(triples), facts())
+    assert packed.tensors["layer"].ue8m0 is ue8m0
+    packed.tensors["layer"].sizes = Sizes((1,), (config,))
+    x, weights = make.normal(1, hidden), make.uniform(1, 3).float()
+    ids = make.order(4)[:3][None].int()
+    wide = moe.ReferenceExperts(facts("float64"))
+    held = wide.pack(SampleExperts(triples), facts("float64"))
+    with faithful():
+        got = kernel.apply(x, weights, ids, packed)
+    close(got, wide.apply(x.double(), weights.double(), ids, held), 6e-2)
+
+
 def plain(config):
     """Without PTX, which the interpreter does not know: what it gives is checked on a GPU."""
     return {**config, "PTX": 0}

@@ -19,7 +19,7 @@ class _MlaAbsorb:
         self.dtype = compute_dtype(facts)
         dims = facts.dims
         self.heads, self.nope, self.v = dims["heads"], dims["qk_nope"], dims["v"]
-        self.kv_lora = dims["kv_lora"]
+        self.kv_lora, self.rope = dims["kv_lora"], dims["qk_rope"]
 
     def _split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """W_UK [heads, nope, kv_lora] and W_UV [heads, v, kv_lora], views."""
@@ -55,7 +55,10 @@ class MlaAbsorbNative(_MlaAbsorb):
         nbytes = sum(t.nbytes for t in packed.values())
         sizes = {"uk": (self.nope, self.kv_lora), "uv": (self.v, self.kv_lora)}
         sizes["q"] = (self.kv_lora, self.nope)
-        matmuls = {m: Matmul(form, packed[m], *size, heads) for m, size in sizes.items()}
+        rest = {"q": self.rope}  # behind absorbed queries comes their rope part
+        matmuls = {
+            m: Matmul(form, packed[m], *size, heads, rest.get(m, 0)) for m, size in sizes.items()
+        }
         tensors = {**packed, "form": form, "dims": (self.nope, self.v), "matmul": matmuls}
         return Packed(self.tag, weight.shape, tensors, nbytes, restore=_restore_panels)
 
@@ -75,7 +78,9 @@ class MlaAbsorbNative(_MlaAbsorb):
     def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         matmul: Matmul = packed.tensors["matmul"]["q"]
-        return torch.cat((matmul.per_head(q_nope), q_rope), -1)
+        out = matmul.per_head(q_nope)
+        out[..., self.kv_lora :] = q_rope
+        return out
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)

@@ -207,12 +207,16 @@ class Matmul:
     What does not change from call to call is settled when it is made.
     """
 
-    def __init__(self, form: Form, panels: Tensor, n: int, k: int, heads: int = 1) -> None:
-        """panels: uint8, `heads` packed [n, k] matrices."""
+    def __init__(
+        self, form: Form, panels: Tensor, n: int, k: int, heads: int = 1, rest: int = 0
+    ) -> None:
+        """panels: uint8, `heads` packed [n, k] matrices. rest: columns that `per_head` leaves
+        behind those of a head, for its caller to fill."""
         assert panels.is_contiguous() and panels.nbytes == heads * form.nbytes(n, k)
         self._panels = panels  # alive as long as the call has its address
-        self._n, self._k, self._heads, self._dtype = n, k, heads, form.dtype
-        settled = (panels.data_ptr(), form.group, None, heads * n, n, heads, None, n, k)
+        self._n, self._k, self._heads, self._dtype = n + rest, k, heads, form.dtype
+        row = heads * (n + rest)
+        settled = (panels.data_ptr(), form.group, None, row, n + rest, heads, None, n, k)
         kinds = (form.code, CODE[form.dtype])
         self._call = calls().bound("linear", *kinds, None, None, None, *settled)
 
@@ -225,7 +229,7 @@ class Matmul:
         return out
 
     def per_head(self, x: Tensor) -> Tensor:
-        """x [T, heads, k] → [T, heads, n], new and contiguous."""
+        """x [T, heads, k] → [T, heads, n + rest], new and contiguous."""
         by_row, by_head, by_column = x.stride()
         if by_column != 1:
             return self.per_head(x.contiguous())

@@ -23,13 +23,18 @@ def architecture() -> str:
     return str(names.get(f"{target.backend} {target.arch}", ""))
 
 
+_CORES = ("multiprocessor_count", "num_vectorcore", "num_aicore")
+
+
 @cache
 def cores() -> int:
-    """Multiprocessors of the current device; 4 in the interpreter."""
+    """Multiprocessors of the current device, by any of the names that drivers have for them; 4 in
+    the interpreter, and where a driver does not say."""
     from triton import knobs
     from triton.runtime import driver
 
     if knobs.runtime.interpret:
         return 4
     device = driver.active.get_current_device()
-    return int(driver.active.utils.get_device_properties(device)["multiprocessor_count"])
+    known = driver.active.utils.get_device_properties(device)
+    return int(next((known[name] for name in _CORES if name in known), 4))

@@ -58,7 +58,8 @@ def sample(
         blocks = cdiv(vocab, block)
         each = cdiv(blocks, max(1, _PER_CORE * cores() // rows))
         grid = rows, cdiv(blocks, each)
-        keys, ids = torch.empty(2, *grid, dtype=torch.int32, device=logits.device)
+        keys = torch.empty(grid, dtype=torch.int32, device=logits.device)
+        ids = torch.empty_like(keys)  # not a part of one tensor: kernels are compiled by alignment
         masses = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
         arrived = torch.empty(rows, dtype=torch.int32, device=logits.device)
         peaks_kernel[grid](

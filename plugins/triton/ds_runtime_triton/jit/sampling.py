@@ -215,20 +215,20 @@ def peaks_kernel(
     arrived,
     vocab,
     stride,
-    EACH: tl.constexpr,
+    each,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """EACH blocks of a row: their largest key and that key's first token, both [rows, pieces].
+    """`each` blocks of a row: their largest key and that key's first token, both [rows, pieces].
     Zeroes arrived [rows]."""
     follow(PDL)
     r, piece = tl.program_id(0), tl.program_id(1)
     row = logits + r.to(tl.int64) * stride
-    first = piece * EACH * BLOCK
+    first = piece * each * BLOCK
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), LOWEST, tl.int32)
     owner = tl.full((BLOCK,), HIGHEST, tl.int32)
-    for start in range(first, tl.minimum(first + EACH * BLOCK, vocab), BLOCK):
+    for start in range(first, tl.minimum(first + each * BLOCK, vocab), BLOCK):
         at = start + lane
         key = key_of(tl.load(row + at, mask=at < vocab, other=float("-inf")))
         better = (at < vocab) & ((key > best) | (owner == HIGHEST))
@@ -285,12 +285,12 @@ def sample_kernel(
     tokens,
     vocab,
     stride,
-    EACH: tl.constexpr,
+    each,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """EACH blocks of a row, behind peaks_kernel; of greedy rows, and where top-k or top-p narrow
+    """`each` blocks of a row, behind peaks_kernel; of greedy rows, and where top-k or top-p narrow
     the choice, one program does all. Elsewhere each sums the mass of each of its blocks, and the
     last to come draws. masses: float64 [rows, blocks]; BLOCKS ≥ blocks."""
     follow(PDL)
@@ -314,7 +314,7 @@ def sample_kernel(
                 tl.store(tokens + r, token.to(tl.int64))
         else:
             least, blocks = min_p.to(tl.float64), tl.cdiv(vocab, BLOCK)
-            for block in range(piece * EACH, tl.minimum(piece * EACH + EACH, blocks)):
+            for block in range(piece * each, tl.minimum(piece * each + each, blocks)):
                 at = block * BLOCK + tl.arange(0, BLOCK)
                 x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
                 mass = mass_of(x, top, temperature)

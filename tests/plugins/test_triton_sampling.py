@@ -1,0 +1,54 @@
+"""Draws that several programs share: each row's token is the reference's, alone and in company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreter import needs_triton
+
+pytestmark = needs_triton
+VOCAB = 150  # ten blocks of 16
+
+
+def settings(rows, seed):
+    make = torch.Generator().manual_seed(seed)
+    pick = torch.randint(0, 4, (rows,), generator=make)
+    return (
+        torch.where(pick == 0, 0.0, 0.8),
+        torch.where(pick == 2, 7, 0).int(),
+        torch.where(pick == 3, 0.7, 1.0),
+        torch.where(pick == 1, 0.05, 0.0),
+        torch.rand(rows, generator=make, dtype=torch.float64),
+    )
+
+
+def rows_of(count, seed):
+    logits = 3 * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed))
+    logits[:, 1::5] = float("-inf")
+    logits[0::7, 20] = logits[0::7, 100] = 15.0  # ties in two blocks
+    logits[3::7] = float("-inf")
+    logits[4::7, 149] = float("inf")
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("per_core", [1, 2, 5, 10])  # of four cores: from one piece to ten
+def test_pieces_of_rows_give_what_a_row_alone_gives(monkeypatch, per_core):
+    from ds_runtime.ops.reference.sampling import sample as reference
+    from ds_runtime_triton import sampling
+
+    monkeypatch.setattr(sampling, "_BLOCK", 16)
+    logits, given = rows_of(21, per_core), settings(21, per_core)
+    monkeypatch.setattr(sampling, "_PER_CORE", 1000)
+    alone = torch.cat([sampling.sample(logits[i : i + 1], *(s[i : i + 1] for s in given))
+                       for i in range(21)])  # fmt: skip
+    monkeypatch.setattr(sampling, "_PER_CORE", 21 * per_core // 4)
+    together = sampling.sample(logits, *given)
+    assert torch.equal(together, alone)
+    usual = torch.tensor([i % 7 not in (3, 4) for i in range(21)])
+    assert torch.equal(together[usual], reference(logits, *given)[usual])
+    greedy = given[0] == 0
+    assert torch.equal(together[greedy], logits.argmax(1)[greedy])
+    lost = logits[:1].clone()
+    lost[0, 77] = float("nan")  # counts as the largest
+    assert sampling.sample(lost, *(s[:1] * 0 for s in given)).tolist() == [77]
