@@ -15,6 +15,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
+from ds_runtime.ops.linear import Groups
 from ds_runtime.ops.spec import (
     API_VERSION,
     FP8_EXPERTS,
@@ -126,6 +127,7 @@ __all__ = [
     "Gate",
     "Gates",
     "GraphBackend",
+    "Groups",
     "Kernel",
     "Layout",
     "Limits",

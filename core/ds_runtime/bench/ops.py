@@ -140,9 +140,9 @@ def _widths(assembly: Assembly) -> Callable[[Site], int]:
     }
 
     def width(site: Site) -> int:
-        if site.op == "silu_mul":
+        if site.op in ("silu_mul", "silu_mul_quantize"):
             return downs[(site.layer, site.module)]
-        if site.op in ("rms_norm", "add_rms_norm"):
+        if site.op in ("rms_norm", "add_rms_norm", "rms_norm_quantize"):
             if site.module == "self_attn":
                 return config.q_lora or config.kv_lora
             return config.hidden

@@ -328,6 +328,16 @@ def _add_rms_norm(p: Place, tokens: int) -> Inputs:
     return (x, residual, p.normal(p.width), 1e-6), work.add_rms_norm(p.width, p.facts.dtype, tokens)
 
 
+def _rms_norm_quantize(p: Place, tokens: int) -> Inputs:
+    args = (p.normal(tokens, p.width), p.normal(p.width), 1e-6, _GROUP, False)
+    return args, work.rms_norm_quantize(p.width, _GROUP, p.facts.dtype, tokens)
+
+
+def _silu_mul_quantize(p: Place, tokens: int) -> Inputs:
+    args = (p.normal(tokens, 2 * p.width), _GROUP, False)
+    return args, work.silu_mul_quantize(p.width, _GROUP, p.facts.dtype, tokens)
+
+
 def _silu_mul(p: Place, tokens: int) -> Inputs:
     args = (p.normal(tokens, 2 * p.width),)
     return args, work.silu_mul(p.width, p.facts.dtype, tokens)
@@ -420,8 +430,8 @@ def _embed(p: Place, tokens: int) -> Inputs:
 
 def _quantize_group(p: Place, tokens: int) -> Inputs:
     width = p.facts.dims["hidden"]
-    args = (p.normal(tokens, width), 128, False)
-    return args, work.quantize_group(width, 128, p.facts.dtype, tokens)
+    args = (p.normal(tokens, width), _GROUP, False)
+    return args, work.quantize_group(width, _GROUP, p.facts.dtype, tokens)
 
 
 def _sample(p: Place, tokens: int) -> Inputs:
@@ -462,11 +472,14 @@ def _logprobs(p: Place, tokens: int) -> Inputs:
     return args, work.logprobs(p.vocab, 5, tokens)
 
 
+_GROUP = 128  # of activations that are quantised
 _LORA = (16, 4)  # rank and slots of a measured adapter op
 INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
+    "rms_norm_quantize": _rms_norm_quantize,
     "silu_mul": _silu_mul,
+    "silu_mul_quantize": _silu_mul_quantize,
     "rope": _rope,
     "cache_write": _cache_write,
     "cache_gather": _cache_gather,

@@ -296,6 +296,18 @@ def quantize_group(width: int, group: int, dtype: str, tokens: int) -> Work:
     )
 
 
+def rms_norm_quantize(width: int, group: int, dtype: str, tokens: int) -> Work:
+    """RmsNormQuantize of [tokens, width]."""
+    norm, codes = rms_norm(width, dtype, tokens), quantize_group(width, group, dtype, tokens)
+    return Work(norm.weights, norm.reads, codes.writes, norm.flops + codes.flops)
+
+
+def silu_mul_quantize(width: int, group: int, dtype: str, tokens: int) -> Work:
+    """SiluMulQuantize of [tokens, 2 · width]."""
+    silu, codes = silu_mul(width, dtype, tokens), quantize_group(width, group, dtype, tokens)
+    return Work(0, silu.reads, codes.writes, silu.flops + codes.flops)
+
+
 def sample(vocab: int, tokens: int) -> Work:
     """Sample from float32 logits."""
     return Work(
@@ -338,6 +350,8 @@ WORK: Mapping[str, Callable[..., Work]] = {
         rope,
         linear,
         quantize_group,
+        rms_norm_quantize,
+        silu_mul_quantize,
         lora_delta,
         cache_write,
         cache_gather,

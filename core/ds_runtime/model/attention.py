@@ -33,6 +33,7 @@ class Inputs:
             weight = load.vector(layer, f"{AT}.q_a_layernorm")
             self.norm = RmsNorm(load.ops(layer, AT), weight, LATENT_EPS)
             self.up = load.linear(layer, f"{AT}.q_b_proj")
+        self.fused = load.bound.has("rms_norm_quantize", layer, AT)
         first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
         latent = f"{AT}.kv_a_proj_with_mqa"
         query = config.q_lora or config.heads // load.heads.size * config.qk_head
@@ -53,8 +54,8 @@ class Inputs:
         self, x: Tensor, adapters: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[T, hidden] → q [T, heads · (nope + rope)], kv [T, kv_lora + rope], rows strided; the
-        normed query latent [T, q_lora], which is q where there is none; and index keys [T, dim],
-        rows strided, if their projection is one of those joined.
+        query latent [T, q_lora], normed where an indexer reads it, or q where there is none; and
+        index keys [T, dim], rows strided, if their projection is one of those joined.
         """
         keys = None
         if self.joined is not None:
@@ -64,6 +65,9 @@ class Inputs:
             q, kv = self.query(x, adapters), self.latent(x, adapters)
         if self.norm is None:
             return q, kv, q, keys
+        groups = self.up.quantizes(q.shape[0], adapters) if self.fused else None
+        if groups is not None:
+            return self.up.quantized(*self.norm.quantized(q, groups)), kv, q, keys
         query = self.norm(q)
         return self.up(query, adapters), kv, query, keys
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ds_runtime.ops.spec import Facts
 
@@ -21,7 +22,7 @@ class Linear:
     `deltas`: what adapters add, in rows that have one.
     """
 
-    __slots__ = ("_kernel", "deltas", "packed")
+    __slots__ = ("_groups", "_kernel", "deltas", "packed")
 
     def __init__(
         self,
@@ -33,6 +34,8 @@ class Linear:
         self._kernel = kernel
         self.packed: Packed = kernel.pack(weight, facts)
         self.deltas = deltas
+        self._groups: Callable[[int, Packed], linear.Groups | None] | None
+        self._groups = getattr(kernel, "quantizes", None)
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[tokens, in] → [tokens, out]; adapters [tokens] as in Batch."""
@@ -40,6 +43,19 @@ class Linear:
         if adapters is not None:
             for delta in self.deltas:
                 delta.add(y, x, adapters)
+        return y
+
+    def quantizes(self, rows: int, adapters: Tensor | None) -> linear.Groups | None:
+        """How that many rows may come to `quantized`, if they may: adapters need them as they
+        are."""
+        if self._groups is None or (adapters is not None and self.deltas):
+            return None
+        return self._groups(rows, self.packed)
+
+    def quantized(self, q: Tensor, scale: Tensor) -> Tensor:
+        """q [tokens, in] and its scales [tokens, groups] → [tokens, out]."""
+        kernel: Any = self._kernel
+        y: Tensor = kernel.apply_quantized(q, scale, self.packed)
         return y
 
 
@@ -60,6 +76,10 @@ class RmsNorm:
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def quantized(self, x: Tensor, groups: linear.Groups) -> tuple[Tensor, Tensor]:
+        """norm(x) as codes [tokens, n] and scales [tokens, n / groups.size]."""
+        return self._ops.rms_norm_quantize(x, self.weight, self.eps, *groups)
 
 
 class Embedding:

@@ -23,10 +23,15 @@ class SwiGlu:
         parts = (f"{module}.gate_proj", f"{module}.up_proj")
         self.gate_up = load.linear(layer, f"{module}.gate_up_proj", parts)
         self.down = load.linear(layer, f"{module}.down_proj")
+        self.fused = load.bound.has("silu_mul_quantize", layer, module)
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[T, hidden] → [T, hidden]; adapters [T] as in Batch."""
-        return self.down(self.ops.silu_mul(self.gate_up(x, adapters)), adapters)
+        inner = self.gate_up(x, adapters)
+        groups = self.down.quantizes(x.shape[0], adapters) if self.fused else None
+        if groups is not None:
+            return self.down.quantized(*self.ops.silu_mul_quantize(inner, *groups))
+        return self.down(self.ops.silu_mul(inner), adapters)
 
 
 class DenseMlp:

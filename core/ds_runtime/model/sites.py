@@ -130,6 +130,12 @@ def _linear(layer: int, module: str, shape: tuple[int, int], format_of: FormatOf
     return Site("linear", layer, module, weight_format=weight_format, shape=shape)
 
 
+def quantising(op: str, into: Site, module: str) -> list[Site]:
+    """A fusion with the quantisation in front of a Linear, if that may take activations so."""
+    whole = into.shape[1] % _BLOCK == 0
+    return [Site(op, into.layer, module)] if into.weight_format == "fp8_block" and whole else []
+
+
 def _attention(
     c: ModelConfig, layer: int, format_of: FormatOf, tp: int, apart: Collection[str]
 ) -> list[Site]:
@@ -155,7 +161,10 @@ def _attention(
     ]
     first = ("q_a_proj", c.q_lora) if c.q_lora else ("q_proj", heads * c.qk_head)
     if c.q_lora:
-        sites.append(_linear(layer, f"{at}.q_b_proj", (heads * c.qk_head, c.q_lora), format_of))
+        up = _linear(layer, f"{at}.q_b_proj", (heads * c.qk_head, c.q_lora), format_of)
+        # An indexer needs the normed query latent as it is.
+        fused = () if c.has_indexer(layer) else quantising("rms_norm_quantize", up, at)
+        sites += [up, *fused]
     query = _linear(layer, f"{at}.{first[0]}", (first[1], c.hidden), format_of)
     latent = _linear(layer, f"{at}.kv_a_proj_with_mqa", (c.latent, c.hidden), format_of)
     parts = [query, latent]
@@ -250,8 +259,10 @@ def _mlp(
 def _swiglu(c: ModelConfig, layer: int, module: str, width: int, format_of: FormatOf) -> list[Site]:
     pair = ("gate_proj", "up_proj")
     form, stored = joined(format_of(f"model.layers.{layer}.{module}.{name}") for name in pair)
+    down = _linear(layer, f"{module}.down_proj", (c.hidden, width), format_of)
     return [
         Site("silu_mul", layer, module),
+        *quantising("silu_mul_quantize", down, module),
         Site(
             "linear",
             layer,
@@ -260,5 +271,5 @@ def _swiglu(c: ModelConfig, layer: int, module: str, width: int, format_of: Form
             shape=(2 * width, c.hidden),
             stored=stored,
         ),
-        _linear(layer, f"{module}.down_proj", (c.hidden, width), format_of),
+        down,
     ]

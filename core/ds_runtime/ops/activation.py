@@ -29,3 +29,25 @@ SILU_MUL = Op(
     tolerance={"float32": 1e-5, "bfloat16": 1.2e-2, "float16": 2e-3},
     summary="SwiGLU activation",
 )
+
+
+class SiluMulQuantize(Protocol):
+    """QuantizeGroup of SiluMul. A fusion.
+
+    gate_up: [tokens, 2·n] as in SiluMul, n a multiple of `group`; group, ue8m0 and what comes back
+    as in QuantizeGroup. The product is rounded to the input's dtype before it is quantised.
+    """
+
+    def __call__(self, gate_up: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]: ...
+
+
+SILU_MUL_QUANTIZE = Op(
+    name="silu_mul_quantize",
+    protocol=f"{__name__}:SiluMulQuantize",
+    reference=f"{_REF}:silu_mul_quantize",
+    samples=f"{_REF}:silu_mul_quantize_samples",
+    tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
+    optional=True,
+    uses=("silu_mul", "linear"),
+    summary="SwiGLU activation and FP8 quantisation, fused",
+)

@@ -182,13 +182,32 @@ class Binder:
         return (bool(op.composition) or op.optional) and (op.name in self.apart or pinned)
 
     def _left_out(
-        self, op: str, site: Site, accepted: list[Kernel], refused: list[tuple[str, str]]
+        self,
+        op: str,
+        site: Site,
+        accepted: list[Kernel],
+        refused: list[tuple[str, str]],
+        above: str,
     ) -> Decision:
         """An optional fusion that the model computes by its parts."""
-        why = f" ({self._why_apart(op)})" if self._is_apart(site) else ""
-        note = "left to " + ", ".join(OPS[op].uses) + why
+        why = self._why_apart(op) if self._is_apart(site) else above
+        note = "left to " + ", ".join(OPS[op].uses) + (f" ({why})" if why else "")
         lost = tuple((k.name, k.rank) for k in accepted)
         return Decision(op, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note)
+
+    def _outranked(self, site: Site, fused: Kernel, tag: str) -> str:
+        """Why a fusion gives way to its parts, if it does: those without weights are all served by
+        kernels that rank as high as this one of it, and some by one that ranks higher."""
+        higher, plain = "", (n for n in OPS[site.op].uses if OPS[n].kind == "function")
+        for part in (_part(site, name) for name in plain):
+            facts = site_facts(self.base, part)
+            able = (k for k in self.by_op[part.op] if refusal(k, facts, tag) is None)
+            best = next(able, None)
+            if best is None or best.rank < fused.rank:
+                return ""
+            if best.rank > fused.rank and not higher:
+                higher = f"{best.name} outranks {fused.name}"
+        return higher
 
     def _why_apart(self, op: str) -> str:
         return "--disable-fusion" if op in self.apart else "a part of it is pinned"
@@ -247,20 +266,18 @@ class Binder:
         converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
         apart = self._is_apart(site)
         none = apart or not accepted or accepted[0].rank <= RANK_REFERENCE
-        if op.optional and none and not pinned:
-            return None, self._left_out(op.name, site, accepted, refused)
+        above = "" if none or pinned else self._outranked(site, accepted[0], tag)
+        if op.optional and (none or above) and not pinned:
+            return None, self._left_out(op.name, site, accepted, refused, above)
         held = self._converted(site, kernels, tag) if none and not (pinned and accepted) else None
         if held is not None:
             conversion, site, accepted = held
             lost, none = tuple((k.name, k.rank) for k in accepted[1:]), False
             converts = str(conversion)
-        if op.composition and not pinned and none:
+        if op.composition and not pinned and (none or above):
             lost = tuple((k.name, k.rank) for k in accepted)
-            note = (
-                "composed of "
-                + ", ".join(op.uses)
-                + (f" ({self._why_apart(op.name)})" if apart else "")
-            )
+            why = self._why_apart(op.name) if apart else above
+            note = "composed of " + ", ".join(op.uses) + (f" ({why})" if why else "")
             decision = Decision(
                 op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note
             )

@@ -15,6 +15,9 @@ from ds_runtime.ops.table import OPS, Ops
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ds_runtime.ops.linear import Groups
+    from ds_runtime.ops.weight import Packed
+
 
 class _ByRows:
     """Two kernels of one packing behind one contract: by the rows of x, where the weight could be
@@ -28,8 +31,22 @@ class _ByRows:
 
     def apply(self, x: Tensor, *rest: Any) -> Tensor:
         """x [rows, …] and what else the op's contract says, the Packed last."""
-        shared = x.shape[0] >= self._rows and rest[-1].tag == self._packing
-        out: Tensor = (self._many if shared else self._few).apply(x, *rest)
+        out: Tensor = self._of(x.shape[0], rest[-1]).apply(x, *rest)
+        return out
+
+    def _of(self, rows: int, packed: Packed) -> Any:
+        return self._many if rows >= self._rows and packed.tag == self._packing else self._few
+
+    def quantizes(self, rows: int, packed: Packed) -> Groups | None:
+        """See QuantizedLinear; that of the kernel which serves so many rows."""
+        found: Groups | None = None
+        if hasattr(kernel := self._of(rows, packed), "quantizes"):
+            found = kernel.quantizes(rows, packed)
+        return found
+
+    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
+        """See QuantizedLinear."""
+        out: Tensor = self._of(q.shape[0], packed).apply_quantized(q, scale, packed)
         return out
 
 

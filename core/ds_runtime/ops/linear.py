@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ds_runtime.ops.spec import Op
 
@@ -25,12 +25,33 @@ class Linear(Protocol):
     rows may be strided; returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32.
     tokens == 0 is legal; `in` and `out` need not be multiples of anything. `apply` raises
     TypeError for another kernel's Packed. Formats: those of `ops/formats.py` that the kernel
-    names, in the form that `WeightPart` says.
+    names, in the form that `WeightPart` says. A kernel may have the methods of QuantizedLinear.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor: ...
+
+
+class Groups(NamedTuple):
+    """How activations are quantised: `size` and `ue8m0` are QuantizeGroup's group and ue8m0."""
+
+    size: int
+    ue8m0: bool
+
+
+class QuantizedLinear(Protocol):
+    """What a Linear has beside its contract if it takes quantised activations, so that the op in
+    front of it can quantise as it writes.
+
+    `quantizes(rows, packed)`: how `apply` quantises that many rows before it multiplies, or None
+    where it does not. `apply_quantized(q, scale, packed)`: apply of x ≈ q · scale, both as
+    QuantizeGroup gives them for these groups, scales of any strides.
+    """
+
+    def quantizes(self, rows: int, packed: Packed) -> Groups | None: ...
+
+    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor: ...
 
 
 class Embed(Protocol):
@@ -48,7 +69,7 @@ class QuantizeGroup(Protocol):
 
     x: [tokens, n], n a multiple of `group`; rows may be strided. scale = max(amax, 1e-4) / 448
     per group, rounded up to a power of two if `ue8m0`. Returns (q [tokens, n] float8_e4m3fn,
-    scale [tokens, n / group] float32) with x ≈ q · scale. tokens == 0 is legal.
+    scale [tokens, n / group] float32, of any strides) with x ≈ q · scale. tokens == 0 is legal.
     Source: DeepSeek-V3 technical report, section 3.3.
     """
 

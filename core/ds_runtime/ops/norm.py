@@ -37,6 +37,18 @@ class AddRmsNorm(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class RmsNormQuantize(Protocol):
+    """QuantizeGroup of RmsNorm. A fusion.
+
+    x, weight and eps as in RmsNorm, hidden a multiple of `group`; group, ue8m0 and what comes back
+    as in QuantizeGroup. The norm is rounded to x.dtype before it is quantised.
+    """
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 RMS_NORM = Op(
     name="rms_norm",
     protocol=f"{__name__}:RmsNorm",
@@ -55,6 +67,18 @@ ADD_RMS_NORM = Op(
     composition=f"{__name__}:compose_add_rms_norm",
     uses=("rms_norm",),
     summary="residual add and norm, fused",
+)
+
+
+RMS_NORM_QUANTIZE = Op(
+    name="rms_norm_quantize",
+    protocol=f"{__name__}:RmsNormQuantize",
+    reference=f"{_REF}:rms_norm_quantize",
+    samples=f"{_REF}:rms_norm_quantize_samples",
+    tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
+    optional=True,
+    uses=("rms_norm", "linear"),
+    summary="root-mean-square norm and FP8 quantisation, fused",
 )
 
 

@@ -39,6 +39,7 @@ OPS: dict[str, Op] = {
         linear.EMBED,
         norm.RMS_NORM,
         norm.ADD_RMS_NORM,
+        norm.RMS_NORM_QUANTIZE,
         rope.ROPE,
         linear.LINEAR,
         linear.QUANTIZE_GROUP,
@@ -59,6 +60,7 @@ OPS: dict[str, Op] = {
         sparse.SPARSE_PREFILL,
         sparse.SPARSE_DECODE,
         activation.SILU_MUL,
+        activation.SILU_MUL_QUANTIZE,
         moe.ROUTER_LOGITS,
         moe.ROUTE,
         moe.EXPERTS,
@@ -89,6 +91,7 @@ class Ops:
     embed: Embed
     rms_norm: norm.RmsNorm
     add_rms_norm: norm.AddRmsNorm
+    rms_norm_quantize: norm.RmsNormQuantize
     rope: rope.Rope
     linear: Linear
     quantize_group: QuantizeGroup
@@ -109,6 +112,7 @@ class Ops:
     sparse_prefill: sparse.SparseMla
     sparse_decode: sparse.SparseMla
     silu_mul: activation.SiluMul
+    silu_mul_quantize: activation.SiluMulQuantize
     router_logits: RouterLogits
     route: Route
     experts: Experts

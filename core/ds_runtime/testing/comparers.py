@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.formats import is_fp8
 from ds_runtime.ops.reference.index import index_scores
-from ds_runtime.ops.reference.moe import group_scores, mask_groups, scores_and_choice
+from ds_runtime.ops.reference.moe import (
+    group_scores,
+    mask_groups,
+    scores_and_choice,
+)
+from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.spec import Routing
 from ds_runtime.testing.numerics import disagreement, relative_error
 
@@ -89,6 +95,28 @@ def _compare_quantised(
     return disagreement(_decode(got, group), _decode(want, group), tolerance)
 
 
+def _compare_fused(
+    values: Callable[..., Tensor],
+) -> Callable[..., Verdict]:
+    """Of fusions with quantize_group: what was rounded on the way moves scales a little, and those
+    that are powers of two to the next. Codes must give `values` of the other arguments back."""
+
+    def verdict(
+        args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+    ) -> Verdict:
+        *inputs, group, ue8m0 = args
+        ratio = got[1].cpu().to(torch.float64) / want[1].to(torch.float64)
+        if ue8m0 and not (torch.frexp(got[1].cpu())[0] == 0.5).all():
+            return float("inf"), "a scale is no power of two"
+        least, most = (0.5, 2.0) if ue8m0 else (0.99, 1.01)
+        if ratio.numel() and not (least <= ratio.min() and ratio.max() <= most):
+            said = f"scales are {ratio.min():.3g} to {ratio.max():.3g} times those expected"
+            return float("inf"), said
+        return disagreement(_decode(got, group), values(*inputs), tolerance)
+
+    return verdict
+
+
 def _decode(pair: Sequence[Tensor], group: int) -> Tensor:
     q, scale = (t.cpu().to(torch.float64) for t in pair)
     return q * scale.repeat_interleave(group, dim=-1)
@@ -162,6 +190,8 @@ def _compare_selected(
 _SPECIAL: dict[str, Callable[..., Verdict]] = {
     "route": _compare_route,
     "quantize_group": _compare_quantised,
+    "rms_norm_quantize": _compare_fused(rms_norm),
+    "silu_mul_quantize": _compare_fused(silu_mul),
     "index_prologue": _compare_index_prologue,
     "index_scores": _compare_scores,
     "index_topk": _compare_slots,

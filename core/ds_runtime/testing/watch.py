@@ -47,6 +47,9 @@ _WRITTEN = {
 }
 
 
+_ASKED = ("state", "quantizes")  # methods that compute nothing
+
+
 @dataclass(frozen=True)
 class Seen:
     """One call: where, by whom, the case that it was (judged by its last call), what came of it."""
@@ -124,7 +127,7 @@ class _Place:
 
     def _applied(self, name: str, function: Any, args: tuple[Any, ...]) -> Any:
         # Optional fusions are not asked: what they fuse is, where prefill computes it.
-        if self._ops.quiet or name == "state" or self._kernel.op.optional:
+        if self._ops.quiet or name in _ASKED or self._kernel.op.optional:
             return function(*args)
         calls = self._decode(args) if name == "run" else self._weighed(name, args)
         after = tuple(args)

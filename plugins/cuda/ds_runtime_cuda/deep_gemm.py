@@ -16,10 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import FP8_EXPERTS, FP8_ROWS, ExpertSource, Facts, Packed, Weight, fp8_blocks
+from ds_runtime.api import (
+    FP8_EXPERTS,
+    FP8_ROWS,
+    ExpertSource,
+    Facts,
+    Groups,
+    Packed,
+    Weight,
+    fp8_blocks,
+)
 from ds_runtime_cuda import grouped
 from ds_runtime_cuda.gates import COPIED_KEYS
-from ds_runtime_cuda.quant import quantise
+from ds_runtime_cuda.quant import GROUP, in_columns, quantise
 
 _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
 ALIGN = 128  # rows of one expert begin at multiples of this
@@ -53,9 +62,19 @@ class LinearFp8:
         packed.expect(self.tag, FP8_ROWS)
         if packed.tag != FP8_ROWS:
             return F.linear(x, packed.tensors["dense"])
-        out = torch.empty(x.shape[0], packed.shape[0], dtype=torch.bfloat16, device=x.device)
-        if x.shape[0]:
-            self._gemm(quantise(x), (packed.tensors["weight"], packed.tensors["scale"]), out)
+        return self.apply_quantized(*quantise(x), packed)
+
+    def quantizes(self, rows: int, packed: Packed) -> Groups | None:
+        """See QuantizedLinear."""
+        return Groups(GROUP, False) if packed.tag == FP8_ROWS else None
+
+    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
+        """See QuantizedLinear."""
+        packed.expect(FP8_ROWS)
+        out = torch.empty(q.shape[0], packed.shape[0], dtype=torch.bfloat16, device=q.device)
+        if q.shape[0]:
+            weight = packed.tensors["weight"], packed.tensors["scale"]
+            self._gemm((q, in_columns(scale)), weight, out)
         return out
 
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import ExpertSource, Facts, Packed, Weight, fp8_blocks
+from ds_runtime.api import ExpertSource, Facts, Groups, Packed, Weight, fp8_blocks
 from ds_runtime_cuda import deep_gemm, grouped
-from ds_runtime_cuda.quant import power_above, quantise
+from ds_runtime_cuda.quant import GROUP, in_columns, power_above, quantise
 
 _PARTS = ("gate_up", "down")
 
@@ -82,9 +82,19 @@ class LinearFp8Packed:
         held = packed.tensors
         if "dense" in held:
             return F.linear(x, held["dense"])
-        out = torch.empty(x.shape[0], packed.shape[0], dtype=torch.bfloat16, device=x.device)
-        if x.shape[0]:
-            self._gemm(quantise(x, powers=True), (held["weight"], held["scale"]), out)
+        return self.apply_quantized(*quantise(x, powers=True), packed)
+
+    def quantizes(self, rows: int, packed: Packed) -> Groups | None:
+        """See QuantizedLinear."""
+        return None if "dense" in packed.tensors else Groups(GROUP, True)
+
+    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
+        """See QuantizedLinear."""
+        packed.expect(self.tag)
+        held = packed.tensors
+        out = torch.empty(q.shape[0], packed.shape[0], dtype=torch.bfloat16, device=q.device)
+        if q.shape[0]:
+            self._gemm((q, in_columns(scale)), (held["weight"], held["scale"]), out)
         return out
 
 

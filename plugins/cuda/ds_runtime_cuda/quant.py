@@ -22,6 +22,15 @@ def scale_columns(tokens: int, groups: int, device: torch.device) -> Tensor:
     return held.as_strided((tokens, groups), (1, aligned))
 
 
+def in_columns(scale: Tensor) -> Tensor:
+    """Scales [tokens, groups] as `scale_columns` lays them: a copy where they lie otherwise."""
+    tokens, groups = scale.shape
+    aligned = -(-tokens // 4) * 4
+    if scale.stride() == (1, aligned):
+        return scale
+    return scale_columns(tokens, groups, scale.device).copy_(scale)
+
+
 def quantise(x: Tensor, rows: int | None = None, powers: bool = False) -> tuple[Tensor, Tensor]:
     """x [tokens, n], n a multiple of 128, rows may be strided → (e4m3 [rows, n], scales).
 

@@ -122,6 +122,12 @@ def _multiplies_fp8(facts: Facts) -> str | None:
     return None
 
 
+def _converts_fp8(facts: Facts) -> str | None:
+    if FP8 not in facts.device.fast_dtypes:
+        return f"{facts.device.name} does not convert to {FP8}"
+    return None
+
+
 def _rounds(facts: Facts) -> str | None:
     if facts.dtype == "float32":
         return "float32 asks for products without rounding; this kernel rounds activations"
@@ -132,6 +138,7 @@ _anywhere = gates(_compiles, _dtype)
 _latent_pages = gates(_kv_dtype, _anywhere)
 _mla_decode = gates(_tokens_on_chip, _latent_pages)
 _mha_prefill = gates(_heads_on_chip, _anywhere)
+_converts = gates(_converts_fp8, _anywhere)
 _int8 = gates(_rounds, _anywhere)
 _fp8 = gates(_multiplies_fp8, _rounds, _anywhere)
 _scaled_pages = gates(_scaled_kv, _anywhere)
@@ -234,9 +241,11 @@ SMALL: tuple[Kernel, ...] = (
     _offer("embed", "small:embed"),
     _offer("rms_norm", "norm:rms_norm"),
     _offer("add_rms_norm", "norm:add_rms_norm"),
+    _offer("rms_norm_quantize", "norm:rms_norm_quantize", _converts),
     _offer("rope", "cache:rope"),
     _offer("silu_mul", "small:silu_mul"),
-    _offer("quantize_group", "quant:quantize_group"),
+    _offer("silu_mul_quantize", "small:silu_mul_quantize", _converts),
+    _offer("quantize_group", "quant:quantize_group", _converts),
     _offer("lora_delta", "lora:lora_delta"),
     _offer("mask_logits", "sampling:mask_logits"),
     _offer("sample", "sampling:sample"),

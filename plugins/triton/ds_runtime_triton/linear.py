@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
+from ds_runtime.api import FP8_ROWS, Facts, Groups, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import BLOCK, Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import Config, folder, tuned
 from ds_runtime_triton.jit.gemm import (
@@ -120,32 +120,58 @@ class LinearFp8:
         m, n = x.shape[0], packed.shape[0]
         y = torch.empty(m, n, dtype=x.dtype, device=x.device)
         if m:
-            _fp8_gemm(x, packed.tensors["blocks"], y, packed, packed.tensors["tuned"].at(m))
+            _fp8_gemm(x, None, packed.tensors["blocks"], y, packed, packed.tensors["tuned"].at(m))
+        return y
+
+    def quantizes(self, rows: int, packed: Packed) -> Groups | None:
+        """By the inputs of a block, where that is done beforehand: see QuantizedLinear."""
+        blocks: Blocks | None = packed.tensors.get("blocks")
+        if not self.packing or not rows or blocks is None or packed.shape[1] % blocks.group_k:
+            return None
+        config: Config = packed.tensors["tuned"].at(rows)
+        beforehand = not config.get("VECTOR") and config["QUANTISED"]
+        return Groups(blocks.group_k, blocks.ue8m0) if beforehand else None
+
+    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
+        """See QuantizedLinear."""
+        packed.expect(self.tag, self.packing)
+        m, n = q.shape[0], packed.shape[0]
+        y = torch.empty(m, n, dtype=self.dense.dtype, device=q.device)
+        if m:
+            columns = scale.T if scale.stride(0) == 1 else scale.T.contiguous()
+            config = packed.tensors["tuned"].at(max(m, 2))
+            _fp8_gemm(q, columns, packed.tensors["blocks"], y, packed, config)
         return y
 
 
-def _fp8_gemm(x: Tensor, blocks: Blocks, y: Tensor, packed: Packed, config: Config) -> None:
+def _fp8_gemm(
+    x: Tensor, scale: Tensor | None, blocks: Blocks, y: Tensor, packed: Packed, config: Config
+) -> None:
+    """scale: [groups, tokens] of x, if it is quantised already."""
     (m, n), k = y.shape, x.shape[1]
     if config.get("VECTOR"):
         _fp8_vector(x, blocks, y, packed, config)
         return
     grid, split = grid_of(config, m, n)
-    beforehand = bool(config["QUANTISED"])
-    scale = blocks.scale
-    if beforehand:
+    if scale is not None:
+        config = {**config, "QUANTISED": 1}
+    elif config["QUANTISED"]:
         x, scale = quantise_by_group(x, blocks.group_k, blocks.ue8m0, blocks.values.dtype)
+    else:
+        scale = blocks.scale
     if config.get("WIDE"):
         fp8_wide_kernel[grid](
             x, scale, blocks.values, blocks.scale, y, m, n, k, x.stride(0),
-            blocks.step, GROUP_N=blocks.group_n, BLOCK_K=blocks.group_k,
+            blocks.step, scale.stride(0), GROUP_N=blocks.group_n, BLOCK_K=blocks.group_k,
             EVEN=k % blocks.group_k == 0,
             **{name: v for name, v in config.items() if name not in _NARROW},
         )  # fmt: skip
         return
     fp8_gemm_kernel[grid](
         x, scale, blocks.values, blocks.scale, y, pieces(config, grid[0], split, y),
-        packed.tensors["arrived"], m, n, k, x.stride(0), blocks.step, GROUP_N=blocks.group_n,
-        UE8M0=blocks.ue8m0, BLOCK_K=blocks.group_k, EVEN=k % blocks.group_k == 0,
+        packed.tensors["arrived"], m, n, k, x.stride(0), blocks.step, scale.stride(0),
+        GROUP_N=blocks.group_n, UE8M0=blocks.ue8m0, BLOCK_K=blocks.group_k,
+        EVEN=k % blocks.group_k == 0,
         **{**{name: v for name, v in config.items() if name != "WIDE"}, "SPLIT": split},
     )  # fmt: skip
 

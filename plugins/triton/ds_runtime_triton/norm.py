@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_runtime_triton.jit.norm import add_rms_norm_kernel, rms_norm_kernel
-from ds_runtime_triton.launch import row_block
+from ds_runtime_triton.jit.norm import (
+    add_rms_norm_kernel,
+    rms_norm_kernel,
+    rms_norm_quantise_kernel,
+)
+from ds_runtime_triton.launch import pow2, row_block
+from ds_runtime_triton.quant import codes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,6 +24,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             x, weight, out, n, x.stride(0), eps, block, n <= block, num_warps=warps
         )
     return out
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """RmsNormQuantize: one program per row."""
+    rows, n = x.shape
+    q, scale = codes(rows, n, group, x.device)
+    if rows:
+        block, warps = row_block(n)
+        width = pow2(group)
+        groups = max(1, min(block, pow2(n)) // width)
+        rms_norm_quantise_kernel[(rows,)](
+            x, weight, q, scale, n, x.stride(0), *scale.stride(), eps, group, width, groups,
+            n <= groups * group, ue8m0, num_warps=warps,
+        )  # fmt: skip
+    return q, scale
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,13 @@ def _quantise(
     return q
 
 
+def codes(rows: int, n: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Empty (e4m3 [rows, n], scales [rows, groups]). Scales lie as matmuls read them: tokens
+    contiguous, the column of each group beginning at a multiple of 16 bytes."""
+    held = torch.empty(n // group, cdiv(rows, 4) * 4, dtype=torch.float32, device=device)
+    return torch.empty(rows, n, dtype=FP8, device=device), held.T[:rows]
+
+
 def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """QuantizeGroup."""
     scale = torch.empty(x.shape[0], x.shape[1] // group, dtype=torch.float32, device=x.device)

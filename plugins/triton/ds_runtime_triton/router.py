@@ -15,7 +15,8 @@ from ds_runtime_triton.jit.router import (
 from ds_runtime_triton.launch import cdiv, pow2
 
 _SHORT = 4096  # columns of a row from which more than _FEW tokens are multiplied in pieces
-_FEW, _ROWS_LIMIT = 4, 128  # tokens up to which long rows, and short ones, are streamed
+_FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are streamed
+_LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
 _EXPERTS, _COLUMNS = 64, 128  # of a tile
 _PROGRAMS = 224  # that rows are cut for
 
@@ -28,10 +29,12 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         return logits
     if tokens <= (_FEW if n >= _SHORT else _ROWS_LIMIT):
         few = min(4 if tokens <= 32 else 8, pow2(tokens))
-        block = min(1024 if few <= 4 else 256, pow2(n, 16))
-        router_rows_kernel[(cdiv(experts, 2), cdiv(tokens, few))](
-            x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0), few, 2, block,
-            num_warps=4,
+        each = 1 if tokens == 1 else 2
+        values, warps = (_LONG_VALUES, 8) if n >= _SHORT else (_VALUES, 4)
+        block = min(values // (few * each), pow2(n, 16))
+        router_rows_kernel[(cdiv(experts, each), cdiv(tokens, few))](
+            x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0), few, each, block,
+            num_warps=warps,
         )  # fmt: skip
         return logits
     block = min(64, pow2(tokens, 16))

@@ -1,12 +1,18 @@
-"""Embed, SiluMul and MergeState."""
+"""Embed, SiluMul, SiluMulQuantize and MergeState."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ds_runtime_triton.jit.small import embed_kernel, merge_state_kernel, silu_mul_kernel
+from ds_runtime_triton.jit.small import (
+    embed_kernel,
+    merge_state_kernel,
+    silu_mul_kernel,
+    silu_mul_quantise_kernel,
+)
 from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.quant import codes
 
 _BLOCK = 1024  # columns of one program
 
@@ -31,6 +37,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         block = min(_BLOCK, pow2(n, 16))
         silu_mul_kernel[(rows, cdiv(n, block))](gate_up, out, n, gate_up.stride(0), block)
     return out
+
+
+def silu_mul_quantize(gate_up: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """SiluMulQuantize: one program per row and some groups."""
+    rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+    q, scale = codes(rows, n, group, gate_up.device)
+    if rows and n:
+        width = pow2(group)
+        groups = max(1, min(_BLOCK, pow2(n)) // width)
+        silu_mul_quantise_kernel[(rows, cdiv(n, groups * group))](
+            gate_up, q, scale, n, gate_up.stride(0), *scale.stride(), group, width, groups, ue8m0
+        )
+    return q, scale
 
 
 def merge_state(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_runtime.ops.reference.cases import Case, Maker, case
 from ds_runtime.ops.reference.formats import wide
+from ds_runtime.ops.reference.linear import quantize_group
 from ds_runtime.ops.spec import Facts
 
 
@@ -16,6 +17,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Reference of SiluMul."""
     gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype).contiguous()
+
+
+def silu_mul_quantize(gate_up: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """Reference of SiluMulQuantize: the composition."""
+    return quantize_group(silu_mul(gate_up), group, ue8m0)
 
 
 def silu_mul_samples(facts: Facts) -> Iterator[Case]:
@@ -27,3 +33,16 @@ def silu_mul_samples(facts: Facts) -> Iterator[Case]:
     yield case("strided", facts, make.inside(make.normal(5, 2 * 50)))
     yield case("large", facts, make.normal(5, 2 * 64, scale=100))
     yield case("small", facts, make.normal(5, 2 * 64, scale=0.1))
+
+
+def silu_mul_quantize_samples(facts: Facts) -> Iterator[Case]:
+    """Both scale kinds, groups of zeros, both ends of the sigmoid, strided rows."""
+    for ue8m0 in (False, True):
+        kind = "power-of-two" if ue8m0 else "float"
+        for tokens, n in ((0, 128), (1, 2304), (70, 384)):
+            make = Maker(facts, label := f"{kind} {tokens}x{n}")
+            yield case(label, facts, make.normal(tokens, 2 * n), 128, ue8m0)
+        make = Maker(facts, label := f"{kind} awkward")
+        x = make.normal(5, 512, scale=10)
+        x[1, :128], x[2, 7], x[3] = 0, 100, x[3] * 1e-6
+        yield case(label, facts, make.inside(x), 128, ue8m0)

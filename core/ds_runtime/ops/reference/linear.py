@@ -7,13 +7,14 @@ by a pin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.linear import Groups
 from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, Saved, case, site
 from ds_runtime.ops.reference.formats import decode_scale, fp8_vectors, torch_dtype, wide
 from ds_runtime.ops.spec import Facts
@@ -41,6 +42,17 @@ class ReferenceLinear:
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         return F.linear(_whole_tiles(x), packed.tensors["weight"])
+
+    def quantizes(self, rows: int, packed: Packed) -> Groups | None:
+        """Nothing: x is multiplied as it is."""
+        return None
+
+    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
+        """`apply` of what q and scale stand for."""
+        compute = wide(self.dtype)
+        width = q.shape[1] // scale.shape[1]
+        values = q.to(compute) * scale.to(compute).repeat_interleave(width, 1)
+        return self.apply(values.to(self.dtype), packed)
 
 
 def _whole_tiles(rows: Tensor) -> Tensor:
@@ -132,8 +144,27 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return q.reshape(tokens, n), scale
 
 
+def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs by whole groups of 128 that a FP8 weight may be multiplied with; scales that are
+    powers of two serve whoever takes quantised activations."""
+    parts = weight.parts
+    whole = weight.shape[1] % 128 == 0 and all(p.offset == (0, 0) for p in parts)
+    if weight.format == "fp8_block" and whole:
+        for x in inputs:
+            yield quantize_group(x, 128, True)
+
+
+def _columns(scale: Tensor) -> Tensor:
+    """The same, tokens contiguous."""
+    return scale.T.contiguous().T
+
+
 def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
+    """FP8 weights of whole groups: also by activations that are quantised already."""
     facts = site(facts, weight)
+    quantised = [
+        (q, wider) for q, scale in _quantised(weight, inputs) for wider in (scale, _columns(scale))
+    ]
     foreign = Packed("nobody.nothing", weight.shape, {}, 0)
     return Case(
         label,
@@ -141,6 +172,10 @@ def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> C
         (
             Call((weight, facts), method="pack", save="packed"),
             *(Call((x, Saved("packed")), method="apply") for x in inputs),
+            *(
+                Call((*pair, Saved("packed")), method="apply_quantized", asks="quantizes")
+                for pair in quantised
+            ),
             Call((inputs[-1], foreign), method="apply", raises=TypeError),
         ),
     )

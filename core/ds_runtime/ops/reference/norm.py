@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_runtime.ops.reference.cases import Call, Case, Maker, case
 from ds_runtime.ops.reference.formats import wide
+from ds_runtime.ops.reference.linear import quantize_group
 from ds_runtime.ops.spec import Facts
 
 
@@ -24,6 +25,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Reference of AddRmsNorm: the composition."""
     summed = (x + residual).contiguous()
     return rms_norm(summed, weight, eps), summed
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """Reference of RmsNormQuantize: the composition."""
+    return quantize_group(rms_norm(x, weight, eps), group, ue8m0)
 
 
 def rms_norm_samples(facts: Facts) -> Iterator[Case]:
@@ -56,3 +64,17 @@ def add_rms_norm_samples(facts: Facts) -> Iterator[Case]:
     x, residual = make.normal(5, 96, scale=100), make.normal(5, 96, scale=1e4)
     weight = make.normal(96, dtype=torch.float32)
     yield Case("large, float32 weight", facts, (Call((x, residual, weight, 1e-6), free=(1,)),))
+
+
+def rms_norm_quantize_samples(facts: Facts) -> Iterator[Case]:
+    """Both scale kinds, groups of zeros, outliers, wide and strided rows."""
+    for ue8m0 in (False, True):
+        kind = "power-of-two" if ue8m0 else "float"
+        for tokens, n in ((0, 128), (1, 1536), (7, 384), (1, 16384)):
+            make = Maker(facts, label := f"{kind} {tokens}x{n}")
+            yield case(label, facts, make.normal(tokens, n), make.normal(n), 1e-6, 128, ue8m0)
+        make = Maker(facts, label := f"{kind} awkward")
+        x = make.normal(70, 256)
+        x[1, :128], x[2, 7], x[3] = 0, 3e4, x[3] * 1e-6
+        weight = make.normal(256, dtype=torch.float32)
+        yield case(label, facts, make.inside(x), weight, 1e-6, 128, ue8m0)

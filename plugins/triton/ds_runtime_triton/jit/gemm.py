@@ -190,6 +190,7 @@ def fp8_gemm_kernel(
     K,
     stride_x,
     step,
+    x_step,
     GROUP_N: tl.constexpr,
     UE8M0: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -205,8 +206,8 @@ def fp8_gemm_kernel(
     """y = x · wᵀ where BLOCK_K columns share a scale.
 
     w_scale: [N / GROUP_N, K / BLOCK_K], or with step 0 one column for all. QUANTISED: x is
-    quantised like w, with x_scale [K / BLOCK_K, M]; otherwise every program quantises the tokens
-    that it reads.
+    quantised like w, with x_scale [K / BLOCK_K, M], x_step between its rows; otherwise every
+    program quantises the tokens that it reads.
     """
     follow(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -228,12 +229,12 @@ def fp8_gemm_kernel(
     rows = tl.load(w_scales + next * step)
     scale = tl.zeros((BLOCK_M,), tl.float32)
     if QUANTISED:
-        scale = tl.load(x_scale + next * M + m_read)
+        scale = tl.load(x_scale + next * x_step + m_read)
     for group in range(split * each, tl.minimum((split + 1) * each, groups)):
         next = tl.minimum(group + 1, groups - 1)
         next_rows, next_scale = tl.load(w_scales + next * step), scale
         if QUANTISED:
-            next_scale = tl.load(x_scale + next * M + m_read)
+            next_scale = tl.load(x_scale + next * x_step + m_read)
         start = group * BLOCK_K
         if EVEN:
             a, b = tl.load(x_rows + start), tl.load(w_rows + start)
@@ -320,6 +321,7 @@ def fp8_wide_kernel(
     K,
     stride_x,
     step,
+    x_step,
     GROUP_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -357,7 +359,7 @@ def fp8_wide_kernel(
         next = tl.minimum(group + 1, groups - 1)
         at = next * step
         next_low, next_high = tl.load(low_scales + at), tl.load(high_scales + at)
-        next_scale = tl.load(x_scale + next * M + m_read)
+        next_scale = tl.load(x_scale + next * x_step + m_read)
         start = group * BLOCK_K
         if EVEN:
             a, b, c = tl.load(x_rows + start), tl.load(low_rows + start), tl.load(high_rows + start)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ds_runtime_triton.jit.entry import entry, follow
+from ds_runtime_triton.jit.quant import scale_of, to_codes
 
 
 @entry
@@ -36,6 +37,39 @@ def silu_mul_kernel(gate_up, out, n, stride, BLOCK: tl.constexpr, PDL: tl.conste
     gate = tl.load(place, mask=cols < n, other=0.0).to(tl.float32)
     up = tl.load(place + n, mask=cols < n, other=0.0).to(tl.float32)
     tl.store(out + row * n + cols, (silu(gate) * up).to(out.dtype.element_ty), mask=cols < n)
+
+
+@entry
+def silu_mul_quantise_kernel(
+    gate_up,
+    q,
+    scale,
+    n,
+    stride,
+    stride_scale_row,
+    stride_scale_group,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    UE8M0: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """GROUPS groups of one row, WIDTH being GROUP rounded up to a power of two. The product is
+    rounded to the dtype of gate_up."""
+    follow(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inside = tl.arange(0, WIDTH)[None, :]
+    cols = group[:, None] * GROUP + inside
+    mask = (inside < GROUP) & (cols < n)
+    place = gate_up + row * stride + cols
+    gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(place + n, mask=mask, other=0.0).to(tl.float32)
+    made = (silu(gate) * up).to(gate_up.dtype.element_ty).to(tl.float32)
+    scales = scale_of(made, 1, UE8M0, q.dtype.element_ty)
+    tl.store(q + row * n + cols, to_codes(made / scales[:, None], q.dtype.element_ty), mask=mask)
+    at = scale + row * stride_scale_row + group * stride_scale_group
+    tl.store(at, scales, mask=group * GROUP < n)
 
 
 @entry
