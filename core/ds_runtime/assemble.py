@@ -150,6 +150,11 @@ def assemble(
     verify: Verify = ""
     if (speculation := Speculation.of(config)) is not None:
         assert config.speculative_algorithm is not None
+        if speculation.topk > model.vocab_size:
+            raise ConfigError(
+                f"--speculative-eagle-topk {speculation.topk}: the model has {model.vocab_size} "
+                "tokens: give at most that"
+            )
         path = config.speculative_draft_model_path
         nextn = find_nextn(config.speculative_algorithm, path, folder, model)
         nextn_loader = find_loader(offers, nextn.config, str(nextn.folder / "config.json"))

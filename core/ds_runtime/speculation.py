@@ -48,6 +48,12 @@ class Speculation:
         return (self.steps - 1) * self.topk
 
     @staticmethod
+    def whole(steps: int, topk: int) -> int:
+        """Tokens of the whole tree: the root, its topk children, then topk of each of the topk
+        best; of a chain with topk 1."""
+        return 1 + topk + (steps - 1) * topk * topk
+
+    @staticmethod
     def of(config: EngineConfig) -> Speculation | None:
         """Of a config whose settings go together; None: no speculation."""
         if config.speculative_algorithm is None:
@@ -58,13 +64,8 @@ class Speculation:
         if steps is None:
             steps = DEFAULT_STEPS if tokens is None or topk > 1 else tokens - 1
         if tokens is None:
-            tokens = steps + 1 if topk == 1 else min(MOST_TOKENS, _nodes(steps, topk))
+            tokens = steps + 1 if topk == 1 else min(MOST_TOKENS, Speculation.whole(steps, topk))
         return Speculation(steps, topk, tokens, config.speculative_adaptive)
-
-
-def _nodes(steps: int, topk: int) -> int:
-    """Tokens of the whole tree: the root, its topk children, then topk of each of the topk best."""
-    return 1 + topk + (steps - 1) * topk * topk
 
 
 def check(config: EngineConfig) -> None:
@@ -80,15 +81,19 @@ def check(config: EngineConfig) -> None:
         given["--speculative-adaptive"] = config.speculative_adaptive or None
         for flag, value in given.items():
             if value is not None:
-                raise ConfigError(
-                    f"{flag} {value}: needs --speculative-algorithm NEXTN or EAGLE beside it"
-                )
+                said = flag if value is True else f"{flag} {value}"
+                raise ConfigError(f"{said}: needs --speculative-algorithm NEXTN or EAGLE beside it")
         return
     for flag, value in list(given.items())[:3]:
         if isinstance(value, int) and value < 1:
             raise ConfigError(f"{flag} {value}: must be at least 1")
     steps, topk, tokens = found.steps, found.topk, found.tokens
-    flag = "--speculative-num-draft-tokens"
+    flag, most = "--speculative-num-draft-tokens", MOST_TOKENS - 1
+    for own, value in list(given.items())[:2]:
+        if isinstance(value, int) and value > most:
+            raise ConfigError(
+                f"{own} {value}: must be at most {most}: a forward verifies {MOST_TOKENS} tokens"
+            )
     if not 2 <= tokens <= MOST_TOKENS:
         raise ConfigError(
             f"{flag} {tokens}: must be 2 to {MOST_TOKENS}: the last token and the drafts behind it "
@@ -99,10 +104,10 @@ def check(config: EngineConfig) -> None:
             f"{flag} {tokens}: with --speculative-eagle-topk 1 and --speculative-num-steps {steps} "
             f"it is {steps + 1}: a chain has one draft per step behind the last token"
         )
-    if tokens > _nodes(steps, topk):
+    if tokens > (whole := Speculation.whole(steps, topk)):
         raise ConfigError(
             f"{flag} {tokens}: a tree of --speculative-num-steps {steps} and "
-            f"--speculative-eagle-topk {topk} has {_nodes(steps, topk)} tokens: give at most that"
+            f"--speculative-eagle-topk {topk} has {whole} tokens: give at most that"
         )
     if found.room > TAIL:
         raise ConfigError(

@@ -280,24 +280,7 @@ def test_an_optional_fusion_has_a_place_where_a_plugin_offers_it(sites) -> None:
     assert chosen(bind(sites, narrow), "mla_inputs") == {"composed"}, "no weight is converted"
 
 
-def test_a_portable_fusion_gives_way_to_a_part_made_for_the_device(sites) -> None:
-    """Where the others are served as well as by the fusion; else it stays."""
-    fused, parts = kernel("mla_prologue"), ("rms_norm", "rope", "cache_write")
-    rest = [kernel(op, "portable") for op in parts]
-    made = kernel("rope", "made", 30)
-    assert chosen(bind(sites, fused, *rest), "mla_prologue") == {"mine.mla_prologue"}
-    found = bind(sites, fused, *rest, made)
-    (decision, *_) = decisions(found, "mla_prologue")
-    assert "(made.rope outranks mine.mla_prologue)" in decision.note
-    assert chosen(found, "rope") == {"made.rope"}
-    assert ("mine.mla_prologue", 20) in decision.lost
-    # No cache_write but the reference's: the fusion is better.
-    assert chosen(bind(sites, fused, *rest[:2], made), "mla_prologue") == {"mine.mla_prologue"}
-    pinned = bind(sites, fused, *rest, made, pins=("mla_prologue=mine",))
-    assert chosen(pinned, "mla_prologue") == {"mine.mla_prologue"}
-
-
-def test_an_optional_fusion_gives_way_too(tmp_path) -> None:
+def test_an_optional_fusion_gives_way_to_a_part_made_for_the_device(tmp_path) -> None:
     """A vendor's silu_mul is not swallowed by a portable kernel that also quantises."""
     folder = tiny_config(tmp_path)
     sites = model_sites(load_config(folder), lambda module: "fp8_block")

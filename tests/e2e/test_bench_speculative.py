@@ -16,7 +16,7 @@ SHORT = ["--context-length", "64", "--threads", "1", "--runs", "1", "--output-le
 
 def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*COMMON, *SHORT, "--input-len", "8", "--batch-size", "1", "2", "--steps", "2", "--json"]
-    argv += ["--topk", "1", "2", "--draft-tokens", "5"]
+    argv += ["--topk", "1", "2", "--draft-tokens", "5", "9"]
     assert main([*argv, "--simulate-acceptance", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(r["batch_size"], r["steps"], r["topk"]) for r in report["results"]] == [
@@ -27,6 +27,8 @@ def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixt
     fixed = [r["length"] for r in report["results"] if r["steps"] is not None]
     assert fixed == [1, 1, 3, 3, 3, 3]
     assert report["results"][-1]["draft_tokens"] == 5
+    (left_out,) = report["left_out"]
+    assert left_out.startswith("--draft-tokens 9: a tree of --steps 2 and --topk 2 has 7 tokens")
     assert all(r["tokens_per_s"] > 0 for r in report["results"]) and report["simulated"] == 1
 
 
@@ -39,6 +41,7 @@ def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixt
         (["--topk", "0"], "--topk 0: must be at least 1"),
         (["--draft-tokens", "1"], "--draft-tokens 1: must be at least 2"),
         (["--topk", "2", "--steps", "1", "--draft-tokens", "9"], "has 3 tokens: give at most that"),
+        (["--speculative-num-steps", "2"], "--speculative-num-steps: what is measured here: use"),
     ],
 )
 def test_bad_values(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,7 @@ def run(
     from ds_runtime import LLM
     from ds_runtime.model.hub import resolve_model
 
+    impossible = _impossible(steps, topks, nodes)
     folder = resolve_model(str(settings.get("model", "demo")))
     given = {"disable_radix_cache": True, "speculative_algorithm": "NEXTN", **settings}
     found, answers = [], dict[int, list[list[int]]]()
@@ -98,12 +99,31 @@ def run(
         "model": str(settings.get("model", "demo")),
         "settings": {k: v for k, v in settings.items() if k != "model"},
         "simulated": simulated,
+        "left_out": impossible,
         "results": [asdict(f) for f in found],
         **environment(),
     }
 
 
 Shape = tuple[int | None, int, int | None]  # steps, topk, tokens verified, as in Figure
+
+
+def _impossible(steps: Sequence[int], topks: Sequence[int], nodes: Sequence[int]) -> list[str]:
+    """The trees asked for that cannot be, in words; ConfigError if nothing else was asked for."""
+    from ds_runtime.speculation import Speculation
+
+    wide, said = [k for k in topks if k > 1], []
+    for count, topk in ((count, topk) for count in steps for topk in wide):
+        whole = Speculation.whole(count, topk)
+        said += [
+            f"--draft-tokens {tokens}: a tree of --steps {count} and --topk {topk} has {whole} "
+            "tokens: give at most that"
+            for tokens in nodes
+            if tokens > whole
+        ]
+    if said and 1 not in topks and len(said) == len(steps) * len(wide) * len(nodes):
+        raise ConfigError(said[0])
+    return said
 
 
 def _engines(
@@ -121,7 +141,9 @@ def _engines(
         found.append(({**given, **longest}, {**chains, None: (None, 1, None)}))
     for count in steps:
         for topk in topks:
-            for tokens in (nodes or (None,)) if topk > 1 else ():
+            whole = Speculation.whole(count, topk)
+            possible = [n for n in nodes if n <= whole] if nodes else [None]
+            for tokens in possible if topk > 1 else ():
                 tree = {"speculative_num_steps": count, "speculative_eagle_topk": topk}
                 chosen = {**given, **tree, "speculative_num_draft_tokens": tokens}
                 shape = Speculation.of(EngineConfig(**chosen))
@@ -229,4 +251,5 @@ def render(report: Mapping[str, Any]) -> str:
             )
         best = max(rows, key=lambda r: r["tokens_per_s"])
         lines.append(f"batch {size:>3}: best with {_flags(best)}")
+    lines += [f"left out: {said}" for said in report["left_out"]]
     return "\n".join(lines)

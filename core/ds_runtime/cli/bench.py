@@ -226,6 +226,11 @@ def run_one_batch(args: Namespace) -> int:
 
 def run_speculative(args: Namespace) -> int:
     """Measure and print."""
+    own = {"num_steps": "steps", "eagle_topk": "topk", "num_draft_tokens": "draft-tokens"}
+    for name, instead in own.items():
+        if getattr(args, f"speculative_{name}", None) is not None:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--speculative-{flag}: what is measured here: use --{instead}")
     given = settings(args)
     from ds_runtime.bench import speculative
 

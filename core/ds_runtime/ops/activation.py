@@ -48,6 +48,6 @@ SILU_MUL_QUANTIZE = Op(
     samples=f"{_REF}:silu_mul_quantize_samples",
     tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
     optional=True,
-    uses=("silu_mul", "linear"),
+    uses=("silu_mul",),
     summary="SwiGLU activation and FP8 quantisation, fused",
 )

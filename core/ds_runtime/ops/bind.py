@@ -196,18 +196,17 @@ class Binder:
         return Decision(op, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note)
 
     def _outranked(self, site: Site, fused: Kernel, tag: str) -> str:
-        """Why a fusion gives way to its parts, if it does: those without weights are all served by
-        kernels that rank as high as this one of it, and some by one that ranks higher."""
-        higher, plain = "", (n for n in OPS[site.op].uses if OPS[n].kind == "function")
-        for part in (_part(site, name) for name in plain):
+        """Why an optional fusion without weights gives way to its parts, if it does: one of these
+        has a kernel that ranks higher than this one of it."""
+        op = OPS[site.op]
+        for part in (
+            _part(site, name) for name in op.uses if op.optional and op.kind == "function"
+        ):
             facts = site_facts(self.base, part)
-            able = (k for k in self.by_op[part.op] if refusal(k, facts, tag) is None)
-            best = next(able, None)
-            if best is None or best.rank < fused.rank:
-                return ""
-            if best.rank > fused.rank and not higher:
-                higher = f"{best.name} outranks {fused.name}"
-        return higher
+            for kernel in self.by_op[part.op]:
+                if kernel.rank > fused.rank and refusal(kernel, facts, tag) is None:
+                    return f"{kernel.name} outranks {fused.name}"
+        return ""
 
     def _why_apart(self, op: str) -> str:
         return "--disable-fusion" if op in self.apart else "a part of it is pinned"
@@ -274,9 +273,9 @@ class Binder:
             conversion, site, accepted = held
             lost, none = tuple((k.name, k.rank) for k in accepted[1:]), False
             converts = str(conversion)
-        if op.composition and not pinned and (none or above):
+        if op.composition and not pinned and none:
             lost = tuple((k.name, k.rank) for k in accepted)
-            why = self._why_apart(op.name) if apart else above
+            why = self._why_apart(op.name) if apart else ""
             note = "composed of " + ", ".join(op.uses) + (f" ({why})" if why else "")
             decision = Decision(
                 op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note

@@ -77,7 +77,7 @@ RMS_NORM_QUANTIZE = Op(
     samples=f"{_REF}:rms_norm_quantize_samples",
     tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
     optional=True,
-    uses=("rms_norm", "linear"),
+    uses=("rms_norm",),
     summary="root-mean-square norm and FP8 quantisation, fused",
 )
 

@@ -139,6 +139,7 @@ _latent_pages = gates(_kv_dtype, _anywhere)
 _mla_decode = gates(_tokens_on_chip, _latent_pages)
 _mha_prefill = gates(_heads_on_chip, _anywhere)
 _converts = gates(_converts_fp8, _anywhere)
+_quantises = gates(_rounds, _converts)
 _int8 = gates(_rounds, _anywhere)
 _fp8 = gates(_multiplies_fp8, _rounds, _anywhere)
 _scaled_pages = gates(_scaled_kv, _anywhere)
@@ -241,10 +242,10 @@ SMALL: tuple[Kernel, ...] = (
     _offer("embed", "small:embed"),
     _offer("rms_norm", "norm:rms_norm"),
     _offer("add_rms_norm", "norm:add_rms_norm"),
-    _offer("rms_norm_quantize", "norm:rms_norm_quantize", _converts),
+    _offer("rms_norm_quantize", "norm:rms_norm_quantize", _quantises),
     _offer("rope", "cache:rope"),
     _offer("silu_mul", "small:silu_mul"),
-    _offer("silu_mul_quantize", "small:silu_mul_quantize", _converts),
+    _offer("silu_mul_quantize", "small:silu_mul_quantize", _quantises),
     _offer("quantize_group", "quant:quantize_group", _converts),
     _offer("lora_delta", "lora:lora_delta"),
     _offer("mask_logits", "sampling:mask_logits"),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import FP8_ROWS, Facts, Groups, Packed, Weight, torch_dtype
-from ds_runtime_triton.blocks import BLOCK, Blocks, read_blocks, wide_values
+from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import Config, folder, tuned
 from ds_runtime_triton.jit.gemm import (
     dense_gemm_kernel,
@@ -126,7 +126,9 @@ class LinearFp8:
     def quantizes(self, rows: int, packed: Packed) -> Groups | None:
         """By the inputs of a block, where that is done beforehand: see QuantizedLinear."""
         blocks: Blocks | None = packed.tensors.get("blocks")
-        if not self.packing or not rows or blocks is None or packed.shape[1] % blocks.group_k:
+        if not rows or blocks is None or packed.shape[1] % blocks.group_k:
+            return None
+        if blocks.values.dtype != FP8:
             return None
         config: Config = packed.tensors["tuned"].at(rows)
         beforehand = not config.get("VECTOR") and config["QUANTISED"]
@@ -135,6 +137,7 @@ class LinearFp8:
     def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
         """See QuantizedLinear."""
         packed.expect(self.tag, self.packing)
+        assert packed.tensors["dense"] is None, "quantised for a weight that is not"
         m, n = q.shape[0], packed.shape[0]
         y = torch.empty(m, n, dtype=self.dense.dtype, device=q.device)
         if m:
@@ -150,6 +153,7 @@ def _fp8_gemm(
     """scale: [groups, tokens] of x, if it is quantised already."""
     (m, n), k = y.shape, x.shape[1]
     if config.get("VECTOR"):
+        assert scale is None, "the kernel for one token takes it as it is"
         _fp8_vector(x, blocks, y, packed, config)
         return
     grid, split = grid_of(config, m, n)

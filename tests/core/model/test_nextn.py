@@ -157,6 +157,19 @@ def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):
         ),
         ({"speculative_algorithm": "NEXTN", "speculative_num_draft_tokens": 65}, "must be 2 to 64"),
         (
+            {"speculative_algorithm": "NEXTN", "speculative_num_steps": 64},
+            "num-steps 64: must be at",
+        ),
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_eagle_topk": 4096,
+                "speculative_num_steps": 1,
+            },
+            "--speculative-eagle-topk 4096: must be at most 63",
+        ),
+        ({"speculative_adaptive": True}, "--speculative-adaptive: needs --speculative-algorithm"),
+        (
             {
                 "speculative_algorithm": "EAGLE",
                 "speculative_eagle_topk": 2,

@@ -56,8 +56,8 @@ class Call:
     save: keep the result under this name instead of comparing it. written: arguments written in
     place, compared afterwards. free: arguments that the kernel may overwrite. raises: the call
     must raise this. asks: a method of the kernel that says, given the rows of the first
-    argument and the last one, whether it may be called so; without it, or where it gives None, the
-    kernel is left out.
+    argument and the last one, how it is to be called; without it, or where it gives none of
+    `answers`, the kernel is left out.
     """
 
     args: tuple[Any, ...]
@@ -67,13 +67,14 @@ class Call:
     free: tuple[int, ...] = ()
     raises: type[Exception] | None = None
     asks: str = ""
+    answers: tuple[Any, ...] = ()
 
     def left_out(self, target: Any, args: tuple[Any, ...]) -> bool:
         """Whether this kernel is not called with these arguments."""
         if not self.asks:
             return False
         ask = getattr(target, self.asks, None)
-        return ask is None or ask(args[0].shape[0], args[-1]) is None
+        return ask is None or ask(args[0].shape[0], args[-1]) not in self.answers
 
 
 @dataclass(frozen=True)

@@ -144,27 +144,27 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return q.reshape(tokens, n), scale
 
 
-def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs by whole groups of 128 that a FP8 weight may be multiplied with; scales that are
-    powers of two serve whoever takes quantised activations."""
+def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[Call]:
+    """Calls of a whole FP8 weight with inputs quantised by groups of 128, for kernels that take
+    these; scales that are powers of two serve the others, too. Scales lie both ways."""
     parts = weight.parts
     whole = weight.shape[1] % 128 == 0 and all(p.offset == (0, 0) for p in parts)
-    if weight.format == "fp8_block" and whole:
-        for x in inputs:
-            yield quantize_group(x, 128, True)
-
-
-def _columns(scale: Tensor) -> Tensor:
-    """The same, tokens contiguous."""
-    return scale.T.contiguous().T
+    for x in inputs if weight.format == "fp8_block" and whole else ():
+        for ue8m0 in (False, True):
+            q, scale = quantize_group(x, 128, ue8m0)
+            answers = tuple(Groups(128, power) for power in (False, True)[: 1 + ue8m0])
+            for laid in (scale, scale.T.contiguous().T):
+                yield Call(
+                    (q, laid, Saved("packed")),
+                    method="apply_quantized",
+                    asks="quantizes",
+                    answers=answers,
+                )
 
 
 def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
     """FP8 weights of whole groups: also by activations that are quantised already."""
     facts = site(facts, weight)
-    quantised = [
-        (q, wider) for q, scale in _quantised(weight, inputs) for wider in (scale, _columns(scale))
-    ]
     foreign = Packed("nobody.nothing", weight.shape, {}, 0)
     return Case(
         label,
@@ -172,10 +172,7 @@ def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> C
         (
             Call((weight, facts), method="pack", save="packed"),
             *(Call((x, Saved("packed")), method="apply") for x in inputs),
-            *(
-                Call((*pair, Saved("packed")), method="apply_quantized", asks="quantizes")
-                for pair in quantised
-            ),
+            *_quantised(weight, inputs),
             Call((inputs[-1], foreign), method="apply", raises=TypeError),
         ),
     )
