@@ -48,6 +48,19 @@ class Forgetful(linear.ReferenceLinear):
         return super().apply(x, packed) * (1 if self.calls < 3 else 2)
 
 
+class Few(linear.ReferenceLinear):
+    """Packs for both of a pair."""
+
+    tag = "planted.rows"
+
+
+class Many(Few):
+    """The other one, and wrong."""
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        return super().apply(x, packed) * 2
+
+
 def planted(monkeypatch: pytest.MonkeyPatch, op: str, fn: Any, module: str = "") -> ModuleType:
     """A plugin with this one kernel, at the sites of `module` only."""
     made = ModuleType(PLUGIN)
@@ -84,6 +97,21 @@ def find(
     given = ("plugins", "platform", "dtype", "context_length")
     extra = [] if plugin is None else [plugin]
     return bisect.bisect(config, given, ["1+2=", "hello"], steps, out, extra)
+
+
+def test_both_kernels_of_a_pair_are_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has packed the weights of the other."""
+    made = planted(monkeypatch, "linear", Few)
+    made.Many = Many  # type: ignore[attr-defined]
+    (few,) = made.ds_ops(facts_for(DeviceInfo("cpu", "any", "any"), "float32"))
+    few = replace(few, packing=Few.tag)
+    many = replace(few, fn=f"{PLUGIN}:Many", from_rows=4)
+    made.ds_ops = hookimpl(lambda facts: [few, many])  # type: ignore[attr-defined]
+    finding = find(made, tmp_path / "case")
+    assert finding.culprit is not None
+    assert finding.culprit.kernel == "planted.Many"
 
 
 def test_sparse_attention_is_watched(tmp_path: Path) -> None:

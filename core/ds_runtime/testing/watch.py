@@ -68,6 +68,8 @@ class WatchedOps(BoundOps):
         self.on_call = on_call
         self.quiet = True
         self.steps: dict[int, Batch] = {}  # id of a step state → what it was prepared for
+        # By id of a Packed: it, and its weight. Two kernels may share what one of them has packed.
+        self.sources: dict[int, tuple[Packed, Any]] = {}
         super().__init__(binding)
 
     def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
@@ -87,7 +89,6 @@ class _Place:
         self._kernel = kernel
         self._facts = facts
         self._made = made
-        self._sources: dict[int, tuple[Packed, Any]] = {}  # by id of a Packed: it, and its weight
 
     def function(self, *args: Any) -> Any:
         """A call of a function op."""
@@ -117,7 +118,7 @@ class _Place:
         else:
             kept = _Reading(source)
             packed = self._made.pack(kept, facts)
-        self._sources[id(packed)] = (packed, kept)
+        self._ops.sources[id(packed)] = (packed, kept)
         return packed
 
     def prepare(self, state: Any, batch: Batch) -> None:
@@ -139,7 +140,7 @@ class _Place:
     def _weighed(self, name: str, args: tuple[Any, ...]) -> tuple[Call, ...]:
         """pack, then the method."""
         packed = next(a for a in args if isinstance(a, Packed))
-        source = self._sources[id(packed)][1]
+        source = self._ops.sources[id(packed)][1]
         plain = [a for a in args if not isinstance(a, Packed)]
         facts = self._facts
         if isinstance(source, _Reading):
