@@ -51,9 +51,12 @@ def check_checkpoint(
     extra = [n for n in owned if n not in needed and not _ignorable(n, config, drafts)]
     extra = [n for n in extra if n.removeprefix(within).rpartition(".")[0] not in shared]
     if extra:
+        behind, hint = f"model.layers.{config.layers}.", ""
+        if config.mtp_layers and not within and all(n.startswith(behind) for n in extra):
+            hint = f"; were they a draft layer, {behind}eh_proj.weight would be there, too"
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(extra)} not expected; config.json and "
-            "its quantization_config describe another model than these weights"
+            f"its quantization_config describe another model than these weights{hint}"
         )
     wrong = [
         w for m, stored in modules.items() for w in _wrong(checkpoint, quant, stored, places[m])

@@ -63,6 +63,15 @@ def split(tmp_path_factory):
     return model, draft
 
 
+def test_a_draft_layer_that_lacks_what_makes_it_one_is_named(tmp_path):
+    demo = resolve_model("demo")
+    tensors = {k: v for k, v in tensors_of(demo).items() if "eh_proj" not in k}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((demo / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"model\.layers\.5\.eh_proj\.weight would be there"):
+        load(**NEXTN, model=str(tmp_path))
+
+
 def test_the_plan_the_estimate_and_the_caches_have_one_layer_more():
     plain = assemble(EngineConfig(**SETTINGS), SETTINGS)
     runner = load(**NEXTN)
