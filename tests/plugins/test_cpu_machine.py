@@ -57,6 +57,32 @@ def test_x86(tmp_path, monkeypatch, flags, best, fast):
         assert usable(list(ISAS), limited(isa, frozenset(machine.FEATURES)))[0] == isa
 
 
+@pytest.mark.parametrize(
+    ("vendor", "flags", "best"),
+    [
+        ("GenuineIntel", BF16, ["avx512", "avx512bf16", "avx2", "generic"]),
+        ("AuthenticAMD", BF16, ["avx512bf16", "avx512", "avx2", "generic"]),
+        (
+            "GenuineIntel",
+            f"{BF16} amx_tile amx_bf16 amx_int8",
+            ["amx", "avx512", "avx512bf16", "avx2", "generic"],
+        ),
+        ("GenuineIntel", AVX512, ["avx512", "avx2", "generic"]),
+    ],
+)
+def test_slow_dots_of_bfloat16_are_not_preferred(tmp_path, monkeypatch, vendor, flags, best):
+    monkeypatch.setattr(machine, "_tiles_permitted", lambda: True)
+    root = write(tmp_path, {"proc/cpuinfo": f"vendor_id : {vendor}\nflags : {flags}\n"})
+    features = machine.processor(root).features
+    assert usable(list(ISAS), features) == best
+    assert usable(["avx512bf16", "generic"], features)[0] == (
+        "avx512bf16" if "avx512bf16" in best else "generic"
+    )
+    assert ("bfloat16" in machine.fast_dtypes(features)) is ("avx512_bf16" in flags)
+    for isa in best:
+        assert usable(list(ISAS), limited(isa, features))[0] == isa
+
+
 def test_amx_needs_the_kernels_permission(tmp_path, monkeypatch):
     root = write(tmp_path, {"proc/cpuinfo": f"flags : {BF16} amx_tile amx_bf16 amx_int8\n"})
     monkeypatch.setattr(machine, "_tiles_permitted", lambda: False)

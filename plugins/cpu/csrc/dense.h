@@ -1,4 +1,4 @@
-// Formats of gemm.h for plain weights: float32, and bfloat16 with bfloat16 or float32 activations.
+// Formats of gemm.h for plain weights, float32 and bfloat16, with activations of the same type.
 #pragma once
 
 #include "amx.h"
@@ -33,9 +33,8 @@ struct TilesOf<bf16> {
 };
 #endif
 
-// bfloat16 weights: [n / 64][k / 2][64][2].
-template <class X>
-struct DenseBf16 : TilesOf<X> {
+// bfloat16 weights, bfloat16 tokens: [n / 64][k / 2][64][2].
+struct DenseBf16 : TilesOf<bf16> {
   using Sum = float;
   static constexpr int TILE = MAX_TILE, ONE_PASS = MAX_ONE_PASS;
   static constexpr int64_t TOKENS = TOKENS_PAIRS;
@@ -43,7 +42,7 @@ struct DenseBf16 : TilesOf<X> {
   struct Panel {
     const bf16* w;
   };
-  using Tokens = Rows<X>;
+  using Tokens = Rows<bf16>;
   struct Block {};
 
   static int64_t bytes(int64_t k) { return padded_k(k) * NB * int64_t(sizeof(bf16)); }
@@ -57,7 +56,7 @@ struct DenseBf16 : TilesOf<X> {
   DS_NOINLINE static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
                                float (*sums)[NB], bool more, Ahead ahead) {
     constexpr int C = CHUNK_VECTORS<M>;
-    const X* rows[M];
+    const bf16* rows[M];
     for (int m = 0; m < M; ++m) rows[m] = x.row(t + m) + k0;
     const bf16* w = (const bf16*)at(p, k0);
     for (int c0 = 0; c0 < NB; c0 += C * F::W) {

@@ -20,10 +20,7 @@ struct Panels {
 
  private:
   static DenseF32::Panel panel(DenseF32, const char* p) { return {(const float*)p}; }
-  template <class X>
-  static typename DenseBf16<X>::Panel panel(DenseBf16<X>, const char* p) {
-    return {(const bf16*)p};
-  }
+  static DenseBf16::Panel panel(DenseBf16, const char* p) { return {(const bf16*)p}; }
   template <class X>
   typename Fp8<X>::Panel panel(Fp8<X>, const char* p) const {
     return {(const uint8_t*)p, group};
@@ -32,10 +29,7 @@ struct Panels {
   Int4::Panel panel(Int4, const char* p) const { return {(const uint8_t*)p, group, zeros}; }
 
   int64_t size(DenseF32) const { return DenseF32::bytes(k); }
-  template <class X>
-  int64_t size(DenseBf16<X>) const {
-    return DenseBf16<X>::bytes(k);
-  }
+  int64_t size(DenseBf16) const { return DenseBf16::bytes(k); }
   template <class X>
   int64_t size(Fp8<X>) const {
     return Fp8<X>::bytes(k, group);
@@ -51,7 +45,7 @@ inline void with_format(int32_t format, int32_t dtype, Body body) {
   if (format == DS_INT8) return dtype == DS_F32 ? body(Int8{}, float{}) : body(Int8{}, bf16{});
   if (format == DS_INT4 || format == DS_INT4_ZEROS)
     return dtype == DS_F32 ? body(Int4{}, float{}) : body(Int4{}, bf16{});
-  return dtype == DS_F32 ? body(DenseF32{}, float{}) : body(DenseBf16<bf16>{}, bf16{});
+  return dtype == DS_F32 ? body(DenseF32{}, float{}) : body(DenseBf16{}, bf16{});
 }
 
 // Whether a format wants activations in 8 bits.

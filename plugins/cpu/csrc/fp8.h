@@ -149,8 +149,8 @@ struct Fp8 : TilesOf<X> {
   // A tile costs the same for one token as for 16; for few, vectors with a tile's bits are faster.
   static constexpr int64_t TILES_FROM = 3;
   static constexpr int ONE_PASS = sizeof(X) == 2 ? TILES_FROM - 1 : 0;
-#elif defined(__AVX512BF16__)
-  static constexpr int ONE_PASS = sizeof(X) == 2 ? 4 : 0;
+#elif defined(__AVX512BW__)
+  static constexpr int ONE_PASS = sizeof(X) == 2 ? 6 : 0;
 #else
   static constexpr int ONE_PASS = 0;
 #endif
@@ -230,26 +230,21 @@ struct Fp8 : TilesOf<X> {
   template <int M>
   static void tile(const Panel& p, int64_t k0, int64_t k1, const Tokens& x, int64_t t,
                    float (*sums)[NB], bool more, Ahead ahead) {
-#if defined(__AMX_TILE__)
+#if defined(__AVX512BW__)
     if constexpr (M <= ONE_PASS) {
       const Fp8Widen widen;
       groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead&) {
+                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
                   const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
+#if defined(__AMX_TILE__)
+                  (void)fetch;
                   dots_as_tiles<M>(n, rows, acc, [&](__m512i(&v)[4]) {
                     prefetch(w + WIDEN_AHEAD);
                     prefetch(w + WIDEN_AHEAD + 64);
                     widen.pair(w, v);
                     w += 128;
                   });
-                });
-    }
-#elif defined(__AVX512BF16__)
-    if constexpr (M <= ONE_PASS) {
-      const Fp8Widen widen;
-      groups<M>(p, k0, k1, x, t, sums, more, ahead,
-                [&](int64_t k, int64_t n, int, auto& rows, auto& acc, Ahead& fetch) {
-                  const uint8_t* w = (const uint8_t*)at(p, k) + HEAD;
+#elif DS_BF16_DOTS
                   bf16_dots<M>(n, rows, acc, fetch, [&](__m512bh(&v)[4]) {
                     __m512i wide[4];
                     widen.pair(w, wide);
@@ -257,6 +252,15 @@ struct Fp8 : TilesOf<X> {
                     for (int c = 0; c < 4; ++c) v[c] = (__m512bh)wide[c];
                     w += 128;
                   });
+#else
+                  float_dots(n, rows, acc, fetch, [&](F(&even)[4], F(&odd)[4]) {
+                    __m512i wide[4];
+                    widen.pair(w, wide);
+                    DS_UNROLL
+                    for (int c = 0; c < 4; ++c) split_pairs(wide[c], even[c], odd[c]);
+                    w += 128;
+                  });
+#endif
                 });
     }
 #endif

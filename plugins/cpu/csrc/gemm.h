@@ -115,9 +115,12 @@ struct Ahead {
 };
 constexpr int64_t AHEAD_STEP = 16;  // elements of k of a step
 // Bytes that a tile which streams a whole panel fetches ahead: as it lies, and of one that it widens,
-// where more is computed between two loads. Processors with matrix units want others.
+// where more is computed between two loads. Processors with matrix units want others, and so do
+// Intel's without (avx512 runs there: score.cpp).
 #if defined(__AMX_TILE__)
 constexpr int64_t STREAM_AHEAD = 4096, WIDEN_AHEAD = 2048;
+#elif defined(__AVX512BW__) && !defined(__AVX512BF16__)
+constexpr int64_t STREAM_AHEAD = 8192, WIDEN_AHEAD = 8192;
 #else
 constexpr int64_t STREAM_AHEAD = 512, WIDEN_AHEAD = 8192;
 #endif

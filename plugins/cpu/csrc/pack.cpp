@@ -22,7 +22,7 @@ struct PackBf16 {
   using Element = bf16;
   static constexpr int64_t RUN = 2, STEP = 1, STRIDE = 2 * NB, HEAD = 0;
   static bf16 stored(bf16 x) { return x; }
-  static int64_t bytes(int64_t k, int64_t) { return DenseBf16<bf16>::bytes(k); }
+  static int64_t bytes(int64_t k, int64_t) { return DenseBf16::bytes(k); }
   static int64_t padded(int64_t k) { return padded_k(k); }
   static int64_t group(int64_t k, int64_t) { return padded_k(k); }
   static int64_t column(int64_t c) { return 2 * c; }

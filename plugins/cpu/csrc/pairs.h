@@ -4,6 +4,14 @@
 #include <cstring>
 
 #include "gemm.h"
+#include "widen.h"
+
+// Whether an instruction multiplies pairs of bfloat16 (score.cpp: where it pays).
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define DS_BF16_DOTS 1
+#else
+#define DS_BF16_DOTS 0
+#endif
 
 namespace ds {
 
@@ -25,10 +33,12 @@ constexpr int PAIRS = AHEAD_STEP / 2;  // of k in a step
 
 // Two vectors of floats from one of pairs: the even elements, the odd ones.
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-inline void load_pairs(const bf16* p, F& even, F& odd) {
-  __m512i v = _mm512_loadu_si512(p);
+inline void split_pairs(__m512i v, F& even, F& odd) {
   even = {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16))};
   odd = {_mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(int(0xffff0000u))))};
+}
+inline void load_pairs(const bf16* p, F& even, F& odd) {
+  split_pairs(_mm512_loadu_si512(p), even, odd);
 }
 #elif defined(__AVX2__)
 inline void load_pairs(const bf16* p, F& even, F& odd) {
@@ -45,41 +55,59 @@ inline void load_pairs(const bf16* p, F& even, F& odd) {
 }
 #endif
 
-// acc += dots over k elements of M rows with C vectors of columns. Rows are read up to k only.
-template <int M, int C, class X>
-inline void pairs_dots(const bf16* w, int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead) {
-  int64_t i = 0;
-  auto two = [&]() {
-    F even[C], odd[C];
-    DS_UNROLL
-    for (int c = 0; c < C; ++c) load_pairs(w + 2 * F::W * c, even[c], odd[c]);
+// acc += dots over k elements of M rows with C vectors of columns, as float32: rows are widened in
+// pieces that stay in the first-level cache, weights on the way to registers. load(even, odd) gives
+// the next pair of k. Rows are read up to k only.
+template <int M, int C, class X, class Load>
+inline void float_dots(int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead, Load load) {
+  constexpr int64_t PIECE = 128;
+  alignas(64) float rows[M][PIECE];
+  for (int64_t k0 = 0; k0 < k; k0 += PIECE) {
+    const int64_t n = k - k0 < PIECE ? k - k0 : PIECE;
     DS_UNROLL
     for (int m = 0; m < M; ++m) {
-      const F x0 = F::all(to_float(x[m][i])), x1 = F::all(to_float(x[m][i + 1]));
-      DS_UNROLL
-      for (int c = 0; c < C; ++c) acc[m][c] = fma(odd[c], x1, fma(even[c], x0, acc[m][c]));
+      widen_row(x[m] + k0, rows[m], n);
+      if (n % 2) rows[m][n] = 0.0f;  // whose weights are zeros
     }
-  };
-  DS_ROLLED
-  while (i + AHEAD_STEP <= k) {
-    ahead.remainder<PAIRS>();
+    auto two = [&](int64_t i) {
+      F even[C], odd[C];
+      load(even, odd);
+      DS_UNROLL
+      for (int m = 0; m < M; ++m) {
+        const F value = F::all(rows[m][i]);
+        DS_UNROLL
+        for (int c = 0; c < C; ++c) acc[m][c] = fma(even[c], value, acc[m][c]);
+      }
+      DS_UNROLL
+      for (int m = 0; m < M; ++m) {
+        const F value = F::all(rows[m][i + 1]);
+        DS_UNROLL
+        for (int c = 0; c < C; ++c) acc[m][c] = fma(odd[c], value, acc[m][c]);
+      }
+    };
+    int64_t i = 0;
     DS_ROLLED
-    for (const int64_t end = i + AHEAD_STEP; i < end; i += 2, w += 2 * NB) {
-      ahead.piece<PAIRS>();
-      two();
+    while (i + AHEAD_STEP <= n) {
+      ahead.remainder<PAIRS>();
+      DS_ROLLED
+      for (const int64_t end = i + AHEAD_STEP; i < end; i += 2) {
+        ahead.piece<PAIRS>();
+        two(i);
+      }
     }
+    DS_ROLLED
+    for (; i < n; i += 2) two(i);
   }
-  DS_ROLLED
-  for (; i + 2 <= k; i += 2, w += 2 * NB) two();
-  if (i < k) {
+}
+
+// The same for bfloat16 weights as they lie.
+template <int M, int C, class X>
+inline void pairs_dots(const bf16* w, int64_t k, const X* const* x, F (&acc)[M][C], Ahead& ahead) {
+  float_dots(k, x, acc, ahead, [&](F(&even)[C], F(&odd)[C]) {
     DS_UNROLL
-    for (int c = 0; c < C; ++c) {
-      F even, odd;
-      load_pairs(w + 2 * F::W * c, even, odd);
-      DS_UNROLL
-      for (int m = 0; m < M; ++m) acc[m][c] = fma(even, F::all(to_float(x[m][i])), acc[m][c]);
-    }
-  }
+    for (int c = 0; c < C; ++c) load_pairs(w + 2 * F::W * c, even[c], odd[c]);
+    w += 2 * NB;
+  });
 }
 
 #if defined(__AMX_TILE__)
@@ -117,9 +145,8 @@ inline void dots_as_tiles(int64_t k, const bf16* const* x, F (&acc)[M][4], Load 
       load(v);
       DS_UNROLL
       for (int c = 0; c < 4; ++c) {
-        const F low = {_mm512_castsi512_ps(_mm512_slli_epi32(v[c], 16))};
-        const F high = {
-            _mm512_castsi512_ps(_mm512_and_si512(v[c], _mm512_set1_epi32(int(0xffff0000u))))};
+        F low, high;
+        split_pairs(v[c], low, high);
         DS_UNROLL
         for (int m = 0; m < M; ++m) {
           even[m][c] = fma(low, F::all(to_float(rows[m][i])), even[m][c]);
@@ -161,8 +188,8 @@ inline void dots_as_tiles(int64_t k, const bf16* const* x, F (&acc)[M][4], Load 
 }
 #endif
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-// A loop over pairs of k: load(v) gives the 4 vectors of the next pair of weights.
+#if DS_BF16_DOTS
+// By the instruction for it: load(v) gives the 4 vectors of the next pair of weights.
 template <int M, class Load>
 inline void bf16_dots(int64_t k, const bf16* const* x, F (&acc)[M][4], Ahead& ahead, Load load) {
   int64_t i = 0;

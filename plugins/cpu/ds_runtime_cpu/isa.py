@@ -40,7 +40,12 @@ ISAS: Mapping[str, Isa] = {  # best first
         Isa(GENERIC, frozenset(), "SSE41", "default"),
     )
 }
-_EXTRAS = frozenset({"avx_vnni", "avx512_fp16", "amx_fp16"})  # that no variant needs
+# Not one of the system's: VDPBF16PS multiplies less in a second than VFMADD does over float32, so
+# weights widened for the latter are faster (benchmarks/results/cpu_kernels.md).
+SLOW_BF16_DOTS = "slow_bf16_dots"
+_EXTRAS = frozenset(
+    {"avx_vnni", "avx512_fp16", "amx_fp16", SLOW_BF16_DOTS}
+)  # that no variant needs
 _BY_ISA = frozenset().union(_EXTRAS, *(isa.needs for isa in ISAS.values()))
 
 
@@ -51,7 +56,11 @@ def missing(name: str, features: frozenset[str]) -> list[str]:
 
 def usable(built: list[str], features: frozenset[str]) -> list[str]:
     """Those of the variants in `built` that run on a processor with `features`, best first."""
-    return [n for n in ISAS if n in built and not missing(n, features)]
+    names = [n for n in ISAS if n in built and not missing(n, features)]
+    if SLOW_BF16_DOTS in features and {"avx512", "avx512bf16"} <= set(names):
+        names.remove("avx512bf16")
+        names.insert(names.index("avx512") + 1, "avx512bf16")
+    return names
 
 
 def limited(name: str, features: frozenset[str]) -> frozenset[str]:

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_runtime_cpu.isa import GENERIC
+from ds_runtime_cpu.isa import GENERIC, SLOW_BF16_DOTS
 
 # x86 flags of /proc/cpuinfo, and aarch64's "Features", under the names that kernels ask for.
 FEATURES = frozenset(
@@ -25,6 +25,7 @@ FEATURES = frozenset(
 )
 DESCRIBED, NATIVE = "described", "native"  # features of devices.json: not here; with the library
 _SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XFEATURE_TILES = 158, 0x1021, 18  # Linux, x86-64
+_INTEL = "GenuineIntel"  # starts a VDPBF16PS every other cycle, and two VFMADD in each
 _NO_LIMIT = 1 << 60  # cgroup v1 says "unlimited" with a number near 2^63
 
 
@@ -46,18 +47,22 @@ def _read(path: Path) -> str:
 
 def processor(root: Path = Path("/")) -> Processor:
     """The first processor of /proc/cpuinfo; elsewhere only what Python knows."""
-    name, flags = "", set()
+    name, vendor, flags = "", "", set()
     for line in _read(root / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
         key = key.strip().lower()
         if key == "model name" and not name:
             name = value.strip()
+        elif key == "vendor_id":
+            vendor = value.strip()
         elif key in ("flags", "features"):
             flags = set(value.split())
             break
     features = frozenset(flags & FEATURES)
     if "amx_tile" in features and not _tiles_permitted():
         features -= {f for f in features if f.startswith("amx")}
+    if "avx512_bf16" in features and vendor == _INTEL:
+        features |= {SLOW_BF16_DOTS}
     return Processor(name or platform.processor() or platform.machine(), features)
 
 
