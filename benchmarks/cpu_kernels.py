@@ -114,14 +114,15 @@ def attentions(facts: Facts, dtype: torch.dtype) -> None:
             times[kernel_type.__name__] = best(lambda: kernel.run(state, q, cache, 0.07))  # noqa: B023
         show(f"mla_decode {facts.dtype} rows={rows} length={length}", times)
     for tokens in (128, 512, 1024):
-        q, k, v = (torch.randn(tokens, 16, d).to(dtype) for d in (192, 192, 128))
+        q, k, v = (torch.randn(tokens, 16, 128).to(dtype) for _ in "qkv")
+        parts = (q, torch.randn(tokens, 16, 64).to(dtype), k, torch.randn(tokens, 64).to(dtype), v)
         segs = Segments((tokens,), torch.tensor([0, tokens], dtype=torch.int32))
         kernels = {
             "native": attention.mha_prefill_native,
             "matmul": attention.mha_prefill_matmul,
             "reference": ref_attention.mha_prefill,
         }
-        times = {n: best(lambda: f(q, k, v, segs, segs, True, 0.07)) for n, f in kernels.items()}  # noqa: B023
+        times = {n: best(lambda: f(*parts, segs, segs, True, 0.07)) for n, f in kernels.items()}  # noqa: B023
         show(f"mha_prefill {facts.dtype} tokens={tokens}", times)
 
 

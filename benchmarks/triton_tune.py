@@ -218,15 +218,18 @@ def prefill(heads: int, count: int, length: int, causal: bool) -> Callable[[str]
         from ds_runtime_triton import mha
 
         total = count * length
-        q, k = (values(device, total, heads, 192) for _ in "qk")
-        v = values(device, total, heads, 256)[..., 128:]
+        q, both = values(device, total, heads, 192), values(device, total, heads, 256)
+        parts = (
+            *(q[..., :128], values(device, total, heads, 64)),
+            *(both[..., :128], values(device, total, 64), both[..., 128:]),
+        )
         cu = torch.arange(count + 1, dtype=torch.int32, device=device) * length
         segs, at = Segments((length,) * count, cu), _At()
 
         def call(config: Config) -> Tensor:
             at.config = config
             mha.tuned = lambda *_: at  # type: ignore[assignment,return-value]
-            return mha.mha_prefill(q, k, v, segs, segs, causal, 0.07)[0]
+            return mha.mha_prefill(*parts, segs, segs, causal, 0.07)[0]
 
         return [call]
 

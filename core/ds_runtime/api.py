@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
     from ds_runtime.ops.reference import fp8_blocks
     from ds_runtime.ops.reference.activation import silu_mul
-    from ds_runtime.ops.reference.attention import rows_of, seen_of
+    from ds_runtime.ops.reference.attention import rows_of, seen_of, with_rope
     from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
     from ds_runtime.ops.reference.linear import ReferenceLinear
     from ds_runtime.ops.reference.moe import ReferenceExperts, route, with_shared_slots
@@ -96,6 +96,7 @@ _LAZY = {  # where what needs torch comes from
     "seen_of": "ds_runtime.ops.reference.attention",
     "silu_mul": "ds_runtime.ops.reference.activation",
     "torch_dtype": "ds_runtime.ops.reference.formats",
+    "with_rope": "ds_runtime.ops.reference.attention",
     "with_shared_slots": "ds_runtime.ops.reference.moe",
 }
 _MODULES = ("ceilings", "fp8_blocks")  # those that are modules themselves
@@ -173,6 +174,7 @@ __all__ = [
     "seen_of",
     "silu_mul",
     "torch_dtype",
+    "with_rope",
     "with_shared_slots",
 ]
 

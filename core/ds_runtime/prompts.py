@@ -160,6 +160,8 @@ def _plain(value: Any) -> Any:
 
 
 def _ids(prompt: list[Any]) -> list[int]:
+    if set(map(type, prompt)) <= {int}:
+        return list(prompt)
     ids = []
     for value in prompt:
         if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -65,6 +65,16 @@ def second(monkeypatch: pytest.MonkeyPatch) -> Any:
         del sys.modules[name]
 
 
+@pytest.fixture
+def third(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDERS[2]))
+    import ds_golden_3
+
+    yield ds_golden_3
+    for name in [n for n in sys.modules if n.split(".")[0] == "ds_golden_3"]:
+        del sys.modules[name]
+
+
 def named(offers: Offers, op: str) -> Kernel:
     (kernel,) = (k for k in offers.kernels if k.provider == "golden_1" and k.op.name == op)
     return kernel
@@ -103,6 +113,19 @@ def test_absorption_of_the_first_contract_gets_rope_parts_behind_it(second: Modu
     assert (kernel.contract, kernel.op.version) == (1, 2)
     offers, cases = Offers((kernel,)), list(cases_for([kernel], facts))
     assert len(cases) > 2
+    for one, case in cases:
+        check_case(one, case, offers).raise_if_failed()
+    taken_for_new = replace(kernel, contract=2)
+    assert not any(check_case(taken_for_new, case, offers).ok for _, case in cases)
+
+
+def test_attention_of_the_first_contract_gets_whole_heads(third: ModuleType) -> None:
+    facts = facts_for(DeviceInfo("cpu", "Golden Three", "golden3"), "float32")
+    found = load_plugins([], [third])
+    (kernel,) = (k for k in found.offers(facts).kernels if k.provider == "golden_3")
+    assert (kernel.contract, kernel.op.version) == (1, 2)
+    offers, cases = Offers((kernel,)), list(cases_for([kernel], facts))
+    assert len(cases) > 3
     for one, case in cases:
         check_case(one, case, offers).raise_if_failed()
     taken_for_new = replace(kernel, contract=2)

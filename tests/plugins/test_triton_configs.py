@@ -387,13 +387,14 @@ def test_mha_prefill(size, config, causal, monkeypatch):
     monkeypatch.setattr(mha, "tuned", lambda *_: Sizes((1,), (config,)))
     make = Maker(facts(), "prefill")
     q_lens, k_lens = (3, 150), (150, 150)
-    q, k, v = make.normal(153, 2, 24), make.normal(300, 2, 24), make.normal(300, 2, 16)
+    q, q_rope = make.normal(153, 2, 16), make.normal(153, 2, 8)
+    parts = (q, q_rope, make.normal(300, 2, 16), make.normal(300, 8), make.normal(300, 2, 16))
     q_segs, k_segs = (
         Segments(n, torch.tensor([0, n[0], sum(n)], dtype=torch.int32)) for n in (q_lens, k_lens)
     )
     with faithful():
-        got = mha.mha_prefill(q, k, v, q_segs, k_segs, causal, 0.2)
-    wide = (q.double(), k.double(), v.double())
+        got = mha.mha_prefill(*parts, q_segs, k_segs, causal, 0.2)
+    wide = (part.double() for part in parts)
     want = attention.mha_prefill(*wide, q_segs, k_segs, causal, 0.2)
     close(got[0], want[0], 6e-3)
     close(got[1], want[1], 1e-5)

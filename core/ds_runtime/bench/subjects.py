@@ -398,10 +398,11 @@ def _mla_prologue(p: Place, tokens: int) -> Inputs:
 
 def _mha_prefill(p: Place, tokens: int) -> Inputs:
     dims, segs = p.facts.dims, p.segments(tokens)
-    heads, v, d = dims["heads"], dims["v"], dims["qk_nope"] + dims["qk_rope"]
-    q, k = p.normal(tokens, heads, d), p.normal(tokens, heads, d)
-    args = (q, k, p.normal(tokens, heads, v), segs, segs, True, d**-0.5)
-    return args, work.mha_prefill(heads, d, v, p.facts.dtype, tokens)
+    heads, nope, rope, v = (dims[n] for n in ("heads", "qk_nope", "qk_rope", "v"))
+    queries = p.normal(tokens, heads, nope), p.normal(tokens, heads, rope)
+    keys = p.normal(tokens, heads, nope), p.normal(tokens, rope)
+    args = (*queries, *keys, p.normal(tokens, heads, v), segs, segs, True, (nope + rope) ** -0.5)
+    return args, work.mha_prefill(heads, nope, rope, v, p.facts.dtype, tokens)
 
 
 def _merge_state(p: Place, tokens: int) -> Inputs:

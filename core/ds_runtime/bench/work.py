@@ -170,14 +170,14 @@ def index_select(scored: Work, k: int, rows: int) -> Work:
     return Work(reads=scored.reads, writes=4 * k * rows, flops=scored.flops)
 
 
-def mha_prefill(heads: int, d_qk: int, d_v: int, dtype: str, tokens: int) -> Work:
+def mha_prefill(heads: int, nope: int, rope: int, d_v: int, dtype: str, tokens: int) -> Work:
     """MhaPrefill over the new tokens of one sequence, causal."""
     item = ITEM_BYTES[dtype]
     pairs = tokens * (tokens + 1) / 2
     return Work(
-        reads=tokens * heads * (2 * d_qk + d_v) * item,
+        reads=tokens * (heads * (2 * nope + rope + d_v) + rope) * item,
         writes=tokens * heads * (d_v * item + 4),
-        flops=2.0 * pairs * heads * (d_qk + d_v),
+        flops=2.0 * pairs * heads * (nope + rope + d_v),
     )
 
 
@@ -458,7 +458,7 @@ def prefill_flops(config: ModelConfig, tokens: int, tp: int = 1) -> float:
             width = (top_k + c.shared_experts) * c.moe_intermediate
             total += 2.0 * tokens * c.experts * c.hidden
         total += 2.0 * tokens * (per_token + 3 * width / tp * c.hidden)
-        total += mha_prefill(heads, c.qk_head, c.v_head, "bfloat16", tokens).flops
+        total += mha_prefill(heads, c.qk_nope, c.qk_rope, c.v_head, "bfloat16", tokens).flops
     return total + 2.0 * math.ceil(c.vocab_size / tp) * c.hidden
 
 

@@ -179,8 +179,15 @@ class Attention:
             )
             out = self.kv_b.apply_v(attended, rest)
         else:
-            q[n:, :, self.nope :] = q_rope[n:]  # in place: nobody reads them unrotated any more
-            out = self._prefill(q[n:], latent[n:], k_rope[n:], batch.prefill, cache, rest)
+            out = self._prefill(
+                q[n:, :, : self.nope],
+                q_rope[n:],
+                latent[n:],
+                k_rope[n:],
+                batch.prefill,
+                cache,
+                rest,
+            )
         if not n:
             return out
         absorbed = self._absorbed(q[:n], q_rope[:n], first)
@@ -216,6 +223,7 @@ class Attention:
     def _prefill(
         self,
         q: Tensor,
+        q_rope: Tensor,
         latent: Tensor,
         k_rope: Tensor,
         part: PrefillPart,
@@ -224,23 +232,14 @@ class Attention:
     ) -> Tensor:
         """New tokens among themselves, then merged with each chunk of their cached prefixes."""
         segs = part.q_segs
-        k, v = self._expand(latent, k_rope, adapters)
-        out, lse = self.ops.mha_prefill(q, k, v, segs, segs, True, self.scale)
+        attend = self.ops.mha_prefill
+        k, v = self.kv_b.expand(latent, adapters)
+        out, lse = attend(q, q_rope, k, k_rope, v, segs, segs, True, self.scale)
         for chunk in part.prefix:
             cached, cached_rope = self.ops.cache_gather(
                 cache, part.page_table, chunk.starts, chunk.segs, self.kv_lora, q.dtype
             )
-            k, v = self._expand(cached, cached_rope, chunk.adapters)
-            old, old_lse = self.ops.mha_prefill(q, k, v, segs, chunk.segs, False, self.scale)
+            k, v = self.kv_b.expand(cached, chunk.adapters)
+            old, old_lse = attend(q, q_rope, k, cached_rope, v, segs, chunk.segs, False, self.scale)
             out, lse = self.ops.merge_state(out, lse, old, old_lse)
         return out
-
-    def _expand(
-        self, latent: Tensor, k_rope: Tensor, adapters: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys [T, heads, nope + rope] and values [T, heads, v]; all heads share the rope part."""
-        k_nope, v = self.kv_b.expand(latent, adapters)
-        k = k_nope.new_empty(*k_nope.shape[:2], self.qk_head)
-        k[..., : self.nope] = k_nope  # two copies: torch.cat of strided parts takes three times
-        k[..., self.nope :] = k_rope.unsqueeze(1)
-        return k, v

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_runtime.ops.batch import Batch, DecodePart, Limits
-from ds_runtime.ops.reference.attention import rows_of
+from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
+from ds_runtime.ops.reference.attention import rows_of, with_rope
 from ds_runtime.ops.reference.moe import with_shared_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.ops.attention import MlaAbsorb, MlaDecode
+    from ds_runtime.ops.attention import MhaPrefill, MlaAbsorb, MlaDecode
     from ds_runtime.ops.moe import Route
     from ds_runtime.ops.spec import Facts, Routing
     from ds_runtime.ops.weight import Packed, Weight
@@ -55,6 +55,26 @@ def _by_row(part: DecodePart) -> DecodePart:
     table = part.page_table[torch.tensor(sequences, device=device)]
     kv_lens = torch.tensor(lens, dtype=part.kv_lens.dtype, device=device)
     return DecodePart(table, kv_lens, lens)
+
+
+def mha_prefill(attend: Callable[..., tuple[Tensor, Tensor]]) -> MhaPrefill:
+    """1 → 2: heads of queries and keys as wholes, then in parts."""
+
+    def in_parts(
+        q: Tensor,
+        q_rope: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        v: Tensor,
+        q_segs: Segments,
+        k_segs: Segments,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        heads_q, heads_k = with_rope(q, q_rope), with_rope(k, k_rope)
+        return attend(heads_q, heads_k, v, q_segs, k_segs, causal, scale)
+
+    return in_parts
 
 
 def mla_absorb(make: Callable[[Facts], MlaAbsorb]) -> Callable[[Facts], MlaAbsorb]:

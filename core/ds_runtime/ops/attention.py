@@ -20,10 +20,12 @@ _TOLERANCE = {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3}
 class MhaPrefill(Protocol):
     """Variable-length multi-head attention with log-sum-exp.
 
-    q: [Tq, heads, d_qk], k: [Tk, heads, d_qk], v: [Tk, heads, d_v], d_v ≠ d_qk allowed; head
-    dims contiguous, rows may be strided. Sequence i owns q_segs.lens[i] queries and
-    k_segs.lens[i] keys (one k segment per q segment). causal: query j of a sequence sees keys
-    ≤ j + (k_len − q_len); otherwise all keys of its sequence. Softmax in fp32 of q·k·scale.
+    q: [Tq, heads, nope] and q_rope: [Tq, heads, rope] are the two parts of queries, k: [Tk,
+    heads, nope] and k_rope: [Tk, rope] those of keys, whose rope part all heads share; v: [Tk,
+    heads, d_v] of any width. Head dims contiguous, rows may be strided; `with_rope` joins parts.
+    Sequence i owns q_segs.lens[i] queries and k_segs.lens[i] keys (one k segment per q segment).
+    causal: query j of a sequence sees keys ≤ j + (k_len − q_len); otherwise all keys of its
+    sequence. Softmax in fp32 of (q·k + q_rope·k_rope)·scale.
     Returns (out [Tq, heads, d_v] in q.dtype, lse [Tq, heads] float32, natural log). A query
     without keys gives out 0 and lse −inf. Zero sequences or tokens are legal.
     """
@@ -31,7 +33,9 @@ class MhaPrefill(Protocol):
     def __call__(
         self,
         q: Tensor,
+        q_rope: Tensor,
         k: Tensor,
+        k_rope: Tensor,
         v: Tensor,
         q_segs: Segments,
         k_segs: Segments,
@@ -172,6 +176,8 @@ MHA_PREFILL = Op(
     reference=f"{_REF}:mha_prefill",
     samples=f"{_REF}:mha_prefill_samples",
     tolerance=_TOLERANCE,
+    version=2,
+    adapter="ds_runtime.ops.adapters:mha_prefill",
     heavy=True,
     summary="variable-length attention with log-sum-exp",
 )

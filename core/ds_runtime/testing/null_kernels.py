@@ -104,7 +104,9 @@ def mla_prologue(
 
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,

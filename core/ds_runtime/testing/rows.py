@@ -115,12 +115,13 @@ def _selections(count: int) -> Iterator[Tensor]:
 
 
 def _segments_alone(call: Call, index: int) -> Iterator[_Part]:
-    q, k, v, q_segs, k_segs, causal, scale = call.args
+    q, q_rope, k, k_rope, v, q_segs, k_segs, causal, scale = call.args
     if len(q_segs.lens) < 2:
         return
     for i, (queries, keys) in enumerate(zip(_spans(q_segs), _spans(k_segs), strict=True)):
         own = (segments(q_segs.lens[i]), segments(k_segs.lens[i]))
-        args = (q[queries], k[keys], v[keys], *own, causal, scale)
+        parts = (q[queries], q_rope[queries], k[keys], k_rope[keys], v[keys])
+        args = (*parts, *own, causal, scale)
         yield _Part(replace(call, args=args), index, queries)
 
 

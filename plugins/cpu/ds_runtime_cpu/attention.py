@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of, seen_of
+from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of, seen_of, with_rope
 from ds_runtime_cpu.native import active, calls
 from ds_runtime_cpu.small import CODE
 
@@ -17,7 +17,9 @@ _QUERIES = 128  # queries of one tile: scores of a tile stay in the second-level
 
 def mha_prefill_native(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -25,11 +27,12 @@ def mha_prefill_native(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """MhaPrefill in one call."""
+    q, k = with_rope(q, q_rope), with_rope(k, k_rope)
     (tokens, heads, d), dv = q.shape, v.shape[2]
     out = torch.empty(tokens, heads, dv, dtype=q.dtype)
     lse = torch.empty(tokens, heads, dtype=torch.float32)
     code = CODE[q.dtype]
-    assert q.stride(2) == k.stride(2) == v.stride(2) == 1 or not tokens
+    assert v.stride(2) == 1 or not tokens
     active.mha_prefill(
         code,
         *(q.data_ptr(), q.stride(0), q.stride(1)),
@@ -51,7 +54,9 @@ def mha_prefill_native(
 
 def mha_prefill_matmul(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -59,6 +64,7 @@ def mha_prefill_matmul(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """MhaPrefill as batched matmuls over tiles of queries; keys after the diagonal are skipped."""
+    q, k = with_rope(q, q_rope), with_rope(k, k_rope)
     tokens, heads = q.shape[:2]
     out = torch.zeros(tokens, heads, v.shape[2], dtype=q.dtype)
     lse = torch.full((tokens, heads), float("-inf"))

@@ -30,7 +30,7 @@ _DENSE = frozenset({"dense", "fp8_block"})
 _LAYOUTS = {"kv": frozenset({"latent_pages.v1"}), "index": frozenset({"index_pages.v1"})}
 _SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 # The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mla_absorb": 2, "mla_decode": 2, "route": 2}
+_CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _PANELS = "fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns"
 _A8 = (

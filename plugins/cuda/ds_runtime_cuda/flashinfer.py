@@ -14,7 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, ExpertSource, Facts, Limits, Packed, Segments, Weight, fp8_blocks
+from ds_runtime.api import (
+    Batch,
+    ExpertSource,
+    Facts,
+    Limits,
+    Packed,
+    Segments,
+    Weight,
+    fp8_blocks,
+    with_rope,
+)
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
 from ds_runtime_cuda.quant import quantise
 
@@ -204,7 +214,9 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
 
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -222,13 +234,14 @@ def mha_prefill(
         _sums(k_segs),
         heads,
         heads,
-        q.shape[2],
+        q.shape[2] + q_rope.shape[2],
         v.shape[2],
         causal=causal,
         sm_scale=scale,
         q_data_type=q.dtype,
     )
-    found, sums = wrapper.run(q, k, v.contiguous(), return_lse=True)
+    joined = with_rope(q, q_rope), with_rope(k, k_rope)
+    found, sums = wrapper.run(*joined, v.contiguous(), return_lse=True)
     empty = ~torch.isfinite(sums)
     return found.masked_fill(empty.unsqueeze(-1), 0), (sums * _LN2).masked_fill(
         empty, float("-inf")

@@ -11,7 +11,10 @@ FP8, DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
 LATENT_PAGES = frozenset({"latent_pages.v1"})
 SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 INDEX_PAGES = frozenset({"index_pages.v1"})
-_CONTRACTS = {"mla_decode": 2}  # the version that each op's kernels are written for; else 1
+_CONTRACTS = {
+    "mha_prefill": 2,
+    "mla_decode": 2,
+}  # the version that each op's kernels are written for; else 1
 BLOCK = 128
 _DISTRIBUTION = {library.module: library.distributions[0] for library in LIBRARIES}
 

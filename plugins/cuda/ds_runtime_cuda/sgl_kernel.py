@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, Segments
+from ds_runtime.api import Batch, Facts, Limits, Segments, with_rope
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
 
 
@@ -24,7 +24,9 @@ def _library() -> Any:
 
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -37,8 +39,8 @@ def mha_prefill(
     if not q_segs.total or not k_segs.total:
         return out, lse
     found, sums = _library().flash_attn_varlen_func(
-        q,
-        k,
+        with_rope(q, q_rope),
+        with_rope(k, k_rope),
         v,
         q_segs.cu,
         k_segs.cu,

@@ -167,7 +167,9 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
 
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -183,16 +185,17 @@ def mha_prefill(
         return out, lse
     rows = None if all(kept) else _rows(q_segs.lens, kept, q.device)
     keys = None if all(kept) else _rows(k_segs.lens, kept, q.device)
-    q, k, v = (x if at is None else x[at] for x, at in ((q, rows), (k, keys), (v, keys)))
+    q, q_rope = (x if rows is None else x[rows] for x in (q, q_rope))
+    k, k_rope, v = (x if keys is None else x[keys] for x in (k, k_rope, v))
     lens_q = [n for n, keep in zip(q_segs.lens, kept, strict=True) if keep]
     lens_k = [n for n, keep in zip(k_segs.lens, kept, strict=True) if keep]
     mask: dict[str, Any] = {"sparse_mode": 3, "atten_mask": _mask(q.device)} if causal else {}
     found, sums = npu().npu_fused_infer_attention_score(
-        q[..., :HEAD].contiguous(),
-        k[..., :HEAD].contiguous(),
+        q.contiguous(),
+        k.contiguous(),
         v.contiguous(),
-        query_rope=q[..., HEAD:].contiguous(),
-        key_rope=k[..., HEAD:].contiguous(),
+        query_rope=q_rope.contiguous(),
+        key_rope=k_rope.unsqueeze(1).expand(-1, heads, -1).contiguous(),
         actual_seq_lengths=list(accumulate(lens_q)),
         actual_seq_lengths_kv=list(accumulate(lens_k)),
         num_heads=heads,

@@ -25,7 +25,7 @@ PROVIDER = "npu"
 _DENSE, _INT8 = frozenset({"dense", "fp8_block"}), frozenset({"int8_channel"})
 _WIDENED = "FP8 weights are held in the compute dtype: these chips multiply none"
 # The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mla_absorb": 2, "mla_decode": 2, "route": 2}
+_CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
 _MOST_COLUMNS = 65535
 _PROLOG_HIDDEN, _PROLOG_INNER = (6144, 7168, 7680), 1536
 _INDEX_HEADS, _INDEX_DIM = 64, 128

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of
+from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of, with_rope
 
 LATENT, ROPE = 512, 64  # what the library's kernels are made for
 HEADS = (16, 32, 64, 128)  # numbers of heads that it has one for, in bfloat16
@@ -178,7 +178,9 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
 
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -191,8 +193,8 @@ def mha_prefill(
     if not q_segs.total or not k_segs.total:
         return out, lse
     found, sums = _library().flash_attn_varlen_func(
-        q,
-        k,
+        with_rope(q, q_rope),
+        with_rope(k, k_rope),
         v,
         q_segs.cu,
         k_segs.cu,

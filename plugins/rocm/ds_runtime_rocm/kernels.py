@@ -28,7 +28,7 @@ _LAYOUTS = {
     "index": frozenset({"index_pages.v1"}),
 }
 # The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mla_decode": 2, "route": 2}
+_CONTRACTS = {"mha_prefill": 2, "mla_decode": 2, "route": 2}
 _NUMERICS = {_FP8: "fp8_w8a8", _MXFP4: "mxfp4_w4a4"}
 _INDEX = 128
 _BLOCK, _GROUP = 128, 32

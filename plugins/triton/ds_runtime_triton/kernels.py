@@ -32,7 +32,7 @@ _LATENT_PAGES = frozenset({"latent_pages.v1"})
 _SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 _LAYOUTS = {"": frozenset[str](), "kv": _LATENT_PAGES, "index": frozenset({"index_pages.v1"})}
 # The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mla_absorb": 2, "mla_decode": 2, "route": 2}
+_CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
 _BOTH = frozenset({"dense", "fp8_block"})
 _BLOCKS = frozenset({"fp8_block"})
 _INT8 = frozenset({"int8_channel", "int8_block"})

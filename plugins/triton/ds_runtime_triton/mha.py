@@ -16,17 +16,11 @@ from ds_runtime_triton.machine import architecture
 _LEAST = 16  # columns that the matrix unit takes
 
 
-def _halves(width: int) -> tuple[int, int]:
-    """A width as two powers of two that cover it, the second 0 where one is enough."""
-    low = pow2(width + 1) // 2
-    if low < _LEAST or low == width:
-        return pow2(width, _LEAST), 0
-    return low, pow2(width - low, _LEAST)
-
-
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -34,18 +28,18 @@ def mha_prefill(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """MhaPrefill: one program per block of queries, head and sequence."""
-    (tokens, heads, d_qk), d_v = q.shape, v.shape[2]
+    (tokens, heads, nope), rope, d_v = q.shape, q_rope.shape[2], v.shape[2]
     out = torch.empty(tokens, heads, d_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     longest = q_segs.longest
     if longest:
         arch = folder(architecture(), str(q.dtype).removeprefix("torch."))
-        config = tuned(arch, "mha_prefill", f"QK={d_qk},V={d_v}").at(longest)
-        low, high = _halves(d_qk)
-        wide = pow2(d_v, _LEAST)
+        config = tuned(arch, "mha_prefill", f"QK={nope + rope},V={d_v}").at(longest)
+        low, high, wide = (pow2(n, _LEAST) for n in (nope, rope, d_v))
         mha_prefill_kernel[(cdiv(longest, config["BLOCK_M"]), heads, len(q_segs.lens))](
-            q, k, v, q_segs.cu, k_segs.cu, out, lse, heads, d_qk, d_v, scale * log2(e),
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], CAUSAL=causal,
-            EXACT=low + high == d_qk and wide == d_v, LOW=low, HIGH=high, V=wide, **config,
+            q, q_rope, k, k_rope, v, q_segs.cu, k_segs.cu, out, lse, heads, nope, rope, d_v,
+            scale * log2(e), *q.stride()[:2], *q_rope.stride()[:2], *k.stride()[:2],
+            k_rope.stride(0), *v.stride()[:2], CAUSAL=causal,
+            EXACT=(low, high, wide) == (nope, rope, d_v), NOPE=low, ROPE=high, V=wide, **config,
         )  # fmt: skip
     return out, lse

@@ -19,6 +19,7 @@ _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are 
 _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
 _EXPERTS, _COLUMNS = 64, 128  # of a tile
 _PROGRAMS = 224  # that rows are cut for
+_MANY = 4096  # tokens from which tiles of 128 fill a device
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
             num_warps=warps,
         )  # fmt: skip
         return logits
-    block = min(64, pow2(tokens, 16))
+    block = 128 if tokens >= _MANY else min(64, pow2(tokens, 16))
     tiles = cdiv(tokens, block), cdiv(experts, _EXPERTS)
     span = cdiv(cdiv(n, _COLUMNS), cdiv(_PROGRAMS, tiles[0] * tiles[1])) * _COLUMNS
     pieces = cdiv(n, span)
@@ -45,7 +46,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     router_tiles_kernel[(*tiles, pieces)](
         x, weight, out, tokens, experts, n, span, x.stride(0), weight.stride(0),
         x.dtype == torch.bfloat16, block, _EXPERTS, _COLUMNS if pieces > 1 else 64,
-        num_warps=4, num_stages=2 if pieces > 1 else 3,
+        num_warps=8 if block == 128 else 4, num_stages=2 if pieces > 1 else 3,
     )  # fmt: skip
     if pieces > 1:
         size = tokens * experts

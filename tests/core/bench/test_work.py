@@ -102,13 +102,14 @@ def test_absorb():
 
 def test_prefill_attention_counts_what_is_seen():
     tokens = 50
-    q, k, v = (torch.randn(tokens, 3, d) for d in (24, 24, 12))
+    q, q_rope, k, v = (torch.randn(tokens, 3, d) for d in (16, 8, 16, 12))
+    parts = (q, q_rope, k, torch.randn(tokens, 8), v)
     segs = segments(tokens)
     attend = load_attr(OPS["mha_prefill"].reference)
-    (out, lse), flops = counted(lambda: attend(q, k, v, segs, segs, True, 0.2))
-    got = work.mha_prefill(3, 24, 12, "float32", tokens)
+    (out, lse), flops = counted(lambda: attend(*parts, segs, segs, True, 0.2))
+    got = work.mha_prefill(3, 16, 8, 12, "float32", tokens)
     assert got.flops == pytest.approx(flops * (tokens + 1) / (2 * tokens))  # it masks a square
-    assert got.reads == q.nbytes + k.nbytes + v.nbytes
+    assert got.reads == sum(part.nbytes for part in parts)
     assert got.writes == out.nbytes + lse.nbytes
 
 

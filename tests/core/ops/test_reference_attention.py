@@ -46,13 +46,15 @@ def attend_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
 def test_mha_prefill_equals_a_scalar_loop(
     seed: int, lens: list[tuple[int, int]], causal: bool
 ) -> None:
-    heads, d, dv, scale = 2, 5, 3, 0.7
+    heads, d, rope, dv, scale = 2, 3, 2, 3, 0.7
     q_segs, k_segs = segments(*(a for a, _ in lens)), segments(*(b for _, b in lens))
     random = np.random.default_rng(seed)
-    q = random.normal(size=(q_segs.total, heads, d))
-    k = random.normal(size=(k_segs.total, heads, d))
+    q = random.normal(size=(q_segs.total, heads, d + rope))
+    k = random.normal(size=(k_segs.total, heads, d + rope))
+    k[:, :, d:] = k[:, :1, d:]  # all heads share it
     v = random.normal(size=(k_segs.total, heads, dv))
-    tensors = (torch.from_numpy(t) for t in (q, k, v))
+    parts = (q[:, :, :d], q[:, :, d:], k[:, :, :d], k[:, 0, d:], v)
+    tensors = (torch.from_numpy(t) for t in parts)
     out, lse = mha_prefill(*tensors, q_segs, k_segs, causal, scale)
     q0 = k0 = 0
     for queries, keys in lens:
@@ -69,11 +71,12 @@ def test_mha_prefill_equals_a_scalar_loop(
 def test_mha_prefill_in_head_groups_equals_all_heads_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    q, k, v = (torch.randn(7, 5, n, dtype=torch.float64) for n in (6, 6, 4))
+    q, q_rope, k, v = (torch.randn(7, 5, n, dtype=torch.float64) for n in (4, 2, 4, 4))
     segs = segments(3, 4)
-    whole = mha_prefill(q, k, v, segs, segs, True, 0.4)
+    call = (q, q_rope, k, torch.randn(7, 2, dtype=torch.float64), v, segs, segs, True, 0.4)
+    whole = mha_prefill(*call)
     monkeypatch.setattr("ds_runtime.ops.reference.attention._SCORE_ELEMENTS", 32)
-    for a, b in zip(whole, mha_prefill(q, k, v, segs, segs, True, 0.4), strict=True):
+    for a, b in zip(whole, mha_prefill(*call), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -82,13 +85,15 @@ def test_mha_prefill_in_head_groups_equals_all_heads_at_once(
 def test_parts_merged_equal_the_whole(seed: int, keys: int, cut: int) -> None:
     cut = min(cut, keys)
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (
-        torch.randn(n, 2, 4, generator=generator, dtype=torch.float64) for n in (3, keys, keys)
+    q, q_rope, *keyed = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, 2, 4), (3, 2, 2), (keys, 2, 4), (keys, 2), (keys, 2, 4))
     )
     q_segs = segments(3)
-    want = mha_prefill(q, k, v, q_segs, segments(keys), False, 0.5)
-    a = mha_prefill(q, k[:cut], v[:cut], q_segs, segments(cut), False, 0.5)
-    b = mha_prefill(q, k[cut:], v[cut:], q_segs, segments(keys - cut), False, 0.5)
+    want = mha_prefill(q, q_rope, *keyed, q_segs, segments(keys), False, 0.5)
+    first, rest = (t[:cut] for t in keyed), (t[cut:] for t in keyed)
+    a = mha_prefill(q, q_rope, *first, q_segs, segments(cut), False, 0.5)
+    b = mha_prefill(q, q_rope, *rest, q_segs, segments(keys - cut), False, 0.5)
     for got, whole in zip(merge_state(*a, *b), want, strict=True):
         torch.testing.assert_close(got, whole, rtol=1e-10, atol=1e-12)
 
@@ -127,9 +132,9 @@ def test_absorbed_paged_decode_equals_plain_attention_over_expanded_heads(
     starts = torch.zeros(len(lens), dtype=torch.int64)
     latent, k_rope = cache_gather(cache, table, starts, segs, kv_lora, torch.float64)
     k_nope, values = absorb.expand(latent, packed)
-    k = torch.cat((k_nope, k_rope[:, None].expand(-1, heads, -1)), -1)
     ones = segments(*[1] * len(lens))
-    want, _ = mha_prefill(q, k, values, ones, segs, True, scale)
+    parts = (q[..., :nope], q[..., nope:], k_nope, k_rope, values)
+    want, _ = mha_prefill(*parts, ones, segs, True, scale)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 

@@ -43,9 +43,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
     return weights @ v.to(compute), lse
 
 
+def with_rope(heads: Tensor, rope: Tensor) -> Tensor:
+    """[T, heads, d] and a rope part, [T, heads, r] or for all heads [T, r] → [T, heads, d + r]."""
+    tokens, count, width = heads.shape
+    out = heads.new_empty(tokens, count, width + rope.shape[-1])
+    out[..., :width] = heads  # two copies: torch.cat of strided parts takes three times on GPUs
+    out[..., width:] = rope if rope.ndim == 3 else rope.unsqueeze(1)
+    return out
+
+
 def mha_prefill(
     q: Tensor,
+    q_rope: Tensor,
     k: Tensor,
+    k_rope: Tensor,
     v: Tensor,
     q_segs: Segments,
     k_segs: Segments,
@@ -53,6 +64,7 @@ def mha_prefill(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Reference of MhaPrefill."""
+    q, k = with_rope(q, q_rope), with_rope(k, k_rope)
     tokens, heads = q.shape[:2]
     out = q.new_zeros(tokens, heads, v.shape[-1])
     lse = q.new_full((tokens, heads), float("-inf"), dtype=wide(q.dtype))
@@ -213,19 +225,24 @@ _SEGMENTS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], bool], ...] = (
 
 def mha_prefill_samples(facts: Facts) -> Iterator[Case]:
     """Ragged, empty and prefixed sequences; slices of wider heads; sharp softmax."""
-    d_v = facts.dims["v"]
-    d_qk = facts.dims["qk_nope"] + facts.dims["qk_rope"]
-    heads = facts.dims["heads"]
+    heads, nope, rope, d_v = (facts.dims[n] for n in ("heads", "qk_nope", "qk_rope", "v"))
     for label, q_lens, k_lens, causal in _SEGMENTS:
         make = Maker(facts, label)
         q_segs, k_segs = segments(*q_lens), segments(*k_lens)
-        q, k = make.normal(q_segs.total, heads, d_qk), make.normal(k_segs.total, heads, d_qk)
-        v = make.inside(make.normal(k_segs.total, heads, d_v), d_qk, 0)
-        yield case(label, facts, q, k, v, q_segs, k_segs, causal, d_qk**-0.5)
+        q = make.inside(make.normal(q_segs.total, heads, nope), 0, rope)
+        k = make.inside(make.normal(k_segs.total, heads, nope), 0, d_v)
+        v = make.inside(make.normal(k_segs.total, heads, d_v), nope, 0)
+        q_rope, k_rope = (
+            make.normal(q_segs.total, heads, rope),
+            make.inside(make.normal(k_segs.total, rope), 3, 2),
+        )
+        scale = (nope + rope) ** -0.5
+        yield case(label, facts, q, q_rope, k, k_rope, v, q_segs, k_segs, causal, scale)
     make, segs = Maker(facts, "sharp"), segments(9, 2)
-    q, k = make.inside(make.normal(11, heads, d_qk)), make.normal(11, heads, d_qk)
+    q, k = make.inside(make.normal(11, heads, nope)), make.normal(11, heads, nope)
+    q_rope, k_rope = make.inside(make.normal(11, heads, rope)), make.normal(11, rope)
     v = make.normal(11, heads, d_v, scale=50)
-    yield case("sharp", facts, q, k, v, segs, segs, True, 2.0)
+    yield case("sharp", facts, q, q_rope, k, k_rope, v, segs, segs, True, 2.0)
 
 
 def merge_state_samples(facts: Facts) -> Iterator[Case]:

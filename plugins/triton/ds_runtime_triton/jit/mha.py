@@ -9,12 +9,10 @@ from ds_runtime_triton.jit.entry import entry, follow
 
 
 @triton.jit
-def scores_of(q_low, q_high, k_low, k_high, HIGH: tl.constexpr):
-    """q · kᵀ, of the two parts of the head that are powers of two wide."""
-    scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
-    if HIGH:
-        scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
-    return scores
+def scores_of(q, q_rope, k, k_rope):
+    """q · kᵀ + q_rope · k_ropeᵀ."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
 
 
 @triton.jit
@@ -22,11 +20,13 @@ def attend(
     acc,
     top,
     total,
-    q_low,
-    q_high,
+    q,
+    q_rope,
     k_rows,
+    rope_rows,
     v_rows,
     stride_k,
+    stride_rope,
     stride_v,
     first,
     last,
@@ -34,38 +34,35 @@ def attend(
     row,
     shift,
     scale,
-    d_qk,
+    d_nope,
+    d_rope,
     d_v,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     EXACT: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
     V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Keys [first, last) in blocks. MASKED: some may be beyond `keys` or, if CAUSAL, beyond row +
-    shift. Scores are in powers of two; EXACT: LOW + HIGH is d_qk and V is d_v."""
-    low, high, out = tl.arange(0, LOW), LOW + tl.arange(0, HIGH if HIGH else 1), tl.arange(0, V)
+    shift. Scores are in powers of two; EXACT: NOPE, ROPE and V are the widths."""
+    nope, rope, out = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
     for start in range(first, last, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        k_at = k_rows + col[:, None] * stride_k
+        k_at = k_rows + col[:, None] * stride_k + nope[None, :]
+        rope_at = rope_rows + col[:, None] * stride_rope + rope[None, :]
         v_at = v_rows + col[:, None] * stride_v + out[None, :]
-        k_high = q_high
         if MASKED or not EXACT:
             real = (col < keys)[:, None]
-            k_low = tl.load(k_at + low[None, :], mask=real & (low < d_qk)[None, :], other=0.0)
-            if HIGH:
-                k_high = tl.load(
-                    k_at + high[None, :], mask=real & (high < d_qk)[None, :], other=0.0
-                )
+            k = tl.load(k_at, mask=real & (nope < d_nope)[None, :], other=0.0)
+            k_rope = tl.load(rope_at, mask=real & (rope < d_rope)[None, :], other=0.0)
             v = tl.load(v_at, mask=real & (out < d_v)[None, :], other=0.0)
         else:
-            k_low = tl.load(k_at + low[None, :])
-            if HIGH:
-                k_high = tl.load(k_at + high[None, :])
+            k = tl.load(k_at)
+            k_rope = tl.load(rope_at)
             v = tl.load(v_at)
-        scores = scores_of(q_low, q_high, k_low, k_high, HIGH > 0) * scale
+        scores = scores_of(q, q_rope, k, k_rope) * scale
         if MASKED:
             seen = col[None, :] < keys
             if CAUSAL:
@@ -84,26 +81,32 @@ def attend(
 @entry
 def mha_prefill_kernel(
     q,
+    q_rope,
     k,
+    k_rope,
     v,
     q_cu,
     k_cu,
     out,
     lse,
     heads,
-    d_qk,
+    d_nope,
+    d_rope,
     d_v,
     scale,
     q_row,
     q_head,
+    q_rope_row,
+    q_rope_head,
     k_row,
     k_head,
+    k_rope_row,
     v_row,
     v_head,
     CAUSAL: tl.constexpr,
     EXACT: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
     V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -120,18 +123,15 @@ def mha_prefill_kernel(
         k_begin = tl.load(k_cu + sequence)
         keys = tl.load(k_cu + sequence + 1) - k_begin
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)
-        low, high, wide = (
-            tl.arange(0, LOW),
-            LOW + tl.arange(0, HIGH if HIGH else 1),
-            tl.arange(0, V),
-        )
+        nope, rope, wide = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
         real = (row < queries)[:, None]
-        q_at = q + (q_begin + row).to(tl.int64)[:, None] * q_row + head * q_head
-        q_low = tl.load(q_at + low[None, :], mask=real & (low < d_qk)[None, :], other=0.0)
-        q_high = q_low
-        if HIGH:
-            q_high = tl.load(q_at + high[None, :], mask=real & (high < d_qk)[None, :], other=0.0)
+        token = (q_begin + row).to(tl.int64)[:, None]
+        q_at = q + token * q_row + head * q_head + nope[None, :]
+        rope_at = q_rope + token * q_rope_row + head * q_rope_head + rope[None, :]
+        own = tl.load(q_at, mask=real & (nope < d_nope)[None, :], other=0.0)
+        own_rope = tl.load(rope_at, mask=real & (rope < d_rope)[None, :], other=0.0)
         k_rows = k + k_begin.to(tl.int64) * k_row + head * k_head
+        rope_rows = k_rope + k_begin.to(tl.int64) * k_rope_row
         v_rows = v + k_begin.to(tl.int64) * v_row + head * v_head
         shift = keys - queries  # query j sees keys up to j + shift
         last, plain = keys, (keys // BLOCK_N) * BLOCK_N
@@ -143,12 +143,14 @@ def mha_prefill_kernel(
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc, top, total = attend(
-            acc, top, total, q_low, q_high, k_rows, v_rows, k_row, v_row, 0, plain, keys, row,
-            shift, scale, d_qk, d_v, False, CAUSAL, EXACT, LOW, HIGH, V, BLOCK_N,
+            acc, top, total, own, own_rope, k_rows, rope_rows, v_rows, k_row, k_rope_row, v_row, 0,
+            plain, keys, row, shift, scale, d_nope, d_rope, d_v, False, CAUSAL, EXACT, NOPE, ROPE,
+            V, BLOCK_N,
         )  # fmt: skip
         acc, top, total = attend(
-            acc, top, total, q_low, q_high, k_rows, v_rows, k_row, v_row, plain, last, keys, row,
-            shift, scale, d_qk, d_v, True, CAUSAL, EXACT, LOW, HIGH, V, BLOCK_N,
+            acc, top, total, own, own_rope, k_rows, rope_rows, v_rows, k_row, k_rope_row, v_row,
+            plain, last, keys, row, shift, scale, d_nope, d_rope, d_v, True, CAUSAL, EXACT, NOPE,
+            ROPE, V, BLOCK_N,
         )  # fmt: skip
         some = total > 0.0
         acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
