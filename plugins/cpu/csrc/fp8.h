@@ -150,7 +150,7 @@ struct Fp8 : TilesOf<X> {
   static constexpr int64_t TILES_FROM = 3;
   static constexpr int ONE_PASS = sizeof(X) == 2 ? TILES_FROM - 1 : 0;
 #elif defined(__AVX512BW__)
-  static constexpr int ONE_PASS = sizeof(X) == 2 ? 6 : 0;
+  static constexpr int ONE_PASS = sizeof(X) != 2 ? 0 : DS_BF16_DOTS ? 4 : 6;
 #else
   static constexpr int ONE_PASS = 0;
 #endif
