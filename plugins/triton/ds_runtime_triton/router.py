@@ -19,7 +19,6 @@ _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are 
 _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
 _EXPERTS, _COLUMNS = 64, 128  # of a tile
 _PROGRAMS = 224  # that rows are cut for
-_MANY = 4096  # tokens from which tiles of 128 fill a device
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,7 +37,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
             num_warps=warps,
         )  # fmt: skip
         return logits
-    block = 128 if tokens >= _MANY else min(64, pow2(tokens, 16))
+    many = cdiv(tokens, 128) * cdiv(experts, _EXPERTS) >= _PROGRAMS  # then rows are not cut
+    block = 128 if many else min(64, pow2(tokens, 16))
     tiles = cdiv(tokens, block), cdiv(experts, _EXPERTS)
     span = cdiv(cdiv(n, _COLUMNS), cdiv(_PROGRAMS, tiles[0] * tiles[1])) * _COLUMNS
     pieces = cdiv(n, span)
