@@ -56,7 +56,7 @@ def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
 
 
 def _step_tokens(facts: Facts) -> Change:
-    """Grouped matmuls take 128 rows of an expert at a time: twice the tokens leave half as many rows empty."""
+    """Grouped matmuls take 128 rows of an expert at a time: long steps fill them."""
     if facts.device.memory < _AMPLE:
         return Change("max_step_tokens", 8192, "a GPU is idle below thousands of tokens")
     return Change("max_step_tokens", 16384, "experts fill their tiles by so many tokens")
