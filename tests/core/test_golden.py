@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -55,24 +58,26 @@ def offers(golden: ModuleType) -> Offers:
     return offered
 
 
-@pytest.fixture
-def second(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDERS[1]))
-    import ds_golden_2
-
-    yield ds_golden_2
-    for name in [n for n in sys.modules if n.split(".")[0] == "ds_golden_2"]:
+@contextmanager
+def imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The package of a golden plugin, forgotten again in the end."""
+    package = f"ds_golden_{FOLDERS.index(folder) + 1}"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module(package)
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
         del sys.modules[name]
 
 
 @pytest.fixture
-def third(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDERS[2]))
-    import ds_golden_3
+def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with imported(FOLDERS[1], monkeypatch) as package:
+        yield package
 
-    yield ds_golden_3
-    for name in [n for n in sys.modules if n.split(".")[0] == "ds_golden_3"]:
-        del sys.modules[name]
+
+@pytest.fixture
+def third(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    with imported(FOLDERS[2], monkeypatch) as package:
+        yield package
 
 
 def named(offers: Offers, op: str) -> Kernel:

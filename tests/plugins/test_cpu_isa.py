@@ -67,6 +67,14 @@ def test_auto_is_the_best_with_all_features():
     assert "ONEDNN_MAX_CPU_ISA" not in platform.process_env()
 
 
+def test_a_plan_locked_with_the_best_by_name_is_the_one_without_a_name(tmp_path, capsys):
+    named, plain = tmp_path / "named.json", tmp_path / "plain.json"
+    assert main(["plan", "lock", str(plain), "--platform", "cpu"]) == 0
+    assert main(["plan", "lock", str(named), "--platform", "cpu", "--cpu-isa", RUNNABLE[0]]) == 0
+    assemble(EngineConfig(platform="cpu", plan=str(named)))
+    assemble(EngineConfig(platform="cpu", cpu_isa=RUNNABLE[0], plan=str(plain)))
+
+
 def refused(isa: str) -> str:
     with pytest.raises(ConfigError) as caught:
         CpuPlatform().configure(EngineConfig(cpu_isa=isa))

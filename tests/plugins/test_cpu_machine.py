@@ -81,6 +81,8 @@ def test_slow_dots_of_bfloat16_are_not_preferred(tmp_path, monkeypatch, vendor, 
     assert ("bfloat16" in machine.fast_dtypes(features)) is ("avx512_bf16" in flags)
     for isa in best:
         assert usable(list(ISAS), limited(isa, features))[0] == isa
+    named = limited(best[0], features)  # by name it is what it is by itself
+    assert machine.fast_dtypes(named) == machine.fast_dtypes(features)
 
 
 def test_amx_needs_the_kernels_permission(tmp_path, monkeypatch):

@@ -385,10 +385,23 @@ def test_mha_prefill(size, config, causal, monkeypatch):
     from ds_runtime_triton import mha
 
     monkeypatch.setattr(mha, "tuned", lambda *_: Sizes((1,), (config,)))
+    check_mha_prefill(causal, 16, 8)
+
+
+@needs_triton
+@pytest.mark.parametrize("nope", [48, 40, 96])  # 192 as 128 + 64, smaller; not all of a piece
+def test_heads_between_powers_of_two_are_kept_in_two_pieces(nope):
+    check_mha_prefill(True, nope, 16)
+
+
+def check_mha_prefill(causal: bool, nope: int, rope: int):
+    from ds_runtime_triton import mha
+
     make = Maker(facts(), "prefill")
     q_lens, k_lens = (3, 150), (150, 150)
-    q, q_rope = make.normal(153, 2, 16), make.normal(153, 2, 8)
-    parts = (q, q_rope, make.normal(300, 2, 16), make.normal(300, 8), make.normal(300, 2, 16))
+    q, q_rope = make.normal(153, 2, nope), make.normal(153, 2, rope)
+    k, k_rope = make.normal(300, 2, nope), make.normal(300, rope)
+    parts = (q, q_rope, k, k_rope, make.normal(300, 2, 16))
     q_segs, k_segs = (
         Segments(n, torch.tensor([0, n[0], sum(n)], dtype=torch.int32)) for n in (q_lens, k_lens)
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.estimate import sparse_bytes
+from ds_runtime.model.estimate import activation_bytes, sparse_bytes
 from ds_runtime.progress import amount
 
 FULL_CONTEXTS = 8
@@ -84,5 +84,6 @@ def kv_memory(assembly: Assembly, free: int, total: int, context: int) -> KvMemo
     else:
         share = assembly.platform.kv_share
         left = max(0, free - sparse_bytes(assembly))
-        pages = min(FULL_CONTEXTS * one, int(left * share) // page_bytes)
+        most = min(int(left * share), max(0, left - activation_bytes(assembly)))
+        pages = min(FULL_CONTEXTS * one, most // page_bytes)
     return KvMemory(pages, page_bytes, free, share, config.page_size)

@@ -98,6 +98,23 @@ def sparse_bytes(assembly: Assembly) -> int:
     return rows * width * 4 + chosen + max(held, default=0)
 
 
+def activation_bytes(assembly: Assembly) -> int:
+    """About what the widest moment of a step of `max_step_tokens` holds beside weights and caches:
+    four hidden states, and what one of attention, a dense layer or the experts has at once, in the
+    compute dtype. Experts: of every pair of a token and an expert a row in, a row out, gate | up
+    and their product. Attention: queries, keys and values of all heads, and those of a chunk of
+    cached tokens. What sparse attention holds is `sparse_bytes`.
+    """
+    config, dims = assembly.config, assembly.facts.dims
+    head, heads, hidden = dims["qk_nope"] + dims["qk_rope"], dims["heads"], dims["hidden"]
+    expanded = heads * (dims["qk_nope"] + dims["v"])
+    attention = heads * (head + dims["v"]) + expanded
+    experts = dims["top_k"] * (2 * hidden + 3 * dims["moe_intermediate"])
+    values = 4 * hidden + max(attention, 3 * dims["intermediate"], experts)
+    both = config.max_step_tokens * values + config.prefix_chunk * expanded
+    return both * ITEM_BYTES[config.dtype]
+
+
 def positions_of(assembly: Assembly) -> int:
     """Positions that the rotation table covers: the context."""
     return assembly.config.context_length or assembly.model.max_positions

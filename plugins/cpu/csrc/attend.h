@@ -35,6 +35,8 @@ class Tile {
     queries_ = arena.take<C>(words_ * N * rows);
     scores_ = arena.take<float>(KEYS * rows);
     for (C*& panel : values_) panel = arena.take<C>(PANEL * KEYS);
+    if (std::is_same_v<C, float>)
+      widened_ = arena.take<C>((rows > QUERY_VECTORS * L ? KEYS : MOST_KEYS) * d);
     for (float** p : {&top_, &base_, &total_}) *p = arena.take<float>(rows);
     seen_ = arena.take<int32_t>(rows);
     bits_ = arena.take<int64_t>(rows);
@@ -77,8 +79,11 @@ class Tile {
     for (int64_t m = 0; m < padded_; ++m) bits_[m] = bits(m < rows_ ? m : rows_ - 1);
   }
 
-  // Keys first, first + 1, ..., count <= KEYS of them, and their values. Meanwhile `ahead`.
-  void block(const C* const* key, const C* const* value, int64_t first, int count,
+  // Keys first, first + 1, ..., count <= KEYS of them, and their values. Meanwhile `ahead`. S: C, or
+  // bfloat16 that is multiplied as float32: keys are widened a few at a time, which stay in the
+  // first cache, and values where they are packed.
+  template <class S>
+  void block(const S* const* key, const S* const* value, int64_t first, int count,
              const RowsAhead& ahead = {}) {
     const int64_t panels = (columns_ + PANEL - 1) / PANEL;
     first_ = first;
@@ -123,8 +128,14 @@ class Tile {
   }
 
   // Scores of all keys that a row of a vector sees.
-  void score(const C* const* key) {
+  template <class S>
+  void score(const S* const* key) {
     const int64_t vectors = padded_ / L;
+    if constexpr (!std::is_same_v<S, C>)
+      if (vectors > QUERY_VECTORS) {  // else each of them would widen the keys anew
+        const C* wide[KEYS];
+        return score(rows_as<C>(key, count_, d_, widened_, wide));
+      }
     for (int64_t v0 = 0; v0 < vectors; v0 += QUERY_VECTORS) {
       const int64_t end = v0 + QUERY_VECTORS < vectors ? v0 + QUERY_VECTORS : vectors;
       int from = 0;
@@ -136,13 +147,17 @@ class Tile {
     }
   }
 
-  template <int NV>
-  void score_some(int vectors, const C* const* key, int from, int to, int64_t m0) {
+  template <int NV, class S>
+  void score_some(int vectors, const S* const* key, int from, int to, int64_t m0) {
     if (vectors == NV) {
       constexpr int K = KEY_TILE[NV];
-      for (int j = from; j < to; j += K)
-        score_tile<K, NV>(queries_ + m0 * N, d_, padded_, key + j, to - j < K ? to - j : K, ahead_,
+      for (int j = from; j < to; j += K) {
+        const int some = to - j < K ? to - j : K;
+        const C* wide[K];
+        score_tile<K, NV>(queries_ + m0 * N, d_, padded_,
+                          rows_as<C>(key + j, some, d_, widened_, wide), some, ahead_,
                           scores_ + j * padded_ + m0);
+      }
     } else if constexpr (NV > 1) {
       score_some<NV - 1>(vectors, key, from, to, m0);
     }
@@ -184,7 +199,7 @@ class Tile {
         total = total + p;
       }
     }
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if DS_BF16_DOTS
     if constexpr (N == 2) {
       alignas(64) static constexpr uint16_t turns[32] = {
           0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -234,7 +249,8 @@ class Tile {
   }
 
   // The block's values of the columns from c on, as words.
-  void pack_values(const C* const* value, int64_t c, C* to) {
+  template <class S>
+  void pack_values(const S* const* value, int64_t c, C* to) {
     const int64_t n = dv_ - c < PANEL ? dv_ - c : PANEL;
     int j = 0;
     if (n == PANEL)
@@ -252,7 +268,12 @@ class Tile {
     std::memcpy(to, a, size_t(n) * sizeof(float));
     for (; n % L; ++n) to[n] = 0.0f;
   }
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  template <bool WHOLE>
+  static void pack_word(const bf16* a, const bf16*, int64_t n, float* to) {
+    widen_row(a, to, WHOLE ? PANEL : n);
+    for (; n % L; ++n) to[n] = 0.0f;
+  }
+#if DS_BF16_DOTS
   template <bool WHOLE>
   static void pack_word(const bf16* a, const bf16* b, int64_t n, bf16* to) {
     alignas(64) static constexpr uint16_t turns[2][32] = {
@@ -328,7 +349,7 @@ class Tile {
   int count_ = 0;
   float scale_ = 0.0f;
   bool fresh_ = true;
-  C *queries_, *values_[2], *turned_ = nullptr, *staged_ = nullptr;
+  C *queries_, *values_[2], *widened_ = nullptr, *turned_ = nullptr, *staged_ = nullptr;
   float *scores_, *sums_ = nullptr, *top_, *base_, *total_;
   int32_t* seen_;
   int64_t* bits_;

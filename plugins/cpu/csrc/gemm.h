@@ -119,7 +119,7 @@ constexpr int64_t AHEAD_STEP = 16;  // elements of k of a step
 // Intel's without (avx512 runs there: score.cpp).
 #if defined(__AMX_TILE__)
 constexpr int64_t STREAM_AHEAD = 4096, WIDEN_AHEAD = 2048;
-#elif defined(__AVX512BW__) && !defined(__AVX512BF16__)
+#elif defined(__AVX512BW__) && !DS_BF16_DOTS
 constexpr int64_t STREAM_AHEAD = 8192, WIDEN_AHEAD = 8192;
 #else
 constexpr int64_t STREAM_AHEAD = 512, WIDEN_AHEAD = 8192;
@@ -258,7 +258,7 @@ inline void put_row(T* to, const float* v, int64_t count) {
     store_tail(load_tail(v + i, n), to + i, n);
   }
 }
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if DS_BF16_DOTS
 inline void put_row(bf16* to, const float* v, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) {
     const __mmask16 some = __mmask16(count - i < 16 ? (1u << (count - i)) - 1 : 0xffff);

@@ -29,24 +29,20 @@ struct Call {
 };
 
 // Working memory of a thread.
-template <class T, class C>
+template <class C>
 struct Desk {
-  static constexpr int64_t BLOCK = sizeof(T) == sizeof(C) ? 0 : KEYS;
   Tile<C> tile;
   float* sums;
-  C *keys, *values;  // a block of them, converted
   Desk(Arena& arena, const Call& call)
       : tile(arena, ROWS, call.q.d, call.v.d),
-        sums(arena.take<float>(ROWS * tile.stride())),
-        keys(arena.take<C>(BLOCK * call.k.d)),
-        values(arena.take<C>(BLOCK * call.v.d)) {}
+        sums(arena.take<float>(ROWS * tile.stride())) {}
 };
 
 // Queries [row, row + rows) of sequence i and one head.
 template <class T, class C>
 void attend(const Call& call, int64_t i, int64_t head, int64_t row, int64_t rows, void* memory) {
   Arena arena(memory);
-  Desk<T, C> desk(arena, call);
+  Desk<C> desk(arena, call);
   Tile<C>& tile = desk.tile;
   MatrixUnit matrix;
   const int64_t q0 = call.q_starts[i], queries = call.q_starts[i + 1] - q0;
@@ -70,9 +66,7 @@ void attend(const Call& call, int64_t i, int64_t head, int64_t row, int64_t rows
   int count = next(0, key[0], value[0]);
   for (int64_t j0 = 0, i = 0; j0 < last; j0 += KEYS, i = 1 - i) {
     const int later = next(j0 + KEYS, key[1 - i], value[1 - i]);
-    const C *wide_keys[KEYS], *wide_values[KEYS];
-    tile.block(rows_as<C>(key[i], count, call.k.d, desk.keys, wide_keys),
-               rows_as<C>(value[i], count, call.v.d, desk.values, wide_values), j0, count,
+    tile.block(key[i], value[i], j0, count,
                RowsAhead(key[1 - i], call.k.d, value[1 - i], call.v.d, later));
     count = later;
   }
@@ -90,16 +84,16 @@ void attend(const Call& call, int64_t i, int64_t head, int64_t row, int64_t rows
   }
 }
 
-template <class T, class C>
+template <class C>
 int64_t desk_bytes(const Call& call) {
   Arena arena(nullptr);
-  Desk<T, C> desk(arena, call);
+  Desk<C> desk(arena, call);
   return arena.used();
 }
 
 template <class T, class C>
 void mha_prefill(const Call& call) {
-  const int64_t desk = desk_bytes<T, C>(call);
+  const int64_t desk = desk_bytes<C>(call);
   const Scratch scratch(desk * max_threads());
   char* desks = (char*)scratch.data();
   // All sequences' tiles in one row; those of one head follow each other, for they share its keys.

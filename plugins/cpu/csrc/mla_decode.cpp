@@ -106,16 +106,17 @@ struct Memory {
   int64_t needed() const { return bytes + max_threads() * desk; }
 };
 
-// `count` keys as C: where they lie, or converted into `buffer`.
+// `count` keys as the tile takes them: where they lie, or converted into `buffer`.
 template <class C, class K>
-const C* const* keys_as(const K* const* keys, int count, const Call& call, C* buffer,
-                        const C** converted) {
-  if constexpr (std::is_same_v<K, grouped>) {
+auto keys_as(const K* const* keys, int count, const Call& call, C* buffer, const C** converted) {
+  if constexpr (std::is_same_v<K, bf16>) {
+    return keys;
+  } else if constexpr (std::is_same_v<K, grouped>) {
     for (int j = 0; j < count; ++j) {
       converted[j] = buffer + j * call.width;
       widen_token(keys[j], buffer + j * call.width, call.lora, call.width - call.lora);
     }
-    return converted;
+    return (const C* const*)converted;
   } else {
     return rows_as<C>(keys, count, call.width, buffer, converted);
   }
@@ -159,7 +160,7 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
   for (int64_t j0 = u.first, i = 0; j0 < u.last; j0 += KEYS, i = 1 - i) {
     const int later = next(j0 + KEYS, rows[1 - i]);
     const C* wide[KEYS];
-    const C* const* keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
+    const auto keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
     tile.block(keys, keys, j0, count, RowsAhead(rows[1 - i], size, rows[1 - i], 0, later));
     count = later;
   }

@@ -6,13 +6,6 @@
 #include "gemm.h"
 #include "widen.h"
 
-// Whether an instruction multiplies pairs of bfloat16 (score.cpp: where it pays).
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#define DS_BF16_DOTS 1
-#else
-#define DS_BF16_DOTS 0
-#endif
-
 namespace ds {
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)

@@ -75,14 +75,18 @@ inline void pack_queries(Query query, int64_t rows, int64_t padded, int64_t d, i
     const T* q[L];
     for (int64_t i = 0; i < L; ++i) q[i] = m0 + i < rows ? query(m0 + i) : nullptr;
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-    if constexpr (sizeof(T) == sizeof(C)) {
+    if constexpr (sizeof(T) <= sizeof(C)) {
       for (int64_t w = 0; w < words; w += 16) {
         const int64_t left = d - w * N;
         const __mmask32 some = left >= 16 * N ? ~0u : left > 0 ? (1u << left) - 1 : 0u;
         __m512i r[16];
         for (int64_t i = 0; i < 16; ++i) {
           const T* from = q[i] ? q[i] + w * N : nullptr;
-          if constexpr (N == 1)
+          if constexpr (N == 1 && sizeof(T) == 2)
+            r[i] = _mm512_slli_epi32(
+                _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16(from ? some : 0), from)),
+                16);
+          else if constexpr (N == 1)
             r[i] = _mm512_maskz_loadu_epi32(__mmask16(from ? some : 0), from);
           else
             r[i] = _mm512_maskz_loadu_epi16(from ? some : 0, from);

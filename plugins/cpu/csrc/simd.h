@@ -10,6 +10,13 @@
 #include <immintrin.h>
 #endif
 
+// Whether instructions multiply pairs of bfloat16 (score.cpp: where it pays) and round to it.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define DS_BF16_DOTS 1
+#else
+#define DS_BF16_DOTS 0
+#endif
+
 namespace ds {
 
 struct bf16 {

@@ -26,6 +26,7 @@ constexpr int KEY_TILE[] = {0, 10, 6};
 constexpr int QUERY_VECTORS = 1, COLUMN_VECTORS = 1, ROW_TILE = 4;
 constexpr int KEY_TILE[] = {0, 4};
 #endif
+constexpr int MOST_KEYS = 12;  // of a tile
 constexpr int PANEL = COLUMN_VECTORS * F::W;  // columns of a panel of values
 constexpr int KEYS = DS_AMX ? 128 : 96;       // keys of a block
 
@@ -43,7 +44,7 @@ struct Word<float> {
   static F mac(F sum, V x, V y) { return fma(x, y, sum); }
 };
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if DS_BF16_DOTS
 using Bf16Math = bf16;  // what bfloat16 is multiplied as
 template <>
 struct Word<bf16> {

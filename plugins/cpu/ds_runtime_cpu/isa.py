@@ -30,7 +30,7 @@ class Isa:
 
 
 GENERIC = "generic"
-ISAS: Mapping[str, Isa] = {  # best first
+ISAS: Mapping[str, Isa] = {  # best first, unless `usable` says otherwise
     isa.name: isa
     for isa in (
         Isa("amx", _AMX, "AVX512_CORE_AMX", "avx512"),
@@ -40,12 +40,12 @@ ISAS: Mapping[str, Isa] = {  # best first
         Isa(GENERIC, frozenset(), "SSE41", "default"),
     )
 }
-# Not one of the system's: VDPBF16PS multiplies less in a second than VFMADD does over float32, so
-# weights widened for the latter are faster (benchmarks/results/cpu_kernels.md).
+# Not one of the system's, and not for a device's description: VDPBF16PS multiplies less in a second
+# than VFMADD does over float32, so weights widened for the latter are faster
+# (benchmarks/results/cpu_kernels.md).
 SLOW_BF16_DOTS = "slow_bf16_dots"
-_EXTRAS = frozenset(
-    {"avx_vnni", "avx512_fp16", "amx_fp16", SLOW_BF16_DOTS}
-)  # that no variant needs
+_WIDENED = frozenset({"avx512_bf16", SLOW_BF16_DOTS})  # bfloat16 is fast by variant avx512, too
+_EXTRAS = frozenset({"avx_vnni", "avx512_fp16", "amx_fp16", SLOW_BF16_DOTS})  # no variant needs
 _BY_ISA = frozenset().union(_EXTRAS, *(isa.needs for isa in ISAS.values()))
 
 
@@ -64,5 +64,8 @@ def usable(built: list[str], features: frozenset[str]) -> list[str]:
 
 
 def limited(name: str, features: frozenset[str]) -> frozenset[str]:
-    """`features` of a processor that has nothing beyond variant `name`."""
-    return (features - _BY_ISA) | (features & ISAS[name].needs)
+    """`features` of a processor that has nothing beyond variant `name`. Where variant avx512 is the
+    best one for bfloat16, what says so stays: choosing it by name is choosing what is chosen.
+    """
+    kept = ISAS[name].needs | (_WIDENED if name == "avx512" and features >= _WIDENED else set())
+    return (features - _BY_ISA) | (features & kept)

@@ -85,10 +85,11 @@ def arch(isa: str, features: frozenset[str], machine: str | None = None) -> str:
 
 
 def fast_dtypes(features: frozenset[str]) -> frozenset[str]:
-    """Dtypes that kernels of this plugin compute in without emulation.
+    """Dtypes that kernels of this plugin compute in at the processor's full speed.
 
-    float32 always, bfloat16 with hardware for it. float16 never, whatever the processor says: no
-    kernel here takes it, so `--dtype auto` must not choose it.
+    float32 always, bfloat16 with hardware for it, even where widening is faster (SLOW_BF16_DOTS).
+    float16 never, whatever the processor says: no kernel here takes it, so `--dtype auto` must not
+    choose it.
     """
     fast = {"float32"}
     if features & {"avx512_bf16", "amx_bf16", "bf16"}:

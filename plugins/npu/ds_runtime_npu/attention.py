@@ -18,7 +18,7 @@ from ds_runtime_npu.cache import halves, paged
 from ds_runtime_npu.library import npu
 from ds_runtime_npu.tasks import TaskGraphs, capturing
 
-LATENT, ROPE, HEAD = 512, 64, 128  # what the ops are made for
+LATENT, ROPE = 512, 64  # what the ops are made for
 _WIDEST_TURNED = 65535  # heads · values of a row that npu_transpose_batchmatmul turns itself
 _MASK = 2048  # width of the causal mask that the op cuts its own from
 

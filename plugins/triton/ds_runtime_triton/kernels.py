@@ -23,6 +23,7 @@ from ds_runtime.api import (
     gates,
 )
 from ds_runtime_triton import workspace as held
+from ds_runtime_triton.launch import MATRIX_LEAST, halves, pow2
 
 PROVIDER = "triton"
 FEATURE = "triton"
@@ -109,10 +110,12 @@ def _tokens_on_chip(facts: Facts) -> str | None:
 
 
 def _heads_on_chip(facts: Facts) -> str | None:
-    d_qk = facts.dims.get("qk_nope", 0) + facts.dims.get("qk_rope", 0)
+    nope, rope = facts.dims.get("qk_nope", 0), facts.dims.get("qk_rope", 0)
     d_v = facts.dims.get("v", 0)
-    if max(d_qk, d_v) > _MAX_HEAD:
-        return f"keeps head dims up to {_MAX_HEAD} on chip, not {d_qk} and {d_v}"
+    both = sum(halves(nope)) + pow2(rope, MATRIX_LEAST)
+    if max(both, d_v) > _MAX_HEAD:
+        padded = f"{nope} + {rope} (as {both})"
+        return f"keeps head dims up to {_MAX_HEAD} on chip, not {padded} and {d_v}"
     return None
 
 

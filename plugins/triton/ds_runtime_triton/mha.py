@@ -10,10 +10,8 @@ from torch import Tensor
 from ds_runtime.api import Segments
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.mha import mha_prefill_kernel
-from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.launch import MATRIX_LEAST, cdiv, halves, pow2
 from ds_runtime_triton.machine import architecture
-
-_LEAST = 16  # columns that the matrix unit takes
 
 
 def mha_prefill(
@@ -35,11 +33,13 @@ def mha_prefill(
     if longest:
         arch = folder(architecture(), str(q.dtype).removeprefix("torch."))
         config = tuned(arch, "mha_prefill", f"QK={nope + rope},V={d_v}").at(longest)
-        low, high, wide = (pow2(n, _LEAST) for n in (nope, rope, d_v))
+        first, rest = halves(nope)
+        rotated, wide = pow2(rope, MATRIX_LEAST), pow2(d_v, MATRIX_LEAST)
         mha_prefill_kernel[(cdiv(longest, config["BLOCK_M"]), heads, len(q_segs.lens))](
             q, q_rope, k, k_rope, v, q_segs.cu, k_segs.cu, out, lse, heads, nope, rope, d_v,
             scale * log2(e), *q.stride()[:2], *q_rope.stride()[:2], *k.stride()[:2],
             k_rope.stride(0), *v.stride()[:2], CAUSAL=causal,
-            EXACT=(low, high, wide) == (nope, rope, d_v), NOPE=low, ROPE=high, V=wide, **config,
+            EXACT=(first + rest, rotated, wide) == (nope, rope, d_v), NOPE=first, REST=rest,
+            ROPE=rotated, V=wide, **config,
         )  # fmt: skip
     return out, lse

@@ -9,15 +9,20 @@ import pytest
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.memory import context_length, kv_memory
 from ds_runtime.errors import ConfigError
+from ds_runtime.model.estimate import activation_bytes
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN
 
 
-def assembly(max_positions=1000, **settings):
+WIDTHS = ("hidden", "heads", "qk_nope", "qk_rope", "v", "intermediate", "moe_intermediate", "top_k")
+
+
+def assembly(max_positions=1000, dims=None, **settings):
     layout = SimpleNamespace(bytes_per_token=lambda facts: 100)
     return SimpleNamespace(
-        config=EngineConfig(page_size=16, **settings),
+        config=EngineConfig(page_size=16, dtype="float32", **settings),
+        facts=SimpleNamespace(dims=dict.fromkeys(WIDTHS, 0) | (dims or {})),
         model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None),
         cached_layers=3,
         binding=SimpleNamespace(layout=layout, base=None, index_layout=None),
@@ -33,6 +38,17 @@ def test_eight_full_contexts_when_memory_is_plenty():
 def test_a_quarter_of_free_memory_when_that_is_less():
     got = kv_memory(assembly(), free=4 * 100 * PAGE + 5, total=4 * 10**12, context=1000)
     assert got.pages == 100
+
+
+def test_activations_of_the_longest_step_stay_free():
+    """Four hidden states of 100 float32 for each of 1,000 tokens."""
+    wide = assembly(dims={"hidden": 100}, max_step_tokens=1000)
+    held = 4 * 100 * 4 * 1000
+    assert activation_bytes(wide) == held
+    assert kv_memory(wide, free=100 * PAGE + held, total=10**12, context=1000).pages == 100
+    assert kv_memory(wide, free=held - 1, total=10**12, context=1000).pages == 0
+    plenty = kv_memory(wide, free=10**9, total=10**12, context=1000).pages
+    assert plenty == kv_memory(assembly(), free=10**9, total=10**12, context=1000).pages
 
 
 def test_an_explicit_size_is_taken_as_it_is():

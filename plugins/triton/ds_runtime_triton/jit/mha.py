@@ -9,10 +9,13 @@ from ds_runtime_triton.jit.entry import entry, follow
 
 
 @triton.jit
-def scores_of(q, q_rope, k, k_rope):
-    """q · kᵀ + q_rope · k_ropeᵀ."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+def columns_of(at, rows, col, width, WHOLE: tl.constexpr):
+    """A block of rows at `at`, of which columns from `width` on are zeros. WHOLE: nothing is."""
+    if WHOLE:
+        block = tl.load(at)
+    else:
+        block = tl.load(at, mask=rows & (col < width)[None, :], other=0.0)
+    return block
 
 
 @triton.jit
@@ -21,6 +24,7 @@ def attend(
     top,
     total,
     q,
+    q_rest,
     q_rope,
     k_rows,
     rope_rows,
@@ -41,28 +45,31 @@ def attend(
     CAUSAL: tl.constexpr,
     EXACT: tl.constexpr,
     NOPE: tl.constexpr,
+    REST: tl.constexpr,
     ROPE: tl.constexpr,
     V: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Keys [first, last) in blocks. MASKED: some may be beyond `keys` or, if CAUSAL, beyond row +
-    shift. Scores are in powers of two; EXACT: NOPE, ROPE and V are the widths."""
+    shift. Scores are in powers of two; EXACT: NOPE + REST, ROPE and V are the widths. q_rest: the
+    columns of q from NOPE on, if there are REST of them."""
+    WHOLE: tl.constexpr = EXACT and not MASKED
     nope, rope, out = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
     for start in range(first, last, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
-        k_at = k_rows + col[:, None] * stride_k + nope[None, :]
+        k_at = k_rows + col[:, None] * stride_k
         rope_at = rope_rows + col[:, None] * stride_rope + rope[None, :]
         v_at = v_rows + col[:, None] * stride_v + out[None, :]
-        if MASKED or not EXACT:
-            real = (col < keys)[:, None]
-            k = tl.load(k_at, mask=real & (nope < d_nope)[None, :], other=0.0)
-            k_rope = tl.load(rope_at, mask=real & (rope < d_rope)[None, :], other=0.0)
-            v = tl.load(v_at, mask=real & (out < d_v)[None, :], other=0.0)
-        else:
-            k = tl.load(k_at)
-            k_rope = tl.load(rope_at)
-            v = tl.load(v_at)
-        scores = scores_of(q, q_rope, k, k_rope) * scale
+        real = (col < keys)[:, None]
+        k = columns_of(k_at + nope[None, :], real, nope, d_nope, WHOLE)
+        k_rope = columns_of(rope_at, real, rope, d_rope, WHOLE)
+        v = columns_of(v_at, real, out, d_v, WHOLE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST:
+            rest = NOPE + tl.arange(0, REST)
+            k_rest = columns_of(k_at + rest[None, :], real, rest, d_nope, WHOLE)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee") * scale
         if MASKED:
             seen = col[None, :] < keys
             if CAUSAL:
@@ -106,6 +113,7 @@ def mha_prefill_kernel(
     CAUSAL: tl.constexpr,
     EXACT: tl.constexpr,
     NOPE: tl.constexpr,
+    REST: tl.constexpr,
     ROPE: tl.constexpr,
     V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -126,10 +134,14 @@ def mha_prefill_kernel(
         nope, rope, wide = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
         real = (row < queries)[:, None]
         token = (q_begin + row).to(tl.int64)[:, None]
-        q_at = q + token * q_row + head * q_head + nope[None, :]
+        q_at = q + token * q_row + head * q_head
         rope_at = q_rope + token * q_rope_row + head * q_rope_head + rope[None, :]
-        own = tl.load(q_at, mask=real & (nope < d_nope)[None, :], other=0.0)
-        own_rope = tl.load(rope_at, mask=real & (rope < d_rope)[None, :], other=0.0)
+        own = columns_of(q_at + nope[None, :], real, nope, d_nope, False)
+        own_rope = columns_of(rope_at, real, rope, d_rope, False)
+        own_rest = own  # which nothing reads
+        if REST:
+            rest = NOPE + tl.arange(0, REST)
+            own_rest = columns_of(q_at + rest[None, :], real, rest, d_nope, False)
         k_rows = k + k_begin.to(tl.int64) * k_row + head * k_head
         rope_rows = k_rope + k_begin.to(tl.int64) * k_rope_row
         v_rows = v + k_begin.to(tl.int64) * v_row + head * v_head
@@ -143,14 +155,14 @@ def mha_prefill_kernel(
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc, top, total = attend(
-            acc, top, total, own, own_rope, k_rows, rope_rows, v_rows, k_row, k_rope_row, v_row, 0,
-            plain, keys, row, shift, scale, d_nope, d_rope, d_v, False, CAUSAL, EXACT, NOPE, ROPE,
-            V, BLOCK_N,
+            acc, top, total, own, own_rest, own_rope, k_rows, rope_rows, v_rows, k_row, k_rope_row,
+            v_row, 0, plain, keys, row, shift, scale, d_nope, d_rope, d_v, False, CAUSAL, EXACT,
+            NOPE, REST, ROPE, V, BLOCK_N,
         )  # fmt: skip
         acc, top, total = attend(
-            acc, top, total, own, own_rope, k_rows, rope_rows, v_rows, k_row, k_rope_row, v_row,
-            plain, last, keys, row, shift, scale, d_nope, d_rope, d_v, True, CAUSAL, EXACT, NOPE,
-            ROPE, V, BLOCK_N,
+            acc, top, total, own, own_rest, own_rope, k_rows, rope_rows, v_rows, k_row, k_rope_row,
+            v_row, plain, last, keys, row, shift, scale, d_nope, d_rope, d_v, True, CAUSAL, EXACT,
+            NOPE, REST, ROPE, V, BLOCK_N,
         )  # fmt: skip
         some = total > 0.0
         acc = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
