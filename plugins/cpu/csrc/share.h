@@ -38,8 +38,8 @@ inline void share(int64_t n, int64_t cost, First first, Worker worker) {
   const int64_t count = !worth_threads(cost, n) ? 1 : threads < MAX_PIECES ? threads : MAX_PIECES;
   for (int64_t i = 0; i < count; ++i) pieces[i].set(first(i, count), first(i + 1, count));
   each_thread(count > 1, [&](int64_t me) {
-    auto next = [&]() {
-      for (int64_t i = 0; i < count; ++i) {
+    auto next = [&, i = int64_t(0)]() mutable {  // a piece that is used up stays so
+      for (; i < count; ++i) {
         const int64_t unit = pieces[(me + i) % count].take(i == 0);
         if (unit >= 0) return unit;
       }

@@ -51,6 +51,10 @@ class ExpertsNative:
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         run: _Run = packed.tensors["run"]
+        assert x.shape[1] == packed.shape[1] and x.dtype == self.dtype, (x.shape, x.dtype)
+        assert weights.shape == ids.shape == (x.shape[0], ids.shape[1]), (weights.shape, ids.shape)
+        kinds = (weights.dtype, ids.dtype)
+        assert kinds == (torch.float32, torch.int32), kinds
         return run(x, weights.contiguous(), ids.contiguous())
 
 
@@ -75,7 +79,7 @@ class _Run:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, top_k = ids.shape
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         self._call(
             x.data_ptr(),
             x.stride()[0],
