@@ -33,6 +33,7 @@ class KvMemory:
     free: int
     share: float | None  # of the free memory; None: the user's --kv-memory or fraction
     page_size: int
+    step_tokens: int = 0  # whose activations leave less than the platform's share; 0: they do not
 
     @property
     def total(self) -> int:
@@ -47,6 +48,8 @@ class KvMemory:
         given = self.share is None
         what = "your setting gives" if given else f"{self.share:.0%} of free memory is"
         lower = f"lower --context-length, e.g. to {fits}, or " if fits else ""
+        if self.step_tokens:
+            lower = f"lower --max-step-tokens (now {self.step_tokens}), {lower}"
         return ConfigError(
             f"KV cache: one context of {context} tokens needs {needed}, but {what} {have}, "
             f"{fits} tokens; {amount(self.free)} are free: {lower}raise --kv-memory "
@@ -64,7 +67,7 @@ def kv_memory(assembly: Assembly, free: int, total: int, context: int) -> KvMemo
         per_token += index.bytes_per_token(facts) * assembly.indexers
     page_bytes = per_token * config.page_size
     one = -(-context // config.page_size)
-    share = None
+    share, step_tokens = None, 0
     if config.kv_memory is not None:
         if config.kv_memory > free:
             raise ConfigError(
@@ -84,6 +87,9 @@ def kv_memory(assembly: Assembly, free: int, total: int, context: int) -> KvMemo
     else:
         share = assembly.platform.kv_share
         left = max(0, free - sparse_bytes(assembly))
-        most = min(int(left * share), max(0, left - activation_bytes(assembly)))
+        beside = max(0, left - activation_bytes(assembly))
+        most = int(left * share)
+        if beside < most:
+            most, share, step_tokens = beside, beside / free, config.max_step_tokens
         pages = min(FULL_CONTEXTS * one, most // page_bytes)
-    return KvMemory(pages, page_bytes, free, share, config.page_size)
+    return KvMemory(pages, page_bytes, free, share, config.page_size, step_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +203,7 @@ class Runner:
         fewest = min(pages)
         if fewest < self.max_pages:
             raise mine.too_small(fewest, self.context_length)
-        return KvMemory(fewest, mine.page_bytes, free, mine.share, mine.page_size)
+        return replace(mine, pages=fewest)
 
     def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:
         shown, total = self.rank == 0 and not quiet, pages * self.memory.page_bytes

@@ -12,6 +12,8 @@
 //   sums     [rows][columns] float32
 #pragma once
 
+#include <type_traits>
+
 #include "exponents.h"
 #include "scores_amx.h"
 

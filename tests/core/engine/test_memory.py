@@ -47,6 +47,9 @@ def test_activations_of_the_longest_step_stay_free():
     assert activation_bytes(wide) == held
     assert kv_memory(wide, free=100 * PAGE + held, total=10**12, context=1000).pages == 100
     assert kv_memory(wide, free=held - 1, total=10**12, context=1000).pages == 0
+    short = kv_memory(wide, free=10 * PAGE + held, total=10**12, context=1000)
+    said = str(short.too_small(short.pages, 1000))
+    assert "but 3% of free memory is 48.0 kB" in said and "--max-step-tokens (now 1000)" in said
     plenty = kv_memory(wide, free=10**9, total=10**12, context=1000).pages
     assert plenty == kv_memory(assembly(), free=10**9, total=10**12, context=1000).pages
 
