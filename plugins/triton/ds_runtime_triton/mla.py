@@ -13,6 +13,8 @@ from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.mla import mla_combine_kernel, mla_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
+_AT_ONCE = 8  # splits of a row whose sums are read together
+
 
 @dataclass
 class DecodeState:
@@ -90,16 +92,27 @@ class MlaDecode:
             EXACT=wide == self.latent and high == self.rope, **config,
         )  # fmt: skip
         if splits > 1:
-            mla_combine_kernel[(rows, heads)](
-                partial, sums, state.lens, out, heads, self.latent, splits, config["BLOCK_N"],
-                wide, num_warps=2,
-            )  # fmt: skip
+            combine(partial, sums, state.lens, out, splits, config["BLOCK_N"])
         return out
 
     def _splits(self, state: DecodeState, programs: int, waves: int, config: dict[str, int]) -> int:
         """Pieces of a row. Lengths change under a captured step, so only bounds decide."""
         most = cdiv(state.tokens, 2 * config["BLOCK_N"])
         return max(1, min(self.cores * waves // programs, most, 64))
+
+
+def combine(
+    partial: Tensor, sums: Tensor, lens: Tensor | None, out: Tensor, splits: int, block: int
+) -> None:
+    """out [rows, heads, latent] from float32 partial [rows, heads, splits, latent] and sums [rows,
+    heads, splits], see store_heads. lens [rows]: then only the splits with a block of tokens count.
+    """
+    rows, heads, latent = out.shape
+    most = pow2(splits)
+    mla_combine_kernel[(rows, heads)](
+        partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), most,
+        min(most, _AT_ONCE), num_warps=4,
+    )  # fmt: skip
 
 
 def _spread(state: DecodeState, part: DecodePart) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ds_runtime_triton.config import folder, tuned
-from ds_runtime_triton.jit.mla import mla_combine_kernel
 from ds_runtime_triton.jit.sparse import sparse_mla_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.machine import architecture, cores
+from ds_runtime_triton.mla import combine
 from ds_runtime_triton.scaled import Scaled
 from ds_runtime_triton.workspace import SPLITS
 
@@ -65,7 +65,5 @@ def _attend(
         EXACT=low == kv_lora and high == rope, **config,
     )  # fmt: skip
     if splits > 1:
-        mla_combine_kernel[(rows, heads)](
-            partial, sums, None, out, heads, kv_lora, splits, step, low, num_warps=2
-        )
+        combine(partial, sums, None, out, splits, step)
     return out

@@ -243,9 +243,12 @@ def mla_combine_kernel(
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LATENT: tl.constexpr,
+    MOST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one row: the mean of the splits that saw a token, or of all without lens."""
+    """One head of one row: the mean of the splits that saw a token, or of all without lens. MOST:
+    SPLITS, rounded up to a power of two, as AT_ONCE is."""
     follow(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if lens is None:
@@ -254,16 +257,19 @@ def mla_combine_kernel(
         _, _, used = span(tl.load(lens + row), 0, SPLITS, BLOCK_N)
     place = (row * heads + head) * SPLITS
     cols = tl.arange(0, LATENT)
+    every = tl.arange(0, MOST)
+    log_totals = tl.load(sums + place + every, mask=every < used, other=float("-inf"))
+    top = tl.max(log_totals, 0)
+    total = tl.sum(tl.exp2(log_totals - top), 0)
     acc = tl.zeros((LATENT,), tl.float32)
-    top = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    for split in range(used):
-        weight = tl.load(sums + place + split)
-        part = tl.load(partial + (place + split) * latent + cols, mask=cols < latent, other=0.0)
-        above = tl.maximum(top, weight)
-        fade, grow = tl.exp2(top - above), tl.exp2(weight - above)
-        acc = acc * fade + part * grow
-        total = total * fade + grow
-        top = above
+    for first in range(0, used, AT_ONCE):  # their loads are under way together
+        split = first + tl.arange(0, AT_ONCE)
+        there = split < used
+        log_total = tl.load(sums + place + split, mask=there, other=float("-inf"))
+        inside = there[:, None] & (cols < latent)[None, :]
+        part = tl.load(
+            partial + (place + split)[:, None] * latent + cols[None, :], mask=inside, other=0.0
+        )
+        acc += tl.sum(part * tl.exp2(log_total - top)[:, None], 0)
     to = out + (row * heads + head) * latent + cols
     tl.store(to, (acc / total).to(out.dtype.element_ty), mask=cols < latent)
