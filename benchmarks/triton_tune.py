@@ -303,7 +303,7 @@ def _expert_candidates(m: int, pairs: int, count: int, fp8: bool) -> list[Config
     bases = options(DIRECT=1, BLOCK_M=16, SWAP=1, GROUP=1, **depth) if m <= 8 else []
     if m >= 4:
         sizes = (
-            (16,) if each <= 4 else (16, 32) if each <= 16 else (64,) if each < 64 else (64, 128)
+            (16,) if each <= 4 else (16, 32) if each <= 16 else (32, 64) if each < 64 else (64, 128)
         )
         for size in sizes:
             swap = 1 if size < 64 else (0, 1) if size == 64 else 0
@@ -347,7 +347,7 @@ def problems(wanted: set[str]) -> Iterator[Problem]:
     for op, shapes in EXPERTS.items():
         for count, inter, hidden, top_k in shapes if op in wanted else ():
             fp8 = op == "experts_fp8"
-            for m in (512,) if inter == 256 else (1, 4, 8, 32, 128, 4096):
+            for m in (512,) if inter == 256 else (1, 4, 8, 32, 128, 512, 1024, 4096):
                 if TOKENS and m not in TOKENS:
                     continue
                 distinct = count * (1 - (1 - top_k / count) ** m)
