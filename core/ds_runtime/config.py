@@ -19,6 +19,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 QUANTIZE = ("none", "int8", "int4")
+PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
 
 
 def _f(default: Any, help: str, **extra: Any) -> Any:
@@ -119,6 +120,17 @@ class EngineConfig:
         "1, 2, 4, 8, then ever wider apart up to --max-running-requests; on a CPU each up to 32, "
         "when it comes often)",
     )
+    disable_prefill_graph: bool = _f(
+        False,
+        "run steps with prompts op by op, also where the device can replay what lies between their "
+        "attentions",
+    )
+    prefill_graph_sizes: tuple[int, ...] | None = _f(
+        None,
+        "steps with prompts to capture, by number of tokens; a step is filled up to the next "
+        "(default: ever wider apart up to a chunk and a token of every request, at most "
+        f"{PREFILL_GRAPH_TOKENS})",
+    )
     speculative_algorithm: str | None = _f(
         None,
         "draft tokens with the checkpoint's MTP layer and verify them in one forward; NEXTN and "
@@ -196,6 +208,12 @@ class EngineConfig:
             raise ConfigError(
                 f"--graph-sizes {said}: must be numbers of at least 1; --disable-graph captures "
                 "nothing"
+            )
+        if self.prefill_graph_sizes is not None and min(self.prefill_graph_sizes, default=0) < 1:
+            said = ",".join(map(str, self.prefill_graph_sizes))
+            raise ConfigError(
+                f"--prefill-graph-sizes {said}: must be numbers of at least 1; "
+                "--disable-prefill-graph captures nothing"
             )
         if self.context_length == 1:
             raise ConfigError(

@@ -33,6 +33,7 @@ SETTINGS = {
     "max_running_requests": 6,
     "chunked_prefill_size": 24,
     "max_step_tokens": 60,
+    "disable_prefill_graph": True,  # test_prefill_graphs.py
 }
 
 

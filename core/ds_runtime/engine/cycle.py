@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.graphs import Place, captured
+from ds_runtime.engine.graphs import Place, captured, decode_step
 from ds_runtime.engine.sampler import Draw, Sampler
 from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Upload
@@ -253,9 +253,9 @@ class VerifyGraph(Rows):
             place.tail[: self.size].copy_(tail)
             place.draft.logits(tail, place.tail_logits[: self.size])
 
-        self._verify = captured(verify, backend, self.size)
+        self._verify = captured(verify, backend, decode_step(self.size))
         if place.trees is None:
-            self._follow = captured(follow, backend, self.size)
+            self._follow = captured(follow, backend, decode_step(self.size))
 
     def verify(self, works: Sequence[Work], sent: Upload, numbers: Numbers) -> Tensor:
         """Logits [size · queries, vocab] of a step whose upload has been sent to `buffer`."""
@@ -352,7 +352,7 @@ class ChainGraph:
                 found.append(sample(logits, *some))
             kept.index_copy_(0, rows, torch.stack(found, dim=1))
 
-        self._replay = captured(run, backend, self.size)
+        self._replay = captured(run, backend, decode_step(self.size))
 
     def replay(self, works: Sequence[Work], ends: Sequence[int]) -> list[Tensor]:
         """Draft behind the positions `ends`: [works, drafts] ids."""

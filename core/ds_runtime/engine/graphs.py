@@ -81,23 +81,34 @@ class Place:
     ranks: int = 1
 
 
-def captured(run: Callable[[], None], backend: GraphBackend, size: int) -> Callable[[], None]:
-    """What runs it again: after a first run that is not recorded, in which kernels are made ready.
+def captured(
+    run: Callable[[], None],
+    backend: GraphBackend,
+    what: str,
+    remedy: str = "--disable-graph",
+    ready: bool = False,
+) -> Callable[[], None]:
+    """What runs it again: after a first run that is not recorded, in which kernels are made ready,
+    unless they are.
 
-    Raises PluginError where it cannot be captured. size: its requests. Late captures happen when it
-    is called, and log what they cannot do.
+    Raises PluginError where it cannot be captured. what: the step that this is for. Late captures
+    happen when it is called, and log what they cannot do.
     """
     try:
-        if not isinstance(backend, LateGraphs):
+        if not ready and not isinstance(backend, LateGraphs):
             run()
         return backend.capture(run)
     except DsRuntimeError:
         raise
     except Exception as e:
         raise PluginError(
-            f"a decode step of {size} requests cannot be captured: {type(e).__name__}: {e}; "
-            "--disable-graph runs without"
+            f"{what} cannot be captured: {type(e).__name__}: {e}; {remedy} runs without"
         ) from e
+
+
+def decode_step(size: int) -> str:
+    """What is captured, for an error. size: its requests."""
+    return f"a decode step of {size} requests"
 
 
 class _Numbers(NamedTuple):
@@ -221,9 +232,9 @@ class DecodeGraph:
             hidden = place.model.forward(batch, place.caches)
             place.model.logits(hidden, self._logits, batch.ffn_adapters)
 
-        self._replay = captured(run, backend, self.size)
+        self._replay = captured(run, backend, decode_step(self.size))
         if self.masked is not None and place.sampler is not None:
-            record = partial(captured, backend=backend, size=self.size)
+            record = partial(captured, backend=backend, what=decode_step(self.size))
             self.masked.capture(place.sampler.settings((), self.masked.size), record)
 
     def replay(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:

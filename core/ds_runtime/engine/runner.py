@@ -27,6 +27,7 @@ from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
+from ds_runtime.engine.pieces import PrefillGraphs, prefill_graph_sizes
 from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
 from ds_runtime.engine.spread import Spreading, by_rank, logit_places
@@ -37,7 +38,7 @@ from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verif
 from ds_runtime.engine.warm import early_rows, warm_up_steps
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_draft, load_model
-from ds_runtime.ops.batch import Limits
+from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.platform.spec import Communicator, GraphBackend
 from ds_runtime.speculation import Speculation
@@ -117,8 +118,18 @@ class Runner:
         self.caches = self._allocate(self.num_pages + captures, poison)
         self.graphs: DecodeGraphs | None = None
         self.cycles: Cycles | None = None
+        self.prefills: PrefillGraphs | None = None
         self._unfinished: tuple[Handle, Callable[[], None]] | None = None
-        if captures and self.speculator is not None and self.speculation is not None:
+        backend = self._backend() if captures else None
+        if backend is not None and self._prefill_sizes:
+            self.prefills = PrefillGraphs(
+                self.model,
+                self._parts(self.caches)[0],
+                self._prefill_sizes,
+                backend,
+                assembly.lora is not None,
+            )
+        if backend is not None and self.speculator is not None and self.speculation is not None:
             self.cycles = Cycles.of(
                 self._place(),
                 self.speculator.draft,
@@ -127,15 +138,22 @@ class Runner:
                 self.speculation,
                 self.trees,
                 graph_sizes(self.config, self._late),
-                self._backend(),
+                backend,
             )
-        elif captures:
+        elif backend is not None:
             sizes = graph_sizes(self.config, self._late)
-            self.graphs = DecodeGraphs(self._place(), sizes, self._backend())
+            self.graphs = DecodeGraphs(self._place(), sizes, backend)
 
     @property
     def _late(self) -> bool:
         return self.platform.capture_after > 0
+
+    @property
+    def _prefill_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps with prompts that are captured."""
+        config = self.config
+        off = config.disable_prefill_graph or config.attention_ranks > 1
+        return () if off or not self.platform.captures_prefill else prefill_graph_sizes(config)
 
     def _backend(self) -> GraphBackend:
         """Of captured steps."""
@@ -146,7 +164,8 @@ class Runner:
         """Of the steps before the first request."""
         at_start = self.bound.base.graph_capture and not self._late
         sizes = graph_sizes(self.config) if at_start else ()
-        return early_rows(self.config, self.context_length, self.width, sizes)
+        prefills = self._prefill_sizes if at_start else ()
+        return early_rows(self.config, self.context_length, self.width, sizes, prefills)
 
     def _limits(self) -> Limits:
         return Limits(
@@ -349,7 +368,7 @@ class Runner:
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
         layers, behind = self._parts(caches)
-        found = self.model.forward(batch, layers, every=speculator is not None)
+        found = self._forward(batch, layers, caches is self.caches, speculator is not None)
         hidden = found  # [logit rows, hidden]
         if speculator is not None:
             hidden = self.model.wanted(found[batch.logit_rows], batch.spread)
@@ -369,6 +388,16 @@ class Runner:
                 self.model.move(layers, batch, moves(branch, batch.slots))
             if handle.plan.drafts or any(w.tokens is not None for w in works):
                 speculator.run(handle, follow, batch, found, branch, sent, behind)
+
+    def _forward(self, batch: Batch, layers: list[Tensor], serves: bool, every: bool) -> Tensor:
+        """As of the model. serves: over the caches of requests."""
+        graph = None
+        if self.prefills is not None and serves:
+            graph = self.prefills.fitting(batch.num_tokens)
+        if graph is None:
+            return self.model.forward(batch, layers, every)
+        found = graph.replay(batch)
+        return found.clone() if every else found[batch.logit_rows]
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""
@@ -397,7 +426,7 @@ class Runner:
         """Leave the group of ranks. Captured steps go first: while one could replay a collective,
         its group does not end.
         """
-        self.graphs = self.cycles = self._unfinished = None
+        self.graphs = self.prefills = self.cycles = self._unfinished = None
         self.comm.close()
 
     def warm_up(self) -> None:
@@ -416,6 +445,8 @@ class Runner:
         self.sampler.clear()
         self.last_tokens.zero_()
         shown = self.rank == 0 and not self._late  # else there is nothing to wait for
+        if self.prefills is not None:
+            self.prefills.capture(progress=shown)
         if self.graphs is not None:
             self.graphs.capture(progress=shown)
         if self.cycles is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.cycle import CyclePlace, Rows, VerifyGraph
-from ds_runtime.engine.graphs import captured
+from ds_runtime.engine.graphs import captured, decode_step
 from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.engine.tree import Drafted, Growth
@@ -60,7 +60,7 @@ class BranchGraph(Rows):
             place.tail[:size].copy_(tail)
             place.draft.logits(tail, place.tail_logits[:size])
 
-        self._replay = captured(run, backend, size)
+        self._replay = captured(run, backend, decode_step(size))
 
     def follow(
         self, works: Sequence[Work], tokens: Tensor, branch: Branch, rows: Tensor, slots: Tensor
@@ -179,7 +179,7 @@ class TreeGraph:
                 else:
                     self._keep(growth.best(), rows)
 
-            self._replays.append(captured(run, backend, self.size))
+            self._replays.append(captured(run, backend, decode_step(self.size)))
             self._replays[-1]()
 
     def _grow(self, level: int, batches: Sequence[Batch]) -> tuple[Growth, Tensor]:

@@ -29,12 +29,18 @@ def warm_up_length(config: EngineConfig, context_length: int) -> int:
 
 
 def early_rows(
-    config: EngineConfig, context_length: int, width: int, sizes: Sequence[int]
+    config: EngineConfig,
+    context_length: int,
+    width: int,
+    sizes: Sequence[int],
+    prefills: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Rows of the calls before the first request. sizes: of captured steps, in sequences."""
+    """Rows of the calls before the first request. sizes: of captured decode steps, in sequences;
+    prefills: of captured steps with prompts, in tokens.
+    """
     ranks = _ranks(config)
     length = warm_up_length(config, context_length)
-    counts = {length, min(width, context_length - length)}
+    counts = {length, min(width, context_length - length), *prefills}
     counts |= {size * tokens for size in sizes for tokens in {1, width}}
     most = config.max_step_tokens
     return tuple(sorted({n for count in counts for n in {count, count * ranks} if 0 < n <= most}))

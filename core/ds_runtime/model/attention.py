@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +73,30 @@ class Inputs:
         return self.up(query, adapters), kv, query, keys
 
 
+class Projected(NamedTuple):
+    """What a step's rows bring to attention, once the cache holds their latents and keys.
+
+    q: [T, heads, nope + rope], of which q_rope, [T, heads, rope], is the rotated part; latent:
+    [T, kv_lora], normed; k_rope: [T, rope], rotated. For an indexer: x [T, hidden], and of `Inputs`
+    the query latent and index keys. Where they are made ahead: keys and values of all heads, k
+    [T, heads, nope] and v [T, heads, v].
+    """
+
+    q: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    x: Tensor | None = None
+    query: Tensor | None = None
+    keys: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def each(self, made: Callable[[Tensor], Tensor]) -> Projected:
+        """The same of every tensor."""
+        return Projected(*(None if t is None else made(t) for t in self))  # type: ignore[arg-type]
+
+
 class Attention:
     """One layer's attention on one rank's heads, on all of them where it is divided by sequences;
     returns the sum over the ranks that divide the heads.
@@ -88,7 +113,8 @@ class Attention:
         self.indexer: Indexer | None = None
         if config.has_indexer(layer):
             self.indexer = Indexer(config, load, layer, self.inputs.makes_keys)
-        if config.indexing is None:
+        self.sparse = config.indexing is not None
+        if not self.sparse:
             self.decode = self._kernel(load, layer, AT)
             # Steps with several tokens per sequence may have a kernel of their own.
             self.verify = self._kernel(load, layer, VERIFY)
@@ -97,6 +123,7 @@ class Attention:
         self.move = load.ops(layer, TREE).cache_move if has_trees else None
         self.heads = config.heads // load.heads.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
+        self.v_head = config.v_head
         self.scale = config.softmax_scale
 
     def _kernel(self, load: Loader, layer: int, module: str) -> tuple[MlaDecode, str]:
@@ -124,11 +151,21 @@ class Attention:
             absorbed, query = self.fused(x, batch.positions, cos_sin, cache, batch.slots)
             self._index(x, query, None, batch, index_cache, cos_sin, selection)
             out = self._decode(absorbed, batch, cache, selection, batch.adapters)
-            return self.comm.all_reduce(self.o_proj(out.flatten(1), batch.adapters))
+            return self.output(out.flatten(1), batch.adapters)
+        projected = self.project(x, batch, cache, cos_sin)
+        out = self.attend(projected, batch, cache, cos_sin, index_cache, selection)
+        return self.output(out.flatten(1), batch.adapters)
+
+    def project(
+        self, x: Tensor, batch: Batch, cache: Tensor, cos_sin: Tensor, ahead: bool = False
+    ) -> Projected:
+        """What every row is for itself: [T, hidden] → its query, and its latent in the cache.
+
+        ahead: and its keys and values of all heads, unless attention is sparse.
+        """
         q, kv, query, keys = self.inputs(x, batch.adapters)
-        self._index(x, query, keys, batch, index_cache, cos_sin, selection)
         q = q.view(-1, self.heads, self.qk_head)
-        q_rope, latent, k_rope = self.ops.mla_prologue(
+        rotated = self.ops.mla_prologue(
             q,
             kv,
             self.kv_norm,
@@ -138,8 +175,32 @@ class Attention:
             cache,
             batch.slots,
         )
-        out = self._attend(q, q_rope, latent, k_rope, batch, cache, selection)  # [T, heads, v]
-        return self.comm.all_reduce(self.o_proj(out.flatten(1), batch.adapters))
+        if self.indexer is not None:
+            return Projected(q, *rotated, x, query, keys)
+        if self.sparse or not ahead:
+            return Projected(q, *rotated)
+        k, v = self.kv_b.expand(rotated[1], batch.adapters)
+        return Projected(q, *rotated, k=k, v=v)
+
+    def attend(
+        self,
+        projected: Projected,
+        batch: Batch,
+        cache: Tensor,
+        cos_sin: Tensor,
+        index_cache: Tensor | None = None,
+        selection: Selection | None = None,
+    ) -> Tensor:
+        """What rows are for each other: [T, heads, v]."""
+        if projected.x is not None:
+            assert projected.query is not None
+            x, query, keys = projected.x, projected.query, projected.keys
+            self._index(x, query, keys, batch, index_cache, cos_sin, selection)
+        return self._attend(projected, batch, cache, selection)
+
+    def output(self, attended: Tensor, adapters: Tensor | None) -> Tensor:
+        """[T, heads · v] → [T, hidden], summed over the ranks that divide the heads."""
+        return self.comm.all_reduce(self.o_proj(attended, adapters))
 
     def _index(
         self,
@@ -157,16 +218,10 @@ class Attention:
             self.indexer(x, query, keys, batch, index_cache, cos_sin, selection)
 
     def _attend(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        selection: Selection | None,
+        self, projected: Projected, batch: Batch, cache: Tensor, selection: Selection | None
     ) -> Tensor:
-        """Decode and prefill rows, each their own way: [T, heads, nope + rope] → [T, heads, v]."""
+        """Decode and prefill rows, each their own way: [T, heads, v]."""
+        q, q_rope = projected.q, projected.q_rope
         if batch.prefill is None:
             absorbed = self._absorbed(q, q_rope, batch.adapters)
             return self._decode(absorbed, batch, cache, selection, batch.adapters)
@@ -179,15 +234,8 @@ class Attention:
             )
             out = self.kv_b.apply_v(attended, rest)
         else:
-            out = self._prefill(
-                q[n:, :, : self.nope],
-                q_rope[n:],
-                latent[n:],
-                k_rope[n:],
-                batch.prefill,
-                cache,
-                rest,
-            )
+            behind = projected.each(lambda t: t[n:]) if n else projected
+            out = self._prefill(behind, batch.prefill, cache, rest)
         if not n:
             return out
         absorbed = self._absorbed(q[:n], q_rope[:n], first)
@@ -221,20 +269,16 @@ class Attention:
         return self.kv_b.apply_v(attended, adapters)
 
     def _prefill(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        latent: Tensor,
-        k_rope: Tensor,
-        part: PrefillPart,
-        cache: Tensor,
-        adapters: Tensor | None,
+        self, projected: Projected, part: PrefillPart, cache: Tensor, adapters: Tensor | None
     ) -> Tensor:
         """New tokens among themselves, then merged with each chunk of their cached prefixes."""
         segs = part.q_segs
         attend = self.ops.mha_prefill
-        k, v = self.kv_b.expand(latent, adapters)
-        out, lse = attend(q, q_rope, k, k_rope, v, segs, segs, True, self.scale)
+        q, q_rope = projected.q.narrow(2, 0, self.nope), projected.q_rope
+        k, v = projected.k, projected.v
+        if k is None or v is None:
+            k, v = self.kv_b.expand(projected.latent, adapters)
+        out, lse = attend(q, q_rope, k, projected.k_rope, v, segs, segs, True, self.scale)
         for chunk in part.prefix:
             cached, cached_rope = self.ops.cache_gather(
                 cache, part.page_table, chunk.starts, chunk.segs, self.kv_lora, q.dtype

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_runtime.model.attention import Attention
+from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, gathered_wanted, summed
 from ds_runtime.model.indexer import Selection
@@ -51,14 +51,21 @@ class Block:
         rows: the only ones that are wanted; all are still written to the cache. tail: how these lie
         on the ranks, if the batch says so of its own.
         """
-        if residual is None:
-            normed, residual = self.input_norm(x), x
-        else:
-            normed, residual = self.input_norm.add(x, residual)
+        normed, residual = self.enter(x, residual)
         attended = self.attention(normed, batch, cache, cos_sin, index_cache, selection)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
             batch = replace(batch, spread=tail)
+        return self.leave(attended, residual, batch)
+
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(what attention takes, the residual beside it), both [T, hidden]."""
+        if residual is None:
+            return self.input_norm(x), x
+        return self.input_norm.add(x, residual)
+
+    def leave(self, attended: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of what attention gave: (mlp output, residual before it), both [T, hidden]."""
         normed, residual = self.mlp_norm.add(attended, residual)
         return self.mlp(normed, batch), residual
 
@@ -71,6 +78,19 @@ class Moves(NamedTuple):
     sources: Tensor
     targets: Tensor
     rows: Tensor
+
+
+class Cut(NamedTuple):
+    """One layer's attention between two pieces of a forward. index_cache: where it indexes."""
+
+    attention: Attention
+    projected: Projected
+    cache: Tensor
+    index_cache: Tensor | None
+
+    def each(self, made: Callable[[Tensor], Tensor]) -> Cut:
+        """The same of every tensor that the piece before it made."""
+        return self._replace(projected=self.projected.each(made))
 
 
 class DeepSeekModel:
@@ -102,9 +122,7 @@ class DeepSeekModel:
         layer with an indexer in the index layout; the batch's tokens are written to them. every:
         of all tokens of this rank, whose logits are wanted or not.
         """
-        selection, indexing = None, self.config.indexing
-        if indexing is not None:
-            selection = Selection.of(batch, indexing.top_k, self.captured, self.page_size)
+        selection = self.selection(batch)
         index_caches = iter(caches[len(self.blocks) :])
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
@@ -122,6 +140,48 @@ class DeepSeekModel:
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         return self.wanted(self.norm.add(x, residual)[0], batch.spread)
+
+    def selection(self, batch: Batch) -> Selection | None:
+        """What a step's layers hand on, where attention is sparse."""
+        if (indexing := self.config.indexing) is None:
+            return None
+        return Selection.of(batch, indexing.top_k, self.captured, self.page_size)
+
+    def attended_width(self) -> int:
+        """Values that attention gives per token, of this rank's heads."""
+        attention = self.blocks[0].attention
+        return attention.heads * attention.v_head
+
+    def pieces(
+        self, batch: Batch, caches: Sequence[Tensor], attended: Tensor
+    ) -> Generator[Cut, None, Tensor]:
+        """`forward` of every token, in pieces that depend on their number alone, not on whose they
+        are: between two of them somebody calls `attend`, which fills `attended` [T, heads · v].
+        Returns the final hidden states [T, hidden]. batch: without a spread.
+        """
+        index_caches = iter(caches[len(self.blocks) :])
+        x, residual = self.embedded(batch.input_ids, batch), None
+        for layer, block in enumerate(self.blocks):
+            index = next(index_caches) if self.config.has_indexer(layer) else None
+            normed, residual = block.enter(x, residual)
+            cache = caches[layer]
+            projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
+            yield Cut(block.attention, projected, cache, index)
+            out = block.attention.output(attended, batch.adapters)
+            x, residual = block.leave(out, residual, batch)
+        assert residual is not None, "a model has at least one layer"
+        return self.norm.add(x, residual)[0]
+
+    def attend(self, cut: Cut, batch: Batch, selection: Selection | None, out: Tensor) -> None:
+        """The attention of a step between two pieces, for its first rows. out: [its rows, heads ·
+        v].
+        """
+        n = batch.num_tokens
+        projected = cut.projected.each(lambda t: t[:n])
+        attended = cut.attention.attend(
+            projected, batch, cut.cache, self.cos_sin, cut.index_cache, selection
+        )
+        out.copy_(attended.flatten(1))
 
     def wanted(self, hidden: Tensor, spread: Spread | None) -> Tensor:
         """This rank's logit rows → those of all ranks, in the order that `logits` is to give."""

@@ -17,6 +17,20 @@ if TYPE_CHECKING:
     import torch
 
 
+def borrowed(x: torch.Tensor) -> torch.Tensor:
+    """The same values where they lie, without keeping their memory: of what a capture allocated,
+    whose backend holds it as long as there are replays.
+    """
+    import torch
+
+    there = x.untyped_storage()
+    storage = torch._C._construct_storage_from_data_pointer(
+        there.data_ptr(), x.device, there.nbytes()
+    )
+    empty = torch.empty(0, dtype=x.dtype, device=x.device)
+    return empty.set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
 class TorchGraphs:
     """GraphBackend. Captures on one side stream, into one memory pool.
 

@@ -103,6 +103,7 @@ class CudaPlatform(TorchPlatform):
     torch_type = "cuda"
     collectives = "nccl"
     graph = "CUDAGraph"
+    captures_prefill = True
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return describe(_gpu(rank), software.features())

@@ -43,7 +43,7 @@ class Recorded(CpuPlatform):
     name = "recorded"
     score = -1
     asynchronous = True
-    captures, capture_after = True, 0
+    captures, captures_prefill, capture_after = True, True, 0
     backend: ReplayBackend  # the last one that was asked for
 
     def communicator(self, rank, size, init_method, timeout=600.0):

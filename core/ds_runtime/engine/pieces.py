@@ -1,0 +1,201 @@
+"""Steps with prompts, captured but for attention, one per number of tokens.
+
+What a step's sequences are shows in attention alone: there a graph would hold for one division of
+its tokens only. So the forward is captured in pieces between the attentions, which run op by op. A
+step of n tokens takes the next larger graph: its spare rows write to no page, and are all alike, so
+that they reach few experts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_runtime.config import PREFILL_GRAPH_TOKENS, EngineConfig
+from ds_runtime.engine.graphs import captured
+from ds_runtime.errors import ConfigError
+from ds_runtime.model.deepseek import Cut
+from ds_runtime.model.indexer import Selection
+from ds_runtime.ops.batch import Batch
+from ds_runtime.platform.graphs import borrowed
+from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.progress import Progress
+
+
+def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Tokens of the steps to capture, rising: --prefill-graph-sizes, or ever wider apart."""
+    most, given = config.max_step_tokens, config.prefill_graph_sizes
+    if given is None:
+        common = config.chunked_prefill_size + config.max_running_requests
+        most = min(most, common, PREFILL_GRAPH_TOKENS)
+        sizes = (16, 32, *range(64, 256, 32), *range(256, most, 64))
+        return (*(size for size in sizes if size < most), most)
+    if max(given) > most:
+        raise ConfigError(
+            f"--prefill-graph-sizes {','.join(map(str, given))}: at most --max-step-tokens {most} "
+            "are computed in one step"
+        )
+    return tuple(sorted(set(given)))
+
+
+class Model(Protocol):
+    """What a step asks of the model: see DeepSeekModel."""
+
+    dtype: torch.dtype
+
+    def pieces(
+        self, batch: Batch, caches: Sequence[Tensor], attended: Tensor
+    ) -> Generator[Cut, None, Tensor]: ...
+
+    def attend(self, cut: Cut, batch: Batch, selection: Selection | None, out: Tensor) -> None: ...
+
+    def selection(self, batch: Batch) -> Selection | None: ...
+
+    def attended_width(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where all graphs find a step, each in as many rows as it has: ids, positions and slots [rows]
+    int64, adapters [rows] int32 if there are any, and what attention gives.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attended: Tensor
+    adapters: Tensor | None
+
+    @staticmethod
+    def of(model: Model, size: int, device: torch.device, adapts: bool) -> Rows:
+        ids, positions, slots = torch.zeros(3, size, dtype=torch.int64, device=device)
+        width = model.attended_width()
+        return Rows(
+            ids,
+            positions,
+            slots.fill_(-1),
+            torch.zeros(size, width, dtype=model.dtype, device=device),
+            torch.full((size,), -1, dtype=torch.int32, device=device) if adapts else None,
+        )
+
+    def first(self, size: int) -> Rows:
+        """Of a graph."""
+        return Rows(
+            self.ids[:size],
+            self.positions[:size],
+            self.slots[:size],
+            self.attended[:size],
+            None if self.adapters is None else self.adapters[:size],
+        )
+
+    def fill(self, batch: Batch) -> None:
+        """With a step, and spare rows behind it."""
+        n = batch.num_tokens
+        self.ids[:n].copy_(batch.input_ids)
+        self.positions[:n].copy_(batch.positions)
+        self.slots[:n].copy_(batch.slots)
+        if self.adapters is not None:
+            self.adapters.fill_(-1)
+            if batch.adapters is not None:
+                self.adapters[:n].copy_(batch.adapters)
+        if n < self.ids.shape[0]:
+            self.ids[n:].zero_()
+            self.positions[n:].zero_()
+            self.slots[n:].fill_(-1)
+            self.attended[n:].zero_()
+
+
+class PrefillGraph:
+    """One captured step of as many tokens as `rows` has."""
+
+    def __init__(self, model: Model, caches: Sequence[Tensor], rows: Rows) -> None:
+        self.size = rows.ids.shape[0]
+        self._model, self._caches, self._rows = model, caches, rows
+        self._pieces: list[tuple[Callable[[], None], Cut]] = []
+        self._last: Callable[[], None] | None = None
+        self._hidden: Tensor | None = None
+
+    def _forward(self) -> Generator[Cut, None, Tensor]:
+        rows = self._rows
+        batch = Batch(rows.ids, rows.positions, rows.slots, rows.ids, adapters=rows.adapters)
+        return self._model.pieces(batch, self._caches, rows.attended)
+
+    def capture(self, backend: GraphBackend) -> None:
+        """Run a step of spare rows alone, then record it."""
+        what, remedy = f"a step of {self.size} tokens", "--disable-prefill-graph"
+        forward, found = self._forward(), list[Cut | Tensor]()
+
+        def piece() -> None:
+            try:
+                found.append(next(forward))
+            except StopIteration as end:
+                found.append(end.value)
+
+        while not found or not isinstance(found[-1], Tensor):  # kernels are made ready
+            piece()
+        forward = self._forward()
+        while self._last is None:
+            replay = captured(piece, backend, what, remedy, ready=True)
+            made = found[-1]
+            if isinstance(made, Tensor):
+                self._last, self._hidden = replay, borrowed(made)
+            else:
+                self._pieces.append((replay, made.each(borrowed)))
+            found.clear()
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Final hidden states [tokens, hidden] of every token of a step. They are overwritten by
+        the next replay of any graph.
+        """
+        assert self._last is not None and self._hidden is not None, "replayed before its capture"
+        self._rows.fill(batch)
+        n = batch.num_tokens
+        out, selection = self._rows.attended[:n], self._model.selection(batch)
+        for replay, cut in self._pieces:
+            replay()
+            self._model.attend(cut, batch, selection, out)
+        self._last()
+        return self._hidden[:n]
+
+
+class PrefillGraphs:
+    """The captured steps of a runner. Raises PluginError where a kernel cannot be captured."""
+
+    def __init__(
+        self,
+        model: Model,
+        caches: Sequence[Tensor],
+        sizes: Sequence[int],
+        backend: GraphBackend,
+        adapts: bool,
+    ) -> None:
+        """caches: as `Model.pieces` takes them. adapts: rows may have adapters."""
+        self.sizes = tuple(sizes)
+        self._backend = backend
+        self._captured = False
+        rows = Rows.of(model, max(sizes), caches[0].device, adapts)
+        self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False) -> None:
+        """Capture every size, the largest first: the others find their memory in its pool. Until
+        then none is fitting.
+        """
+        total = len(self._graphs)
+        with Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar:
+            for graph in reversed(self._graphs):
+                graph.capture(self._backend)
+                bar.advance(1)
+        self._captured = True
+
+    def fitting(self, tokens: int) -> PrefillGraph | None:
+        """The graph for a step: none if it has more tokens than any, or none itself."""
+        index = bisect_left(self.sizes, tokens)
+        if not self._captured or not tokens or index == len(self.sizes):
+            return None
+        return self._graphs[index]
