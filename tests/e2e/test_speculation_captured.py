@@ -30,6 +30,7 @@ CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
 ADAPTIVE = {**TREE, "speculative_adaptive": True}
 DRAFTING = pytest.mark.parametrize("drafting", [CHAIN, TREE], ids=("chain", "tree"))
+WHOLE = {"prefill_graph_sizes": (SETTINGS["max_step_tokens"],)}  # that every prompt takes
 RULES = (
     OutputRules(json_schema='{"type": "object", "properties": {"sum": {"type": "integer"}}}'),
     OutputRules(regex="(a|bc|[d-k]x){20,30}"),
@@ -85,15 +86,18 @@ def test_every_kind_of_request(recorded, plain, drafting):
         graph_sizes=(1, 3),
         max_running_requests=3,
         page_size=8,
+        **WHOLE,
     )
     for ours, theirs in zip(found, plain, strict=True):
         assert ours[:3] == theirs[:3]
         for a, b in zip(ours[3] or (), theirs[3] or (), strict=True):
             assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
     assert stats.accepted_tokens > 20 and stats.cached_tokens
-    # A verification, the draft layer behind it, and the chain or each level of the tree, per size.
+    # Pieces between attentions; then a verification, the draft layer behind it, and the chain or
+    # each level of the tree, per size.
     replays = recorded.Recorded.backend.replays
-    assert len(replays) == (6 if drafting is CHAIN else 8) and all(replays)
+    pieces = load_config(resolve_model("demo")).layers + 1
+    assert len(replays) == pieces + (6 if drafting is CHAIN else 8) and all(replays)
 
 
 def test_sizes_that_no_step_could_verify_are_said(recorded):
@@ -152,7 +156,7 @@ def test_aborts_and_preemption(recorded, drafting, captured):
 def test_formats_and_sparse_attention(recorded, made, shape, drafting):  # noqa: F811
     ours = {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
     plain, _ = answers(made[shape], **ours, disable_graph=True)
-    found, stats = answers(made[shape], **ours, **drafting)
+    found, stats = answers(made[shape], **ours, **drafting, **WHOLE)
     assert found == plain and stats.draft_tokens > 0
     assert all(recorded.Recorded.backend.replays)
 
@@ -164,6 +168,6 @@ def test_adapters(recorded, tmp_path, drafting):
     settings = {"lora": (f"a={tmp_path / 'a'}",), "max_running_requests": 2}
     plain, _ = answers("demo", adapters=("a", None), **settings)
     settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
-    found, stats = answers("demo", adapters=("a", None), **settings, **drafting)
+    found, stats = answers("demo", adapters=("a", None), **settings, **drafting, **WHOLE)
     assert found == plain and stats.accepted_tokens > 0
     assert all(recorded.Recorded.backend.replays)

@@ -1,0 +1,160 @@
+"""Steps with prompts, captured between their attentions, on a backend that records torch ops."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from test_graphs import SETTINGS, make, recorded  # noqa: F401 (a fixture)
+
+from ds_runtime import LLM, SamplingParams
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.pieces import prefill_graph_sizes
+from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.errors import ConfigError, PluginError
+from ds_runtime.platform.graphs import borrowed
+
+ON = {"disable_prefill_graph": False, "prefill_graph_sizes": (8, 24, 60)}
+
+
+@pytest.fixture(scope="module")
+def runner(tiny, recorded):  # noqa: F811
+    made = make(tiny, recorded, **ON)
+    made.warm_up()
+    return made
+
+
+@pytest.mark.parametrize("radix", [True, False])
+def test_answers_are_those_of_eager_steps(tiny, recorded, radix):  # noqa: F811
+    """Prompts in chunks, behind cached ones, beside decode steps, with log-probabilities."""
+    draw = random.Random(7)
+    prompts = [[draw.randrange(2, 258) for _ in range(n)] for n in (1, 33, 7, 80, 2, 16, 50, 9)]
+    prompts += [prompts[3] + [9, 8, 7], prompts[3][:40]]
+    params = [
+        SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1, prompt_logprobs=i % 3 or None)
+        for i in range(len(prompts))
+    ]
+    found = []
+    for off in (True, False):
+        settings = {
+            **SETTINGS,
+            **ON,
+            "disable_prefill_graph": off,
+            "disable_radix_cache": not radix,
+        }
+        with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
+            outputs = llm.generate(prompts[:8], params[:8]) + llm.generate(prompts[8:], params[8:])
+            runner = llm._alive().runner
+            replays = runner.platform.backend.replays
+            pieces = 0 if off else 3 * (runner.assembly.model.layers + 1)
+            assert (runner.prefills is None) is off and all(replays[:pieces])
+        found.append(outputs)
+    for eager, captured in zip(*found, strict=True):
+        assert captured.token_ids == eager.token_ids
+        for name in ("logprobs", "prompt_logprobs"):
+            pairs = zip(getattr(captured, name) or (), getattr(eager, name) or (), strict=True)
+            for a, b in pairs:
+                if b is not None:
+                    assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def steps(lengths, rows):
+    """Prompts of these lengths, each from its second page on if its number is odd."""
+    init, first, second = [], [], []
+    for row, length in zip(rows, lengths, strict=True):
+        prompt = [(row * 37 + i) % 250 + 2 for i in range(length + 16)]
+        init.append(RowInit(row=row, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
+        pages = [row * 5 + i for i in range(5)]
+        begin = 16 if row % 2 else 0
+        if begin:
+            work = Work(rid=str(row), row=row, start=0, length=16, pages=pages, tokens=prompt[:16])
+            work.sample = False
+            first.append(work)
+        work = Work(rid=str(row), row=row, start=begin, length=length, pages=pages)
+        work.tokens = prompt[begin : begin + length]
+        second.append(work)
+    plans = [StepPlan(step=i, works=works) for i, works in enumerate((first, second)) if works]
+    plans[0].init = init
+    return plans
+
+
+@pytest.mark.parametrize("lengths", [(1,), (8,), (9,), (3, 11, 2), (24, 30), (20, 20, 20)])
+def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
+    """Hidden padding: spare rows write to no page, whatever step was there before."""
+    rows, seen = range(1, len(lengths) + 1), {}
+    for captured in (False, True):
+        for cache in runner.caches:
+            cache[:-1].fill_(float("nan"))
+        prefills, runner.prefills = runner.prefills, runner.prefills if captured else None
+        for plan in steps([60], [0]) if captured else ():  # for what it leaves
+            runner.collect(runner.launch(plan))
+        for cache in runner.caches:
+            cache[:5].fill_(float("nan"))
+        tokens = [
+            [w.tokens for w in runner.collect(runner.launch(plan)).works]
+            for plan in steps(lengths, rows)
+        ]
+        runner.prefills = prefills
+        seen[captured] = tokens, [c[:-1].clone() for c in runner.caches]
+    assert seen[True][0] == seen[False][0]
+    for got, want in zip(seen[True][1], seen[False][1], strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_what_fits(runner):
+    sizes = [runner.prefills.fitting(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
+    assert [graph and graph.size for graph in sizes] == [None, 8, 8, 24, 24, 60, 60, None]
+
+
+def test_sizes():
+    for most, chunk, running in itertools.product(
+        (1, 5, 16, 300, 2048), (1, 100, 512, 8192), (1, 64)
+    ):
+        config = EngineConfig(
+            max_step_tokens=most, chunked_prefill_size=chunk, max_running_requests=running
+        )
+        sizes = prefill_graph_sizes(config)
+        assert sizes == tuple(sorted(set(sizes)))
+        assert sizes[-1] == min(most, chunk + running, 1024)
+        gaps = [(a, b - a) for a, b in itertools.pairwise(sizes)]
+        assert all(gap <= max(32, a / 2, 64 if a >= 256 else 0) for a, gap in gaps)
+    given = EngineConfig(prefill_graph_sizes=(64, 16, 64))
+    assert prefill_graph_sizes(given) == (16, 64)
+    with pytest.raises(
+        ConfigError, match="--prefill-graph-sizes 9,64: at most --max-step-tokens 60"
+    ):
+        prefill_graph_sizes(EngineConfig(prefill_graph_sizes=(9, 64), max_step_tokens=60))
+    with pytest.raises(ConfigError, match="--prefill-graph-sizes 0: must be numbers of at least 1"):
+        EngineConfig(prefill_graph_sizes=(0,))
+
+
+def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeypatch):  # noqa: F811
+    apply = recorded.Experts.apply
+
+    def reads(self, x, weights, ids, packed):
+        assert ids.max().item() >= 0
+        return apply(self, x, weights, ids, packed)
+
+    runner = make(tiny, recorded, **ON)
+    monkeypatch.setattr(recorded.Experts, "apply", reads)
+    said = "a step of 60 tokens cannot be captured: .*item waits.*; --disable-prefill-graph"
+    with pytest.raises(PluginError, match=said):
+        runner.prefills.capture()
+    assert runner.prefills.fitting(5) is None, "nothing is replayed that was not captured"
+
+
+def test_captures_show_their_progress(tiny, recorded, capsys):  # noqa: F811
+    make(tiny, recorded, **ON).warm_up()
+    assert "capturing steps with prompts: 3 steps of 3 steps" in capsys.readouterr().err
+
+
+def test_borrowed_tensors_lie_where_the_lender_does():
+    x = torch.arange(60, dtype=torch.bfloat16).view(3, 20)[1:, 4:9]
+    y = borrowed(x)
+    assert torch.equal(x, y) and y.stride() == x.stride() and y.data_ptr() == x.data_ptr()
+    x[0, 0] = -1
+    assert y[0, 0] == -1
+    assert borrowed(x[:0]).shape == (0, 5)
