@@ -127,9 +127,9 @@ class EngineConfig:
     )
     prefill_graph_sizes: tuple[int, ...] | None = _f(
         None,
-        "steps with prompts to capture, by number of tokens; a step is filled up to the next "
-        "(default: ever wider apart up to a chunk and a token of every request, at most "
-        f"{PREFILL_GRAPH_TOKENS})",
+        "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
+        "next (default: each when it first comes, ever wider apart up to a chunk and a token of "
+        f"every request, at most {PREFILL_GRAPH_TOKENS})",
     )
     speculative_algorithm: str | None = _f(
         None,

@@ -15,6 +15,7 @@ from ds_runtime.engine.pieces import prefill_graph_sizes
 from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.platform.graphs import borrowed
+from ds_runtime.platform.recording import CaptureError
 
 ON = {"disable_prefill_graph": False, "prefill_graph_sizes": (8, 24, 60)}
 
@@ -144,6 +145,52 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     with pytest.raises(PluginError, match=said):
         runner.prefills.capture()
     assert runner.prefills.fitting(5) is None, "nothing is replayed that was not captured"
+
+
+def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # noqa: F811
+    runner = make(tiny, recorded, disable_prefill_graph=False)
+    runner.warm_up()
+    backend, layers = runner.platform.backend, runner.assembly.model.layers
+    before = len(backend.replays)
+    for row, length in enumerate((20, 17, 5)):
+        for plan in steps([length], [2 * row]):
+            runner.collect(runner.launch(plan))
+    assert [graph.is_captured for graph in runner.prefills._graphs] == [True, True]
+    assert backend.replays[before:] == [2] * (layers + 1) + [1] * (layers + 1)
+
+
+def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, caplog):  # noqa: F811
+    """And requests are served as before."""
+    runner = make(tiny, recorded, disable_prefill_graph=False)
+    runner.warm_up()
+    (plan,) = steps([20], [0])
+    prefills, runner.prefills = runner.prefills, None
+    wanted = [w.tokens for w in runner.collect(runner.launch(plan)).works]
+    runner.prefills = prefills
+    apply = recorded.Experts.apply
+
+    def reads(self, x, weights, ids, packed):
+        if CaptureError in capturing:
+            raise CaptureError("this kernel waits for the device")
+        return apply(self, x, weights, ids, packed)
+
+    capture, capturing = type(prefills._backend).capture, set()
+
+    def captures(self, run):
+        capturing.add(CaptureError)
+        try:
+            return capture(self, run)
+        finally:
+            capturing.clear()
+
+    monkeypatch.setattr(type(prefills._backend), "capture", captures)
+    monkeypatch.setattr(recorded.Experts, "apply", reads)
+    for _ in range(2):
+        (plan,) = steps([20], [0])
+        assert [w.tokens for w in runner.collect(runner.launch(plan)).works] == wanted
+    said = [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
+    assert len(said) == 1 and "a step of 30 tokens cannot be captured" in said[0]
+    assert "--disable-prefill-graph" in said[0]
 
 
 def test_captures_show_their_progress(tiny, recorded, capsys):  # noqa: F811

@@ -7,7 +7,8 @@ page that belongs to nobody, and start from a row of `last_tokens` that belongs 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -94,10 +95,22 @@ def captured(
     Raises PluginError where it cannot be captured. what: the step that this is for. Late captures
     happen when it is called, and log what they cannot do.
     """
-    try:
-        if not ready and not isinstance(backend, LateGraphs):
-            run()
+    if not ready and not isinstance(backend, LateGraphs):
+        made_ready(run, what, remedy)
+    with _refusing(what, remedy):
         return backend.capture(run)
+
+
+def made_ready(run: Callable[[], None], what: str, remedy: str) -> None:
+    """The first run of what is to be captured. Raises PluginError where it fails."""
+    with _refusing(what, remedy):
+        run()
+
+
+@contextmanager
+def _refusing(what: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
     except DsRuntimeError:
         raise
     except Exception as e:

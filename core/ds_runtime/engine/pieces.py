@@ -8,6 +8,7 @@ that they reach few experts.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime.config import PREFILL_GRAPH_TOKENS, EngineConfig
-from ds_runtime.engine.graphs import captured
-from ds_runtime.errors import ConfigError
+from ds_runtime.engine.graphs import captured, made_ready
+from ds_runtime.errors import ConfigError, DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
 from ds_runtime.platform.graphs import borrowed
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
+
+log = logging.getLogger(__name__)
 
 
 def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
@@ -120,6 +123,10 @@ class PrefillGraph:
         self._last: Callable[[], None] | None = None
         self._hidden: Tensor | None = None
 
+    @property
+    def is_captured(self) -> bool:
+        return self._last is not None
+
     def _forward(self) -> Generator[Cut, None, Tensor]:
         rows = self._rows
         batch = Batch(rows.ids, rows.positions, rows.slots, rows.ids, adapters=rows.adapters)
@@ -136,17 +143,20 @@ class PrefillGraph:
             except StopIteration as end:
                 found.append(end.value)
 
-        while not found or not isinstance(found[-1], Tensor):  # kernels are made ready
-            piece()
-        forward = self._forward()
-        while self._last is None:
+        def whole() -> None:
+            while not found or not isinstance(found[-1], Tensor):
+                piece()
+
+        made_ready(whole, what, remedy)
+        forward, pieces = self._forward(), list[tuple[Callable[[], None], Cut]]()
+        while True:
+            found.clear()
             replay = captured(piece, backend, what, remedy, ready=True)
             made = found[-1]
             if isinstance(made, Tensor):
-                self._last, self._hidden = replay, borrowed(made)
-            else:
-                self._pieces.append((replay, made.each(borrowed)))
-            found.clear()
+                break
+            pieces.append((replay, made.each(borrowed)))
+        self._pieces, self._last, self._hidden = pieces, replay, borrowed(made)
 
     def replay(self, batch: Batch) -> Tensor:
         """Final hidden states [tokens, hidden] of every token of a step. They are overwritten by
@@ -164,7 +174,9 @@ class PrefillGraph:
 
 
 class PrefillGraphs:
-    """The captured steps of a runner. Raises PluginError where a kernel cannot be captured."""
+    """The captured steps of a runner: those of sizes that the user gave at start, others each when
+    a step first needs it, as most servers see few of them and kernels may have to be compiled.
+    """
 
     def __init__(
         self,
@@ -177,25 +189,39 @@ class PrefillGraphs:
         """caches: as `Model.pieces` takes them. adapts: rows may have adapters."""
         self.sizes = tuple(sizes)
         self._backend = backend
-        self._captured = False
+        self._ready = False
         rows = Rows.of(model, max(sizes), caches[0].device, adapts)
         self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:
-        """Capture every size, the largest first: the others find their memory in its pool. Until
-        then none is fitting.
+        """Capture every size, the largest first: the others find their memory in its pool. Raises
+        PluginError where a kernel cannot be captured.
         """
         total = len(self._graphs)
         with Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar:
             for graph in reversed(self._graphs):
                 graph.capture(self._backend)
                 bar.advance(1)
-        self._captured = True
+        self.serve()
+
+    def serve(self) -> None:
+        """From now on there may be graphs that fit."""
+        self._ready = True
 
     def fitting(self, tokens: int) -> PrefillGraph | None:
-        """The graph for a step: none if it has more tokens than any, or none itself."""
+        """The graph for a step: none if it has more tokens than any, or none itself. Where one
+        cannot be captured, a warning says why, and all steps with prompts go on op by op.
+        """
         index = bisect_left(self.sizes, tokens)
-        if not self._captured or not tokens or index == len(self.sizes):
+        if not self._ready or not tokens or index == len(self.sizes):
             return None
-        return self._graphs[index]
+        graph = self._graphs[index]
+        if not graph.is_captured:
+            try:
+                graph.capture(self._backend)
+            except DsRuntimeError as e:
+                self._ready = False
+                log.warning("steps with prompts go on op by op: %s", e)
+                return None
+        return graph

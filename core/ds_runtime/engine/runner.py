@@ -164,7 +164,8 @@ class Runner:
         """Of the steps before the first request."""
         at_start = self.bound.base.graph_capture and not self._late
         sizes = graph_sizes(self.config) if at_start else ()
-        prefills = self._prefill_sizes if at_start else ()
+        given = at_start and self.config.prefill_graph_sizes
+        prefills = self._prefill_sizes if given else ()
         return early_rows(self.config, self.context_length, self.width, sizes, prefills)
 
     def _limits(self) -> Limits:
@@ -445,8 +446,10 @@ class Runner:
         self.sampler.clear()
         self.last_tokens.zero_()
         shown = self.rank == 0 and not self._late  # else there is nothing to wait for
-        if self.prefills is not None:
+        if self.prefills is not None and self.config.prefill_graph_sizes:
             self.prefills.capture(progress=shown)
+        elif self.prefills is not None:
+            self.prefills.serve()
         if self.graphs is not None:
             self.graphs.capture(progress=shown)
         if self.cycles is not None:
