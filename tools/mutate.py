@@ -184,6 +184,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(
+        "spare rows of prompts write to a page",
+        "core/ds_runtime/engine/pieces.py",
+        "self.slots[n:].fill_(-1)",
+        "self.slots[n:].fill_(0)",
+        ("tests/e2e/test_prefill_graphs.py",),
+    ),
+    Fault(
         "spare rows read a foreign page",
         GRAPHS,
         "filled = np.full((size, table.shape[1]), place.spare_page, np.int32)",
