@@ -1,10 +1,11 @@
 """Decode steps and prefill of a whole engine on the accelerator that is here, and where time goes.
 
 python benchmarks/device_decode.py CHECKPOINT [--batch N ...] [--profile N ...]
-    [--profile-prefill N ...] [--set NAME=VALUE ...]
+    [--profile-prefill N ...] [--prompts N ...] [--set NAME=VALUE ...]
 
 A step's figure is (t(161 tokens) − t(33)) / 128 through LLM.generate, scheduler included, median of
-three, prompts of 512 random tokens; prefill is t(1 token). A profile runs 48 more steps and sums
+three, prompts of 512 random tokens; prefill is t(1 token), for --prompts of single prompts of these
+lengths, median of seven. A profile runs 48 more steps and sums
 the device's kernels by name over the last 32, with the time in which none ran. --set gives fields
 of EngineConfig.
 """
@@ -53,6 +54,14 @@ def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
         "prefill_ms": prefill * 1e3,
         "prefill_tokens_per_s": batch * PROMPT / prefill,
     }
+
+
+def prompt(llm: LLM, length: int, vocab: int) -> dict[str, float]:
+    """Milliseconds from a prompt to its first token."""
+    prompts = random_prompts(1, length, vocab)
+    seconds(llm, prompts, 3)
+    every = [seconds(llm, prompts, 1) for _ in range(7)]
+    return {"prompt": length, "prefill_ms": statistics.median(every) * 1e3}
 
 
 def device_spans(
@@ -138,6 +147,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64, 128])
     parser.add_argument("--profile", type=int, nargs="*", default=[])
     parser.add_argument("--profile-prefill", type=int, nargs="*", default=[], metavar="N")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], metavar="N")
     parser.add_argument("--out", type=Path, help="add one JSON line to this file")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
@@ -162,6 +172,9 @@ def main() -> None:
         print("\n".join(report["kernels"]))
         for batch in args.batch:
             report["steps"].append(found := step(llm, batch, vocab))
+            print({k: round(v, 3) for k, v in found.items()}, flush=True)
+        for length in args.prompts:
+            report["steps"].append(found := prompt(llm, length, vocab))
             print({k: round(v, 3) for k, v in found.items()}, flush=True)
         profiles = [(profile, b) for b in args.profile]
         profiles += [(profile_prefill, b) for b in args.profile_prefill]
