@@ -102,10 +102,14 @@ class Rows:
         self.ids[:n].copy_(batch.input_ids)
         self.positions[:n].copy_(batch.positions)
         self.slots[:n].copy_(batch.slots)
+        if self.adapters is not None and batch.adapters is not None:
+            self.adapters[:n].copy_(batch.adapters)
+        self.spare(n if batch.adapters is not None else 0, n)
+
+    def spare(self, adapted: int = 0, n: int = 0) -> None:
+        """Make rows from n on spare ones. adapted: rows that may have adapters."""
         if self.adapters is not None:
-            self.adapters.fill_(-1)
-            if batch.adapters is not None:
-                self.adapters[:n].copy_(batch.adapters)
+            self.adapters[adapted:].fill_(-1)
         if n < self.ids.shape[0]:
             self.ids[n:].zero_()
             self.positions[n:].zero_()
@@ -134,6 +138,7 @@ class PrefillGraph:
 
     def capture(self, backend: GraphBackend) -> None:
         """Run a step of spare rows alone, then record it."""
+        self._rows.spare()  # they may hold a step of another size
         what, remedy = f"a step of {self.size} tokens", "--disable-prefill-graph"
         forward, found = self._forward(), list[Cut | Tensor]()
 
