@@ -191,6 +191,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/e2e/test_prefill_graphs.py",),
     ),
     Fault(
+        "captures between steps write to pages",
+        "core/ds_runtime/engine/pieces.py",
+        "self._rows.spare()",
+        "self._rows.spare(self.size, self.size)",
+        ("tests/e2e/test_prefill_graphs.py",),
+    ),
+    Fault(
         "spare rows read a foreign page",
         GRAPHS,
         "filled = np.full((size, table.shape[1]), place.spare_page, np.int32)",

@@ -112,7 +112,7 @@ class EngineConfig:
         "computes beside the host",
     )
     disable_graph: bool = _f(
-        False, "run decode steps op by op, also where the device can replay captured ones"
+        False, "run all steps op by op, also where the device can replay captured ones"
     )
     graph_sizes: tuple[int, ...] | None = _f(
         None,
@@ -128,8 +128,8 @@ class EngineConfig:
     prefill_graph_sizes: tuple[int, ...] | None = _f(
         None,
         "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
-        "next (default: each when it first comes, ever wider apart up to a chunk and a token of "
-        f"every request, at most {PREFILL_GRAPH_TOKENS})",
+        "next (default: ever wider apart up to a chunk and a token of every request, at most "
+        f"{PREFILL_GRAPH_TOKENS}; with --tp at start, else each when it first comes)",
     )
     speculative_algorithm: str | None = _f(
         None,
@@ -215,6 +215,11 @@ class EngineConfig:
                 f"--prefill-graph-sizes {said}: must be numbers of at least 1; "
                 "--disable-prefill-graph captures nothing"
             )
+        if self.prefill_graph_sizes is not None and (
+            self.disable_prefill_graph or self.disable_graph
+        ):
+            off = "--disable-graph" if self.disable_graph else "--disable-prefill-graph"
+            raise ConfigError(f"--prefill-graph-sizes: {off} captures none; leave one of them out")
         if self.context_length == 1:
             raise ConfigError(
                 "--context-length 1: must be at least 2, for one token of prompt and one of output"

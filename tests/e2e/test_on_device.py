@@ -175,7 +175,8 @@ def test_graphs_and_overlap_change_no_token(
 @pytest.mark.parametrize("disable_graph", [True, False])
 def test_no_step_waits_for_the_device(tiny, platform, kernels, expected, disable_graph):
     """Requests that ask for log-probabilities bring an op whose reference does wait."""
-    sizes = {"disable_graph": disable_graph, "prefill_graph_sizes": (24, 60)}  # at start
+    sizes = {"disable_graph": disable_graph}
+    sizes["prefill_graph_sizes"] = None if disable_graph else (24, 60)  # at start
     engine = made(tiny, platform, kernels, **sizes)
     asked = [s for s in submits() if s.params.logprobs is None and not s.params.temperature]
     asked = [s for s in asked if s.params.prompt_logprobs is None]

@@ -41,8 +41,7 @@ def test_answers_are_those_of_eager_steps(tiny, recorded, radix):  # noqa: F811
     for off in (True, False):
         settings = {
             **SETTINGS,
-            **ON,
-            "disable_prefill_graph": off,
+            **({} if off else ON),
             "disable_radix_cache": not radix,
         }
         with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
@@ -106,7 +105,7 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
 
 
 def test_what_fits(runner):
-    sizes = [runner.prefills.fitting(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
+    sizes = [runner.prefills.graph_for(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
     assert [graph and graph.size for graph in sizes] == [None, 8, 8, 24, 24, 60, 60, None]
 
 
@@ -128,6 +127,9 @@ def test_sizes():
         ConfigError, match="--prefill-graph-sizes 9,64: at most --max-step-tokens 60"
     ):
         prefill_graph_sizes(EngineConfig(prefill_graph_sizes=(9, 64), max_step_tokens=60))
+    for off in ("disable_graph", "disable_prefill_graph"):
+        with pytest.raises(ConfigError, match=f"--{off.replace('_', '-')} captures none"):
+            EngineConfig(prefill_graph_sizes=(9,), **{off: True})
     with pytest.raises(ConfigError, match="--prefill-graph-sizes 0: must be numbers of at least 1"):
         EngineConfig(prefill_graph_sizes=(0,))
 
@@ -144,7 +146,7 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     said = "a step of 60 tokens cannot be captured: .*item waits.*; --disable-prefill-graph"
     with pytest.raises(PluginError, match=said):
         runner.prefills.capture()
-    assert runner.prefills.fitting(5) is None, "nothing is replayed that was not captured"
+    assert runner.prefills.graph_for(5) is None, "nothing is replayed that was not captured"
 
 
 def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # noqa: F811
@@ -163,6 +165,34 @@ def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # 
             assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
     assert [graph.is_captured for graph in runner.prefills._graphs] == [True, True]
     assert backend.replays[before:] == [1] * (layers + 1) + [2] * (layers + 1)
+
+
+def test_later_captures_change_no_answer(tiny, recorded):  # noqa: F811
+    """The third prompt finds what the first one cached."""
+    draw = random.Random(7)
+    first, other = ([draw.randrange(2, 258) for _ in range(n)] for n in (20, 5))
+    params, found = SamplingParams(max_tokens=8, ignore_eos=True), []
+    for off in (True, False):
+        settings = {**SETTINGS, "disable_prefill_graph": off}
+        with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
+            found.append([llm.generate([p], params)[0].token_ids for p in (first, other, first)])
+    assert found[0] == found[1] and found[0][0] == found[0][2]
+
+
+def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811
+    runner = make(tiny, recorded, disable_prefill_graph=False, graph_sizes=(1,))
+    runner.warm_up()
+    prompts = [plan for row in (0, 2) for plan in steps([5], [row])]
+    for plan in prompts:
+        runner.collect(runner.launch(plan))
+    before = list(runner.platform.backend.replays)
+    works = [
+        Work(rid=w.rid, row=w.row, start=5, length=1, pages=w.pages)
+        for plan in prompts
+        for w in plan.works
+    ]
+    runner.collect(runner.launch(StepPlan(step=9, works=works)))
+    assert runner.platform.backend.replays == before
 
 
 def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, caplog):  # noqa: F811

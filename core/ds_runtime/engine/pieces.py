@@ -46,7 +46,7 @@ def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     return tuple(sorted(set(given)))
 
 
-class Model(Protocol):
+class PiecewiseModel(Protocol):
     """What a step asks of the model: see DeepSeekModel."""
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """Where all graphs find a step, each in as many rows as it has: ids, positions and slots [rows]
     int64, adapters [rows] int32 if there are any, and what attention gives.
     """
@@ -75,10 +75,10 @@ class Rows:
     adapters: Tensor | None
 
     @staticmethod
-    def of(model: Model, size: int, device: torch.device, adapts: bool) -> Rows:
+    def of(model: PiecewiseModel, size: int, device: torch.device, adapts: bool) -> StepRows:
         ids, positions, slots = torch.zeros(3, size, dtype=torch.int64, device=device)
         width = model.attended_width()
-        return Rows(
+        return StepRows(
             ids,
             positions,
             slots.fill_(-1),
@@ -86,9 +86,9 @@ class Rows:
             torch.full((size,), -1, dtype=torch.int32, device=device) if adapts else None,
         )
 
-    def first(self, size: int) -> Rows:
+    def first(self, size: int) -> StepRows:
         """Of a graph."""
-        return Rows(
+        return StepRows(
             self.ids[:size],
             self.positions[:size],
             self.slots[:size],
@@ -120,7 +120,7 @@ class Rows:
 class PrefillGraph:
     """One captured step of as many tokens as `rows` has."""
 
-    def __init__(self, model: Model, caches: Sequence[Tensor], rows: Rows) -> None:
+    def __init__(self, model: PiecewiseModel, caches: Sequence[Tensor], rows: StepRows) -> None:
         self.size = rows.ids.shape[0]
         self._model, self._caches, self._rows = model, caches, rows
         self._pieces: list[tuple[Callable[[], None], Cut]] = []
@@ -133,7 +133,8 @@ class PrefillGraph:
 
     def _forward(self) -> Generator[Cut, None, Tensor]:
         rows = self._rows
-        batch = Batch(rows.ids, rows.positions, rows.slots, rows.ids, adapters=rows.adapters)
+        none = rows.ids[:0]  # all rows are wanted
+        batch = Batch(rows.ids, rows.positions, rows.slots, none, adapters=rows.adapters)
         return self._model.pieces(batch, self._caches, rows.attended)
 
     def capture(self, backend: GraphBackend) -> None:
@@ -185,17 +186,18 @@ class PrefillGraphs:
 
     def __init__(
         self,
-        model: Model,
+        model: PiecewiseModel,
         caches: Sequence[Tensor],
         sizes: Sequence[int],
         backend: GraphBackend,
         adapts: bool,
     ) -> None:
-        """caches: as `Model.pieces` takes them. adapts: rows may have adapters."""
+        """caches: as `pieces` takes them. adapts: rows may have adapters."""
         self.sizes = tuple(sizes)
         self._backend = backend
         self._ready = False
-        rows = Rows.of(model, max(sizes), caches[0].device, adapts)
+        self._failed: set[int] = set()
+        rows = StepRows.of(model, max(sizes), caches[0].device, adapts)
         self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
 
     @torch.inference_mode()
@@ -214,19 +216,18 @@ class PrefillGraphs:
         """From now on there may be graphs that fit."""
         self._ready = True
 
-    def fitting(self, tokens: int) -> PrefillGraph | None:
-        """The graph for a step: none if it has more tokens than any, or none itself. Where one
-        cannot be captured, a warning says why, and all steps with prompts go on op by op.
+    def graph_for(self, tokens: int) -> PrefillGraph | None:
+        """For a step: none if it has more tokens than any, or none itself. Captured now if need be;
+        where that fails, a warning says why, and steps of this size go on op by op.
         """
         index = bisect_left(self.sizes, tokens)
         if not self._ready or not tokens or index == len(self.sizes):
             return None
         graph = self._graphs[index]
-        if not graph.is_captured:
+        if not graph.is_captured and index not in self._failed:
             try:
                 graph.capture(self._backend)
             except DsRuntimeError as e:
-                self._ready = False
+                self._failed.add(index)
                 log.warning("steps with prompts go on op by op: %s", e)
-                return None
-        return graph
+        return graph if graph.is_captured else None

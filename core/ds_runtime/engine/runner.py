@@ -152,8 +152,13 @@ class Runner:
     def _prefill_sizes(self) -> tuple[int, ...]:
         """Tokens of the steps with prompts that are captured."""
         config = self.config
-        off = config.disable_prefill_graph or config.attention_ranks > 1
+        off = config.disable_prefill_graph or config.attention_ranks > 1 or self._late
         return () if off or not self.platform.captures_prefill else prefill_graph_sizes(config)
+
+    @property
+    def _prefills_at_start(self) -> bool:
+        """Several ranks must not differ in what they could capture."""
+        return self.config.prefill_graph_sizes is not None or self.comm.size > 1
 
     def _backend(self) -> GraphBackend:
         """Of captured steps."""
@@ -164,8 +169,7 @@ class Runner:
         """Of the steps before the first request."""
         at_start = self.bound.base.graph_capture and not self._late
         sizes = graph_sizes(self.config) if at_start else ()
-        given = at_start and self.config.prefill_graph_sizes
-        prefills = self._prefill_sizes if given else ()
+        prefills = self._prefill_sizes if at_start and self._prefills_at_start else ()
         return early_rows(self.config, self.context_length, self.width, sizes, prefills)
 
     def _limits(self) -> Limits:
@@ -393,8 +397,8 @@ class Runner:
     def _forward(self, batch: Batch, layers: list[Tensor], serves: bool, every: bool) -> Tensor:
         """As of the model. serves: over the caches of requests."""
         graph = None
-        if self.prefills is not None and serves:
-            graph = self.prefills.fitting(batch.num_tokens)
+        if self.prefills is not None and serves and batch.prefill is not None:
+            graph = self.prefills.graph_for(batch.num_tokens)
         if graph is None:
             return self.model.forward(batch, layers, every)
         found = graph.replay(batch)
@@ -446,7 +450,7 @@ class Runner:
         self.sampler.clear()
         self.last_tokens.zero_()
         shown = self.rank == 0 and not self._late  # else there is nothing to wait for
-        if self.prefills is not None and self.config.prefill_graph_sizes:
+        if self.prefills is not None and self._prefills_at_start:
             self.prefills.capture(progress=shown)
         elif self.prefills is not None:
             self.prefills.serve()
