@@ -194,7 +194,7 @@ FAULTS: tuple[Fault, ...] = (
         "captures between steps write to pages",
         "core/ds_runtime/engine/pieces.py",
         "self._rows.spare()",
-        "self._rows.spare(self.size, self.size)",
+        "self._rows.spare(self.size)",
         ("tests/e2e/test_prefill_graphs.py",),
     ),
     Fault(

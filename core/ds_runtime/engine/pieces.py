@@ -102,14 +102,14 @@ class StepRows:
         self.ids[:n].copy_(batch.input_ids)
         self.positions[:n].copy_(batch.positions)
         self.slots[:n].copy_(batch.slots)
-        if self.adapters is not None and batch.adapters is not None:
-            self.adapters[:n].copy_(batch.adapters)
-        self.spare(n if batch.adapters is not None else 0, n)
-
-    def spare(self, adapted: int = 0, n: int = 0) -> None:
-        """Make rows from n on spare ones. adapted: rows that may have adapters."""
         if self.adapters is not None:
-            self.adapters[adapted:].fill_(-1)
+            self.adapters[:n] = -1 if batch.adapters is None else batch.adapters
+        self.spare(n)
+
+    def spare(self, n: int = 0) -> None:
+        """Make rows from n on spare ones."""
+        if self.adapters is not None:
+            self.adapters[n:].fill_(-1)
         if n < self.ids.shape[0]:
             self.ids[n:].zero_()
             self.positions[n:].zero_()
