@@ -18,6 +18,7 @@ from ds_runtime.ops import checks
 from ds_runtime.ops.linear import Groups
 from ds_runtime.ops.spec import (
     API_VERSION,
+    DENSE_EXPERTS,
     FP8_EXPERTS,
     FP8_GROUPS,
     FP8_ROWS,
@@ -103,6 +104,7 @@ _MODULES = ("ceilings", "fp8_blocks")  # those that are modules themselves
 
 __all__ = [
     "API_VERSION",
+    "DENSE_EXPERTS",
     "FP8_EXPERTS",
     "FP8_GROUPS",
     "FP8_ROWS",

@@ -335,6 +335,10 @@ def marked_many(facts: Facts) -> _Marked:
     return _Marked("many")
 
 
+def marked_middle(facts: Facts) -> _Marked:
+    return _Marked("middle")
+
+
 def _pair(few_rank: int, many_rank: int, packing: str = "rows.v9") -> list[Kernel]:
     few = kernel("linear", "few", few_rank, packing="rows.v9")
     many = kernel("linear", "many", many_rank, packing=packing, from_rows=3)
@@ -358,10 +362,26 @@ def test_two_kernels_of_one_packing_share_a_place(sites, ranks: tuple[int, int])
         assert linear.apply(torch.zeros(3, 4), packed) == f"{three} of few"
 
 
+def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
+    """One for a middle range, one from a number of rows on, and one for the rest, which packs."""
+    import torch
+
+    few, many = _pair(20, 30)
+    middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=2, below_rows=4)
+    binding = bind(sites, few, many, middle)
+    assert {d.note for d in binding.decisions if d.op == "linear"} == {
+        "many.marked_middle from 2 to 3 rows; few.marked_few otherwise"
+    }
+    linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
+    packed = linear.pack("rows.v9", BASE)
+    served = [linear.apply(torch.zeros(rows, 4), packed) for rows in (1, 2, 3, 5)]
+    assert served == ["few of few", "middle of few", "many of few", "many of few"]
+
+
 def test_another_packing_or_a_pin_leaves_one_kernel(sites) -> None:
-    assert not bind(sites, *_pair(20, 30, packing="cols.v9")).pairs
+    assert not bind(sites, *_pair(20, 30, packing="cols.v9")).shares
     binding = bind(sites, *_pair(20, 30), pins=("linear=many",))
-    assert not binding.pairs and chosen(binding, "linear") == {"many.marked_many"}
+    assert not binding.shares and chosen(binding, "linear") == {"many.marked_many"}
 
 
 def test_a_kernel_that_cannot_be_imported_is_named(sites) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from vendor_doubles import cuda, install
+from vendor_doubles import cuda, install, streamed
 
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
@@ -15,6 +15,7 @@ from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_cuda import blackwell, kernels
+from ds_runtime_cuda import streamed as own
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR, *blackwell.ALL)
 PLUGINS = load_plugins(["cuda"])
@@ -24,6 +25,9 @@ PLUGINS = load_plugins(["cuda"])
 def doubles(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
     monkeypatch.setattr(torch, "_scaled_mm", cuda._scaled_mm)
+    monkeypatch.setattr(own, "nvrtc", streamed)
+    monkeypatch.setattr(own, "_cores", lambda device: 132)
+    own._module.cache_clear()
 
 
 def device(arch: str, **changes) -> DeviceInfo:
@@ -116,16 +120,19 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     arch = arch_of(kernel)
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
-    module = kernel.provider
+    own_source = kernel.fn.startswith("ds_runtime_cuda.streamed:")
+    module = "cuda.bindings" if own_source else kernel.provider
     said = kernel.refuse(bare)
     if module == "cuda":
         assert said is None
         return
     names = {"deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla"}
     names |= {"flashinfer": "flashinfer-python", "sgl_kernel": "sglang-kernel"}
+    names |= {"cuda.bindings": "cuda-bindings"}
     assert said == f'{names[module]} is not installed: pip install "ds-runtime[cuda]"'
     empty = device(arch, features=frozenset({"bf16", "fp8", module}))
-    assert f"the installed {module} has no " in (kernel.refuse(replace(bare, device=empty)) or "")
+    refused = kernel.refuse(replace(bare, device=empty)) or ""
+    assert own_source or f"the installed {module} has no " in refused
     mixed = device(arch, features=describe(PLUGINS, arch).info().features | {f"{module}:mixed"})
     assert "two packages" in (kernel.refuse(replace(bare, device=mixed)) or "")
     elsewhere = replace(bare, device=DeviceInfo("cpu", "host", "x86-64"))

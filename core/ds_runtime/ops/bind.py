@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.formats import FORMATS, Conversion, conversions
-from ds_runtime.ops.pairs import Pair, pair_of
+from ds_runtime.ops.shares import Shares, shares_of
 from ds_runtime.ops.spec import (
     RANK_REFERENCE,
     Decision,
@@ -135,7 +135,7 @@ class Binder:
         self.pins = pins
         self.apart = apart
         self.compact = compact
-        self.pairs: dict[tuple[str, int, str], Pair] = {}
+        self.shares: dict[tuple[str, int, str], Shares] = {}
         self.by_op: dict[str, list[Kernel]] = {name: [] for name in OPS}
         for kernel in sorted(offers.kernels, key=lambda k: _order(k, offers.third_party)):
             self.by_op[kernel.op.name].append(kernel)
@@ -287,9 +287,9 @@ class Binder:
                 raise ConfigError(f"{pinned}: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], _note(accepted[0])
-        if (pair := pair_of(accepted)) is not None:
-            self.pairs[_place(site)] = pair
-            note = "; ".join(filter(None, (note, pair.beside(best))))
+        if (shares := shares_of(accepted)) is not None:
+            self.shares[_place(site)] = shares
+            note = "; ".join(filter(None, (note, shares.beside(best))))
         return best, Decision(
             op.name,
             site,
@@ -337,8 +337,8 @@ def _note(kernel: Kernel) -> str:
 class Binding:
     """What was decided for every site, and the cache layouts that all agree on.
 
-    index_layout: of the index keys, where attention is sparse. pairs: places (op, layer, module)
-    that two kernels serve.
+    index_layout: of the index keys, where attention is sparse. shares: places (op, layer,
+    module) that several kernels serve.
     """
 
     base: Facts
@@ -346,7 +346,7 @@ class Binding:
     choices: tuple[tuple[Site, Kernel | None], ...]
     decisions: tuple[Decision, ...]
     index_layout: Layout | None = None
-    pairs: Mapping[tuple[str, int, str], Pair] = field(default_factory=dict)
+    shares: Mapping[tuple[str, int, str], Shares] = field(default_factory=dict)
 
     def tag(self, op: str) -> str:
         """The tag of the layout that the kernels of an op agree on; "" if they share none."""
@@ -405,4 +405,4 @@ def decide_all(
     for pin in pins:
         if not any(s.op == pin.op and fnmatchcase(s.path, pin.glob) for s, _ in choices):
             raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
-    return Binding(base, layout, tuple(choices), tuple(decisions), index_layout, binder.pairs)
+    return Binding(base, layout, tuple(choices), tuple(decisions), index_layout, binder.shares)

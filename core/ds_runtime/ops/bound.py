@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import PluginError
 from ds_runtime.ops.bind import Binding, site_facts
-from ds_runtime.ops.pairs import Pair
+from ds_runtime.ops.shares import Shares, asks_for
 from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class _ByRows:
-    """Two kernels of one packing behind one contract: by the rows of x, where the weight could be
-    packed so that both read it.
+    """Kernels of one packing behind one contract: by the rows of x, where the weight could be
+    packed so that all of them read it. loaded: those of `shares.kernels`, in this order.
     """
 
-    def __init__(self, few: Any, many: Any, pair: Pair) -> None:
-        self._few, self._many = few, many
-        self._rows, self._packing = pair.many.from_rows, pair.many.packing
-        self.pack = few.pack
+    def __init__(self, shares: Shares, loaded: Sequence[Any]) -> None:
+        self._rest, *some = loaded
+        self._some = tuple(zip(shares.some, some, strict=True))
+        self._packing = shares.rest.packing
+        self.pack = self._rest.pack
 
     def apply(self, x: Tensor, *rest: Any) -> Tensor:
         """x [rows, …] and what else the op's contract says, the Packed last."""
@@ -35,7 +36,11 @@ class _ByRows:
         return out
 
     def _of(self, rows: int, packed: Packed) -> Any:
-        return self._many if rows >= self._rows and packed.tag == self._packing else self._few
+        if packed.tag == self._packing:
+            for kernel, loaded in self._some:
+                if asks_for(kernel, rows):
+                    return loaded
+        return self._rest
 
     def quantizes(self, rows: int, packed: Packed) -> Groups | None:
         """See QuantizedLinear; that of the kernel which serves so many rows."""
@@ -72,11 +77,11 @@ class BoundOps:
                 composed.append((site, OPS[site.op]))
                 continue
             place = bound.setdefault((site.layer, site.module), {})
-            if (pair := binding.pairs.get(key)) is None:
+            if (shares := binding.shares.get(key)) is None:
                 place[site.op] = self._load(kernel, key)
             else:
-                few, many = self._load(pair.few, key), self._load(pair.many, key)
-                place[site.op] = _ByRows(few, many, pair)
+                loaded = [self._load(each, key) for each in shares.kernels]
+                place[site.op] = _ByRows(shares, loaded)
         for site, op in reversed(composed):  # parts of a fusion come after it: bind them first
             place = bound.setdefault((site.layer, site.module), {})
             parts = Ops.of(place, site.path)
@@ -107,8 +112,8 @@ class BoundOps:
         """Every kernel that is bound, with the facts of its place."""
         for site, kernel in self.binding.choices:
             key = (site.op, site.layer, site.module)
-            pair = self.binding.pairs.get(key)
-            for each in (kernel,) if pair is None else (pair.few, pair.many):
+            shares = self.binding.shares.get(key)
+            for each in (kernel,) if shares is None else shares.kernels:
                 if each is not None:
                     yield each, self._facts[key]
 

@@ -25,6 +25,7 @@ FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys
 FP8_ROWS = "fp8_rows.v1"  # weight [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉]
 FP8_EXPERTS = "fp8_experts.v1"  # gate_up [experts, 2 · I, H] (gate rows first), gate_up_scale,
 # down [experts, H, I], down_scale; H and I in whole blocks
+DENSE_EXPERTS = "dense_experts.v1"  # gate_up and down, as FP8_EXPERTS, in the compute dtype
 
 Phase = Literal["any", "prefill", "decode", "verify", "tree"]
 RefusalKind = Literal["absent", "not installed", "unsupported", "not allowed", "broken"]
@@ -266,8 +267,8 @@ class Kernel:
     most beyond its arguments, weights and results; None says nothing. Conformance holds a kernel
     to both.
     `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
-    two kernels of one packing may serve one place, the one with `from_rows` every call of so many
-    rows or more, the one without the smaller ones.
+    kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
+    the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest.
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the
@@ -296,6 +297,7 @@ class Kernel:
     packing: str = ""
     from_rows: int = 0
     ahead: str = ""
+    below_rows: int = 0
 
     @property
     def name(self) -> str:

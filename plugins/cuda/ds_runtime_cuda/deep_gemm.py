@@ -27,10 +27,10 @@ from ds_runtime.api import (
     fp8_blocks,
 )
 from ds_runtime_cuda import grouped
+from ds_runtime_cuda.expert_weights import pack_blocks
 from ds_runtime_cuda.gates import COPIED_KEYS
 from ds_runtime_cuda.quant import GROUP, in_columns, quantise
 
-_PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
 ALIGN = 128  # rows of one expert begin at multiples of this
 _MANY = 16  # rows of a sequence that are worth a copy of its keys
 _HEADS = (32, 64)  # of index queries; fewer are filled up with zeros
@@ -99,19 +99,7 @@ class ExpertsFp8:
         self._gemm = _library().m_grouped_fp8_gemm_nt_contiguous
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        tensors: dict[str, Tensor] = {}
-        for e in range(source.num_experts):
-            gate, up, down = source.expert(e)
-            upper, lower = fp8_blocks.join(Weight((*gate.parts, *up.parts))), fp8_blocks.join(down)
-            assert upper is not None and lower is not None, "refuse() lets whole blocks pass alone"
-            parts = (*upper, *lower)
-            for name, part in zip(_PARTS, parts, strict=True):
-                if e == 0:
-                    tensors[name] = part.new_empty(source.num_experts, *part.shape)
-                tensors[name][e].copy_(part)
-        shape = (source.num_experts, source.hidden, source.intermediate)
-        nbytes = sum(t.nbytes for t in tensors.values())
-        return Packed(FP8_EXPERTS, shape, tensors, nbytes, restore=_restore_gate_up)
+        return pack_blocks(source)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(FP8_EXPERTS)
@@ -127,10 +115,6 @@ class ExpertsFp8:
         lower = held["down"], held["down_scale"]
         self._gemm(grouped.silu(gate_up, rows), lower, out, rows.owner)
         return grouped.combine(out, weights, rows)
-
-
-def _restore_gate_up(packed: Packed) -> Tensor:
-    return fp8_blocks.spread(packed.tensors["gate_up"], packed.tensors["gate_up_scale"])
 
 
 def index_scores(

@@ -74,6 +74,16 @@ def in_fours(facts: Facts) -> str | None:
     return Fixable(said, "pass --disable-fusion shared_experts")
 
 
+def few_experts(facts: Facts) -> str | None:
+    count = facts.shape[0] if facts.shape else 0
+    return None if count <= 512 else f"sorts tokens to up to 512 experts, not {count}"
+
+
+def scales_on_chip(facts: Facts) -> str | None:
+    wide = [n for n in facts.shape[1:] if n > 8192]
+    return f"keeps the scales of up to 8192 columns on chip, not of {wide[0]}" if wide else None
+
+
 def multiplies_fp8(facts: Facts) -> str | None:
     if "float8_e4m3fn" in facts.device.fast_dtypes:
         return None
@@ -99,6 +109,7 @@ def offer(
     note: str = "",
     packing: str = "",
     from_rows: int = 0,
+    below_rows: int = 0,
     ahead: str = "",
     workspace: Callable[[Facts, int], int] | None = None,
 ) -> Kernel:
@@ -106,7 +117,7 @@ def offer(
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_cuda.{fn}",
-        provider="cuda" if module == "torch_ops" else module,
+        provider="cuda" if module in ("torch_ops", "streamed") else module,
         rank=rank,
         refuse=gates(gpu, *each),
         formats=formats,
@@ -119,6 +130,7 @@ def offer(
         keeps=FP8 if fp8 else frozenset(),
         packing=packing,
         from_rows=from_rows,
+        below_rows=below_rows,
         ahead=ahead and f"ds_runtime_cuda.{ahead}",
         workspace=workspace,
     )

@@ -11,6 +11,7 @@ say.
 from __future__ import annotations
 
 from ds_runtime.api import (
+    DENSE_EXPERTS,
     FP8_EXPERTS,
     FP8_ROWS,
     RANK_PLATFORM,
@@ -35,16 +36,19 @@ from ds_runtime_cuda.gates import (
     SCALED_PAGES,
     arch,
     copied_keys,
+    few_experts,
     fp8_keys,
     in_fours,
     library,
     multiplies_fp8,
     offer,
     scaled_kv,
+    scales_on_chip,
     sixteen_bytes,
 )
 
 RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
+RANK_BESIDE = RANK_BEHIND - 1  # for some sizes, beside a kernel that serves the others
 
 
 _FA3 = library("sgl_kernel", "flash_attn.flash_attn_varlen_func")
@@ -152,6 +156,31 @@ ATTENTION: tuple[Kernel, ...] = (
         graph_safe=False,
     ),
 )
+
+
+def _streamed(
+    name: str, formats: frozenset[str], packing: str, below_rows: int, *each: Gate
+) -> Kernel:
+    """Own kernels, for sizes at which they were faster than portable ones."""
+    return offer(
+        "experts",
+        f"streamed:{name}",
+        RANK_BESIDE,
+        arch("sm90"),
+        library("cuda.bindings"),
+        BF16,
+        EXPERT_BLOCKS,
+        few_experts,
+        *each,
+        formats=formats,
+        note="compiled by NVRTC when it is first needed",
+        packing=packing,
+        from_rows=3,
+        below_rows=below_rows,
+        ahead="streamed:compile_experts",
+    )
+
+
 MOE: tuple[Kernel, ...] = (
     offer(
         "experts",
@@ -185,6 +214,8 @@ MOE: tuple[Kernel, ...] = (
         sixteen_bytes,
         formats=DENSE,
     ),
+    _streamed("ExpertsFp8", FP8, FP8_EXPERTS, 17, scales_on_chip),
+    _streamed("ExpertsDense", DENSE, DENSE_EXPERTS, 33),
 )
 LINEAR: tuple[Kernel, ...] = (
     offer(

@@ -38,6 +38,7 @@ LIBRARIES = (
     ),
     Library("sgl_kernel", ("sglang-kernel", "sgl-kernel"), (("flash_attn", "flash_ops*"),)),
     Library("triton", ("triton",)),
+    Library("cuda.bindings", ("cuda-bindings",)),
 )
 INSTALL = 'pip install "ds-runtime[cuda]"'
 

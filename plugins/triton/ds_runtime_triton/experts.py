@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed, Weight, torch_dtype
+from ds_runtime.api import (
+    DENSE_EXPERTS,
+    FP8_EXPERTS,
+    ExpertSource,
+    Facts,
+    Packed,
+    Weight,
+    torch_dtype,
+)
 from ds_runtime_triton.blocks import (
     BLOCK,
     by_row,
@@ -135,7 +143,7 @@ class _Experts:
 
     tag = ""
     keeps: frozenset[str] = frozenset()
-    packing = ""  # of whole blocks
+    packing = ""  # of what is dense, or in whole blocks
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = torch_dtype(facts.dtype)
@@ -195,11 +203,13 @@ class _Experts:
 
 
 def _shared(layer: Layer) -> dict[str, Tensor]:
-    """What FP8_EXPERTS holds; nothing for other blocks."""
+    """What DENSE_EXPERTS or FP8_EXPERTS holds; nothing for other blocks."""
     upper, lower = layer.gate_up, layer.down
+    if not layer.scaled:
+        return {"gate_up": upper.values.flatten(1, 2), "down": lower.values}
     sizes = (*upper.values.shape[2:], *lower.values.shape[1:])
     blocks = {upper.group_n, upper.group_k, lower.group_n, lower.group_k}
-    if not layer.scaled or blocks != {BLOCK} or any(n % BLOCK for n in sizes):
+    if blocks != {BLOCK} or any(n % BLOCK for n in sizes):
         return {}
     return {
         "gate_up": upper.values.flatten(1, 2),
@@ -393,6 +403,7 @@ class ExpertsDense(_Experts):
     """Weights in the compute dtype."""
 
     tag = "triton.experts_dense"
+    packing = DENSE_EXPERTS
 
 
 class ExpertsFp8(_Experts):

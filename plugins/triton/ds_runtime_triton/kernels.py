@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ds_runtime.api import (
+    DENSE_EXPERTS,
     FP8_EXPERTS,
     FP8_GROUPS,
     FP8_ROWS,
@@ -156,6 +157,7 @@ def _offer(
     note: str = "",
     layouts: frozenset[str] | None = None,
     workspace: Callable[[Facts, int], int] | None = None,
+    packing: str = "",
 ) -> Kernel:
     return Kernel(
         op=OPS[op],
@@ -170,6 +172,7 @@ def _offer(
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         note=note,
         workspace=workspace,
+        packing=packing,
     )
 
 
@@ -229,7 +232,7 @@ MOE: tuple[Kernel, ...] = (
     _offer_kept("experts", "experts:experts_int8", _INT8, _int8, "int8_w8a8"),
     _offer_kept("experts", "coded_experts:experts_w4afp8", _W4AFP8, _fp8, "fp8_w8a8"),
     _offer_kept("experts", "coded_experts:experts_weight_only", _CODED),
-    _offer("experts", "experts:experts_dense", note=_CONVERTED),
+    _offer("experts", "experts:experts_dense", note=_CONVERTED, packing=DENSE_EXPERTS),
 )
 LINEAR: tuple[Kernel, ...] = (
     _offer_kept("linear", "linear:linear_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_ROWS),

@@ -198,13 +198,19 @@ def _experts_case(
 
 def experts_samples(facts: Facts) -> Iterator[Case]:
     """Experts without tokens, zero weights, odd widths, FP8 with partial and cut blocks."""
-    dense = (("dense", (8, 64, 48)), ("dense odd", (5, 33, 17)), ("dense one expert", (1, 32, 64)))
+    dense = (
+        ("dense", (8, 64, 48)),
+        ("dense odd", (5, 33, 17)),
+        ("dense one expert", (1, 32, 64)),
+        ("dense blocks", (5, 384, 256)),
+    )
     for label, sizes in dense:
         yield _experts_case(Maker(facts, label), label, sizes)
     quantised = (
         ("fp8", (4, 128, 128), 0),
         ("fp8 partial", (3, 192, 176), 0),
         ("fp8 cut", (3, 128, 192), 64),
+        ("fp8 blocks", (5, 256, 384), 0),
     )
     for label, sizes, cut in quantised:
         yield _experts_case(Maker(facts, label), label, sizes, "fp8_block", cut)

@@ -1,0 +1,160 @@
+"""Routed experts for few tokens, about as fast as their weights can be read: csrc/experts.cu.
+
+Both matmuls are one launch whose blocks fetch weights all the time. Weights lie as FP8_EXPERTS and
+DENSE_EXPERTS say, so that kernels for more tokens read them, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, ExpertSource, Facts, Packed
+from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.expert_weights import pack_blocks, pack_dense
+
+_SOURCE = "experts.cu"
+_THREADS = 64 + 256
+_ON_CHIP = {1: 232_448, 2: 115_712}  # bytes for each block, by the blocks of a multiprocessor
+_BOX, _EIGHT = 128, 8  # rows that are fetched together: of weights, of pairs
+_PART = 1024  # columns that a block of `arrange` or `combine` takes at a time
+_FEW = 32  # tokens up to which `arrange` has a block for every part of a row
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Pairs of an expert that are multiplied together; blocks of a multiprocessor, and stages of
+    weights that each has on their way."""
+
+    pairs: int
+    blocks: int
+    stages: int
+
+
+# By measurement on an H200, benchmarks/results/device_decode.md.
+_DENSE_TILE, _FP8_TILE = Tile(64, 1, 6), Tile(16, 2, 4)
+
+
+class _Args(ctypes.Structure):
+    """Args of csrc/experts.cu."""
+
+    _fields_ = (
+        ("maps", ctypes.c_uint64 * 64),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "gate_up_scale", "down_scale", "x_scale", "h_scale", "x_rows", "h_rows", "y",
+                "pair_of", "weight_of", "begins", "state", "input", "weights", "ids", "out",
+            )
+        ),
+        ("stride", ctypes.c_int64),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("tokens", "top_k", "experts", "hidden", "inter", "rows", "most")
+        ),
+        ("_end", ctypes.c_char * 36),  # the struct is a multiple of 64 bytes
+    )  # fmt: skip
+
+
+def _defines(fp8: bool) -> dict[str, int]:
+    tile = (_DENSE_TILE, _FP8_TILE)[fp8]
+    return {"FP8": int(fp8), "BM": tile.pairs, "BLOCKS": tile.blocks,
+            "BYTES": _ON_CHIP[tile.blocks], "STAGES": tile.stages,
+            "ARGS": ctypes.sizeof(_Args)}  # fmt: skip
+
+
+@cache
+def _module(fp8: bool) -> nvrtc.Module:
+    return nvrtc.Module(_SOURCE, _defines(fp8))
+
+
+@cache
+def _cores(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
+    """`Kernel.ahead` of both."""
+    nvrtc.compile_for_device(_SOURCE, _defines(facts.weight_format == "fp8_block"))
+
+
+def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+    held, (experts, hidden, inter) = packed.tensors, packed.shape
+    upper, lower = held["gate_up"], held["down"]
+    dtype, device, (tokens, top_k) = upper.dtype, x.device, ids.shape
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    pairs, fp8 = tokens * top_k, dtype == torch.float8_e4m3fn
+    if not pairs:
+        return out.zero_()
+    tile = (_DENSE_TILE, _FP8_TILE)[fp8]
+    most = pairs // tile.pairs + min(experts, pairs)  # tiles
+    rows = most * tile.pairs
+    if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 8:
+        x = x.contiguous()
+    weights, ids = weights.contiguous(), ids.contiguous()
+    x_rows = torch.empty(rows, hidden, dtype=dtype, device=device)
+    h_rows = torch.empty(rows, inter, dtype=dtype, device=device)
+    y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
+    scales = torch.empty((hidden + inter) // 128 * fp8, rows, dtype=torch.float32, device=device)
+    of = torch.empty(2, rows, dtype=torch.int32, device=device)
+    counts = torch.empty(1 + most + experts + 1, dtype=torch.int32, device=device)
+    args = _Args()
+    maps = (
+        nvrtc.box_map(upper.data_ptr(), dtype, experts * 2 * inter, hidden, _BOX),
+        nvrtc.box_map(lower.data_ptr(), dtype, experts * hidden, inter, _BOX),
+        nvrtc.box_map(x_rows.data_ptr(), dtype, rows, hidden, _EIGHT),
+        nvrtc.box_map(h_rows.data_ptr(), dtype, rows, inter, _EIGHT),
+    )
+    args.maps[:] = [word for each in maps for word in each]
+    if fp8:
+        args.gate_up_scale = held["gate_up_scale"].data_ptr()
+        args.down_scale = held["down_scale"].data_ptr()
+        args.x_scale, args.h_scale = scales.data_ptr(), scales[hidden // 128 :].data_ptr()
+    args.x_rows, args.h_rows, args.y = x_rows.data_ptr(), h_rows.data_ptr(), y.data_ptr()
+    args.pair_of, args.weight_of = of.data_ptr(), of[1].data_ptr()
+    args.state, args.begins = counts.data_ptr(), counts[1 + most :].data_ptr()
+    args.input, args.stride, args.out = x.data_ptr(), x.stride(0), out.data_ptr()
+    args.weights, args.ids = weights.data_ptr(), ids.data_ptr()
+    args.tokens, args.top_k, args.experts = tokens, top_k, experts
+    args.hidden, args.inter, args.rows, args.most = hidden, inter, rows, most
+    module, room = _module(fp8), _ON_CHIP[tile.blocks]
+    parts = -(-hidden // _PART)
+    arranging = (tokens, parts if tokens <= _FEW else 1)
+    nvrtc.launch(module.function("arrange"), arranging, 256, 0, args)
+    grid = (_cores(device) * tile.blocks, 1)
+    nvrtc.launch(module.function("experts", room), grid, _THREADS, room, args)
+    nvrtc.launch(module.function("combine"), (tokens, parts), 128, 0, args)
+    return out
+
+
+class ExpertsFp8:
+    """FP8 weights in blocks, activations quantised per token and group before each matmul."""
+
+    def __init__(self, facts: Facts) -> None:
+        pass
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        return pack_blocks(source)
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        packed.expect(FP8_EXPERTS)
+        return _run(x, weights, ids, packed)
+
+
+class ExpertsDense:
+    """Weights in bfloat16."""
+
+    def __init__(self, facts: Facts) -> None:
+        pass
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        return pack_dense(source, torch.bfloat16)
+
+    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
+        packed.expect(DENSE_EXPERTS)
+        return _run(x, weights, ids, packed)
