@@ -11,6 +11,7 @@ from typing import Any
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.ops.bind import Binder, refusals, site_facts
+from ds_runtime.ops.shares import when
 from ds_runtime.ops.spec import Decision, Fixable, Kernel, Site
 from ds_runtime.plan import compress_sites
 
@@ -38,6 +39,7 @@ class Explained:
         self._kernels = Binder(assembly.offers, binding.base).by_op[op]
         self._mine = [(site, kernel) for site, kernel in binding.choices if site.op == op]
         self._decisions = {d.site: d for d in binding.decisions}
+        self._shares = binding.shares
 
     def _said(self, kernel: Kernel, site: Site) -> tuple[str, ...]:
         return tuple(refusals(kernel, site_facts(self._base, site), self._tag))
@@ -53,6 +55,9 @@ class Explained:
                 decision = self._decisions[site]
                 said = "; ".join(self._said(kernel, site))
                 lost = f"accepts, but {decision.kernel} is preferred"
+                beside = self._shares.get((site.op, site.layer, site.module))
+                if beside is not None and kernel in beside.some:
+                    lost = f"serves {when(kernel)}"
                 verdict = "chosen" if kernel is chosen else f"refused: {said}" if said else lost
                 verdicts.setdefault(verdict, []).append(decision)
             yield {

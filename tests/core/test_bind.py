@@ -378,6 +378,23 @@ def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
     assert served == ["few of few", "middle of few", "many of few", "many of few"]
 
 
+def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None:
+    import torch
+
+    _, many = _pair(20, 30)
+    middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=0, below_rows=6)
+    few = replace(many, fn=f"{__name__}:marked_few", rank=20, from_rows=2, below_rows=5)
+    binding = bind(sites, many, middle, few)
+    assert {d.note for d in binding.decisions if d.op == "linear"} == {
+        "many.marked_few from 2 to 4 rows; many.marked_middle up to 5 rows"
+    }
+    linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
+    packed = linear.pack("rows.v9", BASE)
+    served = [linear.apply(torch.zeros(rows, 4), packed) for rows in (1, 2, 3, 9)]
+    assert served == ["middle of many", "few of many", "many of many", "many of many"]
+    assert not bind(sites, many).shares
+
+
 def test_another_packing_or_a_pin_leaves_one_kernel(sites) -> None:
     assert not bind(sites, *_pair(20, 30, packing="cols.v9")).shares
     binding = bind(sites, *_pair(20, 30), pins=("linear=many",))

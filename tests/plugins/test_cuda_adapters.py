@@ -28,6 +28,8 @@ def doubles(monkeypatch):
     monkeypatch.setattr(own, "nvrtc", streamed)
     monkeypatch.setattr(own, "_cores", lambda device: 132)
     own._module.cache_clear()
+    yield
+    own._module.cache_clear()  # it holds stand-ins
 
 
 def device(arch: str, **changes) -> DeviceInfo:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from importlib.resources import files
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from ds_runtime.errors import PluginError
 from ds_runtime_cuda import nvrtc, streamed
 from ds_runtime_cuda.driver import DriverError
 
@@ -16,15 +20,26 @@ def home(monkeypatch, tmp_path):
     return tmp_path / "kept"
 
 
+def whole(code: bytes) -> bool:
+    """Machine code of all three kernels; no two compilations give the same bytes."""
+    named = all(name in code for name in (b"arrange", b"experts", b"combine"))
+    return code.startswith(b"\x7fELF") and named
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_experts_compile(home, fp8):
     code = nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8))
-    assert code[:4] == b"\x7fELF"
-    assert all(name in code for name in (b"arrange", b"experts", b"combine"))
+    assert whole(code)
     (kept,) = home.iterdir()
-    assert kept.read_bytes() == code
-    kept.write_bytes(b"as it was")
-    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8)) == b"as it was"
+    assert whole(kept.read_bytes())
+    again = nvrtc._MAGIC + b" as it was"
+    kept.write_bytes(again)
+    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8)) == again
+    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8), anew=True) != again
+    for torn in (b"", b"garbage"):
+        kept.write_bytes(torn)
+        assert whole(nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8)))
+        assert whole(kept.read_bytes())
 
 
 def test_another_layout_of_the_arguments_does_not_compile():
@@ -37,6 +52,58 @@ def test_without_a_folder_to_keep_it_is_compiled_all_the_same(home):
     home.write_text("a file is in its place")
     options = ("--gpu-architecture=sm_90a",)
     assert nvrtc.compiled("__global__ void nothing() {}", options)[:4] == b"\x7fELF"
+
+
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_without_a_home_it_is_compiled_all_the_same(monkeypatch):
+    monkeypatch.setattr(nvrtc, "folder", no_home)
+    options = ("--gpu-architecture=sm_90a",)
+    assert nvrtc.compiled("__global__ void nothing() {}", options)[:4] == b"\x7fELF"
+
+
+class Damaged:
+    """A driver that loads nothing of the bytes `b"\\x7fELF damaged"`."""
+
+    class Code(int):
+        name = "CUDA_ERROR_INVALID_IMAGE"
+
+    @classmethod
+    def cuModuleLoadData(cls, code):
+        return (cls.Code(200),) if code.endswith(b"damaged") else (cls.Code(0), "loaded")
+
+
+def test_what_was_kept_and_does_not_load_is_made_again(home, monkeypatch):
+    _, compiler = nvrtc._library()
+    monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, compiler))
+    monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
+    nvrtc.compile_for_device("experts.cu", streamed._defines(True))
+    (kept,) = home.iterdir()
+    kept.write_bytes(b"\x7fELF damaged")
+    nvrtc.Module("experts.cu", streamed._defines(True))
+    assert whole(kept.read_bytes())
+
+
+def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
+    streamed._module.cache_clear()
+    monkeypatch.setattr(nvrtc, "compiled", lambda *given: b"\x7fELF damaged")
+    monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, None))
+    monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
+    with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
+        streamed._module(True, torch.device("cuda", 0))
+
+
+def test_arguments_lie_in_the_order_of_the_source():
+    source = (files("ds_runtime_cuda") / "csrc" / "experts.cu").read_text()
+    body = re.search(r"struct alignas\(64\) Args \{(.*?)\n\};", source, re.S).group(1)
+    body = re.sub(r"//.*", "", body)
+    names = [n.strip(" *\n") for part in re.findall(
+        r"(?:const )?(?:TensorMap|float|void|u16|int|long long)\b\*? ([^;]*);", body
+    ) for n in part.split(",")]  # fmt: skip
+    assert names[:4] == ["gate_up", "down", "x", "h"]  # the four maps
+    assert names[4:] == [name for name, _ in streamed._Args._fields_[1:-1]]
 
 
 def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):

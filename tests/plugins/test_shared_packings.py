@@ -1,25 +1,38 @@
-"""What one plugin packed, another computes with: the packings FP8_ROWS and FP8_EXPERTS."""
+"""What one plugin packed, another computes with: the packings FP8_ROWS, FP8_EXPERTS and
+DENSE_EXPERTS."""
 
 from __future__ import annotations
+
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from interpreter import DEVICE, needs_triton
-from vendor_doubles import cuda, install
+from vendor_doubles import cuda, install, streamed
 
-from ds_runtime.api import FP8_EXPERTS, FP8_ROWS
+from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime.testing.numerics import relative_error
+from ds_runtime_cuda import streamed as own
 
 pytestmark = needs_triton
+FIXTURES = Path(__file__).parents[1] / "core" / "model" / "fixtures"
 FACTS = facts_for(DEVICE, "bfloat16")
 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
+    monkeypatch.setattr(own, "nvrtc", streamed)
+    monkeypatch.setattr(own, "_cores", lambda device: 132)
+    own._module.cache_clear()
+    yield
+    own._module.cache_clear()  # it holds stand-ins
 
 
 def test_rows():
@@ -52,11 +65,49 @@ def test_experts():
         for _ in range(4)
     ]
     packed = ExpertsFp8(FACTS).pack(SampleExperts(triples), FACTS)
-    assert packed.tag == FP8_EXPERTS
+    assert packed.tag == FP8_EXPERTS and packed.tensors["ue8m0"] is False
     x, weights = make.normal(6, 256), make.uniform(6, 2).float()
     ids = torch.stack([make.order(4)[:2] for _ in range(6)]).int()
-    got = deep_gemm.ExpertsFp8(FACTS).apply(x, weights, ids, packed)
+    oracle = expected(triples, x, weights, ids)
+    for other in (deep_gemm.ExpertsFp8(FACTS), own.ExpertsFp8(FACTS)):
+        assert relative_error(other.apply(x, weights, ids, packed), oracle) < 6e-2
+
+
+def expected(triples, x, weights, ids):
     wide = facts_for(DEVICE, "float64")
     oracle = ReferenceExperts(wide)
     held = oracle.pack(SampleExperts(triples), wide)
-    assert relative_error(got, oracle.apply(x.double(), weights.double(), ids, held)) < 6e-2
+    return oracle.apply(x.double(), weights.double(), ids, held)
+
+
+def test_dense_experts():
+    from ds_runtime_triton.experts import ExpertsDense, ExpertsFp8
+
+    make = Maker(FACTS, "dense experts")
+    triples = [(make.weight(128, 256), make.weight(128, 256), make.weight(256, 128))] * 4
+    packed = ExpertsDense(FACTS).pack(SampleExperts(triples), FACTS)
+    assert packed.tag == DENSE_EXPERTS
+    x, weights = make.normal(6, 256), make.uniform(6, 2).float()
+    ids = torch.stack([make.order(4)[:2] for _ in range(6)]).int()
+    got = own.ExpertsDense(FACTS).apply(x, weights, ids, packed)
+    assert relative_error(got, expected(triples, x, weights, ids)) < 1e-2
+    cut = [tuple(make.weight(128, 128, "fp8_block", offset=(16, 16)) for _ in range(3))]
+    held = ExpertsFp8(FACTS).pack(SampleExperts(cut), FACTS)
+    assert held.tag == ExpertsFp8.tag, "dense weights are not what FP8_EXPERTS holds"
+
+
+@pytest.mark.parametrize(
+    ("model", "note"),
+    [
+        ("deepseek-v3", "cuda.ExpertsFp8 from 3 to 16 rows"),
+        ("deepseek-v2-lite", "cuda.ExpertsDense from 3 to 32 rows"),
+    ],
+)
+def test_the_plan_says_which_rows_each_serves(tmp_path, model, note):
+    shutil.copy(FIXTURES / f"{model}.json", tmp_path / "config.json")
+    config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"))
+    plan = assemble(config, (), device="h200").plan
+    (row,) = [r for r in plan.rows if r.op == "experts"]
+    assert row.kernel.startswith("triton.") and note in row.note
+    more = "deep_gemm.ExpertsFp8 from 4096 rows on" in row.note
+    assert more == (model == "deepseek-v3")

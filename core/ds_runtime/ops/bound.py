@@ -25,8 +25,9 @@ class _ByRows:
     """
 
     def __init__(self, shares: Shares, loaded: Sequence[Any]) -> None:
-        self._rest, *some = loaded
-        self._some = tuple(zip(shares.some, some, strict=True))
+        made = list(zip(shares.kernels, loaded, strict=True))
+        self._rest = next(one for kernel, one in made if kernel is shares.rest)
+        self._some = [(kernel, one) for kernel, one in made if kernel in shares.some]
         self._packing = shares.rest.packing
         self.pack = self._rest.pack
 

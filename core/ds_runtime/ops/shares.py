@@ -10,23 +10,24 @@ from ds_runtime.ops.spec import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Kernels of one packing at one place. `rest` packs the weight and serves every call that none
-    of `some` asks for; of those that ask for the same call, the first one serves it."""
+    """Kernels of one packing at one place. `some`, best first, ask for calls of so many rows, and
+    the first that does serves one; `rest` packs the weight and serves what none asks for. It may be
+    one of `some`, where all of them ask."""
 
     rest: Kernel
     some: tuple[Kernel, ...]
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return (self.rest, *self.some)
+        return self.some if self.rest in self.some else (self.rest, *self.some)
 
     def beside(self, best: Kernel) -> str:
         """The other ones, and when they serve."""
-        said = [f"{k.name} {_asked(k)}" for k in self.some if k is not best]
+        said = [f"{k.name} {when(k)}" for k in self.some if k is not best]
         if best is not self.rest:
             alone = len(self.some) == 1 and not best.below_rows
-            when = f"below {best.from_rows} rows" if alone else "otherwise"
-            said.append(f"{self.rest.name} {when}")
+            rest = f"below {best.from_rows} rows" if alone else "otherwise"
+            said.append(f"{self.rest.name} {rest}")
         return "; ".join(said)
 
 
@@ -35,13 +36,12 @@ def asks_for(kernel: Kernel, rows: int) -> bool:
     return kernel.from_rows <= rows and (not kernel.below_rows or rows < kernel.below_rows)
 
 
-def _bounded(kernel: Kernel) -> bool:
-    return bool(kernel.from_rows or kernel.below_rows)
-
-
-def _asked(kernel: Kernel) -> str:
+def when(kernel: Kernel) -> str:
+    """The bounds, in words."""
     if not kernel.below_rows:
         return f"from {kernel.from_rows} rows on"
+    if not kernel.from_rows:
+        return f"up to {kernel.below_rows - 1} rows"
     return f"from {kernel.from_rows} to {kernel.below_rows - 1} rows"
 
 
@@ -49,6 +49,6 @@ def shares_of(accepted: Sequence[Kernel]) -> Shares | None:
     """The best kernel with those of its packing that take other sizes."""
     best = accepted[0]
     alike = [k for k in accepted if best.packing and k.packing == best.packing]
-    rest = next((k for k in alike if not _bounded(k)), best)
-    some = tuple(k for k in alike if k is not rest and _bounded(k))
-    return Shares(rest, some) if some else None
+    some = tuple(k for k in alike if k.from_rows or k.below_rows)
+    rest = next((k for k in alike if k not in some), best)
+    return Shares(rest, some) if any(k is not rest for k in some) else None

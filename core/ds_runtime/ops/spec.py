@@ -24,7 +24,8 @@ FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys
 # names: e4m3 values, and a float32 scale for each 128 × 128 block. Whoever packed may keep more.
 FP8_ROWS = "fp8_rows.v1"  # weight [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉]
 FP8_EXPERTS = "fp8_experts.v1"  # gate_up [experts, 2 · I, H] (gate rows first), gate_up_scale,
-# down [experts, H, I], down_scale; H and I in whole blocks
+# down [experts, H, I], down_scale; H and I in whole blocks. ue8m0, where it is there: whether all
+# scales are powers of two, so that those of activations are, too
 DENSE_EXPERTS = "dense_experts.v1"  # gate_up and down, as FP8_EXPERTS, in the compute dtype
 
 Phase = Literal["any", "prefill", "decode", "verify", "tree"]
@@ -268,7 +269,8 @@ class Kernel:
     to both.
     `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
     kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
-    the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest.
+    the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest
+    (without one, the best of them does).
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the

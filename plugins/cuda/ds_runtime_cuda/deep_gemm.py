@@ -109,11 +109,11 @@ class ExpertsFp8:
         rows = grouped.sort_rows(ids, experts, ALIGN)
         count = rows.owner.shape[0]
         gate_up = torch.empty(count, 2 * inter, dtype=torch.bfloat16, device=x.device)
-        upper = held["gate_up"], held["gate_up_scale"]
-        self._gemm(grouped.scatter(x, rows), upper, gate_up, rows.owner)
+        upper, powers = (held["gate_up"], held["gate_up_scale"]), held.get("ue8m0", False)
+        self._gemm(grouped.scatter(x, rows, powers), upper, gate_up, rows.owner)
         out = torch.empty(count, hidden, dtype=torch.bfloat16, device=x.device)
         lower = held["down"], held["down_scale"]
-        self._gemm(grouped.silu(gate_up, rows), lower, out, rows.owner)
+        self._gemm(grouped.silu(gate_up, rows, powers), lower, out, rows.owner)
         return grouped.combine(out, weights, rows)
 
 

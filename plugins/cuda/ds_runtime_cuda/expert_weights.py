@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ _PARTS = ("gate_up", "gate_up_scale", "down", "down_scale")
 
 def pack_blocks(source: ExpertSource) -> Packed:
     """FP8 in whole blocks of 128 × 128, as it is."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for e in range(source.num_experts):
         gate, up, down = source.expert(e)
         upper, lower = fp8_blocks.join(Weight((*gate.parts, *up.parts))), fp8_blocks.join(down)
@@ -28,13 +30,14 @@ def pack_blocks(source: ExpertSource) -> Packed:
             if e == 0:
                 tensors[name] = part.new_empty(source.num_experts, *part.shape)
             tensors[name][e].copy_(part)
+    tensors["ue8m0"] = all(_powers_of_two(tensors[f"{n}_scale"]) for n in ("gate_up", "down"))
     return _packed(FP8_EXPERTS, source, tensors)
 
 
 def pack_dense(source: ExpertSource, dtype: torch.dtype) -> Packed:
     """In the compute dtype."""
     count, hidden, inter = source.num_experts, source.hidden, source.intermediate
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     for e in range(count):
         gate, up, down = source.expert(e)
         if e == 0:
@@ -47,10 +50,14 @@ def pack_dense(source: ExpertSource, dtype: torch.dtype) -> Packed:
     return _packed(DENSE_EXPERTS, source, tensors)
 
 
-def _packed(tag: str, source: ExpertSource, tensors: dict[str, Tensor]) -> Packed:
+def _packed(tag: str, source: ExpertSource, tensors: dict[str, Any]) -> Packed:
     shape = (source.num_experts, source.hidden, source.intermediate)
-    nbytes = sum(t.nbytes for t in tensors.values())
+    nbytes = sum(t.nbytes for t in tensors.values() if isinstance(t, Tensor))
     return Packed(tag, shape, tensors, nbytes, restore=_restore)
+
+
+def _powers_of_two(scale: Tensor) -> bool:
+    return bool((scale.view(torch.int32) & 0x7FFFFF == 0).all())
 
 
 def _restore(packed: Packed) -> Tensor:

@@ -76,7 +76,10 @@ def in_fours(facts: Facts) -> str | None:
 
 def few_experts(facts: Facts) -> str | None:
     count = facts.shape[0] if facts.shape else 0
-    return None if count <= 512 else f"sorts tokens to up to 512 experts, not {count}"
+    if count <= 512:
+        return None
+    said = f"sorts tokens to up to 512 experts, not {count}"
+    return Fixable(said, "pass --disable-fusion shared_experts")
 
 
 def scales_on_chip(facts: Facts) -> str | None:

@@ -3,9 +3,9 @@
 Each library is an adapter and a provider of its own, so that pins may name it. What is installed,
 and which functions it exports, are features of the device (software.py); what is missing is refused
 with the package's name. Ranks on compute capability 9.0 are by measurement (cuda_kernels.md and
-sparse_attention.md in benchmarks/results): what was not faster than portable kernels, or was not
-run, stays behind them. On capability 10, which nobody could run, they are by what the libraries
-say.
+sparse_attention.md in benchmarks/results; rows of experts: device_decode.md): what was not faster
+than portable kernels, or was not run, stays behind them. On capability 10, which nobody could run,
+they are by what the libraries say.
 """
 
 from __future__ import annotations

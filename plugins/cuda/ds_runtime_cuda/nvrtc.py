@@ -6,20 +6,29 @@ for CUDA brings. What was compiled is kept in ~/.cache/ds-runtime/cuda; the fold
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.bindings import driver, nvrtc
 
 from ds_runtime_cuda.driver import DriverError
+
+_MAGIC = b"\x7fELF"  # what machine code begins with
+
+
+@cache
+def _library() -> tuple[Any, Any]:
+    """(the driver, NVRTC)."""
+    return import_module("cuda.bindings.driver"), import_module("cuda.bindings.nvrtc")
 
 
 def checked(result: tuple[Any, ...]) -> Any:
@@ -31,30 +40,40 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 def folder() -> Path:
-    """Where compiled programs are kept."""
+    """Where compiled programs are kept. RuntimeError without a home."""
     return Path.home() / ".cache" / "ds-runtime" / "cuda"
 
 
-def compiled(source: str, options: tuple[str, ...]) -> bytes:
-    """Machine code for these options, from the folder if it has been made before."""
-    version = "{}.{}".format(*checked(nvrtc.nvrtcVersion()))
+def compiled(source: str, options: tuple[str, ...], anew: bool = False) -> bytes:
+    """Machine code for these options, from the folder if it has been made before. anew: in any
+    case, and kept in the other's place."""
+    version = "{}.{}".format(*checked(_library()[1].nvrtcVersion()))
     key = hashlib.sha256("\0".join((source, version, *options)).encode()).hexdigest()
-    kept = folder() / f"{key[:32]}.cubin"
-    if kept.is_file():
-        return kept.read_bytes()
+    with contextlib.suppress(OSError, RuntimeError):  # what cannot be read is made again
+        kept = (folder() / f"{key[:32]}.cubin").read_bytes()
+        if kept.startswith(_MAGIC) and not anew:
+            return kept
     code = _compile(source, options)
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(dir=kept.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        Path(made).replace(kept)
-    except OSError:  # it is compiled again next time
-        pass
+    with contextlib.suppress(OSError, RuntimeError):  # it is compiled again next time
+        _keep(code, folder() / f"{key[:32]}.cubin")
     return code
 
 
+def _keep(code: bytes, path: Path) -> None:
+    """Others may do so, too, at the same time: a file is whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, made = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        Path(made).replace(path)
+    except OSError:
+        Path(made).unlink(missing_ok=True)
+        raise
+
+
 def _compile(source: str, options: tuple[str, ...]) -> bytes:
+    _, nvrtc = _library()
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     try:
         given = [option.encode() for option in options]
@@ -62,7 +81,7 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
         if int(code) != 0:
             log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))
             checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise DriverError(f"{code.name}: {log.decode(errors='replace')}")
+            raise DriverError(f"{code.name}: {log.decode(errors='replace').rstrip(chr(0))}")
         made: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
         checked(nvrtc.nvrtcGetCUBIN(program, made))
         return made
@@ -70,29 +89,35 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def compile_for(arch: str, name: str, defines: Mapping[str, int]) -> bytes:
+def compile_for(arch: str, name: str, defines: Mapping[str, int], anew: bool = False) -> bytes:
     """Machine code of a file of csrc for "sm_90a" or the like."""
     source = (files("ds_runtime_cuda") / "csrc" / name).read_text()
     given = (f"-D{key}={value}" for key, value in sorted(defines.items()))
-    return compiled(source, (f"--gpu-architecture={arch}", "--std=c++17", *given))
+    return compiled(source, (f"--gpu-architecture={arch}", "--std=c++17", *given), anew)
 
 
-def compile_for_device(name: str, defines: Mapping[str, int]) -> bytes:
+def compile_for_device(name: str, defines: Mapping[str, int], anew: bool = False) -> bytes:
     """The same for the current device, with the instructions that it alone has."""
     major, minor = torch.cuda.get_device_capability()
-    return compile_for(f"sm_{major}{minor}{'a' if major >= 9 else ''}", name, defines)
+    arch = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return compile_for(arch, name, defines, anew)
 
 
 class Module:
     """The kernels of a file of csrc, compiled with `defines` and loaded into the current context,
-    which torch has made when there is a tensor on the device."""
+    which torch has made when there is a tensor on the device. Raises DriverError."""
 
     def __init__(self, name: str, defines: Mapping[str, int]) -> None:
-        self._module = checked(driver.cuModuleLoadData(compile_for_device(name, defines)))
+        load = _library()[0].cuModuleLoadData
+        try:
+            self._module = checked(load(compile_for_device(name, defines)))
+        except DriverError:  # what was kept may be damaged
+            self._module = checked(load(compile_for_device(name, defines, anew=True)))
         self._functions: dict[str, Any] = {}
 
     def function(self, name: str, shared: int = 0) -> Any:
         """A kernel that may use so many bytes of on-chip memory."""
+        driver, _ = _library()
         if name not in self._functions:
             found = checked(driver.cuModuleGetFunction(self._module, name.encode()))
             if shared:
@@ -105,6 +130,7 @@ class Module:
 @cache
 def _overlapping() -> Any:
     """The launch may begin while the one before it ends; kernels wait where they must."""
+    driver, _ = _library()
     attribute = driver.CUlaunchAttribute()
     kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.id = kind
@@ -116,6 +142,7 @@ def launch(
     function: Any, grid: tuple[int, int], threads: int, shared: int, arguments: ctypes.Structure
 ) -> None:
     """Launch on torch's current stream; the kernel takes one struct."""
+    driver, _ = _library()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -126,12 +153,13 @@ def launch(
     checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(each), 0))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def box_map(
     address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int
 ) -> tuple[int, ...]:
     """How the copy engine finds 128 bytes of `box_rows` rows of a matrix [rows, columns], to lay
     them down in lines of 128 bytes that are swizzled: the words of a CUtensorMap."""
+    driver, _ = _library()
     kinds = driver.CUtensorMapDataType
     kind = {
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

@@ -14,8 +14,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, ExpertSource, Facts, Packed
+from ds_runtime.api import (
+    DENSE_EXPERTS,
+    FP8_EXPERTS,
+    ExpertSource,
+    Facts,
+    Packed,
+    PluginError,
+)
 from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.driver import DriverError
 from ds_runtime_cuda.expert_weights import pack_blocks, pack_dense
 
 _SOURCE = "experts.cu"
@@ -37,7 +45,8 @@ class Tile:
 
 
 # By measurement on an H200, benchmarks/results/device_decode.md.
-_DENSE_TILE, _FP8_TILE = Tile(64, 1, 6), Tile(16, 2, 4)
+_DENSE_TILE, _FP8_TILE = Tile(32, 1, 6), Tile(16, 2, 4)
+_MOST = 16384  # tokens of a launch: experts' pairs and tiles are counted in 16 bits
 
 
 class _Args(ctypes.Structure):
@@ -55,9 +64,10 @@ class _Args(ctypes.Structure):
         ("stride", ctypes.c_int64),
         *(
             (name, ctypes.c_int32)
-            for name in ("tokens", "top_k", "experts", "hidden", "inter", "rows", "most")
+            for name in ("tokens", "top_k", "experts", "hidden", "inter", "rows", "most",
+                         "powers")
         ),
-        ("_end", ctypes.c_char * 36),  # the struct is a multiple of 64 bytes
+        ("_end", ctypes.c_char * 32),  # the struct is a multiple of 64 bytes
     )  # fmt: skip
 
 
@@ -69,8 +79,14 @@ def _defines(fp8: bool) -> dict[str, int]:
 
 
 @cache
-def _module(fp8: bool) -> nvrtc.Module:
-    return nvrtc.Module(_SOURCE, _defines(fp8))
+def _module(fp8: bool, device: torch.device) -> nvrtc.Module:
+    """Of the current device, which `device` is."""
+    try:
+        return nvrtc.Module(_SOURCE, _defines(fp8))
+    except DriverError as e:
+        raise PluginError(
+            f"{_SOURCE} cannot be used: {e}; --pin experts=triton runs without"
+        ) from e
 
 
 @cache
@@ -87,6 +103,9 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     held, (experts, hidden, inter) = packed.tensors, packed.shape
     upper, lower = held["gate_up"], held["down"]
     dtype, device, (tokens, top_k) = upper.dtype, x.device, ids.shape
+    if tokens > _MOST:
+        cut = [slice(begin, begin + _MOST) for begin in range(0, tokens, _MOST)]
+        return torch.cat([_run(x[own], weights[own], ids[own], packed) for own in cut])
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
     pairs, fp8 = tokens * top_k, dtype == torch.float8_e4m3fn
     if not pairs:
@@ -122,7 +141,8 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     args.weights, args.ids = weights.data_ptr(), ids.data_ptr()
     args.tokens, args.top_k, args.experts = tokens, top_k, experts
     args.hidden, args.inter, args.rows, args.most = hidden, inter, rows, most
-    module, room = _module(fp8), _ON_CHIP[tile.blocks]
+    args.powers = int(held.get("ue8m0", False))
+    module, room = _module(fp8, device), _ON_CHIP[tile.blocks]
     parts = -(-hidden // _PART)
     arranging = (tokens, parts if tokens <= _FEW else 1)
     nvrtc.launch(module.function("arrange"), arranging, 256, 0, args)

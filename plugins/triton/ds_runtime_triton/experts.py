@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,7 +167,7 @@ class _Experts:
         if layer.scaled:
             layer.ue8m0 = powers_of_two(layer.gate_up.scale) and powers_of_two(layer.down.scale)
         nbytes = layer.gate_up.nbytes + layer.down.nbytes
-        shared = _shared(layer) if self.packing else {}
+        shared = _shared(layer, self.packing)
         tensors = {"layer": layer, **shared}
         tag = self.packing if shared else self.tag
         return Packed(tag, (count, hidden, inter), tensors, nbytes, _restore)
@@ -202,11 +202,13 @@ class _Experts:
         return run(x, weights.contiguous(), ids.contiguous(), layer, config)
 
 
-def _shared(layer: Layer) -> dict[str, Tensor]:
-    """What DENSE_EXPERTS or FP8_EXPERTS holds; nothing for other blocks."""
+def _shared(layer: Layer, packing: str) -> dict[str, Any]:
+    """What a packing holds; nothing where the weights are not of its kind."""
     upper, lower = layer.gate_up, layer.down
-    if not layer.scaled:
+    if packing == DENSE_EXPERTS and not layer.scaled:
         return {"gate_up": upper.values.flatten(1, 2), "down": lower.values}
+    if packing != FP8_EXPERTS or not layer.scaled:
+        return {}
     sizes = (*upper.values.shape[2:], *lower.values.shape[1:])
     blocks = {upper.group_n, upper.group_k, lower.group_n, lower.group_k}
     if blocks != {BLOCK} or any(n % BLOCK for n in sizes):
@@ -216,6 +218,7 @@ def _shared(layer: Layer) -> dict[str, Tensor]:
         "gate_up_scale": upper.scale.flatten(1, 2),
         "down": lower.values,
         "down_scale": lower.scale,
+        "ue8m0": layer.ue8m0,
     }
 
 

@@ -47,9 +47,11 @@ def launch(function, grid, threads: int, shared: int, a: ctypes.Structure) -> No
     {"arrange": arrange, "experts": experts, "combine": combine}[name](a, defines["BM"], fp8, grid)
 
 
-def _quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+def _quantised(x: Tensor, powers: int) -> tuple[Tensor, Tensor]:
     groups = x.float().view(x.shape[0], -1, 128)
     scale = groups.abs().amax(2).clamp(min=1e-4) / 448
+    if powers:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
     return (groups / scale[:, :, None]).clamp(-448, 448).view(x.shape).to(FP8), scale
 
 
@@ -85,7 +87,7 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
         at(a.weight_of, F32, a.rows)[row] = at(a.weights, F32, a.tokens * a.top_k)[pair]
         token = x[pair // a.top_k][None]
         if fp8:
-            codes, scale = _quantised(token)
+            codes, scale = _quantised(token, a.powers)
             x_rows[row] = codes[0]
             at(a.x_scale, F32, a.hidden // 128, a.rows)[:, row] = scale[0]
         else:
@@ -129,7 +131,7 @@ def experts(a, bm: int, fp8: int, grid) -> None:
         x = _rows(a, fp8, 2, a.hidden, a.x_scale)[own]
         h = silu_mul(x @ gate_up[expert].T)
         if fp8:
-            codes, scale = _quantised(h)
+            codes, scale = _quantised(h, a.powers)
             h_rows[own] = codes
             at(a.h_scale, F32, a.inter // 128, a.rows)[:, own] = scale.T
         else:

@@ -14,7 +14,7 @@
 // rings are as deep as bandwidth needs, and nothing that multiplies waits for a read of its own.
 //
 // Compiled at run time with: FP8 (1: e4m3 in 128 x 128 blocks, activations in groups of 128; 0:
-// bfloat16), BM (pairs of a tile: 16; of bfloat16 32 or 64, too), BLOCKS (per multiprocessor), BYTES (of on-chip
+// bfloat16), BM (pairs of a tile: 16; of bfloat16 32, too), BLOCKS (per multiprocessor), BYTES (of on-chip
 // memory for each block), STAGES (of weights, at most), ARGS
 // (bytes of the arguments).
 //
@@ -47,7 +47,7 @@ constexpr int kRest = kXStages * (kXStage + BM * 4) + BM * (kLine + kWarps * 4) 
 constexpr int kRoom = (BYTES - kRest) / kStage;
 constexpr int kStages = kRoom < STAGES ? kRoom : STAGES;  // of weights
 static_assert(kStages >= 2, "room for weights on their way");
-static_assert(BM == 16 || (!FP8 && (BM == 32 || BM == 64)), "of FP8, more would not fit in registers");
+static_assert(BM == 16 || (BM == 32 && !FP8), "of FP8, more would not fit in registers");
 
 struct alignas(64) TensorMap {
   u64 words[16];
@@ -72,7 +72,7 @@ struct alignas(64) Args {
   const int* ids;
   u16* out;                 // bfloat16 [tokens, hidden]
   long long stride;         // between rows of the input
-  int tokens, top_k, experts, hidden, inter, rows, most;
+  int tokens, top_k, experts, hidden, inter, rows, most, powers;
 };
 
 static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
@@ -177,7 +177,6 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #define R4 "%0,%1,%2,%3"
 #define R8 R4 ",%4,%5,%6,%7"
 #define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #if FP8
 #define SHAPE(n) "m64n" #n "k32.f32.e4m3.e4m3"
 #define LAST ", p, 1, 1;\n}\n"
@@ -198,16 +197,11 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], u64 left, u64 right,
                  "wgmma.mma_async.sync.aligned." SHAPE(16) " {" R8 "}, %8, %9" LAST
                  : F8(d, 0)
                  : "l"(left), "l"(right), "r"(add));
-  } else if constexpr (N == 32) {
+  } else {
+    static_assert(N == 32, "8, 16 or 32 pairs");
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
                  "wgmma.mma_async.sync.aligned." SHAPE(32) " {" R16 "}, %16, %17" LAST
                  : F16(d, 0)
-                 : "l"(left), "l"(right), "r"(add));
-  } else {
-    static_assert(N == 64, "8, 16, 32 or 64 pairs");
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned." SHAPE(64) " {" R32 "}, %32, %33" LAST
-                 : F16(d, 0), F16(d, 16)
                  : "l"(left), "l"(right), "r"(add));
   }
 }
@@ -252,7 +246,11 @@ __device__ __forceinline__ u32 e4m3_pair(float low, float high) {
   return made;
 }
 
-__device__ __forceinline__ float scale_of(float peak) { return fmaxf(peak, 1e-4f) / 448.0f; }
+// powers: rounded up to a power of two.
+__device__ __forceinline__ float scale_of(float peak, int powers) {
+  const float scale = fmaxf(peak, 1e-4f) / 448.0f;
+  return powers ? __int_as_float((__float_as_int(scale) + 0x7FFFFF) & 0x7F800000) : scale;
+}
 
 struct Tile {
   int expert, count;
@@ -283,10 +281,12 @@ struct Place {
     return shared_address(s.w[w.at]) + (warp / 4) * 64 * kWidth;
   }
   __device__ __forceinline__ void release_w() {
+    __syncwarp();
     if (lane == 0) arrive(shared_address(&s.w_empty[w.at]));
     w.step<kStages>();
   }
   __device__ __forceinline__ void release_x() {
+    __syncwarp();
     if (lane == 0) arrive(shared_address(&s.x_empty[x.at]));
     x.step<kXStages>();
   }
@@ -385,7 +385,7 @@ __device__ void gate_up(Place& p, const Unit& unit) {
       float peak = 0.f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) peak = fmaxf(peak, p.s.peaks[w][pair]);
-      const float scale = scale_of(peak);
+      const float scale = scale_of(peak, a.powers);
       const u32 codes = e4m3_pair(gate[i] / scale, gate[i + 2] / scale);
       p.s.result[pair][row] = codes & 0xFF;
       p.s.result[pair][row + 8] = codes >> 8;
@@ -393,7 +393,6 @@ __device__ void gate_up(Place& p, const Unit& unit) {
         a.h_scale[(long long)part * a.rows + tile * BM + pair] = scale;
     }
   } else {
-    meet();
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       const int pair = 8 * (i >> 2) + 2 * (p.lane & 3) + (i & 1);
@@ -571,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
 #pragma unroll
         for (int step = 16; step > 0; step /= 2)
           peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, step));
-        const float scale = scale_of(peak);
+        const float scale = scale_of(peak, a.powers);
         const u32 codes =
             e4m3_pair(v0 / scale, v1 / scale) | e4m3_pair(v2 / scale, v3 / scale) << 16;
         for (int k = 0; k < a.top_k; ++k) {
@@ -727,10 +726,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
         run<8>(p, unit, first);
       else if (BM == 16 || count <= 16)
         run<16>(p, unit, first);
-      else if (BM == 32 || count <= 32)
-        run<(BM < 32 ? 16 : 32)>(p, unit, first);
       else
-        run<(BM < 64 ? 16 : 64)>(p, unit, first);
+        run<BM>(p, unit, first);
       __syncwarp();
       if (lane == 0) arrive(shared_address(&s.unit_empty[units.at]));
       units.step<kUnits>();

@@ -1,0 +1,87 @@
+"""The CUDA plugin's own experts on a GPU: blocks that take many units, captured and replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ds_runtime.ops.weight import Packed
+from ds_runtime_cuda import streamed
+
+pytestmark = pytest.mark.gpu
+SHAPES = (  # experts, intermediate, hidden, choices of a token
+    (40, 384, 1024, 5),
+    (8, 128, 128, 2),
+    (300, 256, 7168, 8),  # several blocks sort and quantise a row; more tiles than blocks
+)
+FORMATS = {True: ("fp8_experts.v1", 0.06), False: ("dense_experts.v1", 0.006)}
+
+
+def weights(fp8: bool, experts: int, inter: int, hidden: int) -> Packed:
+    tensors, device = {}, torch.device("cuda")
+    for name, rows, columns in (("gate_up", 2 * inter, hidden), ("down", hidden, inter)):
+        values = torch.randn(experts, rows, columns, device=device)
+        if fp8:
+            tensors[name] = (values * 64).clamp(-400, 400).to(torch.float8_e4m3fn)
+            scale = torch.rand(experts, rows // 128, columns // 128, device=device) + 0.5
+            tensors[f"{name}_scale"] = scale * (0.02 / 64)
+        else:
+            tensors[name] = (values * 0.02).bfloat16()
+    return Packed(FORMATS[fp8][0], (experts, hidden, inter), tensors, 0)
+
+
+def wide(packed: Packed, name: str, expert: int) -> torch.Tensor:
+    values = packed.tensors[name][expert].double()
+    if f"{name}_scale" not in packed.tensors:
+        return values
+    scale = packed.tensors[f"{name}_scale"][expert].double()
+    return values * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def expected(x, chosen, ids, packed) -> torch.Tensor:
+    inter = packed.shape[2]
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for e in torch.unique(ids).tolist():
+        tokens, k = (ids == e).nonzero(as_tuple=True)
+        both = x[tokens].double() @ wide(packed, "gate_up", e).T
+        hidden = torch.nn.functional.silu(both[:, :inter]) * both[:, inter:]
+        out.index_add_(0, tokens, hidden @ wide(packed, "down", e).T * chosen[tokens, k, None])
+    return out
+
+
+def inputs(tokens: int, experts: int, top_k: int, hidden: int):
+    ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k].int().contiguous()
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    return x, torch.rand(tokens, top_k, device="cuda") + 0.1, ids
+
+
+@pytest.mark.parametrize("cores", [None, 1, 3])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
+    """cores: so few blocks that each takes units of both matmuls, one behind the other."""
+    if cores is not None:
+        monkeypatch.setattr(streamed, "_cores", lambda device: cores)
+    torch.manual_seed(0)
+    experts, inter, hidden, top_k = shape
+    packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
+    kernel = (streamed.ExpertsFp8 if fp8 else streamed.ExpertsDense)(None)
+    for tokens in (1, 2, 7, 33, 100, 300):
+        x, chosen, ids = inputs(tokens, experts, top_k, hidden)
+        apart = torch.full((tokens, hidden + 64), float("nan"), device="cuda", dtype=x.dtype)
+        strided = apart[:, :hidden]
+        strided.copy_(x)
+        kernel.apply(strided, chosen, ids, packed)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = kernel.apply(strided, chosen, ids, packed)
+        for _ in range(3):
+            for held, new in zip(
+                (strided, chosen, ids), inputs(tokens, experts, top_k, hidden), strict=True
+            ):
+                held.copy_(new)
+            out.fill_(float("nan"))
+            graph.replay()
+            want = expected(strided, chosen, ids, packed)
+            assert ((out - want).norm() / want.norm()).item() < limit
+            assert torch.equal(out, kernel.apply(strided, chosen, ids, packed))
