@@ -36,8 +36,12 @@ class Steps:
     ) -> None:
         from ds_runtime.assemble import assemble
         from ds_runtime.config import EngineConfig
+        from ds_runtime.engine.memory import FULL_CONTEXTS
 
-        given = {"context_length": tokens, "max_running_requests": most, **settings}
+        page = EngineConfig(model=model, **settings).page_size
+        self._pages = -(-tokens // page)
+        context = -(-most // FULL_CONTEXTS) * self._pages * page  # the cache holds so many of them
+        given = {"context_length": context, "max_running_requests": most, **settings}
         config = EngineConfig(model=model, **given)
         assembly = assemble(config, tuple(given))
         as_served(assembly.platform)
@@ -47,7 +51,7 @@ class Steps:
         assembly.platform.init_worker(0, 1, config.threads)
         self.runner = Runner(assembly, SoloCommunicator())
         self.runner.warm_up()
-        self._pages = -(-tokens // config.page_size)
+        assert most * self._pages <= self.runner.num_pages, "no memory for the caches of all"
         self.works: list[Any] = []
 
     def begin(self, count: int) -> None:
