@@ -11,7 +11,6 @@ from typing import Any
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.ops.bind import Binder, refusals, site_facts
-from ds_runtime.ops.shares import when
 from ds_runtime.ops.spec import Decision, Fixable, Kernel, Site
 from ds_runtime.plan import compress_sites
 
@@ -56,8 +55,8 @@ class Explained:
                 said = "; ".join(self._said(kernel, site))
                 lost = f"accepts, but {decision.kernel} is preferred"
                 beside = self._shares.get((site.op, site.layer, site.module))
-                if beside is not None and kernel in beside.some:
-                    lost = f"serves {when(kernel)}"
+                if beside is not None and kernel in beside.kernels:
+                    lost = f"serves {beside.calls_of(kernel)}"
                 verdict = "chosen" if kernel is chosen else f"refused: {said}" if said else lost
                 verdicts.setdefault(verdict, []).append(decision)
             yield {

@@ -362,25 +362,32 @@ def test_two_kernels_of_one_packing_share_a_place(sites, ranks: tuple[int, int])
         assert linear.apply(torch.zeros(3, 4), packed) == f"{three} of few"
 
 
-def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
-    """One for a middle range, one from a number of rows on, and one for the rest, which packs."""
+def _served(binding: Binding, *rows: int) -> list[str]:
+    """What serves a Linear's calls of so many rows."""
     import torch
 
+    linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
+    packed = linear.pack("rows.v9", BASE)
+    return [linear.apply(torch.zeros(count, 4), packed) for count in rows]
+
+
+def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
+    """One for a middle range, one from a number of rows on, and one for the rest, which packs."""
     few, many = _pair(20, 30)
     middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=2, below_rows=4)
     binding = bind(sites, few, many, middle)
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
         "many.marked_middle from 2 to 3 rows; few.marked_few otherwise"
     }
-    linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
-    packed = linear.pack("rows.v9", BASE)
-    served = [linear.apply(torch.zeros(rows, 4), packed) for rows in (1, 2, 3, 5)]
-    assert served == ["few of few", "middle of few", "many of few", "many of few"]
+    assert _served(binding, 1, 2, 3, 5) == [
+        "few of few",
+        "middle of few",
+        "many of few",
+        "many of few",
+    ]
 
 
 def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None:
-    import torch
-
     _, many = _pair(20, 30)
     middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=0, below_rows=6)
     few = replace(many, fn=f"{__name__}:marked_few", rank=20, from_rows=2, below_rows=5)
@@ -388,10 +395,12 @@ def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
         "many.marked_few from 2 to 4 rows; many.marked_middle up to 5 rows"
     }
-    linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
-    packed = linear.pack("rows.v9", BASE)
-    served = [linear.apply(torch.zeros(rows, 4), packed) for rows in (1, 2, 3, 9)]
-    assert served == ["middle of many", "few of many", "many of many", "many of many"]
+    assert _served(binding, 1, 2, 3, 9) == [
+        "middle of many",
+        "few of many",
+        "many of many",
+        "many of many",
+    ]
     assert not bind(sites, many).shares
 
 

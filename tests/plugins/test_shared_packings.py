@@ -51,21 +51,22 @@ def test_rows():
     assert LinearFp8(FACTS).pack(cut, FACTS).tag != FP8_ROWS
 
 
-def test_experts():
+@pytest.mark.parametrize("scale", ["float32", "ue8m0"])
+def test_experts(scale):
     from ds_runtime_cuda import deep_gemm
     from ds_runtime_triton.experts import ExpertsFp8
 
     make = Maker(FACTS, "experts")
     triples = [
         (
-            make.weight(128, 256, "fp8_block"),
-            make.weight(128, 256, "fp8_block"),
-            make.weight(256, 128, "fp8_block"),
+            make.weight(128, 256, "fp8_block", scale=scale),
+            make.weight(128, 256, "fp8_block", scale=scale),
+            make.weight(256, 128, "fp8_block", scale=scale),
         )
         for _ in range(4)
     ]
     packed = ExpertsFp8(FACTS).pack(SampleExperts(triples), FACTS)
-    assert packed.tag == FP8_EXPERTS and packed.tensors["ue8m0"] is False
+    assert packed.tag == FP8_EXPERTS and packed.tensors["ue8m0"] == (scale == "ue8m0")
     x, weights = make.normal(6, 256), make.uniform(6, 2).float()
     ids = torch.stack([make.order(4)[:2] for _ in range(6)]).int()
     oracle = expected(triples, x, weights, ids)

@@ -23,12 +23,15 @@ class Shares:
 
     def beside(self, best: Kernel) -> str:
         """The other ones, and when they serve."""
-        said = [f"{k.name} {when(k)}" for k in self.some if k is not best]
-        if best is not self.rest:
-            alone = len(self.some) == 1 and not best.below_rows
-            rest = f"below {best.from_rows} rows" if alone else "otherwise"
-            said.append(f"{self.rest.name} {rest}")
-        return "; ".join(said)
+        others = [*self.some, *(() if self.rest in self.some else (self.rest,))]
+        return "; ".join(f"{k.name} {self.calls_of(k)}" for k in others if k is not best)
+
+    def calls_of(self, kernel: Kernel) -> str:
+        """Which calls one of `kernels` serves, in words."""
+        if kernel in self.some:
+            return _bounds(kernel)
+        first, alone = self.some[0], len(self.some) == 1
+        return f"below {first.from_rows} rows" if alone and not first.below_rows else "otherwise"
 
 
 def asks_for(kernel: Kernel, rows: int) -> bool:
@@ -36,8 +39,7 @@ def asks_for(kernel: Kernel, rows: int) -> bool:
     return kernel.from_rows <= rows and (not kernel.below_rows or rows < kernel.below_rows)
 
 
-def when(kernel: Kernel) -> str:
-    """The bounds, in words."""
+def _bounds(kernel: Kernel) -> str:
     if not kernel.below_rows:
         return f"from {kernel.from_rows} rows on"
     if not kernel.from_rows:

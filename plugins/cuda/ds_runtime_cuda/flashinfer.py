@@ -26,6 +26,7 @@ from ds_runtime.api import (
     with_rope,
 )
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
+from ds_runtime_cuda.expert_weights import stack_blocks
 from ds_runtime_cuda.quant import quantise
 
 _WORKSPACE = 128 << 20  # bytes, as the library advises
@@ -297,18 +298,8 @@ class ExpertsTrtllm:
         self._moe = _library("flashinfer.fused_moe").trtllm_fp8_block_scale_routed_moe
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        tensors: dict[str, Tensor] = {}
-        for e in range(source.num_experts):
-            gate, up, down = source.expert(e)
-            # The library wants the up half first.
-            upper, lower = fp8_blocks.join(Weight((*up.parts, *gate.parts))), fp8_blocks.join(down)
-            assert upper is not None and lower is not None, "refuse() lets whole blocks pass alone"
-            for name, part in zip(_EXPERT_PARTS, (*upper, *lower), strict=True):
-                if e == 0:
-                    tensors[name] = part.new_empty(source.num_experts, *part.shape)
-                tensors[name][e].copy_(part)
+        tensors, nbytes = stack_blocks(source, _EXPERT_PARTS, up_first=True)
         shape = (source.num_experts, source.hidden, source.intermediate)
-        nbytes = sum(t.nbytes for t in tensors.values())
         return Packed(self.tag, shape, tensors, nbytes, restore=_restore_gate_up)
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:

@@ -21,10 +21,11 @@ from ds_runtime.api import (
     Facts,
     Packed,
     PluginError,
+    ReferenceExperts,
 )
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.driver import DriverError
-from ds_runtime_cuda.expert_weights import pack_blocks, pack_dense
+from ds_runtime_cuda.expert_weights import pack_blocks
 
 _SOURCE = "experts.cu"
 _THREADS = 64 + 256
@@ -166,15 +167,11 @@ class ExpertsFp8:
         return _run(x, weights, ids, packed)
 
 
-class ExpertsDense:
+class ExpertsDense(ReferenceExperts):
     """Weights in bfloat16."""
 
-    def __init__(self, facts: Facts) -> None:
-        pass
-
-    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
-        return pack_dense(source, torch.bfloat16)
+    tag = DENSE_EXPERTS
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(DENSE_EXPERTS)
+        packed.expect(self.tag)
         return _run(x, weights, ids, packed)

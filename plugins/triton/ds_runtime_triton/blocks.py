@@ -12,7 +12,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Weight, WeightPart, decode_scale
+from ds_runtime.api import Weight, WeightPart, decode_scale, fp8_blocks
 from ds_runtime_triton.launch import cdiv
 
 FP8 = torch.float8_e4m3fn
@@ -93,11 +93,6 @@ def grid_of(part: WeightPart, group_n: int, group_k: int) -> Tensor:
     return scale
 
 
-def powers_of_two(scale: Tensor) -> bool:
-    """Whether all scales are; activations are then scaled by powers of two as well."""
-    return bool((torch.frexp(scale)[0] == 0.5).all())
-
-
 def read_blocks(weight: Weight) -> Blocks | None:
     """The weight kept as it is, or None if a cut leaves groups that no kernel takes."""
     group_k = column_group(weight)
@@ -107,7 +102,7 @@ def read_blocks(weight: Weight) -> Blocks | None:
     values = [p.tensors["weight"] for p in weight.parts]
     scale = torch.cat([grid_of(p, group_n, group_k) for p in weight.parts]).contiguous()
     joined = values[0].contiguous() if len(values) == 1 else torch.cat(values)
-    return Blocks(joined, scale, group_n, group_k, powers_of_two(scale))
+    return Blocks(joined, scale, group_n, group_k, fp8_blocks.powers_of_two(scale))
 
 
 def wide_values(values: Tensor, scale: Tensor, group_n: int, group_k: int) -> Tensor:

@@ -15,6 +15,7 @@ from ds_runtime.api import (
     Facts,
     Packed,
     Weight,
+    fp8_blocks,
     torch_dtype,
 )
 from ds_runtime_triton.blocks import (
@@ -22,7 +23,6 @@ from ds_runtime_triton.blocks import (
     by_row,
     column_group,
     grid_of,
-    powers_of_two,
     row_group,
     scale_step,
     wide_values,
@@ -165,7 +165,8 @@ class _Experts:
             _fill(layer.down, (e,), down)
         assert layer is not None, "a layer without experts"
         if layer.scaled:
-            layer.ue8m0 = powers_of_two(layer.gate_up.scale) and powers_of_two(layer.down.scale)
+            scales = layer.gate_up.scale, layer.down.scale
+            layer.ue8m0 = all(fp8_blocks.powers_of_two(scale) for scale in scales)
         nbytes = layer.gate_up.nbytes + layer.down.nbytes
         shared = _shared(layer, self.packing)
         tensors = {"layer": layer, **shared}

@@ -38,6 +38,11 @@ def spread(values: Tensor, scales: Tensor) -> Tensor:
     return values.to(torch.float32) * wide.repeat_interleave(BLOCK, -1)[..., :cols]
 
 
+def powers_of_two(scale: Tensor) -> bool:
+    """Whether all scales are, float32 or float64; those of activations then are, too."""
+    return bool((torch.frexp(scale)[0] == 0.5).all())
+
+
 def dense(weight: Weight, tag: str) -> Packed:
     """A shard that cuts a block, which no such matmul takes: held in bfloat16, as "dense"."""
     held = weight.dequantise(torch.bfloat16)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.linear import Groups
+from ds_runtime.ops.reference import fp8_blocks
 from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, Saved, case, site
 from ds_runtime.ops.reference.formats import decode_scale, fp8_vectors, torch_dtype, wide
 from ds_runtime.ops.spec import Facts
@@ -85,7 +86,10 @@ class Fp8W8A8Linear:
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         weight.expect(("fp8_block",), self.tag)
-        ue8m0 = all(_powers_of_two(p.tensors["scale"]) for p in weight.parts)
+        ue8m0 = all(
+            fp8_blocks.powers_of_two(decode_scale(p.tensors["scale"], torch.float64))
+            for p in weight.parts
+        )
         tensors: dict[str, object] = {"weight": weight, "ue8m0": ue8m0}
         nbytes = sum(t.nbytes for p in weight.parts for t in p.tensors.values())
         return Packed(self.tag, weight.shape, tensors, nbytes, restore=_restore_parts)
@@ -100,10 +104,6 @@ class Fp8W8A8Linear:
 def _restore_parts(packed: Packed) -> Tensor:
     weight: Weight = packed.tensors["weight"]
     return weight.dequantise(torch.float32)
-
-
-def _powers_of_two(scale: Tensor) -> bool:
-    return bool((torch.frexp(decode_scale(scale, torch.float64))[0] == 0.5).all())
 
 
 def _w8a8(x: Tensor, part: WeightPart, ue8m0: bool) -> Tensor:
