@@ -101,12 +101,18 @@ class DsmlToolParser(ToolCallParser):
             self._begin_value(attributes)
             return
         self._end_call()
+        if self._tag != INVOKE:
+            return
         name = _NAME.search(attributes)
-        if self._tag == INVOKE and name is not None:
-            self._called, self._num_params = name.group(1), 0
-            self._begin(self._called)
-            if attributes.endswith("/>"):
-                self._end_call()
+        if name is None:  # no call: what stands in the tag is content
+            said = attributes.rstrip("/>").strip()
+            self._skips = self._skips and not said
+            self._say(said)
+            return
+        self._called, self._num_params = name.group(1), 0
+        self._begin(self._called)
+        if attributes.endswith("/>"):
+            self._end_call()
 
     def _end_call(self) -> None:
         if self._open:

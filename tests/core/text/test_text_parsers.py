@@ -478,6 +478,12 @@ def test_any_mixture_of_pieces_parses_the_same_however_it_is_cut(
         assert whole[0] + whole[1] == text or style == "deepseek-r1"
 
 
+def test_an_invocation_without_a_name_is_content():
+    for text, said in (("<｜DSML｜invokeprose> x", "prose x"), ("a<｜DSML｜invoke>b", "ab")):
+        for cuts in ((), range(1, len(text))):
+            assert parse(text, "deepseekv32", *cuts, prompt="</think>") == ("", said, [])
+
+
 NAMES = st.from_regex(r"[a-zA-Z0-9_-]{1,64}", fullmatch=True)
 PLAIN = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|｜‖"))
 VALUES = st.recursive(
