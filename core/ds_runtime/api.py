@@ -59,7 +59,15 @@ from ds_runtime.platform.probe import (
 from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 
 if TYPE_CHECKING:
-    from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
+    from ds_runtime.ops.batch import (
+        Batch,
+        DecodePart,
+        Limits,
+        PrefillPart,
+        PrefixChunk,
+        RowOwners,
+        Segments,
+    )
     from ds_runtime.ops.reference import fp8_blocks
     from ds_runtime.ops.reference.activation import silu_mul
     from ds_runtime.ops.reference.attention import rows_of, seen_of, with_rope
@@ -81,6 +89,7 @@ _LAZY = {  # where what needs torch comes from
     "Packed": "ds_runtime.ops.weight",
     "PrefillPart": "ds_runtime.ops.batch",
     "PrefixChunk": "ds_runtime.ops.batch",
+    "RowOwners": "ds_runtime.ops.batch",
     "Recorded": "ds_runtime.platform.recording",
     "Recording": "ds_runtime.platform.recording",
     "ReferenceExperts": "ds_runtime.ops.reference.moe",
@@ -150,6 +159,7 @@ __all__ = [
     "ReferenceLinear",
     "Refusal",
     "Routing",
+    "RowOwners",
     "Segments",
     "TorchCommunicator",
     "TorchPlatform",

@@ -75,7 +75,10 @@ def test_the_kernels_of_these_tests_conform(recorded, op):
     assert len(results) > 1 and [r.failure for r in results if not r.ok] == []
 
 
-def test_answers_are_those_of_eager_steps(tiny, recorded):
+@pytest.mark.parametrize("on_device", [True, False], ids=("prepared inside", "in front"))
+def test_answers_are_those_of_eager_steps(tiny, recorded, monkeypatch, on_device):
+    """on_device: MLA decode prepares within the recording, or in front of every replay."""
+    monkeypatch.setattr(recorded.MlaDecode, "prepares_on_device", on_device)
     draw = random.Random(5)
     prompts = [
         [draw.randrange(2, 258) for _ in range(n)] for n in (1, 33, 7, 80, 2, 16, 15, 50, 9, 4)

@@ -75,9 +75,11 @@ def plain():
     return everything(disable_graph=True)[0]
 
 
+@pytest.mark.parametrize("on_device", [True, False], ids=("prepared inside", "in front"))
 @DRAFTING
-def test_every_kind_of_request(recorded, plain, drafting):
+def test_every_kind_of_request(recorded, plain, drafting, on_device, monkeypatch):
     """Logprobs, penalties, biases, stop strings, grammars, in batches between and at the sizes."""
+    monkeypatch.setattr(recorded.MlaDecode, "prepares_on_device", on_device)
     found, stats = everything(
         **drafting,
         extra_plugins=[recorded],

@@ -51,6 +51,23 @@ def test_rows():
     assert LinearFp8(FACTS).pack(cut, FACTS).tag != FP8_ROWS
 
 
+@pytest.mark.parametrize("rows", [64, 65, 100, 128, 129])
+def test_rows_that_are_filled_up_give_what_each_gives_alone(rows):
+    """DeepGEMM takes 65 to 128 rows of a long and narrow weight as 129."""
+    from ds_runtime_cuda import deep_gemm
+
+    make = Maker(FACTS, "filled")
+    weight, x = make.weight(16384, 256, "fp8_block"), make.normal(rows, 256)
+    kernel = deep_gemm.LinearFp8(FACTS)
+    packed = kernel.pack(weight, FACTS)
+    assert (kernel.quantizes(rows, packed) is None) == (64 < rows <= 128)
+    got = kernel.apply(x, packed)
+    assert got.shape == (rows, 16384) and got.is_contiguous()
+    for row in (0, rows - 1):
+        alone = kernel.apply(x[row : row + 1], packed)[0]
+        assert relative_error(got[row], alone.double()) < 5e-3
+
+
 @pytest.mark.parametrize("scale", ["float32", "ue8m0"])
 def test_experts(scale):
     from ds_runtime_cuda import deep_gemm

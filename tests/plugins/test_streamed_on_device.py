@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.ops.weight import Packed
+from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cuda import streamed
 
 pytestmark = pytest.mark.gpu
@@ -14,6 +16,7 @@ SHAPES = (  # experts, intermediate, hidden, choices of a token
     (8, 128, 128, 2),
     (300, 256, 7168, 8),  # several blocks sort and quantise a row; more tiles than blocks
 )
+FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90"), "bfloat16")
 FORMATS = {True: ("fp8_experts.v1", 0.06), False: ("dense_experts.v1", 0.006)}
 
 
@@ -65,7 +68,7 @@ def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
     torch.manual_seed(0)
     experts, inter, hidden, top_k = shape
     packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
-    kernel = (streamed.ExpertsFp8 if fp8 else streamed.ExpertsDense)(None)
+    kernel = (streamed.ExpertsFp8 if fp8 else streamed.ExpertsDense)(FACTS)
     for tokens in (1, 2, 7, 33, 100, 300):
         x, chosen, ids = inputs(tokens, experts, top_k, hidden)
         apart = torch.full((tokens, hidden + 64), float("nan"), device="cuda", dtype=x.dtype)

@@ -7,6 +7,7 @@ What they compile lies in caches on disk, where this process finds it. Such a pr
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -20,15 +21,17 @@ import torch
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import Facts, load_attr
 
-_PROCESSES = 3  # each holds memory of the device while it compiles
+_CORES = 1.5  # of the host, for each process
+_PIECES = 2  # for each at least
+_MEMORY = 16 << 30  # of the device, for each: they hold up to a sixteenth of it while they compile
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one process compiles. tasks: (`Kernel.ahead`, facts of a place). index: the device's."""
+    """What one process compiles. tasks: (`Kernel.ahead`, facts of a place, rows). index: the
+    device's."""
 
-    tasks: tuple[tuple[str, Facts], ...]
-    rows: tuple[int, ...]
+    tasks: tuple[tuple[str, Facts, tuple[int, ...]], ...]
     index: int | None
 
 
@@ -42,16 +45,32 @@ def tasks_of(bound: BoundOps) -> list[tuple[str, Facts]]:
     return [(key[0], facts) for key, facts in ordered]
 
 
+def divided(
+    tasks: Sequence[tuple[str, Facts]], rows: Sequence[int], processes: int
+) -> list[list[tuple[str, Facts, tuple[int, ...]]]]:
+    """What each process compiles. A task's rows are cut where tasks are few: rows that lie together
+    are often served by one kernel.
+    """
+    cuts = max(1, min(len(rows), -(-_PIECES * processes // max(1, len(tasks)))))
+    parts = [tuple(rows[len(rows) * i // cuts : len(rows) * (i + 1) // cuts]) for i in range(cuts)]
+    pieces = [(path, facts, part) for path, facts in tasks for part in parts]
+    count = min(processes, len(pieces))
+    return [pieces[first::count] for first in range(count)]
+
+
 class Ahead:
     """The processes at work, from construction on; leaving the context waits for them, since they
     hold memory of the device. rows: of the calls that must not compile any more; none: no process.
+    memory: of the device, in bytes.
     """
 
-    def __init__(self, bound: BoundOps, device: torch.device, rows: Sequence[int]) -> None:
+    def __init__(
+        self, bound: BoundOps, device: torch.device, rows: Sequence[int], memory: int = 0
+    ) -> None:
         tasks = tasks_of(bound) if rows else []
+        processes = max(2, min(memory // _MEMORY, int((os.cpu_count() or 1) / _CORES)))
         self._running = [
-            _Process(Work(tuple(tasks[first::_PROCESSES]), tuple(rows), device.index))
-            for first in range(min(_PROCESSES, len(tasks)))
+            _Process(Work(tuple(own), device.index)) for own in divided(tasks, rows, processes)
         ]
 
     def __enter__(self) -> None:
@@ -99,8 +118,8 @@ def main() -> None:
     work: Work = pickle.load(sys.stdin.buffer)
     if work.index is not None:
         torch.accelerator.set_device_index(work.index)
-    for path, facts in work.tasks:
-        load_attr(path)(facts, work.rows)
+    for path, facts, rows in work.tasks:
+        load_attr(path)(facts, rows)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.graphs import Place, captured, decode_step
+from ds_runtime.engine.graphs import PageTable, Place, captured, decode_step, prepare_kernels
 from ds_runtime.engine.sampler import Draw, Sampler
 from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Upload
@@ -53,7 +53,7 @@ class CyclePlace:
     logits: Tensor
     tail: Tensor
     tail_logits: Tensor
-    tables: dict[int, Tensor] = field(default_factory=dict)
+    tables: dict[int, PageTable] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -77,12 +77,11 @@ class CyclePlace:
             max_queries=queries,
         )
 
-    def table(self, size: int) -> Tensor:
-        """That of a size, of spare pages at first."""
+    def table(self, size: int) -> PageTable:
+        """That of a size."""
         if size not in self.tables:
-            base, shape = self.base, (size, self.pages)
-            spare = torch.full(shape, base.spare_page, dtype=torch.int32, device=base.device)
-            self.tables[size] = spare
+            base = self.base
+            self.tables[size] = PageTable(size, self.pages, base.spare_page, base.device)
         return self.tables[size]
 
 
@@ -111,7 +110,7 @@ class Numbers(NamedTuple):
     kv_lens: int
     counts: int | None
     adapters: int | None
-    table: int
+    table: int | None
 
 
 class Rows:
@@ -172,13 +171,13 @@ class Rows:
             kv_lens=upload.add(kv_lens),
             counts=upload.add(counts.reshape(-1)) if tree else None,
             adapters=None if adapters is None else upload.add(adapters),
-            table=upload.add(table),
+            table=self._table.add(table, upload),
         )
 
     def prepare(self, works: Sequence[Work], sent: Upload, numbers: Numbers) -> Batch:
         """The batch of a step whose upload has been sent to `buffer`."""
-        compact, queries = sent[numbers.table], self.queries
-        self._table[:, : compact.shape[1]].copy_(compact)
+        queries = self.queries
+        self._table.take(sent, numbers.table)
         spare = self.size - len(works)
         positions, seen = sent[numbers.positions], None
         if numbers.counts is None:
@@ -192,7 +191,7 @@ class Rows:
             slots=sent[numbers.slots],
             logit_rows=self._every,
             decode=DecodePart(
-                self._table,
+                self._table.tensor,
                 sent[numbers.kv_lens],
                 lens,
                 (queries,) * self.size if queries > 1 else (),
@@ -201,8 +200,7 @@ class Rows:
             states=self._states,
             adapters=None if numbers.adapters is None else sent[numbers.adapters],
         )
-        for key, kernel in self._place.base.stateful.items():
-            kernel.prepare(self._states[key], batch)
+        prepare_kernels(self._place.base.stateful, self._states, batch)
         return batch
 
     def _hang(self, places: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,8 +237,12 @@ class VerifyGraph(Rows):
         sent.send(self.buffer)
         batch = self.batch = self.prepare((), sent, numbers)
         places, rows = batch.input_ids, self.size * self.queries
+        assert batch.decode is not None
+        keys = place.model.state_keys(batch.decode)
+        others = place.draft.state_keys(batch.decode) - keys
 
         def verify() -> None:
+            prepare_kernels(base.stateful, self._states, batch, keys)
             batch.input_ids = base.last_tokens.index_select(0, places)
             batch.index_keys.clear()
             hidden = place.model.forward(batch, place.layers, every=True)
@@ -248,6 +250,7 @@ class VerifyGraph(Rows):
             place.model.logits(hidden, place.logits[:rows], batch.adapters)
 
         def follow() -> None:
+            prepare_kernels(base.stateful, self._states, batch, others)
             hidden = place.hidden[:rows]
             tail = place.draft.forward(batch, hidden, self._ids, place.draft_caches, self._last)
             place.tail[: self.size].copy_(tail)
@@ -329,10 +332,9 @@ class ChainGraph:
         sent.send(self._buffer)
         batches = []
         for (at_, slots_, lens_), host, states in zip(numbers, lens, self._states, strict=True):
-            part = DecodePart(self._table, sent[lens_], host)
+            part = DecodePart(self._table.tensor, sent[lens_], host)
             batch = Batch(sent[at_], sent[at_], sent[slots_], sent[at_], part, states=states)
-            for key, kernel in self._kernels.items():
-                kernel.prepare(states[key], batch)
+            prepare_kernels(self._kernels, states, batch)
             batches.append(batch)
         return sent[own_rows], batches, [tuple(sent[n] for n in some) for some in settings]
 
@@ -347,6 +349,7 @@ class ChainGraph:
             logits, hidden = place.tail_logits[:size], place.tail[:size]
             found = [sample(logits, *settings[0])]
             for batch, some in zip(batches, settings[1:], strict=True):
+                prepare_kernels(self._kernels, batch.states, batch, self._kernels)
                 hidden = place.draft.forward(batch, hidden, found[-1], place.draft_caches, None)
                 place.draft.logits(hidden, logits)
                 found.append(sample(logits, *some))

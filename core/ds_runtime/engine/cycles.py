@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_runtime.engine.cycle import ChainGraph, CyclePlace, VerifyGraph
 from ds_runtime.engine.graphs import Place
+from ds_runtime.engine.rehearse import Rehearsed
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.step import StepPlan
 from ds_runtime.engine.tree import Trees
@@ -99,14 +100,25 @@ class Cycles:
         """Capture everything, the largest first: the others find their memory in its pool. Until
         then none is fitting.
         """
-        graphs = [*self._verify.values(), *self._branch.values(), *self._drafting.values()]
+        graphs = self._graphs()
         with Progress(
             "capturing steps with drafts", len(graphs), "graphs", enabled=progress
         ) as bar:
-            for graph in sorted(graphs, key=lambda g: -g.size):
+            for graph in graphs:
                 graph.capture(self._backend)
                 bar.advance(1)
         self._captured = True
+
+    def _graphs(self) -> list[VerifyGraph | BranchGraph | ChainGraph | TreeGraph]:
+        """Of each size those in front of others that need them."""
+        graphs = [*self._verify.values(), *self._branch.values(), *self._drafting.values()]
+        return sorted(graphs, key=lambda graph: -graph.size)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run everything once, without recording it."""
+        for graph in self._graphs():
+            graph.capture(Rehearsed())
 
     def _size(self, count: int) -> int | None:
         index = bisect_left(self.sizes, count)

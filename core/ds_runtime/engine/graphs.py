@@ -7,13 +7,14 @@ page that belongs to nobody, and start from a row of `last_tokens` that belongs 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.batch import page_table
 from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import MaskedDraw
+from ds_runtime.engine.rehearse import Rehearsed
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.spread import by_rank, logit_places
 from ds_runtime.engine.step import StepPlan, Work
@@ -55,6 +57,8 @@ class Model(Protocol):
     """What a decode step asks of the model."""
 
     def forward(self, batch: Batch, caches: list[Tensor]) -> Tensor: ...
+
+    def state_keys(self, part: DecodePart) -> Container[str]: ...
 
     def logits(
         self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
@@ -119,6 +123,46 @@ def _refusing(what: str, remedy: str) -> Iterator[None]:
         ) from e
 
 
+def prepare_kernels(
+    stateful: Mapping[str, Any],
+    states: Mapping[str, Any],
+    batch: Batch,
+    recorded: Container[str] | None = None,
+) -> None:
+    """Tell kernels of a captured step, in front of every replay. recorded: instead, inside the
+    recording, those with these keys that prepare on the device. Each of them must run in there.
+    """
+    for key, kernel in stateful.items():
+        inside = getattr(kernel, "prepares_on_device", False)
+        if not inside if recorded is None else inside and key in recorded:
+            kernel.prepare(states[key], batch)
+
+
+class PageTable:
+    """A captured step's page table at a fixed place, `tensor` [rows, pages] int32 of the spare page
+    at first. It goes to the device when it has changed, which it does once in a page's tokens.
+    """
+
+    def __init__(self, rows: int, pages: int, spare: int, device: torch.device) -> None:
+        self.tensor = torch.full((rows, pages), spare, dtype=torch.int32, device=device)
+        self._held: npt.NDArray[np.int32] | None = None
+        self._next: npt.NDArray[np.int32] | None = None
+
+    def add(self, table: npt.NDArray[np.int32], upload: Upload) -> int | None:
+        """[rows, n] for the next step, n ≤ pages: its number in the upload; None if it is there."""
+        if self._held is not None and np.array_equal(self._held, table):
+            return None
+        self._next = table
+        return upload.add(table)
+
+    def take(self, sent: Upload, number: int | None) -> None:
+        """What `add` has added, once it was sent."""
+        if number is not None:
+            table = sent[number]
+            self.tensor[:, : table.shape[1]].copy_(table)
+            self._held = self._next
+
+
 def decode_step(size: int) -> str:
     """What is captured, for an error. size: its requests."""
     return f"a decode step of {size} requests"
@@ -133,7 +177,7 @@ class _Numbers(NamedTuple):
     kv_lens: int
     adapters: int | None
     every: int | None
-    table: int
+    table: int | None
 
 
 class DecodeGraph:
@@ -155,12 +199,8 @@ class DecodeGraph:
             device=limits.device,
         )
         self._states = {key: kernel.state(bounds) for key, kernel in place.stateful.items()}
-        self._table = torch.full(
-            (size, limits.max_pages_per_sequence),
-            place.spare_page,
-            dtype=torch.int32,
-            device=place.device,
-        )
+        pages = limits.max_pages_per_sequence
+        self._table = PageTable(size, pages, place.spare_page, place.device)
         # Inputs, the table as narrow as a step needs it, and what the draws of all ranks need: at
         # most 40 bytes a row each, and 20 more where there are several.
         room = size * (32 + 60 * place.ranks + 4 * limits.max_pages_per_sequence) + (1 << 12)
@@ -203,16 +243,15 @@ class DecodeGraph:
             kv_lens=upload.add((positions + 1).astype(np.int32)),
             adapters=None if adapters is None else upload.add(adapters),
             every=None if gathered is None else upload.add(gathered),
-            table=upload.add(filled),
+            table=self._table.add(filled, upload),
         )
 
     def _prepare(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Batch:
         """The step's batch, over tensors that never move, with the states of its kernels."""
-        compact = sent[numbers.table]
-        self._table[:, : compact.shape[1]].copy_(compact)
+        self._table.take(sent, numbers.table)
         spare = self.size - len(works)
         part = DecodePart(
-            page_table=self._table,
+            page_table=self._table.tensor,
             kv_lens=sent[numbers.kv_lens],
             host_kv_lens=(*(w.start + 1 for w in works), *((1,) * spare)),
         )
@@ -228,8 +267,7 @@ class DecodeGraph:
         if self._place.ranks > 1:
             every = None if numbers.every is None else sent[numbers.every]
             batch.spread = Spread(self.size, self.size, adapters=every, logit_adapters=every)
-        for key, kernel in self._place.stateful.items():
-            kernel.prepare(self._states[key], batch)
+        prepare_kernels(self._place.stateful, self._states, batch)
         return batch
 
     def capture(self, backend: GraphBackend) -> None:
@@ -239,8 +277,11 @@ class DecodeGraph:
         sent.send(self.buffer)
         batch = self._prepare((), sent, numbers)
         rows = batch.input_ids
+        assert batch.decode is not None
+        keys = place.model.state_keys(batch.decode)
 
         def run() -> None:
+            prepare_kernels(place.stateful, self._states, batch, keys)
             batch.input_ids = place.last_tokens.index_select(0, rows)
             hidden = place.model.forward(batch, place.caches)
             place.model.logits(hidden, self._logits, batch.ffn_adapters)
@@ -285,6 +326,12 @@ class DecodeGraphs:
                 graph.capture(self._backend)
                 bar.advance(1)
         self._captured = True
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run every size once, without recording it."""
+        for graph in reversed(self._graphs):
+            graph.capture(Rehearsed())
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:
         """The graph for a step: none if it holds prefill works or more rows than any. Where ranks

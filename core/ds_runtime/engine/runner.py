@@ -28,6 +28,7 @@ from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
 from ds_runtime.engine.pieces import PrefillGraphs, prefill_graph_sizes
+from ds_runtime.engine.rehearse import rehearsing
 from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
 from ds_runtime.engine.spread import Spreading, by_rank, logit_places
@@ -35,7 +36,7 @@ from ds_runtime.engine.step import PutAdapter, StepPlan, StepResult, Work
 from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
-from ds_runtime.engine.warm import early_rows, warm_up_steps
+from ds_runtime.engine.warm import early_rows, prompt_length, warm_up_steps
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Batch, Limits
@@ -76,7 +77,8 @@ class Runner:
         self.speculation = Speculation.of(self.config)
         self.width = self.speculation.tokens if self.speculation else 1
         self.simulated: float | None = None  # probability of a draft, instead of its truth
-        with Ahead(self.bound, self.device, self._early_rows() if rank == 0 else ()):
+        total = self.platform.memory(local_rank).total
+        with Ahead(self.bound, self.device, self._early_rows() if rank == 0 else (), total):
             self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
@@ -170,6 +172,8 @@ class Runner:
         at_start = self.bound.base.graph_capture and not self._late
         sizes = graph_sizes(self.config) if at_start else ()
         prefills = self._prefill_sizes if at_start and self._prefills_at_start else ()
+        if at_start:
+            prefills = *prefills, prompt_length(self.config, self.context_length)
         return early_rows(self.config, self.context_length, self.width, sizes, prefills)
 
     def _limits(self) -> Limits:
@@ -330,16 +334,18 @@ class Runner:
             front = fronts(claims, self.last_tokens, self.trees, sent)
         known, nodes = (None, None) if front is None else (front.tokens, front.nodes)
         drawn = self.sampler.draw(logits, draws, sent, known, nodes)
-        place, last, kept, order = sent[draws.rows], drawn, None, None
-        if claims is not None:
+        kept, order = None, None
+        if claims is None:
+            place = sent[draws.rows]
+            place = place if self.width == 1 else place * self.width
+            self.last_tokens.index_copy_(0, place, drawn)
+        else:
             assert self.speculation is not None
             branch = verify(claims, self.speculation.steps + 1, drawn, front, sent)
-            place, last = place[sent[claims.firsts]], drawn[branch.draws[:, -1]]
+            last = drawn[branch.draws[:, -1]]
+            self.last_tokens.index_copy_(0, sent[claims.places], last)
             if front is not None:
-                handle.accepted, order = [branch.accepted], branch.order
-                kept = torch.zeros_like(drawn, dtype=torch.bool)
-                kept.index_fill_(0, branch.draws.flatten(), True)
-        self.last_tokens.index_copy_(0, place if self.width == 1 else place * self.width, last)
+                handle.accepted, order, kept = [branch.accepted], branch.order, branch.draws
         self.sampler.count(draws, drawn, sent, kept)
         handle.tokens = [drawn if order is None else drawn[order]]
         handle.logprobs = self.sampler.logprobs(logits, draws, drawn, order)
@@ -440,6 +446,7 @@ class Runner:
 
         CheckpointError when they give NaN: then nothing that is served would be right.
         """
+        self._rehearse()
         plans, count = warm_up_steps(self.config, self.context_length, self.width)
         caches = self._allocate(count, poison=False, quiet=True)
         for plan in plans:
@@ -458,6 +465,27 @@ class Runner:
             self.graphs.capture(progress=shown)
         if self.cycles is not None:
             self.cycles.capture(progress=shown)
+
+    @torch.inference_mode()
+    def _rehearse(self) -> None:
+        """Have kernels that compile when they first run compiled together, those of the warm-up, of
+        a longer prompt and of all steps that will be captured.
+        """
+        if self._late or not self.bound.base.graph_capture:
+            return
+        with rehearsing(self.bound) as anything:
+            if not anything:
+                return
+            for length in (None, prompt_length(self.config, self.context_length)):
+                plans, count = warm_up_steps(self.config, self.context_length, self.width, length)
+                caches = self._allocate(count, poison=False, quiet=True)
+                for plan in plans:
+                    self._launch(plan, caches)
+            for graphs in (self.graphs, self.cycles):
+                if graphs is not None:
+                    graphs.rehearse()
+        self.platform.synchronize()
+        self.sampler.clear()
 
     def _check(self, result: StepResult) -> None:
         if any(math.isnan(work.logprobs[0].logprob) for work in result.works):

@@ -375,12 +375,15 @@ class Sampler:
         logits[at] = picked - frequency * counts - presence * (counts > 0)
 
     def count(self, draws: Draws, tokens: Tensor, sent: Upload, kept: Tensor | None = None) -> None:
-        """Tokens [draws] are output, where `kept` [draws] bool says so; penalties count them."""
+        """Tokens [draws] are output, if `kept` [any shape] is given those of these numbers, which
+        may repeat; penalties count them.
+        """
         if self._counts is None or not any(s.penalised for s in draws.states):
             return
-        ones = torch.ones_like(tokens) if kept is None else kept
-        where = (sent[draws.rows], tokens)
-        self._counts.index_put_(where, ones.to(torch.float32), accumulate=True)
+        ones = torch.full_like(tokens, float(kept is None), dtype=torch.float32)
+        if kept is not None:
+            ones.index_fill_(0, kept.flatten(), 1.0)
+        self._counts.index_put_((sent[draws.rows], tokens), ones, accumulate=True)
 
     def _groups(
         self, wanted: Sequence[int | None], logits: Tensor, ids: Tensor

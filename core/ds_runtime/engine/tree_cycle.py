@@ -7,14 +7,14 @@ one's rows see, which the device alone knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ds_runtime.engine.cycle import CyclePlace, Rows, VerifyGraph
-from ds_runtime.engine.graphs import captured, decode_step
+from ds_runtime.engine.graphs import captured, decode_step, prepare_kernels
 from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.engine.tree import Drafted, Growth
@@ -52,8 +52,11 @@ class BranchGraph(Rows):
         sent.send(self.buffer)
         batch, trees = self.prepare((), sent, numbers), self._verified.batch
         assert trees is not None, "trees are captured before their branches"
+        assert batch.decode is not None
+        keys = place.draft.state_keys(batch.decode)
 
         def run() -> None:
+            prepare_kernels(place.base.stateful, self._states, batch, keys)
             place.model.move(place.layers, trees, self._moves)
             hidden = place.hidden[self._takes]
             tail = place.draft.forward(batch, hidden, self._ids, place.draft_caches, self._last)
@@ -150,15 +153,11 @@ class TreeGraph:
         for (at_, slots_, lens_), host, states, seen in zip(
             numbers, lens, self._states, self._seen, strict=True
         ):
-            part = DecodePart(self._table, sent[lens_], host, counts, seen)
+            part = DecodePart(self._table.tensor, sent[lens_], host, counts, seen)
             batches.append(
                 Batch(sent[at_], sent[at_], sent[slots_], sent[at_], part, states=states)
             )
         return sent[own_rows], batches, sent[blind]
-
-    def _prepare(self, level: int, batch: Batch) -> None:
-        for key, kernel in self._kernels.items():
-            kernel.prepare(self._states[level][key], batch)
 
     def capture(self, backend: GraphBackend) -> None:
         """Record level by level, over spare rows alone; what a recording leaves for the next is
@@ -167,10 +166,10 @@ class TreeGraph:
         rows, batches, blind = self._send((), ())
         self._replays, self._grown = [], []
         for level in range(self._shape.steps):
-            if level:
-                self._prepare(level - 1, batches[level - 1])
+            self._prepare(level, batches)
 
             def run(level: int = level) -> None:
+                self._prepare(level, batches, self._kernels)
                 growth, hidden = self._grow(level, batches)
                 del self._grown[level:]
                 self._grown.append((growth, hidden))
@@ -181,6 +180,14 @@ class TreeGraph:
 
             self._replays.append(captured(run, backend, decode_step(self.size)))
             self._replays[-1]()
+
+    def _prepare(
+        self, level: int, batches: Sequence[Batch], recorded: Container[str] | None = None
+    ) -> None:
+        """The kernels of a level's run, if it has one."""
+        if level:
+            batch = batches[level - 1]
+            prepare_kernels(self._kernels, batch.states, batch, recorded)
 
     def _grow(self, level: int, batches: Sequence[Batch]) -> tuple[Growth, Tensor]:
         """The tree with the continuations of a level's rows, and the hidden state in front of each
@@ -215,8 +222,7 @@ class TreeGraph:
         assert self._replays, "replayed before it was captured"
         _, batches, _ = self._send(works, ends)
         for level, replay in enumerate(self._replays):
-            if level:
-                self._prepare(level - 1, batches[level - 1])
+            self._prepare(level, batches)
             replay()
         assert self._drafted is not None
         count = len(works)

@@ -27,15 +27,21 @@ from ds_runtime.model.deepseek import Moves
 class Claims:
     """What a step's draws claim, as numbers of arrays in its upload. n works draw.
 
-    firsts: [n] each one's first draw. counts: [n] its drafts. pairs: [n, most] a draw per draft,
-    which claims to be the token in front of the draw after it. inputs: [draws] where that token
-    lies in last_tokens. ahead: [draws] how many drafts are in front.
-    luck: [n, most], instead of comparing: whether each is taken for right; a negative number: none.
+    firsts: [n] each one's first draw. counts: [n] its drafts. places: [n] where the token behind
+    what it keeps belongs in last_tokens. pairs: [n, most] a draw per draft, which claims to be the
+    token in front of the draw `behind` it; real: [n, most] 1 for a draft, 0 behind the last of a
+    work. inputs: [draws] where that token lies in last_tokens. ahead: [draws] how many drafts are
+    in front.
+    luck: [n, most], instead of comparing: 1 for each that is taken for right; a negative number:
+    none.
     """
 
     firsts: int
     counts: int
+    places: int
     pairs: int
+    behind: int
+    real: int
     inputs: int
     ahead: int
     most: int
@@ -53,19 +59,25 @@ def claim(
     most = int(counts.max(initial=1)) - 1
     last = max(0, len(wanted.draws) - 2)
     pairs = np.minimum(firsts[:, None] + np.arange(most), last)
+    behind = np.minimum(pairs + 1, max(0, len(wanted.draws) - 1))
+    real = (np.arange(most) < counts[:, None] - 1).astype(np.int64)
     works = [plan.works[i] for i, _ in wanted.samplers]
+    rows = np.array([w.row for w in works], np.int64) * width
     owners = np.repeat(np.arange(len(counts)), counts)
     ahead = np.arange(len(owners)) - firsts[owners]
-    inputs = np.array([w.row for w in works], np.int64)[owners] * width + ahead
+    inputs = rows[owners] + ahead
     luck = -1
     if simulated is not None:
         at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
         numbers = uniforms([w.row + 1 for w in works], at)
-        luck = upload.add((numbers < simulated).astype(np.int64))
+        luck = upload.add((numbers < simulated) * real)
     return Claims(
         firsts=upload.add(firsts),
         counts=upload.add(counts - 1),
+        places=upload.add(rows),
         pairs=upload.add(pairs),
+        behind=upload.add(behind),
+        real=upload.add(real),
         inputs=upload.add(inputs),
         ahead=upload.add(ahead),
         most=most,
@@ -77,14 +89,12 @@ def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Upload) -> Tenso
     """How many drafts of each work are right: [n] int64. tokens: [draws] as the model drew them;
     inputs: [draws] the token in front of each.
     """
-    pairs = sent[claims.pairs]
     if claims.luck >= 0:
-        right = sent[claims.luck] > 0
+        right = sent[claims.luck]
     else:
-        right = tokens[pairs] == inputs[(pairs + 1).clamp_(max=inputs.shape[0] - 1)]
-    behind = torch.arange(claims.most, device=tokens.device)
-    right = right & (behind < sent[claims.counts].unsqueeze(1))
-    return right.to(torch.int64).cumprod(1).sum(1)
+        same = tokens[sent[claims.pairs]] == inputs[sent[claims.behind]]
+        right = torch.where(same, sent[claims.real], 0)
+    return right.sum(1) if claims.most == 1 else right.cumprod(1).sum(1)
 
 
 @dataclass(frozen=True, slots=True)

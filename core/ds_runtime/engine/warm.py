@@ -1,4 +1,6 @@
-"""The two steps that a runner runs before it serves: a prefill and a decode step."""
+"""The two steps that a runner runs before it serves: a prefill and a decode step; and those for
+whose sizes kernels are made ready besides.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from typing import NamedTuple
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.sampling_params import SamplingParams
+
+_PROMPT = 512  # tokens of a prompt that compiles nothing any more
 
 
 class WarmUp(NamedTuple):
@@ -25,6 +29,12 @@ def _ranks(config: EngineConfig) -> int:
 def warm_up_length(config: EngineConfig, context_length: int) -> int:
     """Tokens of each sequence's prompt."""
     length = min(context_length - 1, config.chunked_prefill_size, 2 * config.page_size)
+    return max(1, min(length, config.max_step_tokens // _ranks(config)))
+
+
+def prompt_length(config: EngineConfig, context_length: int) -> int:
+    """Tokens of each sequence's prompt whose kernels are ready at the start."""
+    length = min(context_length - 1, config.chunked_prefill_size, _PROMPT)
     return max(1, min(length, config.max_step_tokens // _ranks(config)))
 
 
@@ -46,12 +56,14 @@ def early_rows(
     return tuple(sorted({n for count in counts for n in {count, count * ranks} if 0 < n <= most}))
 
 
-def warm_up_steps(config: EngineConfig, context_length: int, width: int) -> WarmUp:
+def warm_up_steps(
+    config: EngineConfig, context_length: int, width: int, length: int | None = None
+) -> WarmUp:
     """For a sequence, or one on each rank that has sequences of its own. width: most tokens of a
-    decode work.
+    decode work; length: tokens of each prompt.
     """
     ranks, size = _ranks(config), config.page_size
-    length = warm_up_length(config, context_length)
+    length = warm_up_length(config, context_length) if length is None else length
     verified, drafts = min(width, context_length - length), width - 1
     pages = list(range(-(-min(length + verified + drafts, context_length) // size)))
     prompt, init = [0] * length, list[RowInit]()

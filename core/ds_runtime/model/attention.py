@@ -12,7 +12,7 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Linear, RmsNorm
 from ds_runtime.model.sites import INDEXER, TREE, VERIFY
-from ds_runtime.ops.batch import Batch, PrefillPart
+from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -131,6 +131,14 @@ class Attention:
         if not load.bound.has("mla_decode", layer, module):
             return self.decode
         return load.ops(layer, module).mla_decode, load.bound.state_key("mla_decode", layer, module)
+
+    def kernel_for(self, part: DecodePart) -> tuple[MlaDecode, str]:
+        """The kernel that attends for such rows where attention is not sparse, and the key of its
+        state.
+        """
+        if part.tree is not None:
+            return self.tree
+        return self.verify if part.q_lens else self.decode
 
     def __call__(
         self,
@@ -256,11 +264,7 @@ class Attention:
         """[n, heads, kv_lora + rope] → [n, heads, v]."""
         if selection is None:
             assert batch.decode is not None
-            kernel, key = self.decode
-            if batch.decode.tree is not None:
-                kernel, key = self.tree
-            elif batch.decode.q_lens:
-                kernel, key = self.verify
+            kernel, key = self.kernel_for(batch.decode)
             attended = kernel.run(batch.states[key], absorbed, cache, self.scale)
         else:
             assert selection.decode is not None

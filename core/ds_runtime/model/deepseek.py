@@ -16,7 +16,7 @@ from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import RmsNorm
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -57,6 +57,10 @@ class Block:
             attended, residual = attended[rows], residual[rows]
             batch = replace(batch, spread=tail)
         return self.leave(attended, residual, batch)
+
+    def state_keys(self, part: DecodePart) -> tuple[str, ...]:
+        """Keys of the step states that attention of such rows reads: none where it is sparse."""
+        return () if self.attention.sparse else (self.attention.kernel_for(part)[1],)
 
     def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(what attention takes, the residual beside it), both [T, hidden]."""
@@ -215,6 +219,10 @@ class DeepSeekModel:
                 )
 
     @torch.inference_mode()
+    def state_keys(self, part: DecodePart) -> frozenset[str]:
+        """Keys of the step states that attention of such rows reads."""
+        return frozenset(key for block in self.blocks for key in block.state_keys(part))
+
     def logits(
         self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
     ) -> Tensor:
@@ -224,5 +232,7 @@ class DeepSeekModel:
         vocabulary entry, so many rows go through in slices. out: [rows, vocab] float32 to write to.
         adapters: those of the rows, as in Batch.
         """
+        if self.comm.size == 1 and self.lm_head.packed.shape[0] == self.config.vocab_size:
+            return self.lm_head.float32(hidden, adapters, out)
         logits = self.comm.all_gather(self.lm_head(hidden, adapters))[:, : self.config.vocab_size]
         return logits.to(torch.float32) if out is None else out.copy_(logits)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_runtime.model.deepseek import Block, DeepSeekModel
 from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import RmsNorm
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -42,6 +42,10 @@ class DraftModel:
         if attention.indexer is None:
             self.state_key, self.tree_key = attention.decode[1], attention.tree[1]
         self.packed_bytes = load.held_bytes
+
+    def state_keys(self, part: DecodePart) -> frozenset[str]:
+        """As of the model."""
+        return frozenset(self.block.state_keys(part))
 
     @torch.inference_mode()
     def forward(

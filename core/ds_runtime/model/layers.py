@@ -22,7 +22,7 @@ class Linear:
     `deltas`: what adapters add, in rows that have one.
     """
 
-    __slots__ = ("_groups", "_kernel", "deltas", "packed")
+    __slots__ = ("_gives_float32", "_groups", "_kernel", "deltas", "packed")
 
     def __init__(
         self,
@@ -36,6 +36,8 @@ class Linear:
         self.deltas = deltas
         self._groups: Callable[[int, Packed], linear.Groups | None] | None
         self._groups = getattr(kernel, "quantizes", None)
+        self._gives_float32: Callable[[int, Packed], bool] | None
+        self._gives_float32 = getattr(kernel, "gives_float32", None)
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[tokens, in] → [tokens, out]; adapters [tokens] as in Batch."""
@@ -44,6 +46,18 @@ class Linear:
             for delta in self.deltas:
                 delta.add(y, x, adapters)
         return y
+
+    def float32(self, x: Tensor, adapters: Tensor | None, out: Tensor | None) -> Tensor:
+        """A call, in float32 and in `out` if that is given: not rounded before, where the kernel
+        can give that.
+        """
+        kernel: Any = self._kernel
+        asks = None if self.deltas else self._gives_float32
+        if asks is not None and asks(x.shape[0], self.packed):
+            y: Tensor = kernel.apply_float32(x, self.packed, out)
+            return y
+        y = self(x, adapters)
+        return y.float() if out is None else out.copy_(y)
 
     def quantizes(self, rows: int, adapters: Tensor | None) -> linear.Groups | None:
         """How that many rows may come to `quantized`, if they may: adapters need them as they

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
+_ALIGNED = 16  # int32: kernels choose wide loads by the alignment of what they get
 TAIL = 64  # last tokens of a sequence of which each row of a tree says whether it sees them
 
 
@@ -69,6 +72,28 @@ class DecodePart:
     def rows(self) -> int:
         """Rows of all sequences."""
         return sum(self.q_lens) if self.q_lens else len(self.host_kv_lens)
+
+
+class RowOwners:
+    """Which sequence of a DecodePart each row belongs to, and how many rows of it follow: both
+    [rows] int32 on the device. The same q_lens, as a captured step sees them, are sent once.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = torch.device(device)
+        self._made: tuple[tuple[int, ...], Tensor, Tensor] | None = None
+
+    def of(self, q_lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        if self._made is None or self._made[0] != q_lens:
+            rows = sum(q_lens)
+            both = np.zeros((2, -(-rows // _ALIGNED) * _ALIGNED), np.int32)
+            both[0, :rows] = np.repeat(np.arange(len(q_lens)), q_lens)
+            both[1, :rows] = np.repeat(np.cumsum(q_lens), q_lens) - 1 - np.arange(rows)
+            there = torch.from_numpy(both)
+            if self._device.type != "cpu":  # the copy then waits for nothing
+                there = there.pin_memory().to(self._device, non_blocking=True)
+            self._made = q_lens, there[0, :rows], there[1, :rows]
+        return self._made[1:]
 
 
 @dataclass(frozen=True, slots=True)

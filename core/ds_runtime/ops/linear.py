@@ -25,7 +25,8 @@ class Linear(Protocol):
     rows may be strided; returns a new contiguous [tokens, out] in x.dtype, accumulated in fp32.
     tokens == 0 is legal; `in` and `out` need not be multiples of anything. `apply` raises
     TypeError for another kernel's Packed. Formats: those of `ops/formats.py` that the kernel
-    names, in the form that `WeightPart` says. A kernel may have the methods of QuantizedLinear.
+    names, in the form that `WeightPart` says. A kernel may have the methods of QuantizedLinear and
+    of Float32Linear.
     """
 
     def pack(self, weight: Weight, facts: Facts) -> Packed: ...
@@ -52,6 +53,20 @@ class QuantizedLinear(Protocol):
     def quantizes(self, rows: int, packed: Packed) -> Groups | None: ...
 
     def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor: ...
+
+
+class Float32Linear(Protocol):
+    """What a Linear has beside its contract if it can give its sums as they are, before they are
+    rounded: for the head, whose logits are float32.
+
+    `gives_float32(rows, packed)`: whether it can for so many rows. `apply_float32(x, packed, out)`:
+    apply(x, packed), but float32: in `out`, a contiguous [tokens, out] float32, or a new tensor if
+    that is None or left out.
+    """
+
+    def gives_float32(self, rows: int, packed: Packed) -> bool: ...
+
+    def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor: ...
 
 
 class Embed(Protocol):

@@ -274,7 +274,10 @@ class Kernel:
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the
-    device as torch's current one.
+    device as torch's current one. `rehearsal`, of such a kernel, is the `"module:attr"` of a
+    function that gives a context, whose value says whether it works here: within, calls of all
+    kernels that name it compile and do not run, their results are zeros, and leaving it waits
+    until all have compiled. The first steps run in it before they run in earnest.
     """
 
     op: Op
@@ -300,6 +303,7 @@ class Kernel:
     from_rows: int = 0
     ahead: str = ""
     below_rows: int = 0
+    rehearsal: str = ""
 
     @property
     def name(self) -> str:

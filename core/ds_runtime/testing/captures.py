@@ -26,7 +26,7 @@ from ds_runtime.testing.memory import allocated
 from ds_runtime.testing.numerics import copy_strided
 from ds_runtime.testing.replay import ReplayBackend
 
-_ONCE = frozenset({"pack", "state", "prepare"})  # methods that run outside captures
+_ONCE = frozenset({"pack", "state", "prepare"})  # methods that run outside captures, if they can
 
 
 def check_captures(
@@ -64,7 +64,7 @@ def _failure(kernel: Kernel, case: Case, backend: GraphBackend, offers: Offers) 
                 saved[call.save] = function(*args)
                 steps.see(call.method, args)
             elif said := _replays(
-                kernel.op.name, function, args, call, backend,
+                kernel.op.name, steps.prepared(target, call, function, args), args, call, backend,
                 steps.other(target, call, args), device,
             ):  # fmt: skip
                 return f"call {i} ({call.method or kernel.op.name}): {said}"
@@ -74,7 +74,9 @@ def _failure(kernel: Kernel, case: Case, backend: GraphBackend, offers: Offers) 
 
 
 class _Steps:
-    """Step states: a capture must serve the next step, which has other lengths."""
+    """Step states: a capture must serve the next step, which has other lengths. Kernels that
+    prepare on the device do so in the capture, over tensors that the next step changes in place.
+    """
 
     def __init__(self) -> None:
         self._limits: Any = None
@@ -86,6 +88,25 @@ class _Steps:
             (self._limits,) = args
         elif method == "prepare":
             self._batch = args[1]
+
+    def prepared(
+        self, target: Any, call: Call, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """The function, behind what prepares its state if that is captured, too."""
+        if call.method != "run" or not _prepares_on_device(target) or self._batch is None:
+            return function
+        held = self._batch.decode
+        if held is not None:
+            held = replace(held, kv_lens=held.kv_lens.clone(), page_table=held.page_table.clone())
+        batch = self._batch = replace(self._batch, decode=held)
+        target.prepare(args[0], batch)
+
+        def both(state: Any, *others: Any) -> Any:
+            if state is args[0]:
+                target.prepare(state, batch)
+            return function(state, *others)
+
+        return both
 
     def other(
         self, target: Any, call: Call, args: tuple[Any, ...]
@@ -106,11 +127,19 @@ class _Steps:
 
         def prepare() -> tuple[Any, ...]:
             fresh = target.state(self._limits)
-            for state in (args[0], fresh):
-                target.prepare(state, batch)
+            target.prepare(fresh, batch)
+            if _prepares_on_device(target):
+                part.kv_lens.copy_(device_lens)
+                part.page_table.copy_(decode.page_table)
+            else:
+                target.prepare(args[0], batch)
             return (fresh,)
 
         return prepare
+
+
+def _prepares_on_device(target: Any) -> bool:
+    return bool(getattr(target, "prepares_on_device", False))
 
 
 def _replays(

@@ -81,7 +81,7 @@ class Measured:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
-        if name in ("state", "prepare", "quantizes"):
+        if name in ("state", "prepare", "prepares_on_device", "quantizes", "gives_float32"):
             return found
         return self._pack if name == "pack" else lambda *args: self._measured(found, args)
 

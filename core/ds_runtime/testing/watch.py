@@ -47,7 +47,7 @@ _WRITTEN = {
 }
 
 
-_ASKED = ("state", "quantizes")  # methods that compute nothing
+_ASKED = ("state", "quantizes", "gives_float32")  # methods that compute nothing
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, DecodePart, Limits
+from ds_runtime.api import Batch, DecodePart, Limits, RowOwners
 
 LATENT, ROPE = 512, 64  # what the libraries' kernels are made for
 
@@ -22,9 +21,9 @@ class Queries:
 
     table: Tensor
     lens: Tensor
+    owners: RowOwners
     count: int = 0
     part: DecodePart | None = None
-    spread: tuple[tuple[int, ...], Tensor, Tensor] | None = None  # of the last step
 
     @staticmethod
     def make(limits: Limits) -> Queries:
@@ -33,6 +32,7 @@ class Queries:
         return Queries(
             torch.zeros(shape, dtype=torch.int32, device=limits.device),
             torch.ones(rows, dtype=torch.int32, device=limits.device),
+            RowOwners(limits.device),
         )
 
     @property
@@ -44,29 +44,23 @@ class Queries:
         return tuple(seen - b for seen, n in pairs for b in reversed(range(n)))
 
     def fill(self, batch: Batch) -> None:
-        """The rows of a step."""
+        """The rows of a step, at places that never move."""
+        table, lens = self.table, self.lens
+        self.show(batch)
+        if self.count:
+            table[: self.count, : self.table.shape[1]].copy_(self.table)
+            lens[: self.count].copy_(self.lens)
+        self.table, self.lens = table, lens
+
+    def show(self, batch: Batch) -> None:
+        """The rows of a step, as they lie in it: for kernels that prepare on the device."""
         self.part, self.count = batch.decode, 0
         if self.part is None or not self.part.size:
             self.part = None
             return
-        table, lens = self.part.page_table, self.part.kv_lens
+        self.table, self.lens = self.part.page_table, self.part.kv_lens
         if self.part.q_lens:
-            owner, behind = self._rows(self.part.q_lens)
-            table, lens = table[owner], lens[owner] - behind
-        self.count = table.shape[0]
-        self.table[: self.count, : table.shape[1]].copy_(table)
-        self.lens[: self.count].copy_(lens)
-
-    def _rows(self, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """The sequence of each row, and how many of its queries follow it: [rows] on the device.
-        A captured step's state sees the same counts each time, and makes them once."""
-        if self.spread is None or self.spread[0] != counts:
-            owner = np.repeat(np.arange(len(counts)), counts)
-            behind = np.concatenate([np.arange(n)[::-1] for n in counts]).astype(np.int32)
-            there, device = torch.from_numpy, self.lens.device
-            self.spread = (
-                counts,
-                there(owner).to(device, non_blocking=True),
-                there(behind).to(device, non_blocking=True),
-            )
-        return self.spread[1:]
+            owner, behind = self.owners.of(self.part.q_lens)
+            self.table = self.table.index_select(0, owner)
+            self.lens = self.lens.index_select(0, owner) - behind
+        self.count = self.table.shape[0]

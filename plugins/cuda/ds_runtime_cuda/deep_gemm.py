@@ -41,6 +41,13 @@ def _library() -> Any:
     return import_module("deep_gemm")
 
 
+def _filled(rows: int, shape: tuple[int, ...]) -> int:
+    """How many rows are multiplied. From 65 to 128 one tile of 128 rows is chosen, which is slow
+    for many short rows of weights: 36 µs for V3's q_b_proj, and 21 for 129 (15 up to 64).
+    """
+    return 129 if 64 < rows <= 128 and shape[0] >= 16384 and shape[1] <= 2048 else rows
+
+
 class LinearFp8:
     """y = x · Wᵀ in FP8. Shards that cut a block cannot keep it: they are held in bfloat16."""
 
@@ -62,11 +69,14 @@ class LinearFp8:
         packed.expect(self.tag, FP8_ROWS)
         if packed.tag != FP8_ROWS:
             return F.linear(x, packed.tensors["dense"])
-        return self.apply_quantized(*quantise(x), packed)
+        count = x.shape[0]
+        q, scale = quantise(x, rows=_filled(count, packed.shape))
+        return self.apply_quantized(q, scale, packed)[:count]
 
     def quantizes(self, rows: int, packed: Packed) -> Groups | None:
-        """See QuantizedLinear."""
-        return Groups(GROUP, False) if packed.tag == FP8_ROWS else None
+        """See QuantizedLinear: but where rows are filled up."""
+        whole = packed.tag == FP8_ROWS and _filled(rows, packed.shape) == rows
+        return Groups(GROUP, False) if whole else None
 
     def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
         """See QuantizedLinear."""

@@ -26,6 +26,20 @@ class LinearCublas(ReferenceLinear):
 
     tag = "cuda.cublas_linear"
 
+    def gives_float32(self, rows: int, packed: Packed) -> bool:
+        """See Float32Linear."""
+        return packed.tag == self.tag and bool(packed.tensors["weight"].is_cuda)
+
+    def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """See Float32Linear."""
+        packed.expect(self.tag)
+        weight = packed.tensors["weight"].t()
+        if out is None:
+            out = torch.empty(x.shape[0], weight.shape[1], dtype=torch.float32, device=x.device)
+        if x.dtype == torch.float32:
+            return torch.mm(x, weight, out=out)
+        return torch.mm(x, weight, out_dtype=torch.float32, out=out)
+
 
 class LinearScaledMm:
     """y = x · Wᵀ in FP8 through torch._scaled_mm, with 1×128 by 128×128 scales."""

@@ -170,6 +170,7 @@ def _offer(
         contract=_CONTRACTS.get(op, 1),
         keeps=_BLOCKS if op == "mla_absorb" else frozenset(),
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
+        rehearsal="ds_runtime_triton.rehearsal:rehearsal",
         note=note,
         workspace=workspace,
         packing=packing,
@@ -204,6 +205,7 @@ def _offer_kept(
         formats=formats,
         keeps=formats,
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
+        rehearsal="ds_runtime_triton.rehearsal:rehearsal",
         numerics=numerics,
         packing=packing,
     )

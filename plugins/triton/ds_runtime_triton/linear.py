@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,12 +59,34 @@ class LinearDense:
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
+        config: Config = packed.tensors["tuned"].at(x.shape[0])
+        if config.get("TORCH"):
+            return F.linear(x, packed.tensors["weight"])
+        y = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=x.device)
+        return self._multiply(x, packed, config, y)
+
+    def gives_float32(self, rows: int, packed: Packed) -> bool:
+        """See Float32Linear."""
+        return packed.tag == self.tag
+
+    def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """See Float32Linear."""
+        packed.expect(self.tag)
+        weight: Tensor = packed.tensors["weight"]
+        config: Config = packed.tensors["tuned"].at(x.shape[0])
+        if out is None:
+            out = torch.empty(x.shape[0], packed.shape[0], dtype=torch.float32, device=x.device)
+        if not config.get("TORCH"):
+            return self._multiply(x, packed, config, out)
+        if x.dtype == torch.float32:
+            return torch.mm(x, weight.t(), out=out)
+        if sums_in_float32(x.dtype, x.device):
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        return out.copy_(F.linear(x, weight))
+
+    def _multiply(self, x: Tensor, packed: Packed, config: Config, y: Tensor) -> Tensor:
         m, (n, k) = x.shape[0], packed.shape
         w: Tensor = packed.tensors["weight"]
-        config: Config = packed.tensors["tuned"].at(m)
-        if config.get("TORCH"):
-            return F.linear(x, w)
-        y = torch.empty(m, n, dtype=x.dtype, device=x.device)
         if m == 0:
             return y
         grid, split = grid_of(config, m, n)
@@ -72,6 +96,16 @@ class LinearDense:
             m, n, k, x.stride(0), EVEN=even, **{**config, "SPLIT": split},
         )  # fmt: skip
         return y
+
+
+@cache
+def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's matmul of this dtype has float32 results on such a device."""
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        return bool(torch.mm(a, a, out_dtype=torch.float32)[0, 0] == 16)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
 
 
 def _restore_dense(packed: Packed) -> Tensor:

@@ -8,7 +8,7 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Batch, DecodePart, Facts, Limits
+from ds_runtime.api import Batch, Facts, Limits, RowOwners
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.mla import mla_combine_kernel, mla_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
@@ -18,20 +18,23 @@ _AT_ONCE = 8  # splits of a row whose sums are read together
 
 @dataclass
 class DecodeState:
-    """Fixed buffers of a step: pages by sequence; by row its sequence and the tokens it sees."""
+    """Of a step: pages by sequence; by row its sequence and the tokens it sees."""
 
-    table: Tensor  # [sequences, pages] int32
+    pages: Tensor  # [sequences, pages] int32, for narrower tables: kernels are compiled by strides
+    table: Tensor  # likewise: the step's
     owner: Tensor  # [rows] int32
     lens: Tensor  # [rows] int32
     each: Tensor  # [rows] int32, 0 … rows − 1: the owners where every sequence has one row
     bits: Tensor  # [rows] int64: which of its last TAIL tokens a row of a tree sees
+    owners: RowOwners
     tokens: int  # that a sequence can have
-    single: bool = True
     tree: bool = False
 
 
 class MlaDecode:
     """Every row's tokens are split so that all programs together fill the device once."""
+
+    prepares_on_device = True
 
     def __init__(self, facts: Facts) -> None:
         dims = facts.dims
@@ -42,33 +45,36 @@ class MlaDecode:
 
     def state(self, limits: Limits) -> DecodeState:
         rows, device = limits.max_sequences * limits.max_queries, limits.device
-        pages = limits.max_pages_per_sequence
+        most = limits.max_pages_per_sequence
+        pages = torch.zeros(limits.max_sequences, most, dtype=torch.int32, device=device)
         each = torch.arange(rows, dtype=torch.int32, device=device)
         return DecodeState(
-            torch.zeros(limits.max_sequences, pages, dtype=torch.int32, device=device),
-            each.clone(),
+            pages,
+            pages,
+            each,
             torch.ones(rows, dtype=torch.int32, device=device),
             each,
             torch.full((rows,), -1, dtype=torch.int64, device=device),
-            pages * limits.page_size,
+            RowOwners(device),
+            most * limits.page_size,
         )
 
     def prepare(self, state: DecodeState, batch: Batch) -> None:
         part = batch.decode
         if part is None or part.size == 0:
             return
-        table = part.page_table
-        state.table[: table.shape[0], : table.shape[1]].copy_(table)
+        state.table, state.owner, state.lens = part.page_table, state.each, part.kv_lens
+        if state.table.shape[1] < state.pages.shape[1]:
+            state.table = state.pages[: part.size]
+            state.table[:, : part.page_table.shape[1]].copy_(part.page_table)
         if part.q_lens:
-            _spread(state, part)
-        else:
-            state.lens[: part.size].copy_(part.kv_lens)
-            if not state.single:
-                state.owner.copy_(state.each)
-        state.single = not part.q_lens
+            state.owner, behind = state.owners.of(part.q_lens)
+            state.lens = state.lens.index_select(0, state.owner)
+            if part.tree is None:
+                state.lens = state.lens - behind
         state.tree = part.tree is not None
         if part.tree is not None:
-            state.bits[: part.rows].copy_(part.tree)
+            state.bits = part.tree
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         rows, heads, _ = q.shape
@@ -113,19 +119,6 @@ def combine(
         partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), most,
         min(most, _AT_ONCE), num_warps=4,
     )  # fmt: skip
-
-
-def _spread(state: DecodeState, part: DecodePart) -> None:
-    """Rows of sequences that have several: row j of n sees its sequence but for n − 1 − j."""
-    lens, owner = [], []
-    for i, (length, count) in enumerate(zip(part.host_kv_lens, part.q_lens, strict=True)):
-        apart = part.tree is None
-        lens += [length - (count - 1 - j) * apart for j in range(count)]
-        owner += [i] * count
-    pinned = state.lens.device.type != "cpu"  # the copy then waits for nothing
-    both = torch.tensor([lens, owner], dtype=torch.int32, pin_memory=pinned)
-    state.lens[: part.rows].copy_(both[0], non_blocking=True)
-    state.owner[: part.rows].copy_(both[1], non_blocking=True)
 
 
 # The name that the plan shows.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_runtime.engine.ahead import Ahead, tasks_of
+from ds_runtime.engine.ahead import Ahead, divided, tasks_of
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.testing.conformance import facts_for
@@ -50,8 +50,20 @@ def test_each_shape_is_compiled_once_for_all_rows(compiler, capfd):
     with Ahead(ops, CPU, (1, 8)):
         pass
     made = {p.name for p in compiler.iterdir() if "x" in p.name}
-    assert made == {"128x256-1.8", "64x32-1.8"}
+    assert made == {"128x256-1", "128x256-8", "64x32-1", "64x32-8"}
     assert capfd.readouterr().err == ""
+
+
+def test_rows_are_cut_where_there_are_more_processes_than_tasks():
+    tasks, rows = [("a:b", FACTS), ("c:d", FACTS), ("e:f", FACTS)], (1, 2, 4, 8, 16)
+    for processes in (1, 2, 3, 4, 7, 100):
+        found = divided(tasks, rows, processes)
+        assert 1 <= len(found) <= processes and all(found)
+        for path, _ in tasks:
+            own = [piece for pieces in found for piece in pieces if piece[0] == path]
+            assert sorted(row for *_, part in own for row in part) == list(rows)
+    assert divided([], rows, 4) == divided([], rows, 1)
+    assert len(divided(tasks, rows, 3)) == 3 and len(divided(tasks, rows, 7)) == 7
 
 
 def test_one_that_fails_is_a_line_and_stops_nothing(compiler, capfd):

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ds_runtime.api import OPS, Kernel, hookimpl, rows_of
+from ds_runtime.api import OPS, Kernel, RowOwners, hookimpl
 from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.index import _rotated, hadamard
@@ -93,29 +93,32 @@ def index_scores(q, weights, cache, page_table, owners, lens):
 
 
 class MlaDecode:
+    prepares_on_device = True
+
     def __init__(self, facts):
         self.kv_lora = facts.dims["kv_lora"]
 
     def state(self, limits):
         shape = limits.max_sequences * limits.max_queries, limits.max_pages_per_sequence
         table = torch.zeros(shape, dtype=torch.int64, device=limits.device)
-        return table, torch.ones_like(table[:, :1]), torch.full_like(table[:, :1], -1)
+        rows = table, torch.ones_like(table[:, :1]), torch.full_like(table[:, :1], -1)
+        return rows, RowOwners(limits.device)
 
     def prepare(self, state, batch):
-        if (part := batch.decode) is not None:
-            table, lens, bits = state
-            owner, seen = (
-                torch.tensor(x).to(table.device, non_blocking=True)
-                for x in zip(*rows_of(part), strict=True)
-            )
-            table.zero_()[: part.rows, : part.page_table.shape[1]].copy_(part.page_table[owner])
-            lens[: part.rows, 0].copy_(seen)
+        if (part := batch.decode) is not None and part.size:
+            (table, lens, bits), owners = state
+            owner, behind = owners.of(part.q_lens or (1,) * part.size)
+            table.zero_()
+            pages = part.page_table.index_select(0, owner)
+            table[: part.rows, : pages.shape[1]].copy_(pages)
+            seen = part.kv_lens.index_select(0, owner)
+            lens[: part.rows, 0].copy_(seen if part.tree is not None else seen - behind)
             bits.fill_(-1)
             if part.tree is not None:
                 bits[: part.rows, 0].copy_(part.tree)
 
     def run(self, state, q, cache, scale):
-        table, lens, bits = (t[: q.shape[0]] for t in state)
+        table, lens, bits = (t[: q.shape[0]] for t in state[0])
         keys = cache[table].flatten(1, 2)  # [sequences, tokens, width]
         tokens = torch.arange(keys.shape[1], device=q.device)
         place = tokens - (lens - TAIL)

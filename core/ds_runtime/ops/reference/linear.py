@@ -55,6 +55,17 @@ class ReferenceLinear:
         values = q.to(compute) * scale.to(compute).repeat_interleave(width, 1)
         return self.apply(values.to(self.dtype), packed)
 
+    def gives_float32(self, rows: int, packed: Packed) -> bool:
+        """No: a float32 copy of the weight costs more than rounding."""
+        return False
+
+    def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """`apply` with float32 copies, where that is asked for all the same."""
+        packed.expect(self.tag)
+        compute = wide(self.dtype)
+        y = F.linear(_whole_tiles(x).to(compute), packed.tensors["weight"].to(compute))
+        return y if out is None else out.copy_(y)
+
 
 def _whole_tiles(rows: Tensor) -> Tensor:
     """Rows filled up with zeros to a multiple of 32 columns, where they are 16-bit on a CPU.
@@ -162,6 +173,12 @@ def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[Call]:
                 )
 
 
+def _in_float32(x: Tensor) -> Call:
+    """A call of kernels that give their sums as they are."""
+    args = x, Saved("packed")
+    return Call(args, method="apply_float32", asks="gives_float32", answers=(True,))
+
+
 def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
     """FP8 weights of whole groups: also by activations that are quantised already."""
     facts = site(facts, weight)
@@ -173,6 +190,7 @@ def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> C
             Call((weight, facts), method="pack", save="packed"),
             *(Call((x, Saved("packed")), method="apply") for x in inputs),
             *_quantised(weight, inputs),
+            *(_in_float32(x) for x in inputs),
             Call((inputs[-1], foreign), method="apply", raises=TypeError),
         ),
     )

@@ -8,7 +8,8 @@ one is the end of all before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -29,13 +30,27 @@ def _options() -> dict[str, Any]:
 class Entry:
     """A kernel as it is launched: kernel[grid](arguments of its own, …)."""
 
+    only_compiled = False  # of all kernels, while `compiling`
+
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.__doc__ = fn.__doc__
         self.fn = fn
         self.compiled = triton.jit(fn)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if Entry.only_compiled:
+            return partial(self.compiled.run, grid=grid, warmup=True, **_options())
         return partial(self.compiled[grid], **_options())
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Launches compile kernels and do not run them."""
+    Entry.only_compiled = True
+    try:
+        yield
+    finally:
+        Entry.only_compiled = False
 
 
 def entry(fn: Callable[..., Any]) -> Entry:

@@ -1,0 +1,53 @@
+"""Kernels that are compiled side by side, in threads, before any of them runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+
+from ds_runtime_triton.jit.entry import compiling
+
+_MOST_THREADS = 12  # each has a compiler's memory; tracing a kernel holds the interpreter's lock
+_EMPTY = (
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    Tensor.new_empty,
+    Tensor.new_empty_strided,
+)
+
+
+class _Zeroed(TorchFunctionMode):
+    """Results that no kernel writes are zeros: whatever does run finds ids and places in range.
+
+    Not a TorchDispatchMode: its first use imports 800 modules.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in _EMPTY and isinstance(made, Tensor):
+            made.zero_()
+        return made
+
+
+@contextmanager
+def rehearsal() -> Iterator[bool]:
+    """`Kernel.rehearsal`: launches are compiled and not run; leaving waits for all of them."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or knobs.runtime.interpret:
+        yield False
+        return
+    threads = min(_MOST_THREADS, max(1, (os.cpu_count() or 1) - 1))
+    with ThreadPoolExecutor(threads) as pool, mode(pool), compiling(), _Zeroed():
+        yield True
