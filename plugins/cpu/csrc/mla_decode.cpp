@@ -6,8 +6,8 @@
 #include "attend.h"
 #include "cache.h"
 #include "ds_cpu.h"
-#include "parallel.h"
 #include "scratch.h"
+#include "share.h"
 
 namespace ds {
 namespace {
@@ -15,10 +15,12 @@ namespace {
 constexpr int64_t TAIL = 64;  // keys of which a row of a tree says whether it sees them
 constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
-// Keys of a unit: enough to pay for merging its result, few enough to occupy many threads.
+// Keys of a unit: enough to pay for merging its result, few enough to occupy many threads, among
+// which a power of two of them is divided evenly.
 int64_t range_of(int64_t length) {
-  const int64_t keys = up_to((length + 15) / 16, KEYS);
-  return keys < 3 * KEYS ? 3 * KEYS : keys > 10 * KEYS ? 10 * KEYS : keys;
+  int64_t ranges = 1;
+  while (length >= 512 * ranges && (ranges < 16 || length > 1024 * ranges)) ranges *= 2;
+  return up_to((length + ranges - 1) / ranges, 32);
 }
 
 struct Call {
@@ -122,10 +124,24 @@ auto keys_as(const K* const* keys, int count, const Call& call, C* buffer, const
   }
 }
 
+// Where the keys of a unit from `first` on lie, as many as a block takes.
+template <class K>
+int keys_of(const Call& call, const Unit& u, int64_t first, const K** to) {
+  const int count = int(u.last - first < KEYS ? u.last - first : KEYS);
+  const int64_t size = token_size<K>(call.lora, call.width - call.lora);
+  const int32_t* page = call.pages + u.sequence * call.max_pages + first / call.page_size;
+  int64_t row = first % call.page_size;
+  for (int j = 0; j < count; ++j) {
+    to[j] = (const K*)call.cache + (*page * call.page_size + row) * size;
+    if (++row == call.page_size) row = 0, ++page;
+  }
+  return count;
+}
+
+// `then`, if not null: the unit that probably comes next.
 template <class T, class K, class C>
-void attend(const Call& call, const Unit& u, const Partials& partials, void* memory) {
-  Arena arena(memory);
-  Desk<C> desk(arena, call.width, call.lora);
+void attend(const Call& call, const Unit& u, const Unit* then, const Partials& partials,
+            Desk<C>& desk) {
   Tile<C>& tile = desk.tile;
   MatrixUnit matrix;
   const int64_t columns = tile.stride(), start = call.starts[u.sequence];
@@ -144,24 +160,17 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
   if (call.tree)
     tile.tree(call.lens[u.sequence] - TAIL, [&](int64_t m) { return call.tree[start + token(m)]; });
 
-  const int32_t* pages = call.pages + u.sequence * call.max_pages;
-  int64_t page = u.first / call.page_size, row = u.first % call.page_size;
   const int64_t size = token_size<K>(call.lora, call.width - call.lora);
   const K* rows[2][KEYS];
-  auto next = [&](int64_t j0, const K** to) {  // where keys [j0, j0 + result) of this unit lie
-    const int count = int(u.last - j0 < KEYS ? u.last - j0 : KEYS);
-    for (int j = 0; j < count; ++j) {
-      to[j] = (const K*)call.cache + (pages[page] * call.page_size + row) * size;
-      if (++row == call.page_size) row = 0, ++page;
-    }
-    return count;
-  };
-  int count = next(u.first, rows[0]);
+  int count = keys_of(call, u, u.first, rows[0]);
   for (int64_t j0 = u.first, i = 0; j0 < u.last; j0 += KEYS, i = 1 - i) {
-    const int later = next(j0 + KEYS, rows[1 - i]);
+    const K** ahead = rows[1 - i];
+    const int later = j0 + KEYS < u.last ? keys_of(call, u, j0 + KEYS, ahead)
+                      : then             ? keys_of(call, *then, then->first, ahead)
+                                         : 0;
     const C* wide[KEYS];
     const auto keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
-    tile.block(keys, keys, j0, count, RowsAhead(rows[1 - i], size, rows[1 - i], 0, later));
+    tile.block(keys, keys, j0, count, RowsAhead(ahead, size, ahead, 0, later));
     count = later;
   }
 
@@ -221,8 +230,15 @@ void mla_decode(const Call& call) {
     cost += (u.last - u.first) * (call.width * int64_t(sizeof(K)) +
                                   u.rows * (call.width + call.lora) / 8);
   });
-  parallel_each(memory.count, cost, [&](int64_t i, int64_t thread) {
-    attend<T, K, C>(call, memory.units[i], memory.partials, memory.desks + thread * memory.desk);
+  std::atomic<int64_t> desks{0};
+  auto first = [&](int64_t i, int64_t pieces) { return memory.count * i / pieces; };
+  share(memory.count, cost, first, [&](auto next, int64_t) {
+    Arena arena(memory.desks + desks.fetch_add(1) * memory.desk);
+    Desk<C> desk(arena, call.width, call.lora);
+    for (int64_t i = next(); i >= 0; i = next()) {
+      const Unit* u = memory.units + i;
+      attend<T, K>(call, *u, i + 1 < memory.count ? u + 1 : nullptr, memory.partials, desk);
+    }
   });
   if (memory.partial_rows)
     parallel_each(memory.count, memory.partial_rows * memory.columns * 4, [&](int64_t i, int64_t) {

@@ -2,6 +2,8 @@
 // lie: keys are never transposed, and nothing is summed across lanes.
 #pragma once
 
+#include <type_traits>
+
 #include "words.h"
 
 namespace ds {
@@ -20,7 +22,7 @@ class RowsAhead {
     for (const List& list : lists_) lines_ += count * ((list.bytes + 63) / 64);
     open();
   }
-  // How many units of work the block has in all.
+  // How many units of work the block has in all, products of vectors say.
   void pace(int64_t units) { units_ = units > 0 ? units : 1; }
   // `units` of them are about to be done.
   void step(int64_t units) {
@@ -109,12 +111,13 @@ constexpr int SCORE_STEP = 8;  // words between two looks at what is to be fetch
 
 // Dot products of `count` <= K keys with NV vectors of packed queries: to [count][padded].
 template <int K, int NV, class C>
-inline void score_tile(const C* queries, int64_t d, int64_t padded, const C* const* key, int count,
-                       RowsAhead& ahead, float* to) {
+DS_NOINLINE inline void score_tile(const C* queries, int64_t d, int64_t padded,
+                                   const C* const* key, int count, RowsAhead& ahead, float* to) {
   using W = Word<C>;
   constexpr int N = W::N, L = F::W;
   const C* k[K];
   F acc[K][NV];
+  DS_UNROLL_VECTORS
   for (int j = 0; j < K; ++j) {
     k[j] = key[j < count ? j : count - 1];  // scores of the excess are dropped
     for (int v = 0; v < NV; ++v) acc[j][v] = F::zero();
@@ -122,22 +125,43 @@ inline void score_tile(const C* queries, int64_t d, int64_t padded, const C* con
   const C* q = queries;
   const int64_t step = padded * N;
   int64_t i = 0;
-  auto one = [&](auto word) {
-    typename W::V x[NV];
-    for (int v = 0; v < NV; ++v) x[v] = W::load(q + v * L * N);
-    for (int j = 0; j < K; ++j) {
-      const typename W::V y = word(k[j] + i);
-      for (int v = 0; v < NV; ++v) acc[j][v] = W::mac(acc[j][v], x[v], y);
-    }
+  auto some = [&](auto words) {  // key after key, so that their addresses need no registers
+    constexpr int S = decltype(words)::value;
+    typename W::V x[S][NV];
+    for (int w = 0; w < S; ++w, q += step)
+      for (int v = 0; v < NV; ++v) x[w][v] = W::load(q + v * L * N);
+    DS_UNROLL_VECTORS
+    for (int j = 0; j < K; ++j)
+      DS_UNROLL_VECTORS
+      for (int w = 0; w < S; ++w) {
+        const C* p = k[j] + i + w * N;
+        if constexpr (NV == 1) {
+          acc[j][0] = W::mac_all(acc[j][0], x[w][0], p);
+        } else {
+          const typename W::V y = W::all(p);
+          for (int v = 0; v < NV; ++v) acc[j][v] = W::mac(acc[j][v], x[w][v], y);
+        }
+      }
+    i += S * N;
   };
-  for (; i + N <= d;) {
+  constexpr std::integral_constant<int, NV == 1 ? SCORE_WORDS : 1> several;
+  constexpr std::integral_constant<int, 1> single;
+  while (i + N <= d) {
     const int64_t end = i + SCORE_STEP * N <= d ? i + SCORE_STEP * N : d - d % N;
-    ahead.step(SCORE_STEP);
-    for (; i < end; i += N, q += step) one([](const C* p) { return W::all(p); });
+    ahead.step(SCORE_STEP * K * NV);
+    while (i + several() * N <= end) some(several);
+    while (i < end) some(single);
   }
-  if (i < d) one([](const C* p) { return W::half(p); });  // what follows a row may be NaN
-  for (int j = 0; j < count; ++j)
-    for (int v = 0; v < NV; ++v) acc[j][v].store(to + j * padded + v * L);
+  if (i < d)  // what follows a row may be NaN
+    for (int v = 0; v < NV; ++v) {
+      const typename W::V x = W::load(q + v * L * N);
+      DS_UNROLL_VECTORS
+      for (int j = 0; j < K; ++j) acc[j][v] = W::mac(acc[j][v], x, W::half(k[j] + i));
+    }
+  DS_UNROLL_VECTORS
+  for (int j = 0; j < K; ++j)
+    if (j < count)
+      for (int v = 0; v < NV; ++v) acc[j][v].store(to + j * padded + v * L);
 }
 
 }  // namespace ds
