@@ -138,9 +138,9 @@ int keys_of(const Call& call, const Unit& u, int64_t first, const K** to) {
   return count;
 }
 
-// `then`, if not null: the unit that probably comes next.
+// `cold`: nothing of the unit was fetched yet. `then`, if not null: what probably comes next.
 template <class T, class K, class C>
-void attend(const Call& call, const Unit& u, const Unit* then, const Partials& partials,
+void attend(const Call& call, const Unit& u, bool cold, const Unit* then, const Partials& partials,
             Desk<C>& desk) {
   Tile<C>& tile = desk.tile;
   MatrixUnit matrix;
@@ -162,15 +162,27 @@ void attend(const Call& call, const Unit& u, const Unit* then, const Partials& p
 
   const int64_t size = token_size<K>(call.lora, call.width - call.lora);
   const K* rows[2][KEYS];
+  const float* results[ROWS];
   int count = keys_of(call, u, u.first, rows[0]);
   for (int64_t j0 = u.first, i = 0; j0 < u.last; j0 += KEYS, i = 1 - i) {
-    const K** ahead = rows[1 - i];
-    const int later = j0 + KEYS < u.last ? keys_of(call, u, j0 + KEYS, ahead)
-                      : then             ? keys_of(call, *then, then->first, ahead)
-                                         : 0;
     const C* wide[KEYS];
+    RowsAhead ahead;
+    // Half of a block's time passes until its last scores: half of what it fetches may be its own.
+    if (cold && j0 == u.first) ahead.add(rows[i], size, count);
+    int later = 0;
+    if (j0 + KEYS < u.last) {
+      later = keys_of(call, u, j0 + KEYS, rows[1 - i]);
+      ahead.add(rows[1 - i], size, later);
+    } else if (then) {
+      ahead.add(rows[1 - i], size, keys_of(call, *then, then->first, rows[1 - i]));
+      if (then->partial >= 0) {  // what is written is read first, too
+        for (int64_t m = 0; m < then->rows; ++m)
+          results[m] = partials.sums + (then->partial + m) * columns;
+        ahead.add(results, columns, then->rows);
+      }
+    }
     const auto keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
-    tile.block(keys, keys, j0, count, RowsAhead(ahead, size, ahead, 0, later));
+    tile.block(keys, keys, j0, count, ahead);
     count = later;
   }
 
@@ -235,9 +247,11 @@ void mla_decode(const Call& call) {
   share(memory.count, cost, first, [&](auto next, int64_t) {
     Arena arena(memory.desks + desks.fetch_add(1) * memory.desk);
     Desk<C> desk(arena, call.width, call.lora);
+    int64_t fetched = -1;
     for (int64_t i = next(); i >= 0; i = next()) {
-      const Unit* u = memory.units + i;
-      attend<T, K>(call, *u, i + 1 < memory.count ? u + 1 : nullptr, memory.partials, desk);
+      const Unit *u = memory.units + i, *then = i + 1 < memory.count ? u + 1 : nullptr;
+      attend<T, K>(call, *u, i != fetched, then, memory.partials, desk);
+      fetched = i + 1;
     }
   });
   if (memory.partial_rows)

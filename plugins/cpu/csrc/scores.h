@@ -12,15 +12,15 @@ namespace ds {
 // evenly over its time: a burst of fetches would hold up every load behind it.
 class RowsAhead {
  public:
-  RowsAhead() = default;
-  template <class K, class V>
-  RowsAhead(const K* const* keys, int64_t key_elements, const V* const* values,
-            int64_t value_elements, int count)
-      : lists_{{(const char* const*)keys, count, key_elements * int64_t(sizeof(K))},
-               {(const char* const*)values, count, value_elements * int64_t(sizeof(V))}} {
-    if (count <= 0) return;
-    for (const List& list : lists_) lines_ += count * ((list.bytes + 63) / 64);
-    open();
+  // `count` rows more, behind those that are there, which are a list until all is fetched.
+  template <class T>
+  RowsAhead& add(const T* const* rows, int64_t elements, int64_t count) {
+    const int64_t bytes = elements * int64_t(sizeof(T));
+    if (count <= 0 || bytes <= 0) return *this;
+    lists_[known_++] = {(const char* const*)rows, count, bytes};
+    lines_ += count * ((bytes + 63) / 64);
+    if (!at_) open();
+    return *this;
   }
   // How many units of work the block has in all, products of vectors say.
   void pace(int64_t units) { units_ = units > 0 ? units : 1; }
@@ -42,19 +42,19 @@ class RowsAhead {
     int64_t count, bytes;
   };
   void open() {  // the next row; after all rows, nothing is owed any more
-    if (lists_[0].count <= 0 || lists_[0].bytes <= 0) {
-      lists_[0] = lists_[1];
-      lists_[1].count = 0;
-      if (lists_[0].count <= 0 || lists_[0].bytes <= 0) {
-        lines_ = owed_ = 0;
-        return;
-      }
+    if (open_ < known_ && lists_[open_].count == 0) ++open_;
+    if (open_ == known_) {
+      lines_ = owed_ = 0;
+      return;
     }
-    at_ = *lists_[0].rows++;
-    end_ = at_ + lists_[0].bytes;
-    --lists_[0].count;
+    List& list = lists_[open_];
+    at_ = *list.rows++;
+    end_ = at_ + list.bytes;
+    --list.count;
   }
-  List lists_[2] = {};
+  static constexpr int LISTS = 3;
+  List lists_[LISTS];
+  int known_ = 0, open_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;
   int64_t lines_ = 0, units_ = 1, owed_ = 0;
 };
