@@ -6,8 +6,8 @@
 #include "attend.h"
 #include "cache.h"
 #include "ds_cpu.h"
+#include "parallel.h"
 #include "scratch.h"
-#include "share.h"
 
 namespace ds {
 namespace {
@@ -15,13 +15,24 @@ namespace {
 constexpr int64_t TAIL = 64;  // keys of which a row of a tree says whether it sees them
 constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
-// Keys of a unit: enough to pay for merging its result, few enough to occupy many threads, among
-// which a power of two of them is divided evenly.
-int64_t range_of(int64_t length) {
-  int64_t ranges = 1;
-  while (length >= 512 * ranges && (ranges < 16 || length > 1024 * ranges)) ranges *= 2;
-  return up_to((length + ranges - 1) / ranges, 32);
-}
+// How the keys of a sequence are divided: long ranges, enough to pay for merging their results and
+// few enough to occupy many threads, and short ones in the end, so that threads finish together.
+struct Ranges {
+  static constexpr int64_t SHORT = 128;
+  int64_t length, size, whole, count;  // keys, those of a long one, how many of these, of all
+  explicit Ranges(int64_t keys) : length(keys) {
+    int64_t most = 1;
+    while (length >= 512 * most && (most < 16 || length > 1024 * most)) most *= 2;
+    size = up_to((length + most - 1) / most, 32);
+    whole = most > 2 ? most - 2 : most;
+    count = whole;
+    if (whole * size < length) count += (length - whole * size + SHORT - 1) / SHORT;
+  }
+  int64_t end(int64_t i) const {  // of range i
+    const int64_t at = i < whole ? (i + 1) * size : whole * size + (i + 1 - whole) * SHORT;
+    return at < length ? at : length;
+  }
+};
 
 struct Call {
   const void* q;
@@ -40,6 +51,7 @@ struct Call {
 struct Unit {
   int64_t sequence, row, rows;  // rows of the sequence, its tokens by its heads
   int64_t first, last;          // keys
+  int64_t range, ranges;        // which of how many
   int64_t partial;              // its first row of partial results; -1: it sees all keys itself
 };
 
@@ -48,15 +60,16 @@ template <class Each>
 void units_of(const Call& call, Each each) {
   int64_t partial = 0;
   for (int64_t i = 0; i < call.sequences; ++i) {
-    const int64_t length = call.lens[i], range = range_of(length);
+    if (call.lens[i] <= 0) continue;
+    const Ranges ranges(call.lens[i]);
     const int64_t rows = (call.starts[i + 1] - call.starts[i]) * call.heads;
     const int64_t groups = (rows + ROWS - 1) / ROWS, vectors = (rows + F::W - 1) / F::W;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t row = vectors * g / groups * F::W, end = vectors * (g + 1) / groups * F::W;
-      Unit unit{i, row, (end < rows ? end : rows) - row, 0, 0, -1};
-      for (; unit.last < length; unit.first = unit.last) {
-        unit.last = length - unit.first < range ? length : unit.first + range;
-        if (length > range) {
+      Unit unit{i, row, (end < rows ? end : rows) - row, 0, 0, 0, ranges.count, -1};
+      for (; unit.range < ranges.count; ++unit.range, unit.first = unit.last) {
+        unit.last = ranges.end(unit.range);
+        if (ranges.count > 1) {
           unit.partial = partial;
           partial += end - row;
         }
@@ -141,7 +154,9 @@ int keys_of(const Call& call, const Unit& u, int64_t first, const K** to) {
 // `cold`: nothing of the unit was fetched yet. `then`, if not null: what probably comes next.
 template <class T, class K, class C>
 void attend(const Call& call, const Unit& u, bool cold, const Unit* then, const Partials& partials,
-            Desk<C>& desk) {
+            void* memory) {
+  Arena arena(memory);
+  Desk<C> desk(arena, call.width, call.lora);
   Tile<C>& tile = desk.tile;
   MatrixUnit matrix;
   const int64_t columns = tile.stride(), start = call.starts[u.sequence];
@@ -200,8 +215,7 @@ void attend(const Call& call, const Unit& u, bool cold, const Unit* then, const 
 // A unit's share of its group's rows, from the partial results of all ranges.
 template <class T>
 void merge(const Call& call, const Unit& u, const Partials& partials, int64_t stride) {
-  const int64_t length = call.lens[u.sequence], range = range_of(length);
-  const int64_t ranges = (length + range - 1) / range, mine = u.first / range;
+  const int64_t ranges = u.ranges, mine = u.range;
   const int64_t rows = up_to(u.rows, F::W), first = u.partial - mine * rows;
   for (int64_t m = u.rows * mine / ranges; m < u.rows * (mine + 1) / ranges; ++m) {
     float high = -INFINITY, total = 0.0f;
@@ -242,17 +256,11 @@ void mla_decode(const Call& call) {
     cost += (u.last - u.first) * (call.width * int64_t(sizeof(K)) +
                                   u.rows * (call.width + call.lora) / 8);
   });
-  std::atomic<int64_t> desks{0};
-  auto first = [&](int64_t i, int64_t pieces) { return memory.count * i / pieces; };
-  share(memory.count, cost, first, [&](auto next, int64_t) {
-    Arena arena(memory.desks + desks.fetch_add(1) * memory.desk);
-    Desk<C> desk(arena, call.width, call.lora);
-    int64_t fetched = -1;
-    for (int64_t i = next(); i >= 0; i = next()) {
-      const Unit *u = memory.units + i, *then = i + 1 < memory.count ? u + 1 : nullptr;
-      attend<T, K>(call, *u, i != fetched, then, memory.partials, desk);
-      fetched = i + 1;
-    }
+  const int64_t threads = worth_threads(cost, memory.count) ? max_threads() : 1;
+  parallel_each(memory.count, cost, [&](int64_t i, int64_t thread) {
+    const Unit *u = memory.units + i, *then = i + threads < memory.count ? u + threads : nullptr;
+    attend<T, K, C>(call, *u, i < threads, then, memory.partials,
+                    memory.desks + thread * memory.desk);
   });
   if (memory.partial_rows)
     parallel_each(memory.count, memory.partial_rows * memory.columns * 4, [&](int64_t i, int64_t) {
