@@ -203,7 +203,7 @@ def same_bits(results: list[Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: f"{name(k[0])}-{name(k[1])}")
 def test_decode_does_not_depend_on_threads_or_neighbours(isa, kind):
     torch.manual_seed(0)
-    step = Step.make(kind, 21, 160, 9, 16, (1500, 7, 629), (1, 3, 2))
+    step = Step.make(kind, 21, 160, 9, 16, (2500, 7, 629), (1, 3, 2))
     results = over_threads(step.run)
     same_bits(results)
     alone = Step(

@@ -213,6 +213,6 @@ def test_platform_agrees_with_psutil():
 
 def test_spinning_is_bounded_unless_the_user_chose_how_to_wait(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert CpuPlatform().process_env() == {"GOMP_SPINCOUNT": "2000"}
+    assert CpuPlatform().process_env()["GOMP_SPINCOUNT"] == "2000"
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    assert CpuPlatform().process_env() == {}
+    assert "GOMP_SPINCOUNT" not in CpuPlatform().process_env()

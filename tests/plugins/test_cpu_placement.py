@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds_runtime_cpu import machine, native, placement
 from ds_runtime_cpu.placement import nodes, parse_cpus
+from ds_runtime_cpu.platform import CpuPlatform
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /sys")
 
@@ -162,6 +163,23 @@ def test_threads_are_bound_and_their_number_holds_for_every_caller():
     assert counts == [3, 3], "--threads holds for a second thread of Python too"
 
 
+def flags_at(address: int, smaps: str) -> str:
+    """The marks of the mapping that holds this address."""
+    inside = False
+    for line in smaps.splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low <= address < high
+        elif inside and head == "VmFlags:":
+            return line
+    return ""
+
+
+def carries_the_wish(flags: str) -> bool:
+    return (" hg" in flags) is not placement.say_large_pages().startswith("not offered")
+
+
 @linux
 def test_packed_weights_are_offered_large_pages():
     """The mapping under a packed weight carries the system's mark of the wish."""
@@ -169,19 +187,28 @@ def test_packed_weights_are_offered_large_pages():
     buffer = torch.empty(16 << 20, dtype=torch.uint8)
     native.calls().large_pages(buffer.data_ptr(), buffer.nbytes)
     middle = buffer.data_ptr() + (8 << 20)
-    flags = ""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            low, high = (int(part, 16) for part in head.split("-"))
-            inside = low <= middle < high
-        elif inside and head == "VmFlags:":
-            flags = line
-    if placement.say_large_pages().startswith("not offered"):
-        assert not flags or " hg" not in flags
-    else:
-        assert " hg" in flags, flags
+    flags = flags_at(middle, Path("/proc/self/smaps").read_text())
+    assert carries_the_wish(flags), flags
+
+
+CACHE = """
+import torch
+cache = torch.zeros(16 << 20, dtype=torch.uint8)
+print(cache.data_ptr() + (8 << 20))
+print(open("/proc/self/smaps").read())
+"""
+
+
+@linux
+def test_caches_of_an_engine_are_offered_large_pages():
+    """What the platform sets is what torch reads, in the version that is installed."""
+    pytest.importorskip("torch")
+    env = {**os.environ, **CpuPlatform().process_env()}
+    ran = subprocess.run([sys.executable, "-c", CACHE], capture_output=True, text=True, env=env)
+    assert ran.returncode == 0, ran.stderr
+    middle, _, smaps = ran.stdout.partition("\n")
+    flags = flags_at(int(middle), smaps)
+    assert carries_the_wish(flags), flags
 
 
 def test_nodes_of_this_machine_are_found():

@@ -4,7 +4,8 @@
 // so that keys are never transposed and nothing is summed across lanes: a maximum or a sum over
 // keys is one vector operation per key. Queries are packed once per tile and values once per
 // block, in words of 32 bits that hold one float32, or the two bfloat16 that one instruction
-// multiplies and adds:
+// multiplies and adds. Where vectors multiply pairs, values are not packed but made pairs of on the
+// way to registers:
 //
 //   queries  [words of d][rows]          two neighbours of a query to a word
 //   scores   [keys][rows] float32; then, in place, weights [words of keys][rows]
@@ -25,18 +26,20 @@ template <class C>
 class Tile {
   using W = Word<C>;
   static constexpr int N = W::N, L = F::W;
-  static constexpr bool AMX = MATRIX<C>;
+  static constexpr bool AMX = MATRIX<C>, PACKED = AMX || N == 1;
+  static constexpr int MOST_ROWS = PACKED ? ROW_TILE : 12, VECTORS = PACKED ? COLUMN_VECTORS : 2;
   static constexpr float MUCH = 4.0f;
   static constexpr int64_t NO_TAIL = INT64_MAX;
 
  public:
   Tile(Arena& arena, int64_t most_rows, int64_t d, int64_t dv)
       : d_(d), dv_(dv), words_(words_of(d)),
-        columns_(up_to(dv, L)), stride_(columns_ + (AMX ? 16 : 0)) {
+        columns_(up_to(dv, PACKED ? L : VECTORS * L)), stride_(columns_ + (AMX ? 16 : 0)) {
     const int64_t rows = up_to(most_rows, L);
     queries_ = arena.take<C>(words_ * N * rows);
     scores_ = arena.take<float>(KEYS * rows);
-    for (C*& panel : values_) panel = arena.take<C>(PANEL * KEYS);
+    if (PACKED)
+      for (C*& panel : values_) panel = arena.take<C>(PANEL * KEYS);
     if (std::is_same_v<C, float>)
       widened_ = arena.take<C>((rows > QUERY_VECTORS * L ? KEYS : MOST_KEYS) * d);
     for (float** p : {&top_, &base_, &total_}) *p = arena.take<float>(rows);
@@ -97,29 +100,35 @@ class Tile {
     else
       score(key);
     for (int64_t v = 0; v < padded_ / L; ++v) weigh(v);
-    // A panel is packed before the one in front of it is used, so that it need not be waited for.
-    pack_values(value, 0, values_[0]);
-    for (int64_t p = 0; p < panels; ++p) {
-      if (p + 1 < panels) pack_values(value, (p + 1) * PANEL, values_[(p + 1) % 2]);
-      if constexpr (AMX)
-        matrix_accumulate(p * PANEL, values_[p % 2]);
-      else
-        accumulate(p * PANEL, values_[p % 2]);
+    if constexpr (PACKED) {
+      // A panel is packed before the one in front of it is used, so that it need not be waited for.
+      pack_values(value, 0, values_[0]);
+      for (int64_t p = 0; p < panels; ++p) {
+        if (p + 1 < panels) pack_values(value, (p + 1) * PANEL, values_[(p + 1) % 2]);
+        if constexpr (AMX)
+          matrix_accumulate(p * PANEL, values_[p % 2]);
+        else
+          accumulate<true>(p * PANEL, values_[p % 2]);
+      }
+    } else {
+      int64_t c = 0;
+      for (; c + VECTORS * L <= dv_; c += VECTORS * L) accumulate<true>(c, value);
+      if (c < dv_) accumulate<false>(c, value);
     }
     fresh_ = false;
   }
 
  private:
-  // About how much a block works, in units of packing two rows of one panel.
-  static constexpr int TILE_STEP = SCORE_STEP;  // words of 24 sums
+  // About how much a block works, in products of vectors. PACK_STEP: packing two rows of a panel.
+  static constexpr int TILE_STEP = SCORE_STEP, PACK_STEP = 24;
   int64_t work(int64_t panels) const {
     const int64_t words = words_of(d_), vectors = padded_ / L;
     if (AMX) {
       const int64_t tiles = up_to(count_, 16) / 16 * (vectors * (words / 16) + panels * 2);
-      return panels * count_ / 2 + tiles / 4 * MATRIX_STEP;
+      return panels * count_ / 2 * PACK_STEP + tiles / 4 * MATRIX_STEP;
     }
-    const int64_t sums = count_ * words * vectors + rows_ * count_ / N * panels * COLUMN_VECTORS;
-    return panels * count_ / N + sums / (ROW_TILE * COLUMN_VECTORS);
+    return count_ * words * vectors + rows_ * count_ / N * (columns_ / L) +
+           (PACKED ? panels * count_ / N * PACK_STEP : 0);
   }
   static int64_t words_of(int64_t d) { return up_to((d + N - 1) / N, 16); }
 
@@ -257,7 +266,7 @@ class Tile {
     int j = 0;
     if (n == PANEL)
       for (; j + N <= count_; j += N, to += PANEL * N) {
-        ahead_.step(1);
+        ahead_.step(PACK_STEP);
         pack_word<true>(value[j] + c, value[j + N - 1] + c, n, to);
       }
     for (; j < count_; j += N, to += PANEL * N)
@@ -278,64 +287,80 @@ class Tile {
 #if DS_BF16_DOTS
   template <bool WHOLE>
   static void pack_word(const bf16* a, const bf16* b, int64_t n, bf16* to) {
-    alignas(64) static constexpr uint16_t turns[2][32] = {
-        {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-         8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
-        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
-         24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
-    const __m512i low = _mm512_load_si512(turns[0]), high = _mm512_load_si512(turns[1]);
     for (int64_t c = 0; c < (WHOLE ? PANEL : n); c += 32) {
-      const __mmask32 some = WHOLE || n - c >= 32 ? ~0u : (1u << (n - c)) - 1;
-      const __m512i x = _mm512_maskz_loadu_epi16(some, a + c);
-      const __m512i y = _mm512_maskz_loadu_epi16(b ? some : 0, b + c);
-      _mm512_storeu_si512(to + 2 * c, _mm512_permutex2var_epi16(x, low, y));
-      _mm512_storeu_si512(to + 2 * c + 32, _mm512_permutex2var_epi16(x, high, y));
+      const typename W::Pairs pairs(n - c);
+      const __m512i x = pairs.template row<WHOLE>(a + c);
+      const __m512i y = b ? pairs.template row<WHOLE>(b + c) : _mm512_setzero_si512();
+      for (int i = 0; i < 2; ++i)
+        _mm512_storeu_si512(to + 2 * c + 32 * i, (__m512i)pairs.words(x, y, i));
     }
   }
 #endif
 
-  // sums += weights . values for the panel at column c; rows in equal tiles, each with the keys that it sees.
-  void accumulate(int64_t c, const C* panel) {
+  // sums += weights . values for the columns from c on; rows in equal tiles, each with the keys that
+  // it sees. V: a panel, or where values lie, WHOLE if each has all of these columns.
+  template <bool WHOLE, class V>
+  void accumulate(int64_t c, V values) {
     const int64_t left = (columns_ - c) / L;
-    const int vectors = int(left < COLUMN_VECTORS ? left : COLUMN_VECTORS);
-    const int64_t tiles = (rows_ + ROW_TILE - 1) / ROW_TILE;
+    const int vectors = int(left < VECTORS ? left : VECTORS);
+    const int64_t tiles = (rows_ + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t m = rows_ * i / tiles, end = rows_ * (i + 1) / tiles;
-      sum_some<ROW_TILE, COLUMN_VECTORS>(int(end - m), vectors, m, c, panel,
-                                         (sees(end - 1) + N - 1) / N);
+      sum_some<WHOLE, MOST_ROWS, VECTORS>(int(end - m), vectors, m, c, values, sees(end - 1));
     }
   }
 
-  template <int M, int NV>
-  void sum_some(int rows, int vectors, int64_t m, int64_t c, const C* panel, int words) {
+  template <bool WHOLE, int M, int NV, class V>
+  void sum_some(int rows, int vectors, int64_t m, int64_t c, V values, int keys) {
     if constexpr (M > 1)
-      if (rows < M) return sum_some<M - 1, NV>(rows, vectors, m, c, panel, words);
-    if constexpr (NV > 1)
-      if (vectors < NV) return sum_some<M, NV - 1>(rows, vectors, m, c, panel, words);
-    sum_tile<M, NV>(m, c, panel, words);
+      if (rows < M) return sum_some<WHOLE, M - 1, NV>(rows, vectors, m, c, values, keys);
+    if constexpr (PACKED && NV > 1)
+      if (vectors < NV) return sum_some<WHOLE, M, NV - 1>(rows, vectors, m, c, values, keys);
+    sum_tile<WHOLE, M, NV>(m, c, values, keys);
   }
 
-  template <int M, int NV>
-  void sum_tile(int64_t m, int64_t c, const C* panel, int words) {
-    const C *v = panel, *p = (const C*)scores_ + m * N;
+  template <bool WHOLE, int M, int NV, class V>
+  DS_NOINLINE void sum_tile(int64_t m, int64_t c, V values, int keys) {
+    const C* p = (const C*)scores_ + m * N;
     float* o = sums_ + m * stride_ + c;
     F acc[M][NV];
+    DS_UNROLL_VECTORS
     for (int i = 0; i < M; ++i)
+      DS_UNROLL_VECTORS
       for (int x = 0; x < NV; ++x)
         acc[i][x] = fresh_ ? F::zero() : F::load(o + i * stride_ + x * L);
+    const int words = (keys + N - 1) / N;
     for (int w = 0; w < words;) {
       const int end = w + TILE_STEP < words ? w + TILE_STEP : words;
-      ahead_.step(TILE_STEP);
-      for (; w < end; ++w, v += PANEL * N, p += padded_ * N) {
-        typename W::V y[NV];
-        for (int x = 0; x < NV; ++x) y[x] = W::load(v + x * L * N);
-        for (int i = 0; i < M; ++i) {
-          const typename W::V weight = W::all(p + i * N);
-          for (int x = 0; x < NV; ++x) acc[i][x] = W::mac(acc[i][x], y[x], weight);
+      ahead_.step(TILE_STEP * M * NV);
+      for (; w < end; ++w, p += padded_ * N) {
+        if constexpr (PACKED) {
+          typename W::V y[NV];
+          for (int x = 0; x < NV; ++x) y[x] = W::load(values + (w * PANEL + x * L) * N);
+          for (int i = 0; i < M; ++i) {
+            const typename W::V weight = W::all(p + i * N);
+            for (int x = 0; x < NV; ++x) acc[i][x] = W::mac(acc[i][x], y[x], weight);
+          }
         }
+#if DS_BF16_DOTS
+        else {
+          static constexpr bf16 NOTHING[VECTORS * L] = {};  // beside the last of an odd number
+          const typename W::Pairs pairs(dv_ - c);
+          const __m512i a = pairs.template row<WHOLE>(values[2 * w] + c);
+          const __m512i b =
+              pairs.template row<WHOLE>(2 * w + 1 < keys ? values[2 * w + 1] + c : NOTHING);
+          const typename W::V y[2] = {pairs.words(a, b, 0), pairs.words(a, b, 1)};
+          DS_UNROLL_VECTORS
+          for (int i = 0; i < M; ++i)
+            DS_UNROLL_VECTORS
+            for (int x = 0; x < NV; ++x) acc[i][x] = W::mac_all(acc[i][x], y[x], p + i * N);
+        }
+#endif
       }
     }
+    DS_UNROLL_VECTORS
     for (int i = 0; i < M; ++i)
+      DS_UNROLL_VECTORS
       for (int x = 0; x < NV; ++x) acc[i][x].store(o + i * stride_ + x * L);
   }
 

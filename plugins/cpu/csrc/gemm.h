@@ -47,26 +47,6 @@
 
 namespace ds {
 
-// Loops over registers must be unrolled, or the registers are kept in memory; loops around a full
-// set of them must not be.
-#if defined(__clang__)
-#define DS_UNROLL _Pragma("clang loop unroll(full)")
-#define DS_ROLLED _Pragma("clang loop unroll(disable)")
-#elif defined(__GNUC__)
-#define DS_UNROLL _Pragma("GCC unroll 16")
-#define DS_ROLLED _Pragma("GCC unroll 1")
-#else
-#define DS_UNROLL
-#define DS_ROLLED
-#endif
-
-// A tile is a function of its own, for it needs all registers.
-#if defined(__GNUC__)
-#define DS_NOINLINE __attribute__((noinline))
-#else
-#define DS_NOINLINE
-#endif
-
 constexpr int NB = 64;  // columns of a panel
 
 inline int64_t panels_of(int64_t n) { return (n + NB - 1) / NB; }

@@ -66,8 +66,9 @@ void attend(const Call& call, int64_t i, int64_t head, int64_t row, int64_t rows
   int count = next(0, key[0], value[0]);
   for (int64_t j0 = 0, i = 0; j0 < last; j0 += KEYS, i = 1 - i) {
     const int later = next(j0 + KEYS, key[1 - i], value[1 - i]);
-    tile.block(key[i], value[i], j0, count,
-               RowsAhead(key[1 - i], call.k.d, value[1 - i], call.v.d, later));
+    RowsAhead ahead;
+    ahead.add(key[1 - i], call.k.d, later).add(value[1 - i], call.v.d, later);
+    tile.block(key[i], value[i], j0, count, ahead);
     count = later;
   }
   for (int64_t m = 0; m < rows; ++m) {

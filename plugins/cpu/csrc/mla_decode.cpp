@@ -15,11 +15,24 @@ namespace {
 constexpr int64_t TAIL = 64;  // keys of which a row of a tree says whether it sees them
 constexpr int64_t ROWS = 64;  // query rows of a unit: what they need stays in the second cache
 
-// Keys of a unit: enough to pay for merging its result, few enough to occupy many threads.
-int64_t range_of(int64_t length) {
-  const int64_t keys = up_to((length + 15) / 16, KEYS);
-  return keys < 3 * KEYS ? 3 * KEYS : keys > 10 * KEYS ? 10 * KEYS : keys;
-}
+// How the keys of a sequence are divided: long ranges, enough to pay for merging their results and
+// few enough to occupy many threads, and short ones in the end, so that threads finish together.
+struct Ranges {
+  static constexpr int64_t SHORT = 128;
+  int64_t length, size, whole, count;  // keys, those of a long one, how many of these, of all
+  explicit Ranges(int64_t keys) : length(keys) {
+    int64_t most = 1;
+    while (length >= 512 * most && (most < 16 || length > 1024 * most)) most *= 2;
+    size = up_to((length + most - 1) / most, 32);
+    whole = most > 2 ? most - 2 : most;
+    count = whole;
+    if (whole * size < length) count += (length - whole * size + SHORT - 1) / SHORT;
+  }
+  int64_t end(int64_t i) const {  // of range i
+    const int64_t at = i < whole ? (i + 1) * size : whole * size + (i + 1 - whole) * SHORT;
+    return at < length ? at : length;
+  }
+};
 
 struct Call {
   const void* q;
@@ -38,6 +51,7 @@ struct Call {
 struct Unit {
   int64_t sequence, row, rows;  // rows of the sequence, its tokens by its heads
   int64_t first, last;          // keys
+  int64_t range, ranges;        // which of how many
   int64_t partial;              // its first row of partial results; -1: it sees all keys itself
 };
 
@@ -46,15 +60,16 @@ template <class Each>
 void units_of(const Call& call, Each each) {
   int64_t partial = 0;
   for (int64_t i = 0; i < call.sequences; ++i) {
-    const int64_t length = call.lens[i], range = range_of(length);
+    if (call.lens[i] <= 0) continue;
+    const Ranges ranges(call.lens[i]);
     const int64_t rows = (call.starts[i + 1] - call.starts[i]) * call.heads;
     const int64_t groups = (rows + ROWS - 1) / ROWS, vectors = (rows + F::W - 1) / F::W;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t row = vectors * g / groups * F::W, end = vectors * (g + 1) / groups * F::W;
-      Unit unit{i, row, (end < rows ? end : rows) - row, 0, 0, -1};
-      for (; unit.last < length; unit.first = unit.last) {
-        unit.last = length - unit.first < range ? length : unit.first + range;
-        if (length > range) {
+      Unit unit{i, row, (end < rows ? end : rows) - row, 0, 0, 0, ranges.count, -1};
+      for (; unit.range < ranges.count; ++unit.range, unit.first = unit.last) {
+        unit.last = ranges.end(unit.range);
+        if (ranges.count > 1) {
           unit.partial = partial;
           partial += end - row;
         }
@@ -122,8 +137,24 @@ auto keys_as(const K* const* keys, int count, const Call& call, C* buffer, const
   }
 }
 
+// Where the keys of a unit from `first` on lie, as many as a block takes.
+template <class K>
+int keys_of(const Call& call, const Unit& u, int64_t first, const K** to) {
+  const int count = int(u.last - first < KEYS ? u.last - first : KEYS);
+  const int64_t size = token_size<K>(call.lora, call.width - call.lora);
+  const int32_t* page = call.pages + u.sequence * call.max_pages + first / call.page_size;
+  int64_t row = first % call.page_size;
+  for (int j = 0; j < count; ++j) {
+    to[j] = (const K*)call.cache + (*page * call.page_size + row) * size;
+    if (++row == call.page_size) row = 0, ++page;
+  }
+  return count;
+}
+
+// `cold`: nothing of the unit was fetched yet. `then`, if not null: what probably comes next.
 template <class T, class K, class C>
-void attend(const Call& call, const Unit& u, const Partials& partials, void* memory) {
+void attend(const Call& call, const Unit& u, bool cold, const Unit* then, const Partials& partials,
+            void* memory) {
   Arena arena(memory);
   Desk<C> desk(arena, call.width, call.lora);
   Tile<C>& tile = desk.tile;
@@ -144,24 +175,29 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
   if (call.tree)
     tile.tree(call.lens[u.sequence] - TAIL, [&](int64_t m) { return call.tree[start + token(m)]; });
 
-  const int32_t* pages = call.pages + u.sequence * call.max_pages;
-  int64_t page = u.first / call.page_size, row = u.first % call.page_size;
   const int64_t size = token_size<K>(call.lora, call.width - call.lora);
   const K* rows[2][KEYS];
-  auto next = [&](int64_t j0, const K** to) {  // where keys [j0, j0 + result) of this unit lie
-    const int count = int(u.last - j0 < KEYS ? u.last - j0 : KEYS);
-    for (int j = 0; j < count; ++j) {
-      to[j] = (const K*)call.cache + (pages[page] * call.page_size + row) * size;
-      if (++row == call.page_size) row = 0, ++page;
-    }
-    return count;
-  };
-  int count = next(u.first, rows[0]);
+  const float* results[ROWS];
+  int count = keys_of(call, u, u.first, rows[0]);
   for (int64_t j0 = u.first, i = 0; j0 < u.last; j0 += KEYS, i = 1 - i) {
-    const int later = next(j0 + KEYS, rows[1 - i]);
     const C* wide[KEYS];
+    RowsAhead ahead;
+    // Half of a block's time passes until its last scores: half of what it fetches may be its own.
+    if (cold && j0 == u.first) ahead.add(rows[i], size, count);
+    int later = 0;
+    if (j0 + KEYS < u.last) {
+      later = keys_of(call, u, j0 + KEYS, rows[1 - i]);
+      ahead.add(rows[1 - i], size, later);
+    } else if (then) {
+      ahead.add(rows[1 - i], size, keys_of(call, *then, then->first, rows[1 - i]));
+      if (then->partial >= 0) {  // what is written is read first, too
+        for (int64_t m = 0; m < then->rows; ++m)
+          results[m] = partials.sums + (then->partial + m) * columns;
+        ahead.add(results, columns, then->rows);
+      }
+    }
     const auto keys = keys_as<C>(rows[i], count, call, desk.wide, wide);
-    tile.block(keys, keys, j0, count, RowsAhead(rows[1 - i], size, rows[1 - i], 0, later));
+    tile.block(keys, keys, j0, count, ahead);
     count = later;
   }
 
@@ -179,8 +215,7 @@ void attend(const Call& call, const Unit& u, const Partials& partials, void* mem
 // A unit's share of its group's rows, from the partial results of all ranges.
 template <class T>
 void merge(const Call& call, const Unit& u, const Partials& partials, int64_t stride) {
-  const int64_t length = call.lens[u.sequence], range = range_of(length);
-  const int64_t ranges = (length + range - 1) / range, mine = u.first / range;
+  const int64_t ranges = u.ranges, mine = u.range;
   const int64_t rows = up_to(u.rows, F::W), first = u.partial - mine * rows;
   for (int64_t m = u.rows * mine / ranges; m < u.rows * (mine + 1) / ranges; ++m) {
     float high = -INFINITY, total = 0.0f;
@@ -221,8 +256,11 @@ void mla_decode(const Call& call) {
     cost += (u.last - u.first) * (call.width * int64_t(sizeof(K)) +
                                   u.rows * (call.width + call.lora) / 8);
   });
+  const int64_t threads = worth_threads(cost, memory.count) ? max_threads() : 1;
   parallel_each(memory.count, cost, [&](int64_t i, int64_t thread) {
-    attend<T, K, C>(call, memory.units[i], memory.partials, memory.desks + thread * memory.desk);
+    const Unit *u = memory.units + i, *then = i + threads < memory.count ? u + threads : nullptr;
+    attend<T, K, C>(call, *u, i < threads, then, memory.partials,
+                    memory.desks + thread * memory.desk);
   });
   if (memory.partial_rows)
     parallel_each(memory.count, memory.partial_rows * memory.columns * 4, [&](int64_t i, int64_t) {

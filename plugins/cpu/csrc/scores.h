@@ -2,6 +2,8 @@
 // lie: keys are never transposed, and nothing is summed across lanes.
 #pragma once
 
+#include <type_traits>
+
 #include "words.h"
 
 namespace ds {
@@ -10,17 +12,17 @@ namespace ds {
 // evenly over its time: a burst of fetches would hold up every load behind it.
 class RowsAhead {
  public:
-  RowsAhead() = default;
-  template <class K, class V>
-  RowsAhead(const K* const* keys, int64_t key_elements, const V* const* values,
-            int64_t value_elements, int count)
-      : lists_{{(const char* const*)keys, count, key_elements * int64_t(sizeof(K))},
-               {(const char* const*)values, count, value_elements * int64_t(sizeof(V))}} {
-    if (count <= 0) return;
-    for (const List& list : lists_) lines_ += count * ((list.bytes + 63) / 64);
-    open();
+  // `count` rows more, behind those that are there, which are a list until all is fetched.
+  template <class T>
+  RowsAhead& add(const T* const* rows, int64_t elements, int64_t count) {
+    const int64_t bytes = elements * int64_t(sizeof(T));
+    if (count <= 0 || bytes <= 0) return *this;
+    lists_[known_++] = {(const char* const*)rows, count, bytes};
+    lines_ += count * ((bytes + 63) / 64);
+    if (!at_) open();
+    return *this;
   }
-  // How many units of work the block has in all.
+  // How many units of work the block has in all, products of vectors say.
   void pace(int64_t units) { units_ = units > 0 ? units : 1; }
   // `units` of them are about to be done.
   void step(int64_t units) {
@@ -40,19 +42,19 @@ class RowsAhead {
     int64_t count, bytes;
   };
   void open() {  // the next row; after all rows, nothing is owed any more
-    if (lists_[0].count <= 0 || lists_[0].bytes <= 0) {
-      lists_[0] = lists_[1];
-      lists_[1].count = 0;
-      if (lists_[0].count <= 0 || lists_[0].bytes <= 0) {
-        lines_ = owed_ = 0;
-        return;
-      }
+    if (open_ < known_ && lists_[open_].count == 0) ++open_;
+    if (open_ == known_) {
+      lines_ = owed_ = 0;
+      return;
     }
-    at_ = *lists_[0].rows++;
-    end_ = at_ + lists_[0].bytes;
-    --lists_[0].count;
+    List& list = lists_[open_];
+    at_ = *list.rows++;
+    end_ = at_ + list.bytes;
+    --list.count;
   }
-  List lists_[2] = {};
+  static constexpr int LISTS = 3;
+  List lists_[LISTS];
+  int known_ = 0, open_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;
   int64_t lines_ = 0, units_ = 1, owed_ = 0;
 };
@@ -109,12 +111,13 @@ constexpr int SCORE_STEP = 8;  // words between two looks at what is to be fetch
 
 // Dot products of `count` <= K keys with NV vectors of packed queries: to [count][padded].
 template <int K, int NV, class C>
-inline void score_tile(const C* queries, int64_t d, int64_t padded, const C* const* key, int count,
-                       RowsAhead& ahead, float* to) {
+DS_NOINLINE inline void score_tile(const C* queries, int64_t d, int64_t padded,
+                                   const C* const* key, int count, RowsAhead& ahead, float* to) {
   using W = Word<C>;
   constexpr int N = W::N, L = F::W;
   const C* k[K];
   F acc[K][NV];
+  DS_UNROLL_VECTORS
   for (int j = 0; j < K; ++j) {
     k[j] = key[j < count ? j : count - 1];  // scores of the excess are dropped
     for (int v = 0; v < NV; ++v) acc[j][v] = F::zero();
@@ -122,22 +125,43 @@ inline void score_tile(const C* queries, int64_t d, int64_t padded, const C* con
   const C* q = queries;
   const int64_t step = padded * N;
   int64_t i = 0;
-  auto one = [&](auto word) {
-    typename W::V x[NV];
-    for (int v = 0; v < NV; ++v) x[v] = W::load(q + v * L * N);
-    for (int j = 0; j < K; ++j) {
-      const typename W::V y = word(k[j] + i);
-      for (int v = 0; v < NV; ++v) acc[j][v] = W::mac(acc[j][v], x[v], y);
-    }
+  auto some = [&](auto words) {  // key after key, so that their addresses need no registers
+    constexpr int S = decltype(words)::value;
+    typename W::V x[S][NV];
+    for (int w = 0; w < S; ++w, q += step)
+      for (int v = 0; v < NV; ++v) x[w][v] = W::load(q + v * L * N);
+    DS_UNROLL_VECTORS
+    for (int j = 0; j < K; ++j)
+      DS_UNROLL_VECTORS
+      for (int w = 0; w < S; ++w) {
+        const C* p = k[j] + i + w * N;
+        if constexpr (NV == 1) {
+          acc[j][0] = W::mac_all(acc[j][0], x[w][0], p);
+        } else {
+          const typename W::V y = W::all(p);
+          for (int v = 0; v < NV; ++v) acc[j][v] = W::mac(acc[j][v], x[w][v], y);
+        }
+      }
+    i += S * N;
   };
-  for (; i + N <= d;) {
+  constexpr std::integral_constant<int, NV == 1 ? SCORE_WORDS : 1> several;
+  constexpr std::integral_constant<int, 1> single;
+  while (i + N <= d) {
     const int64_t end = i + SCORE_STEP * N <= d ? i + SCORE_STEP * N : d - d % N;
-    ahead.step(SCORE_STEP);
-    for (; i < end; i += N, q += step) one([](const C* p) { return W::all(p); });
+    ahead.step(SCORE_STEP * K * NV);
+    while (i + several() * N <= end) some(several);
+    while (i < end) some(single);
   }
-  if (i < d) one([](const C* p) { return W::half(p); });  // what follows a row may be NaN
-  for (int j = 0; j < count; ++j)
-    for (int v = 0; v < NV; ++v) acc[j][v].store(to + j * padded + v * L);
+  if (i < d)  // what follows a row may be NaN
+    for (int v = 0; v < NV; ++v) {
+      const typename W::V x = W::load(q + v * L * N);
+      DS_UNROLL_VECTORS
+      for (int j = 0; j < K; ++j) acc[j][v] = W::mac(acc[j][v], x, W::half(k[j] + i));
+    }
+  DS_UNROLL_VECTORS
+  for (int j = 0; j < K; ++j)
+    if (j < count)
+      for (int v = 0; v < NV; ++v) acc[j][v].store(to + j * padded + v * L);
 }
 
 }  // namespace ds

@@ -31,7 +31,7 @@ struct MatrixUnit {
 template <class C>
 constexpr bool MATRIX = DS_AMX && Word<C>::N == 2;
 
-constexpr int MATRIX_STEP = 8;  // four tiles of dot products, beside SCORE_STEP
+constexpr int MATRIX_STEP = 192;  // four tiles of dot products, as products of vectors
 
 #if DS_AMX
 

@@ -101,11 +101,11 @@ def say_nodes(on: Mapping[int, frozenset[int]]) -> str:
 
 
 def say_large_pages(root: Path = Path("/")) -> str:
-    """Whether packed weights lie on large pages, for people."""
+    """Whether packed weights and caches lie on large pages, for people."""
     modes = read(root / _LARGE / "enabled")
     mode = modes.partition("[")[2].partition("]")[0]
     if mode in ("always", "madvise"):
-        return f"packed weights lie on large pages (transparent_hugepage: {mode})"
+        return f"packed weights and caches lie on large pages (transparent_hugepage: {mode})"
     if mode == "never":
         return f"off: decode is slower; echo madvise > /{_LARGE}/enabled"
     return "not offered by this system"

@@ -105,13 +105,16 @@ class CpuPlatform(Platform):
         return MemoryInfo(total=total, free=free)
 
     def process_env(self) -> Mapping[str, str]:
-        """Bounded spinning for libgomp, whose own bound is milliseconds; torch's limit as ours.
+        """Bounded spinning for libgomp, whose own bound is milliseconds; torch's limit as ours;
+        large pages under torch's large tensors, for a step reads all of a sequence's KV cache.
 
         That long a thread would burn a core that the thread it waits for may need. 2000 turns
         are some tens of microseconds: they bridge the gap between two kernels, as before
         (benchmarks/results/cpu_threads.md). A chosen instruction set holds for torch as well.
         """
-        found = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "2000"}
+        found = {"THP_MEM_ALLOC_ENABLE": "1"}
+        if "OMP_WAIT_POLICY" not in os.environ:
+            found["GOMP_SPINCOUNT"] = "2000"
         return found if self._isa == AUTO else {**found, **ISAS[self._isa].process_env()}
 
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
