@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
+    from ds_runtime.platform.cores import cores_per_device
     from ds_runtime.platform.recording import CaptureError, Recorded, Recording
 
 _LAZY = {  # where what needs torch comes from
@@ -99,6 +100,7 @@ _LAZY = {  # where what needs torch comes from
     "Weight": "ds_runtime.ops.weight",
     "WeightPart": "ds_runtime.ops.weight",
     "ceilings": "ds_runtime.platform.ceilings",
+    "cores_per_device": "ds_runtime.platform.cores",
     "decode_scale": "ds_runtime.ops.reference.formats",
     "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
     "route": "ds_runtime.ops.reference.moe",
@@ -168,6 +170,7 @@ __all__ = [
     "WeightPart",
     "ceilings",
     "checks",
+    "cores_per_device",
     "decode_scale",
     "device_nodes",
     "exported_names",

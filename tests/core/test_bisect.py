@@ -163,6 +163,28 @@ def test_the_planted_kernel_is_named_and_its_case_replays(
         replay(plugins, device, str(out), "none-such")
 
 
+class WideHead(linear.ReferenceLinear):
+    def gives_float32(self, rows: int, packed: Any) -> bool:
+        return True
+
+
+class WrongHead(WideHead):
+    def apply_float32(self, x: torch.Tensor, packed: Any, out: Any = None) -> torch.Tensor:
+        return super().apply_float32(x, packed, out) * 1.5
+
+
+@pytest.mark.parametrize("head", [WideHead, WrongHead])
+def test_logits_that_are_not_rounded_are_watched(
+    head: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = find(planted(monkeypatch, "linear", head, "lm_head"), tmp_path / "case")
+    if head is WideHead:
+        assert finding.culprit is None
+    else:
+        assert finding.culprit is not None
+        assert finding.culprit.kernel == "planted.WrongHead" and finding.where == "lm_head"
+
+
 @pytest.mark.slow
 def test_what_a_kernel_keeps_of_earlier_calls_is_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,19 @@ def recorded():
         sys.path.pop(0)
 
 
+@contextmanager
+def in_earnest(bound):
+    """A rehearsal whose kernels run."""
+    yield True
+
+
+def set_up(recorded, monkeypatch, how):
+    """How steps are captured: see test_answers_are_those_of_eager_steps."""
+    monkeypatch.setattr(recorded.MlaDecode, "prepares_on_device", how != "prepared in front")
+    if how == "rehearsed":
+        monkeypatch.setattr("ds_runtime.engine.runner.rehearsing", in_earnest)
+
+
 def make(tiny, recorded, poison=True, **settings):
     config = EngineConfig(model=str(tiny), **{**SETTINGS, **settings})
     return Runner(assemble(config, SETTINGS, [recorded]), SoloCommunicator(), poison=poison)
@@ -75,10 +89,12 @@ def test_the_kernels_of_these_tests_conform(recorded, op):
     assert len(results) > 1 and [r.failure for r in results if not r.ok] == []
 
 
-@pytest.mark.parametrize("on_device", [True, False], ids=("prepared inside", "in front"))
-def test_answers_are_those_of_eager_steps(tiny, recorded, monkeypatch, on_device):
-    """on_device: MLA decode prepares within the recording, or in front of every replay."""
-    monkeypatch.setattr(recorded.MlaDecode, "prepares_on_device", on_device)
+@pytest.mark.parametrize("how", ["prepared inside", "prepared in front", "rehearsed"])
+def test_answers_are_those_of_eager_steps(tiny, recorded, monkeypatch, how):
+    """MLA decode prepares within the recording, or in front of every replay; a rehearsal, in which
+    these kernels do run, leaves nothing.
+    """
+    set_up(recorded, monkeypatch, how)
     draw = random.Random(5)
     prompts = [
         [draw.randrange(2, 258) for _ in range(n)] for n in (1, 33, 7, 80, 2, 16, 15, 50, 9, 4)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_graphs import set_up
 from test_speculation import SETTINGS, asked, shortened
 from test_speculation_pairs import answers, made  # noqa: F401
 
@@ -75,26 +76,39 @@ def plain():
     return everything(disable_graph=True)[0]
 
 
-@pytest.mark.parametrize("on_device", [True, False], ids=("prepared inside", "in front"))
+def eager_settings(recorded):
+    return {
+        "extra_plugins": [recorded],
+        "platform": "recorded",
+        "plugins": (),
+        "max_running_requests": 3,
+        "page_size": 8,
+    }
+
+
+@pytest.fixture(scope="module")
+def eager(recorded):
+    """Accepted drafts of the same kernels without captures, by kind of drafting."""
+    found = {}
+    for kind in (CHAIN, TREE):
+        stats = everything(**kind, **eager_settings(recorded), disable_graph=True)[1]
+        found[kind.get("speculative_eagle_topk", 1)] = stats.accepted_tokens
+    return found
+
+
+@pytest.mark.parametrize("how", ["prepared inside", "prepared in front", "rehearsed"])
 @DRAFTING
-def test_every_kind_of_request(recorded, plain, drafting, on_device, monkeypatch):
+def test_every_kind_of_request(recorded, plain, eager, drafting, how, monkeypatch):
     """Logprobs, penalties, biases, stop strings, grammars, in batches between and at the sizes."""
-    monkeypatch.setattr(recorded.MlaDecode, "prepares_on_device", on_device)
-    found, stats = everything(
-        **drafting,
-        extra_plugins=[recorded],
-        platform="recorded",
-        plugins=(),
-        graph_sizes=(1, 3),
-        max_running_requests=3,
-        page_size=8,
-        **WHOLE,
-    )
+    set_up(recorded, monkeypatch, how)
+    captured = {"graph_sizes": (1, 3), **WHOLE}
+    found, stats = everything(**drafting, **eager_settings(recorded), **captured)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours[:3] == theirs[:3]
         for a, b in zip(ours[3] or (), theirs[3] or (), strict=True):
             assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
-    assert stats.accepted_tokens > 20 and stats.cached_tokens
+    accepted = eager[drafting.get("speculative_eagle_topk", 1)]
+    assert stats.accepted_tokens == accepted > 20 and stats.cached_tokens
     # Pieces between attentions; then a verification, the draft layer behind it, and the chain or
     # each level of the tree, per size.
     replays = recorded.Recorded.backend.replays

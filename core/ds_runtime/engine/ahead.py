@@ -7,7 +7,6 @@ What they compile lies in caches on disk, where this process finds it. Such a pr
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import subprocess
 import sys
@@ -20,10 +19,11 @@ import torch
 
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import Facts, load_attr
+from ds_runtime.platform.cores import cores_per_device
 
 _CORES = 1.5  # of the host, for each process
 _PIECES = 2  # for each at least
-_MEMORY = 16 << 30  # of the device, for each: they hold up to a sixteenth of it while they compile
+_MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than 1 GiB of them
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Ahead:
         self, bound: BoundOps, device: torch.device, rows: Sequence[int], memory: int = 0
     ) -> None:
         tasks = tasks_of(bound) if rows else []
-        processes = max(2, min(memory // _MEMORY, int((os.cpu_count() or 1) / _CORES)))
+        processes = max(2, min(memory // _MEMORY, int(cores_per_device() / _CORES)))
         self._running = [
             _Process(Work(tuple(own), device.index)) for own in divided(tasks, rows, processes)
         ]

@@ -130,7 +130,8 @@ def prepare_kernels(
     recorded: Container[str] | None = None,
 ) -> None:
     """Tell kernels of a captured step, in front of every replay. recorded: instead, inside the
-    recording, those with these keys that prepare on the device. Each of them must run in there.
+    recording, those with these keys (`state_keys` of what runs) that prepare on the device. Each
+    of them must run in there.
     """
     for key, kernel in stateful.items():
         inside = getattr(kernel, "prepares_on_device", False)
@@ -140,7 +141,7 @@ def prepare_kernels(
 
 class PageTable:
     """A captured step's page table at a fixed place, `tensor` [rows, pages] int32 of the spare page
-    at first. It goes to the device when it has changed, which it does once in a page's tokens.
+    at first. It goes to the device when it has changed: a sequence got a page, or another came.
     """
 
     def __init__(self, rows: int, pages: int, spare: int, device: torch.device) -> None:

@@ -46,7 +46,7 @@ def early_rows(
     prefills: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Rows of the calls before the first request. sizes: of captured decode steps, in sequences;
-    prefills: of captured steps with prompts, in tokens.
+    prefills: of steps with prompts, in tokens.
     """
     ranks = _ranks(config)
     length = warm_up_length(config, context_length)

@@ -218,11 +218,11 @@ class DeepSeekModel:
                     self.cos_sin,
                 )
 
-    @torch.inference_mode()
     def state_keys(self, part: DecodePart) -> frozenset[str]:
         """Keys of the step states that attention of such rows reads."""
         return frozenset(key for block in self.blocks for key in block.state_keys(part))
 
+    @torch.inference_mode()
     def logits(
         self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
     ) -> Tensor:

@@ -61,8 +61,9 @@ class MlaDecode(Protocol):
 
     `state(limits)` allocates the persistent buffers of a step, once. `prepare(state, batch)`
     runs on the host once per step, in place: it reads batch.decode. If the kernel has a true
-    `prepares_on_device`, prepare reads no number of a step on the host but its sequences and
-    q_lens, and a captured step holds it: replays compute anew what it queues, from tensors of
+    `prepares_on_device`, prepare reads nothing of a step on the host but its sequences, q_lens,
+    the shapes of its tensors and whether tree is there, and a captured step holds it, in front
+    of `run` in the same recording: replays compute anew what it queues, from tensors of
     batch.decode that lie where they were. `run(state, q, cache,
     scale)`: q [rows, heads, kv_lora + rope] (absorbed latent part, then rotated rope part), cache
     one layer in the bound KV layout. Row j of the n rows of sequence i (n = 1, or q_lens[i])

@@ -55,6 +55,16 @@ class _ByRows:
         out: Tensor = self._of(q.shape[0], packed).apply_quantized(q, scale, packed)
         return out
 
+    def gives_float32(self, rows: int, packed: Packed) -> bool:
+        """See Float32Linear; as of the kernel which serves so many rows."""
+        kernel = self._of(rows, packed)
+        return hasattr(kernel, "gives_float32") and bool(kernel.gives_float32(rows, packed))
+
+    def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """See Float32Linear."""
+        y: Tensor = self._of(x.shape[0], packed).apply_float32(x, packed, out)
+        return y
+
 
 class BoundOps:
     """The chosen kernels, imported: one frozen `Ops` view per (layer, module)."""

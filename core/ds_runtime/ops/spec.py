@@ -277,7 +277,7 @@ class Kernel:
     device as torch's current one. `rehearsal`, of such a kernel, is the `"module:attr"` of a
     function that gives a context, whose value says whether it works here: within, calls of all
     kernels that name it compile and do not run, their results are zeros, and leaving it waits
-    until all have compiled. The first steps run in it before they run in earnest.
+    until all have compiled. Where steps are captured at start, they run in it before.
     """
 
     op: Op

@@ -396,8 +396,8 @@ def _touched(before: dict[int, Tensor], args: tuple[Any, ...]) -> str:
 
 
 def _plain_written(call: Call, args: tuple[Any, ...]) -> list[Tensor]:
-    """The arguments written in place that are no caches."""
-    return [args[i] for i in call.written if isinstance(call.args[i], Tensor)]
+    """The arguments written in place that are no caches; none of a call that was left out."""
+    return [args[i] for i in call.written if args and isinstance(call.args[i], Tensor)]
 
 
 def _strayed(written: list[tuple[Tensor, Tensor, Tensor]]) -> str:
@@ -415,10 +415,11 @@ def _strayed(written: list[tuple[Tensor, Tensor, Tensor]]) -> str:
 
 
 def _aliases(call: Call, args: tuple[Any, ...], results: list[Tensor]) -> str:
+    own = {i for i in call.written if isinstance(call.args[i], Tensor)}  # that may be returned
     held = {
         a.untyped_storage().data_ptr(): i
         for i, a in enumerate(args)
-        if isinstance(a, Tensor) and a.numel() and i not in call.free
+        if isinstance(a, Tensor) and a.numel() and i not in call.free and i not in own
     }
     for r in results:
         if r.numel() and r.untyped_storage().data_ptr() in held:

@@ -28,7 +28,7 @@ _ROWS: Mapping[str, tuple[int, ...]] = {
     "rope": (0, 1, 2),
     "linear.apply": (0,),
     "linear.apply_quantized": (0, 1),
-    "linear.apply_float32": (0,),
+    "linear.apply_float32": (0, 2),
     "quantize_group": (0,),
     "lora_delta": (0, 1, 4),
     "mla_prologue": (0, 1, 4, 7),

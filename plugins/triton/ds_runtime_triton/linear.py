@@ -67,7 +67,11 @@ class LinearDense:
 
     def gives_float32(self, rows: int, packed: Packed) -> bool:
         """See Float32Linear."""
-        return packed.tag == self.tag
+        if packed.tag != self.tag:
+            return False
+        weight: Tensor = packed.tensors["weight"]
+        by_torch = packed.tensors["tuned"].at(rows).get("TORCH")
+        return not by_torch or sums_in_float32(weight.dtype, weight.device)
 
     def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
         """See Float32Linear."""
@@ -80,9 +84,7 @@ class LinearDense:
             return self._multiply(x, packed, config, out)
         if x.dtype == torch.float32:
             return torch.mm(x, weight.t(), out=out)
-        if sums_in_float32(x.dtype, x.device):
-            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-        return out.copy_(F.linear(x, weight))
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
 
     def _multiply(self, x: Tensor, packed: Packed, config: Config, y: Tensor) -> Tensor:
         m, (n, k) = x.shape[0], packed.shape
@@ -101,6 +103,8 @@ class LinearDense:
 @cache
 def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether torch's matmul of this dtype has float32 results on such a device."""
+    if dtype == torch.float32:
+        return True
     a = torch.ones(16, 16, dtype=dtype, device=device)
     try:
         return bool(torch.mm(a, a, out_dtype=torch.float32)[0, 0] == 16)

@@ -19,7 +19,7 @@ from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.reference.formats import fp8_vectors, is_fp8, torch_dtype
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import FP8_GROUPS, Facts
-from ds_runtime.ops.weight import Weight, WeightPart
+from ds_runtime.ops.weight import Packed, Weight, WeightPart
 
 BLOCK = (128, 128)
 OTHERS = (  # formats that few kernels read: sampled more briefly
@@ -56,8 +56,8 @@ class Call:
     save: keep the result under this name instead of comparing it. written: arguments written in
     place, compared afterwards. free: arguments that the kernel may overwrite. raises: the call
     must raise this. asks: a method of the kernel that says, given the rows of the first
-    argument and the last one, how it is to be called; without it, or where it gives none of
-    `answers`, the kernel is left out.
+    argument and the Packed among them, how it is to be called; without it, or where it gives
+    none of `answers`, the kernel is left out.
     """
 
     args: tuple[Any, ...]
@@ -74,7 +74,8 @@ class Call:
         if not self.asks:
             return False
         ask = getattr(target, self.asks, None)
-        return ask is None or ask(args[0].shape[0], args[-1]) not in self.answers
+        packed = next(a for a in args if isinstance(a, Packed))
+        return ask is None or ask(args[0].shape[0], packed) not in self.answers
 
 
 @dataclass(frozen=True)

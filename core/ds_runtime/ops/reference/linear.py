@@ -173,10 +173,17 @@ def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[Call]:
                 )
 
 
-def _in_float32(x: Tensor) -> Call:
-    """A call of kernels that give their sums as they are."""
-    args = x, Saved("packed")
-    return Call(args, method="apply_float32", asks="gives_float32", answers=(True,))
+def _in_float32(x: Tensor, out: int) -> Iterator[Call]:
+    """Calls of kernels that give their sums as they are: into a new tensor, and into one."""
+    held = torch.full((x.shape[0], out), float("nan"), dtype=torch.float32, device=x.device)
+    for into in ((), (held,)):
+        yield Call(
+            (x, Saved("packed"), *into),
+            method="apply_float32",
+            written=(2,) * len(into),
+            asks="gives_float32",
+            answers=(True,),
+        )
 
 
 def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
@@ -190,7 +197,7 @@ def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> C
             Call((weight, facts), method="pack", save="packed"),
             *(Call((x, Saved("packed")), method="apply") for x in inputs),
             *_quantised(weight, inputs),
-            *(_in_float32(x) for x in inputs),
+            *(call for x in inputs for call in _in_float32(x, weight.shape[0])),
             Call((inputs[-1], foreign), method="apply", raises=TypeError),
         ),
     )

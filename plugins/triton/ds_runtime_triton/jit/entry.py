@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +19,8 @@ import triton.language as tl
 
 from ds_runtime_triton.config import tuned
 from ds_runtime_triton.machine import architecture
+
+_only_compiled = ContextVar("only_compiled", default=False)
 
 
 @cache
@@ -30,27 +33,25 @@ def _options() -> dict[str, Any]:
 class Entry:
     """A kernel as it is launched: kernel[grid](arguments of its own, …)."""
 
-    only_compiled = False  # of all kernels, while `compiling`
-
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.__doc__ = fn.__doc__
         self.fn = fn
         self.compiled = triton.jit(fn)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if Entry.only_compiled:
+        if _only_compiled.get():
             return partial(self.compiled.run, grid=grid, warmup=True, **_options())
         return partial(self.compiled[grid], **_options())
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Launches compile kernels and do not run them."""
-    Entry.only_compiled = True
+    """Launches compile kernels and do not run them: those of this thread."""
+    before = _only_compiled.set(True)
     try:
         yield
     finally:
-        Entry.only_compiled = False
+        _only_compiled.reset(before)
 
 
 def entry(fn: Callable[..., Any]) -> Entry:
