@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.reference.activation import silu_mul
     from ds_runtime.ops.reference.attention import rows_of, seen_of, with_rope
     from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
-    from ds_runtime.ops.reference.linear import ReferenceLinear
+    from ds_runtime.ops.reference.linear import ReferenceLinear, float32_product, sums_in_float32
     from ds_runtime.ops.reference.moe import ReferenceExperts, route, with_shared_slots
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
@@ -102,11 +102,13 @@ _LAZY = {  # where what needs torch comes from
     "ceilings": "ds_runtime.platform.ceilings",
     "cores_per_device": "ds_runtime.platform.cores",
     "decode_scale": "ds_runtime.ops.reference.formats",
+    "float32_product": "ds_runtime.ops.reference.linear",
     "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
     "route": "ds_runtime.ops.reference.moe",
     "rows_of": "ds_runtime.ops.reference.attention",
     "seen_of": "ds_runtime.ops.reference.attention",
     "silu_mul": "ds_runtime.ops.reference.activation",
+    "sums_in_float32": "ds_runtime.ops.reference.linear",
     "torch_dtype": "ds_runtime.ops.reference.formats",
     "with_rope": "ds_runtime.ops.reference.attention",
     "with_shared_slots": "ds_runtime.ops.reference.moe",
@@ -174,6 +176,7 @@ __all__ = [
     "decode_scale",
     "device_nodes",
     "exported_names",
+    "float32_product",
     "fp8_blocks",
     "gates",
     "has_library",
@@ -188,6 +191,7 @@ __all__ = [
     "rows_of",
     "seen_of",
     "silu_mul",
+    "sums_in_float32",
     "torch_dtype",
     "with_rope",
     "with_shared_slots",

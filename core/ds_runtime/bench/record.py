@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime import __version__
+from ds_runtime.platform.cores import cores
 
 if TYPE_CHECKING:
     from ds_runtime.platform.spec import Platform
@@ -59,13 +60,6 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return platform.processor()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def commit() -> str | None:

@@ -301,8 +301,8 @@ def run_compare(args: Namespace) -> int:
     """Let both engines take turns, and print."""
     given = settings(args)
     from ds_runtime.bench import compare
-    from ds_runtime.bench.record import cores
     from ds_runtime.model.hub import resolve_model
+    from ds_runtime.platform.cores import cores
 
     cases = compare.cases_of(args.batch_size, args.input_len, args.output_len, args.prefill)
     folder = resolve_model(str(given.get("model", "demo")))

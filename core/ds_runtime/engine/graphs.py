@@ -135,7 +135,8 @@ def prepare_kernels(
     """
     for key, kernel in stateful.items():
         inside = getattr(kernel, "prepares_on_device", False)
-        if not inside if recorded is None else inside and key in recorded:
+        due = not inside if recorded is None else inside and key in recorded
+        if due:
             kernel.prepare(states[key], batch)
 
 

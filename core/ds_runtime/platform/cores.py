@@ -1,17 +1,19 @@
-"""Cores of the host that one process may take for itself."""
+"""Cores of the host that this process may use."""
 
 from __future__ import annotations
 
 import os
 
 
+def cores() -> int:
+    """All that it may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
 def cores_per_device() -> int:
-    """This process's cores, shared out among the devices that it sees: every other one may have a
-    process like it. At least one.
-    """
+    """Its share for one of the devices that it sees: every other one may have a process like it."""
     import torch
 
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
-    return max(1, cores // max(1, devices))
+    return max(1, cores() // max(1, devices))

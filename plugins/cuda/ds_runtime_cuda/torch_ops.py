@@ -12,8 +12,10 @@ from ds_runtime.api import (
     ReferenceExperts,
     ReferenceLinear,
     Weight,
+    float32_product,
     fp8_blocks,
     silu_mul,
+    sums_in_float32,
 )
 from ds_runtime_cuda import grouped
 from ds_runtime_cuda.quant import quantise
@@ -28,17 +30,13 @@ class LinearCublas(ReferenceLinear):
 
     def gives_float32(self, rows: int, packed: Packed) -> bool:
         """See Float32Linear."""
-        return packed.tag == self.tag and bool(packed.tensors["weight"].is_cuda)
+        weight: Tensor = packed.tensors["weight"]
+        return packed.tag == self.tag and sums_in_float32(weight.dtype, weight.device)
 
     def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
         """See Float32Linear."""
         packed.expect(self.tag)
-        weight = packed.tensors["weight"].t()
-        if out is None:
-            out = torch.empty(x.shape[0], weight.shape[1], dtype=torch.float32, device=x.device)
-        if x.dtype == torch.float32:
-            return torch.mm(x, weight, out=out)
-        return torch.mm(x, weight, out_dtype=torch.float32, out=out)
+        return float32_product(x, packed.tensors["weight"], out)
 
 
 class LinearScaledMm:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import FP8_ROWS, Facts, Groups, Packed, Weight, torch_dtype
+from ds_runtime.api import (
+    FP8_ROWS,
+    Facts,
+    Groups,
+    Packed,
+    Weight,
+    float32_product,
+    sums_in_float32,
+    torch_dtype,
+)
 from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import Config, folder, tuned
 from ds_runtime_triton.jit.gemm import (
@@ -80,11 +87,9 @@ class LinearDense:
         config: Config = packed.tensors["tuned"].at(x.shape[0])
         if out is None:
             out = torch.empty(x.shape[0], packed.shape[0], dtype=torch.float32, device=x.device)
-        if not config.get("TORCH"):
-            return self._multiply(x, packed, config, out)
-        if x.dtype == torch.float32:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        if config.get("TORCH"):
+            return float32_product(x, weight, out)
+        return self._multiply(x, packed, config, out)
 
     def _multiply(self, x: Tensor, packed: Packed, config: Config, y: Tensor) -> Tensor:
         m, (n, k) = x.shape[0], packed.shape
@@ -98,18 +103,6 @@ class LinearDense:
             m, n, k, x.stride(0), EVEN=even, **{**config, "SPLIT": split},
         )  # fmt: skip
         return y
-
-
-@cache
-def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's matmul of this dtype has float32 results on such a device."""
-    if dtype == torch.float32:
-        return True
-    a = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        return bool(torch.mm(a, a, out_dtype=torch.float32)[0, 0] == 16)
-    except (NotImplementedError, RuntimeError, TypeError):
-        return False
 
 
 def _restore_dense(packed: Packed) -> Tensor:

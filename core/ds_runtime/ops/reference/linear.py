@@ -8,6 +8,7 @@ by a pin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,29 @@ class ReferenceLinear:
         compute = wide(self.dtype)
         y = F.linear(_whole_tiles(x).to(compute), packed.tensors["weight"].to(compute))
         return y if out is None else out.copy_(y)
+
+
+@cache
+def sums_in_float32(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's matmul of this dtype has float32 results on such a device."""
+    if dtype == torch.float32:
+        return True
+    a = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        return bool(torch.mm(a, a, out_dtype=torch.float32)[0, 0] == 16)
+    except RuntimeError:  # among them NotImplementedError, of a device without such a matmul
+        return False
+
+
+def float32_product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """x [tokens, in] · weightᵀ of weight [out, in], float32 and not rounded before, where
+    `sums_in_float32`: in `out` or a new tensor.
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    if x.dtype == torch.float32:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
 
 
 def _whole_tiles(rows: Tensor) -> Tensor:
