@@ -389,10 +389,11 @@ def problems(wanted: set[str]) -> Iterator[Problem]:
             )
     if "absorb" in wanted:
         for heads, fp8 in ((128, True), (128, False), (16, False)):
-            for m in (1, 8, 32, 64, 128):
-                size = 16 if m <= 16 else 32 if m <= 32 else 64
+            for m in (1, 8, 32, 64, 128, 256):
+                size = (16,) if m <= 16 else (32,) if m <= 32 else (64,) if m <= 64 else (64, 128)
+                warps = 4 if m <= 64 else (4, 8)
                 some = options(BLOCK_M=size, BLOCK_N=(64, 128), BLOCK_K=(64, 128), SWAP=(0, 1),
-                               num_warps=4, num_stages=(1, 2, 3))  # fmt: skip
+                               num_warps=warps, num_stages=(1, 2, 3))  # fmt: skip
                 nbytes = heads * 256 * 512 * (1 if fp8 else 2)
                 flops, made = 4.0 * m * heads * 128 * 512, absorb(heads, m, fp8)
                 shape = f"H={heads}" + (" fp8" if fp8 else "")

@@ -15,6 +15,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
+from ds_runtime.ops.branch import branch
 from ds_runtime.ops.linear import Groups
 from ds_runtime.ops.spec import (
     API_VERSION,
@@ -170,6 +171,7 @@ __all__ = [
     "UnsupportedError",
     "Weight",
     "WeightPart",
+    "branch",
     "ceilings",
     "checks",
     "cores_per_device",

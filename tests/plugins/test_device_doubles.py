@@ -13,6 +13,7 @@ import torch.distributed as dist
 from vendor_doubles import RefusedError, device
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.ops.branch import branch
 from ds_runtime.platform.graphs import TorchGraphs
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.testing import tiny
@@ -104,6 +105,36 @@ def test_a_capture_shares_the_pool_of_those_that_live(vendor):
     assert len({graph.number for graph in graphs(backend)._graphs}) == 1
     del first, second, replay
     backend.capture(lambda: x.zero_())  # another pool: the one before has ended
+
+
+def test_a_capture_holds_branches_beside_what_follows(vendor):
+    made, asked = platform(vendor), []
+    module, graph, _ = device.VENDORS[vendor]
+    backend = TorchGraphs(getattr(torch, module), graph, torch.device("cpu"), branches=True)
+    x, y = torch.ones(2), torch.zeros(2)
+
+    def twice():
+        asked.append(device.Graph.current)
+        return x * 2
+
+    def run():
+        later = branch(twice)
+        y.copy_(x + 1)
+        y.add_(later())
+
+    run()
+    assert y.tolist() == [4.0, 4.0] and asked == [None], "what is not captured has no other stream"
+    replay = backend.capture(run)
+    assert asked[1] not in (None, backend._stream)
+    x.fill_(5)
+    replay()
+    assert y.tolist() == [16.0, 16.0]
+    if vendor != "npu":  # whose captures have another stand-in
+        with pytest.raises(RefusedError, match="work that was not joined"):
+            backend.capture(lambda: branch(twice) and None)
+    run()
+    assert asked[-1] is None, "nothing is left behind"
+    assert made.branches == (vendor == "cuda"), "where it was measured"
 
 
 def test_what_a_device_refuses_in_a_capture_reaches_the_engine(vendor):

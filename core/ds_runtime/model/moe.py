@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, summed
 from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.branch import branch
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
@@ -71,9 +73,10 @@ class MoeMlp:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once."""
         count = x.shape[0]
         x, adapters = gathered(self.comm, x, batch), batch.ffn_adapters
+        shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
         logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
         weights, ids = self.ops.route(logits, self.bias, self.routing)
         out = self.experts(x, weights, ids, adapters)
-        if self.shared is not None:
-            out.add_(self.shared(x, adapters))  # `out` is new: nobody else holds it
+        if shared is not None:
+            out.add_(shared())  # `out` is new: nobody else holds it
         return summed(self.comm, out, batch, count)

@@ -74,7 +74,7 @@ class TorchPlatform(Platform):
     def graph_backend(self, rank: int = 0) -> GraphBackend:
         from ds_runtime.platform.graphs import TorchGraphs
 
-        return TorchGraphs(self.runtime(), self.graph, self.device(rank))
+        return TorchGraphs(self.runtime(), self.graph, self.device(rank), self.branches)
 
     def synchronize(self) -> None:
         self.runtime().synchronize()

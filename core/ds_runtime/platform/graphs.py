@@ -1,8 +1,8 @@
 """Captured steps over torch's graphs: for platforms to hand out. Nothing here knows a vendor.
 
 Every device that torch captures on has the same interface for it, in a module of the device's name
-(`torch.NAME`): `Stream`, `stream`, `synchronize`, and a graph class with `capture_begin`,
-`capture_end`, `replay` and `pool`.
+(`torch.NAME`): `Stream`, `stream`, `current_stream`, `synchronize`, and a graph class with
+`capture_begin`, `capture_end`, `replay` and `pool`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ds_runtime.ops.branch import branching
 
 if TYPE_CHECKING:
     import torch
@@ -31,16 +35,35 @@ def borrowed(x: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
+@dataclass
+class _Branch:
+    """What was queued on another stream. work: kept, so that nothing it reads is freed before."""
+
+    runtime: Any
+    device: torch.device
+    work: Callable[[], Any]
+    made: Any
+    done: Any
+
+    def __call__(self) -> Any:
+        self.runtime.current_stream(self.device).wait_event(self.done)
+        return self.made
+
+
 class TorchGraphs:
     """GraphBackend. Captures on one side stream, into one memory pool.
 
-    runtime: torch's module of the device. graph: the name of its graph class.
+    runtime: torch's module of the device. graph: the name of its graph class. branches: captures
+    hold work of `ops.branch` beside what follows it, on a stream of its own.
     """
 
-    def __init__(self, runtime: Any, graph: str, device: torch.device) -> None:
+    def __init__(
+        self, runtime: Any, graph: str, device: torch.device, branches: bool = False
+    ) -> None:
         self._runtime, self._device = runtime, device
         self._graph = getattr(runtime, graph)
         self._stream = runtime.Stream(device)
+        self._beside = runtime.Stream(device) if branches else None
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -52,7 +75,11 @@ class TorchGraphs:
         collects = gc.isenabled()
         gc.disable()  # a tensor freed while a capture is under way would break it
         try:
-            with self._runtime.stream(self._stream), warnings.catch_warnings():
+            with ExitStack() as stack:
+                stack.enter_context(self._runtime.stream(self._stream))
+                stack.enter_context(warnings.catch_warnings())
+                if self._beside is not None:
+                    stack.enter_context(branching(self._fork))
                 warnings.filterwarnings("ignore", r"The \w+ Graph is empty")  # as of no rows
                 graph.capture_begin(pool=pool)
                 try:
@@ -65,3 +92,13 @@ class TorchGraphs:
         self._graphs.add(graph)
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _fork(self, work: Callable[[], Any]) -> _Branch:
+        """What it allocates is reused by later branches alone: each begins behind all that was
+        queued before it, so behind what has read the results of earlier ones.
+        """
+        runtime, device, beside = self._runtime, self._device, self._beside
+        assert beside is not None
+        beside.wait_stream(runtime.current_stream(device))
+        with runtime.stream(beside):
+            return _Branch(runtime, device, work, work(), beside.record_event())

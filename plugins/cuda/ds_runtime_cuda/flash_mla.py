@@ -6,16 +6,16 @@ Which tile computes what is planned on the device, from the lengths of the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits
+from ds_runtime.api import Batch, Facts, Limits, branch
 from ds_runtime_cuda.decode import LATENT, Queries
 
 PAGE = 64
@@ -28,19 +28,13 @@ def _library() -> Any:
     return import_module("flash_mla")
 
 
-@cache
-def _beside(device: int) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
 @dataclass
 class State:
-    """Queries, and the library's schedule. planned: in a recording, what its first use awaits."""
+    """Queries, and the library's schedule. planned: what its first use in a step awaits."""
 
     queries: Queries
     schedule: Any
-    planned: torch.Event | None = None
+    planned: Callable[[], None] | None = None
 
 
 class MlaDecode:
@@ -58,20 +52,10 @@ class MlaDecode:
         return State(queries, schedule)
 
     def prepare(self, state: State, batch: Batch) -> None:
-        """The plan takes one program 12 to 26 µs: where it is recorded, beside what a step begins
-        with."""
+        """The plan takes one program 12 to 26 µs: beside what a step begins with."""
         state.queries.show(batch)
-        if not state.queries.count:
-            return
-        recorded = state.queries.lens.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not recorded:
-            self._plan(state)
-            return
-        here, beside = torch.cuda.current_stream(), _beside(torch.cuda.current_device())
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            self._plan(state)
-        state.planned = beside.record_event()
+        if state.queries.count:
+            state.planned = branch(partial(self._plan, state))
 
     def _plan(self, state: State) -> None:
         schedule = state.schedule
@@ -84,7 +68,7 @@ class MlaDecode:
         if not count:
             return q.new_empty(0, heads, LATENT)
         if state.planned is not None:
-            torch.cuda.current_stream().wait_event(state.planned)
+            state.planned()
             state.planned = None
         queries = state.queries
         out, _ = self._lib.flash_mla_with_kvcache(

@@ -103,6 +103,7 @@ class CudaPlatform(TorchPlatform):
     torch_type = "cuda"
     collectives = "nccl"
     graph = "CUDAGraph"
+    branches = True
     captures_prefill = True
 
     def info(self, rank: int = 0) -> DeviceInfo:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -42,6 +42,26 @@ class _Zeroed(TorchFunctionMode):
         return made
 
 
+class _Compilers(ThreadPoolExecutor):
+    """Threads that leave what they compile ready for its first launch."""
+
+    def __init__(self, threads: int) -> None:
+        active = triton.runtime.driver.active
+        here = active.get_current_device()
+        super().__init__(threads, initializer=lambda: active.set_current_device(here))
+
+    def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(_ready, compile, *args, **kwargs)
+
+
+def _ready(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A kernel on the device, with the launcher that a C compiler makes for it."""
+    kernel = compile(*args, **kwargs)
+    with suppress(Exception):  # what the device refuses says so when it is first run
+        _ = kernel.run
+    return kernel
+
+
 @contextmanager
 def rehearsal() -> Iterator[bool]:
     """`Kernel.rehearsal`: launches are compiled and not run; leaving waits for all of them."""
@@ -53,5 +73,5 @@ def rehearsal() -> Iterator[bool]:
     lenient = "ignore_errors" in inspect.signature(mode).parameters
     options = {"ignore_errors": True} if lenient else {}
     threads = max(1, min(_MOST_THREADS, cores_per_device() - 1))
-    with ThreadPoolExecutor(threads) as pool, mode(pool, **options), compiling(), _Zeroed():
+    with _Compilers(threads) as pool, mode(pool, **options), compiling(), _Zeroed():
         yield True

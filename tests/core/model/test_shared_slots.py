@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import model_sites
 from ds_runtime.testing.oracle import Oracle, compare
@@ -64,6 +66,21 @@ def test_several_slots_of_blocks_are_whole_blocks(lite, shared, width, slots):
 def test_adapted_shared_experts_stay_apart(lite, name):
     adapted = {f"model.layers.{i}.mlp.shared_experts.{name}" for i in range(27)}
     assert slots_of(lite(), adapted=adapted) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "slots"),
+    [
+        ("h200", {}, 0),
+        ("h200", {"disable_graph": True}, 2),
+        ("mi300x", {}, 2),
+        ("mi300x", {"disable_fusion": ("shared_experts",)}, 0),
+    ],
+)
+def test_they_stay_apart_where_captures_hold_work_side_by_side(lite, device, given, slots):
+    found = assemble(EngineConfig(model=str(lite()), **given), device=device).plan.rows
+    apart = any("mlp.shared_experts" in site for row in found for site in row.sites)
+    assert apart == (slots == 0)
 
 
 @pytest.mark.parametrize(("shape", "fp8"), [("v2-lite", False), ("v3", True)])

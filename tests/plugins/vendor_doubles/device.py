@@ -41,8 +41,22 @@ FREE, TOTAL = 3 << 30, 8 << 30
 
 
 class Stream:
+    """In a capture, what waits for the stream that it began on belongs to it until that waits."""
+
     def __init__(self, device: Any = None) -> None:
         self.device = device
+
+    def wait_stream(self, other: Stream) -> None:
+        require(Graph.under_way is not None and other is not self, "a fork of what is captured")
+        Graph.forks.add(self)
+
+    def record_event(self) -> Stream:
+        require(self in Graph.forks, "an event of a stream that is captured")
+        return self  # as an event of it
+
+    def wait_event(self, event: Stream) -> None:
+        require(self is Graph.current, "the current stream waits")
+        Graph.forks.discard(event)
 
 
 class Graph:
@@ -51,6 +65,7 @@ class Graph:
     under_way: Graph | None = None
     current: Stream | None = None  # None: the default stream
     pools: ClassVar[Counter[int]] = Counter()
+    forks: ClassVar[set[Stream]] = set()  # that the captured stream has not waited for
 
     def __init__(self) -> None:
         self.recording, self.ended, self.number = Recording(), False, 0
@@ -71,6 +86,9 @@ class Graph:
         require(Graph.under_way is self, "no capture is under way")
         Graph.under_way, self.ended = None, True
         self.recording.end()
+        forks = len(Graph.forks)
+        Graph.forks.clear()
+        require(not forks, "the capture holds work that was not joined")
         CALLS["captures"] += 1
 
     def pool(self) -> tuple[int, int]:
@@ -295,7 +313,9 @@ def runtime(vendor: str) -> dict[str, Any]:
         told = {n.partition(":")[2]: text for n, text in records("torch_npu_device").items()}
     else:
         real = getattr(torch, module)
-        told = {f.__name__: signature(getattr(real, f.__name__)) for f in FUNCTIONS}
+        told = {
+            f.__name__: signature(getattr(real, f.__name__)) for f in (*FUNCTIONS, current_stream)
+        }
         told |= {f"{graph}.{m}": signature(getattr(getattr(real, graph), m)) for m in METHODS}
     made = {f.__name__: double(f.__name__, told[f.__name__], f) for f in FUNCTIONS}
     methods = {m: double(m, told[f"{graph}.{m}"], getattr(Graph, m)) for m in METHODS}
@@ -305,6 +325,8 @@ def runtime(vendor: str) -> dict[str, Any]:
             name = event.__name__
             own = {m: double(m, told[f"{name}.{m}"], getattr(event, m)) for m in names}
             made[name] = type(name, (event,), own)
+    else:
+        made["current_stream"] = double("current_stream", told["current_stream"], current_stream)
     return made | {graph: type(graph, (Graph,), methods), "Stream": Stream}
 
 

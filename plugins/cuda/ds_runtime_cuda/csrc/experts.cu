@@ -81,9 +81,16 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
-__device__ __forceinline__ void follow() {
-  asm volatile("griddepcontrol.launch_dependents;");
+// The next launch may begin where there is room, and waits for this one's end all the same.
+__device__ __forceinline__ void invite() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void await() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void follow() {
+  invite();
+  await();
 }
 
 __device__ __forceinline__ void init_barrier(u32 at, u32 count) {
@@ -484,9 +491,10 @@ __device__ __forceinline__ void wait_for(const int* counter, int least) {
 
 }  // namespace
 
-// A row of blocks per token, each for a part of its columns: a whole number of 1,024.
+// A row of blocks per token, each for a part of its columns: a whole number of 1,024. Those of
+// `experts` stay until the layer's end: what runs beside this finds its place before them.
 extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant__ Args a) {
-  follow();
+  await();
   __shared__ int counts[kMaxExperts];
   __shared__ int begins[kMaxExperts];
   __shared__ int rows[kMaxExperts];  // of this token's pairs
@@ -586,6 +594,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const __grid_constant_
       }
     }
   }
+  invite();
 }
 
 // Both matmuls of one layer; as many blocks as the device can run at once.
