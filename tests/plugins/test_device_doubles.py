@@ -67,6 +67,7 @@ def served(checkpoint, **settings):
 def test_captured_steps_answer_as_eager_ones(vendor, checkpoint, expected):
     assert served(checkpoint) == expected
     assert device.CALLS["captures"] >= 3 and device.CALLS["replays"] >= 8
+    assert bool(device.CALLS["forks"]) == (vendor == "cuda"), "shared experts beside routing"
     assert device.CALLS["set_device"] == 1
 
 

@@ -49,6 +49,7 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         require(Graph.under_way is not None and other is not self, "a fork of what is captured")
         Graph.forks.add(self)
+        CALLS["forks"] += 1
 
     def record_event(self) -> Stream:
         require(self in Graph.forks, "an event of a stream that is captured")
