@@ -133,6 +133,15 @@ def test_a_capture_holds_branches_beside_what_follows(vendor):
     if vendor != "npu":  # whose captures have another stand-in
         with pytest.raises(RefusedError, match="work that was not joined"):
             backend.capture(lambda: branch(twice) and None)
+
+    def failing():
+        branch(twice)
+        raise MemoryError("of the experts")
+
+    with pytest.raises(MemoryError, match="of the experts"):  # and not that work was not joined
+        backend.capture(failing)
+    with pytest.raises(ZeroDivisionError):
+        backend.capture(lambda: branch(lambda: 1 // 0)())
     run()
     assert asked[-1] is None, "nothing is left behind"
     assert made.branches == (vendor == "cuda"), "where it was measured"

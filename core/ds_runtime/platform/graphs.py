@@ -64,6 +64,7 @@ class TorchGraphs:
         self._graph = getattr(runtime, graph)
         self._stream = runtime.Stream(device)
         self._beside = runtime.Stream(device) if branches else None
+        self._ends: list[Any] = []  # of the branches of the capture that is under way
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -84,7 +85,12 @@ class TorchGraphs:
                 graph.capture_begin(pool=pool)
                 try:
                     run()
+                except BaseException:
+                    for done in self._ends:  # else the end says that they were not joined
+                        self._runtime.current_stream(self._device).wait_event(done)
+                    raise
                 finally:
+                    self._ends.clear()
                     graph.capture_end()
         finally:
             if collects:
@@ -101,4 +107,9 @@ class TorchGraphs:
         assert beside is not None
         beside.wait_stream(runtime.current_stream(device))
         with runtime.stream(beside):
-            return _Branch(runtime, device, work, work(), beside.record_event())
+            try:
+                made = work()
+            finally:
+                done = beside.record_event()
+                self._ends.append(done)
+        return _Branch(runtime, device, work, made, done)

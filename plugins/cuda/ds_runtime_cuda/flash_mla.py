@@ -54,6 +54,7 @@ class MlaDecode:
     def prepare(self, state: State, batch: Batch) -> None:
         """The plan takes one program 12 to 26 µs: beside what a step begins with."""
         state.queries.show(batch)
+        state.planned = None
         if state.queries.count:
             state.planned = branch(partial(self._plan, state))
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ class _Compilers(ThreadPoolExecutor):
 
     def __init__(self, threads: int) -> None:
         active = triton.runtime.driver.active
-        here = active.get_current_device()
-        super().__init__(threads, initializer=lambda: active.set_current_device(here))
+        choose = getattr(active, "set_current_device", None)  # not every device's driver has it
+        here = active.get_current_device() if choose else None
+        super().__init__(threads, initializer=partial(choose, here) if choose else None)
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return super().submit(_ready, compile, *args, **kwargs)
