@@ -2,7 +2,8 @@
 
 Every device that torch captures on has the same interface for it, in a module of the device's name
 (`torch.NAME`): `Stream`, `stream`, `current_stream`, `synchronize`, and a graph class with
-`capture_begin`, `capture_end`, `replay` and `pool`.
+`capture_begin`, `capture_end`, `replay` and `pool`; for branches a stream has `wait_stream`,
+`wait_event` and `record_event`.
 """
 
 from __future__ import annotations
