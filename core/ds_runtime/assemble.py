@@ -23,7 +23,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import with_target
-from ds_runtime.model.sites import INDEX_KEYS, JOINS, SHARED_EXPERTS, Verify, model_sites
+from ds_runtime.model.sites import INDEX_KEYS, JOINS, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.spec import (
@@ -146,8 +146,6 @@ def assemble(
 
     apart = frozenset(config.disable_fusion)
     _check_fusions(apart)
-    # Shared experts that run beside the choice of experts take less time than slots behind these.
-    beside = frozenset({SHARED_EXPERTS} if captures and platform.branches else ())
     nextn, nextn_loader = None, None
     verify: Verify = ""
     if (speculation := Speculation.of(config)) is not None:
@@ -172,11 +170,11 @@ def assemble(
 
         draft_target = with_target(config.quantize, drafted)
         ranks = config.attention_tp
-        drafts = nextn_sites(model, nextn, draft_target, config.tp, apart | beside, verify, ranks)
+        drafts = nextn_sites(model, nextn, draft_target, config.tp, apart, verify, ranks)
 
     def sites_of(apart: frozenset[str]) -> list[Site]:
         ranks = (config.tp, config.attention_tp)
-        found = model_sites(model, target, ranks[0], apart | beside, adapted, verify, ranks[1])
+        found = model_sites(model, target, ranks[0], apart, adapted, verify, ranks[1])
         return found + drafts
 
     sites = sites_of(apart)

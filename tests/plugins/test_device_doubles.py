@@ -67,8 +67,12 @@ def served(checkpoint, **settings):
 def test_captured_steps_answer_as_eager_ones(vendor, checkpoint, expected):
     assert served(checkpoint) == expected
     assert device.CALLS["captures"] >= 3 and device.CALLS["replays"] >= 8
-    assert bool(device.CALLS["forks"]) == (vendor == "cuda"), "shared experts beside routing"
     assert device.CALLS["set_device"] == 1
+
+
+def test_captured_steps_fork_where_shared_experts_are_apart(vendor, checkpoint, expected):
+    assert served(checkpoint, disable_fusion=("shared_experts",)) == expected
+    assert bool(device.CALLS["forks"]) == (vendor == "cuda"), "beside routing"
 
 
 def test_two_ranks_answer_as_one(vendor, checkpoint, expected):
@@ -133,6 +137,22 @@ def test_a_capture_holds_branches_beside_what_follows(vendor):
     if vendor != "npu":  # whose captures have another stand-in
         with pytest.raises(RefusedError, match="work that was not joined"):
             backend.capture(lambda: branch(twice) and None)
+
+        def first_alone():
+            first, _ = branch(twice), branch(twice)
+            y.copy_(first())
+
+        with pytest.raises(RefusedError, match="work that was not joined"):
+            backend.capture(first_alone)
+        kept = []
+
+        def keeps():
+            kept.append(branch(twice))
+            branch(twice)()
+
+        backend.capture(keeps)
+        with pytest.raises(RefusedError, match="an event of the capture that is under way"):
+            backend.capture(lambda: y.copy_(kept[0]()))
 
     def failing():
         branch(twice)

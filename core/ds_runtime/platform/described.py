@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "devices.json"
-_PROPERTIES = ("name", "asynchronous", "captures", "branches", "kv_share")
+_PROPERTIES = ("name", "asynchronous", "captures", "kv_share")
 _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}
 
 

@@ -97,13 +97,13 @@ class Platform(ABC):
     """One kind of device. `score` orders platforms that work here: the highest is `auto`.
 
     asynchronous: work is queued, and the device computes beside the host. captures: `graph_backend`
-    gives one. branches: captures hold work side by side (`ops.branch`), and gain by it: shared
-    experts are then no slots behind the routed ones. captures_prefill: what a capture allocates is
-    memory that torch can address, and is nobody else's until another capture of the backend is made
-    or replayed, so that steps with prompts are captured, too, in pieces between attentions, which
-    read and write there; without effect beside capture_after. capture_after: 0 if steps are
-    captured at start; else each when it has run that often op by op, for devices where recording is
-    cheap and a spare row is not: plain decode steps alone, and the capture runs the step as well.
+    gives one. branches: its captures hold work side by side (`ops.branch`). captures_prefill: what
+    a capture allocates is memory that torch can address, and is nobody else's until another capture
+    of the backend is made or replayed, so that steps with prompts are captured, too, in pieces
+    between attentions, which read and write there; without effect beside capture_after.
+    capture_after: 0 if steps are captured at start; else each when it has run that often op by op,
+    for devices where recording is cheap and a spare row is not: plain decode steps alone, and the
+    capture runs the step as well.
     kv_share: the share of what is free after loading that the KV cache takes where the user says
     nothing. local_rank: the index of this process's device, once it is an engine's; where a server
     runs several engines, their ranks are numbered through.

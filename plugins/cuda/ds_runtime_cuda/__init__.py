@@ -62,6 +62,15 @@ def _step_tokens(facts: Facts) -> Change:
     return Change("max_step_tokens", 16384, "experts fill their tiles by so many tokens")
 
 
+def _beside(facts: Facts) -> list[Change]:
+    """By `branch`, which gained on an H200 (benchmarks/results/device_decode.md). Where nothing is
+    captured they are apart, too, so that a plan does not hang on that."""
+    if facts.device.arch != "sm90":
+        return []
+    why = "shared experts run beside the choice of routed ones, which leaves the memory idle"
+    return [Change("disable_fusion", ("shared_experts",), why)]
+
+
 @hookimpl
 def ds_defaults(facts: Facts) -> Sequence[Change]:
     if not facts.device.arch.startswith("sm"):  # others' GPUs have torch's type "cuda", too
@@ -74,6 +83,7 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         keys.append(Change("index_cache_dtype", facts.dtype, f"{facts.device.arch} has no {fp8}"))
     return [
         *blackwell.defaults(facts),
+        *_beside(facts),
         *keys,
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
         Change(

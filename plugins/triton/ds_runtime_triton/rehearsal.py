@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,8 +59,11 @@ class _Compilers(ThreadPoolExecutor):
 def _ready(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A kernel on the device, with the launcher that a C compiler makes for it."""
     kernel = compile(*args, **kwargs)
-    with suppress(Exception):  # what the device refuses says so when it is first run
+    try:
         _ = kernel.run
+    except Exception:  # what the device refuses says so when it is first run
+        if kernel.module is None:  # a launcher would be kept that has nothing to launch
+            kernel._run = None
     return kernel
 
 

@@ -119,3 +119,23 @@ def test_launches_compile_and_do_not_run(monkeypatch):
         ("run", (1, 2), {"grid": (3, 1), "warmup": True, "BLOCK": 4, "PDL": 0}),
         ("launch", (1, 2), {"BLOCK": 4, "PDL": 0}),
     ]
+
+
+class _Refused:
+    """A compiled kernel as Triton has it, which the device does not load."""
+
+    def __init__(self, module: object) -> None:
+        self.module, self._run = module, "a launcher"
+
+    @property
+    def run(self) -> str:
+        raise RuntimeError("out of resources")
+
+
+@pytest.mark.parametrize("module", [None, "loaded"])
+def test_a_launcher_without_a_function_is_not_kept(module):
+    pytest.importorskip("triton")
+    from ds_runtime_triton.rehearsal import _ready
+
+    kernel = _ready(_Refused, module)
+    assert kernel._run == (None if module is None else "a launcher"), "loaded again, or refused"

@@ -12,6 +12,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import model_sites
+from ds_runtime.plan import check_against
 from ds_runtime.testing.oracle import Oracle, compare
 from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
 
@@ -72,15 +73,30 @@ def test_adapted_shared_experts_stay_apart(lite, name):
     ("device", "given", "slots"),
     [
         ("h200", {}, 0),
-        ("h200", {"disable_graph": True}, 2),
+        ("h200", {"disable_graph": True}, 0),
+        ("h200", {"disable_fusion": ()}, 2),
+        ("h200", {"disable_fusion": ("qkv_a",)}, 2),
+        ("a100", {}, 2),
         ("mi300x", {}, 2),
         ("mi300x", {"disable_fusion": ("shared_experts",)}, 0),
     ],
 )
-def test_they_stay_apart_where_captures_hold_work_side_by_side(lite, device, given, slots):
-    found = assemble(EngineConfig(model=str(lite()), **given), device=device).plan.rows
-    apart = any("mlp.shared_experts" in site for row in found for site in row.sites)
+def test_a_plugin_may_wish_them_apart(lite, device, given, slots):
+    plan = assemble(EngineConfig(model=str(lite()), **given), given, device=device).plan
+    apart = any("mlp.shared_experts" in site for row in plan.rows for site in row.sites)
     assert apart == (slots == 0)
+    wished = [change for change in plan.changes if change[0] == "disable_fusion"]
+    assert bool(wished) == (device == "h200" and "disable_fusion" not in given)
+
+
+def test_a_plan_of_captured_steps_holds_for_steps_op_by_op(lite, tmp_path):
+    folder, locked = str(lite()), tmp_path / "plan.json"
+    captured, eager = (
+        assemble(EngineConfig(model=folder, disable_graph=off), device="h200").plan
+        for off in (False, True)
+    )
+    locked.write_text(json.dumps(captured.to_dict()))
+    check_against(eager, str(locked))
 
 
 @pytest.mark.parametrize(("shape", "fp8"), [("v2-lite", False), ("v3", True)])

@@ -48,16 +48,21 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         require(Graph.under_way is not None and other is not self, "a fork of what is captured")
-        Graph.forks.add(self)
+        Graph.forks[self] = None
         CALLS["forks"] += 1
 
-    def record_event(self) -> Stream:
+    def record_event(self) -> object:
         require(self in Graph.forks, "an event of a stream that is captured")
-        return self  # as an event of it
+        Graph.forks[self] = event = object()
+        Graph.events.add(event)
+        return event
 
-    def wait_event(self, event: Stream) -> None:
+    def wait_event(self, event: object) -> None:
         require(self is Graph.current, "the current stream waits")
-        Graph.forks.discard(event)
+        require(event in Graph.events, "an event of the capture that is under way")
+        for stream, last in list(Graph.forks.items()):
+            if last is event:  # what came to the stream behind an earlier one is not waited for
+                del Graph.forks[stream]
 
 
 class Graph:
@@ -66,7 +71,9 @@ class Graph:
     under_way: Graph | None = None
     current: Stream | None = None  # None: the default stream
     pools: ClassVar[Counter[int]] = Counter()
-    forks: ClassVar[set[Stream]] = set()  # that the captured stream has not waited for
+    # Streams that the captured one has not waited for, and the event at the end of each.
+    forks: ClassVar[dict[Stream, object]] = {}
+    events: ClassVar[set[object]] = set()  # of this capture
 
     def __init__(self) -> None:
         self.recording, self.ended, self.number = Recording(), False, 0
@@ -89,6 +96,7 @@ class Graph:
         self.recording.end()
         forks = len(Graph.forks)
         Graph.forks.clear()
+        Graph.events.clear()
         require(not forks, "the capture holds work that was not joined")
         CALLS["captures"] += 1
 

@@ -197,9 +197,13 @@ def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[Call]:
                 )
 
 
+_NO_RESULT = -12345.6789
+
+
 def _in_float32(x: Tensor, out: int) -> Iterator[Call]:
     """Calls of kernels that give their sums as they are: into a new tensor, and into one."""
-    held = torch.full((x.shape[0], out), float("nan"), dtype=torch.float32, device=x.device)
+    # No result is that number. NaN is one of inputs with NaN, and its bits are the device's choice.
+    held = torch.full((x.shape[0], out), _NO_RESULT, dtype=torch.float32, device=x.device)
     for into in ((), (held,)):
         yield Call(
             (x, Saved("packed"), *into),
