@@ -15,7 +15,7 @@ from ds_runtime.model.hub import resolve_model
 FOLDER = resolve_model("demo-v32")
 HELD = json.loads((resolve_model("demo") / "heldout.json").read_text())
 KEYS = json.loads((resolve_model("demo") / "heldout_keys.json").read_text())["keys"]
-SETTINGS = {"platform": "cpu", "threads": 1, "kv_memory": "60MB", "disable_radix_cache": True}
+SETTINGS = {"platform": "cpu", "threads": 1, "kv_memory": "120MB", "disable_radix_cache": True}
 
 
 def test_it_holds_its_indexers_and_no_more():

@@ -199,7 +199,8 @@ def test_bytes_of_a_step(capsys):
     command = ["bench", "ops", "--shape", "lite-8", "--bytes", "--tokens", "1", "4", "--context"]
     assert main([*command, "1", "--json", "--platform", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["all"]["1"] == pytest.approx(1.747e9, rel=1e-2)
+    halves = "bfloat16" in assembled("tiny-v3").facts.device.fast_dtypes  # else float32
+    assert found["all"]["1"] == pytest.approx(1.747e9 * (1 if halves else 2), rel=1e-2)
     one, four = (found["step_bytes"][n]["experts"] for n in ("1", "4"))
     reached = 64 * (1 - (1 - 6 / 64) ** 4)
     assert four / one == pytest.approx((reached + 2) / (6 + 2), rel=1e-3)  # two are shared
