@@ -377,9 +377,9 @@ def problems(wanted: set[str]) -> Iterator[Problem]:
                 shape = f"H={heads}" + ("" if length < 8192 else " long")
                 yield Problem("mla_decode", shape, rows, nbytes, flops, some, made)
     if "mha_prefill" in wanted:
-        some = options(BLOCK_M=128, BLOCK_N=(64, 128), num_warps=8, num_stages=(2, 3))
-        some += options(BLOCK_M=128, BLOCK_N=32, num_warps=(4, 8), num_stages=3)
-        some += options(BLOCK_M=64, BLOCK_N=(32, 64), num_warps=4, num_stages=(2, 3))
+        some = options(BLOCK_M=128, BLOCK_N=(64, 128), SPLIT=(0, 1), num_warps=8, num_stages=(2, 3))
+        some += options(BLOCK_M=128, BLOCK_N=32, SPLIT=(0, 1), num_warps=(4, 8), num_stages=3)
+        some += options(BLOCK_M=64, BLOCK_N=(32, 64), SPLIT=(0, 1), num_warps=4, num_stages=(2, 3))
         for heads, count, length in ((128, 8, 512), (16, 8, 512), (128, 1, 4096)):
             flops = 2.0 * count * heads * length * length / 2 * 320
             made = prefill(heads, count, length, True)

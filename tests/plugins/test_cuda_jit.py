@@ -44,9 +44,17 @@ for tokens, n in ((1, 128), (3, 1408), (17, 2048)):
         jit.quantise_rows(x, got, scale, powers=True)
         near((got, scale), quant.quantise(x.cpu(), powers=True), x.float().cpu(), rtol=0)
 
-for tokens, experts, top_k, align in ((1, 4, 2, 128), (7, 9, 4, 128), (33, 5, 5, 1)):
+for tokens, experts, top_k, align in (
+    (1, 4, 2, 128), (7, 9, 4, 128), (33, 5, 5, 1), (300, 37, 4, 128), (130, 1, 1, 64)
+):
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().to(device)
     rows = grouped.sort_rows(ids, experts, align)
+    placed = torch.empty_like(rows.of), torch.empty_like(rows.owner), torch.empty_like(rows.ends)
+    jit.place_pairs(ids, align, *placed)
+    for one, want in zip(placed, grouped.sort_rows(ids.cpu(), experts, align), strict=True):
+        assert torch.equal(one.cpu(), want)
+    if tokens > 100:
+        continue
     flat = rows.of.flatten().cpu()
     assert len(set(flat.tolist())) == tokens * top_k
     assert torch.equal(rows.owner.cpu()[flat], ids.flatten().cpu())

@@ -28,6 +28,16 @@ class Rows(NamedTuple):
 def sort_rows(ids: Tensor, experts: int, align: int) -> Rows:
     """A row for every pair of token and expert. ids: [tokens, top_k] int32, distinct per token."""
     pairs = ids.numel()
+    most = most_rows(pairs, experts, align)
+    if ids.is_cuda and pairs:
+        from ds_runtime_cuda.jit import place_pairs
+
+        of = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+        owners, behind = (
+            torch.empty(count, dtype=torch.int32, device=ids.device) for count in (most, experts)
+        )
+        place_pairs(ids.contiguous(), align, of, owners, behind)
+        return Rows(of, owners, behind)
     flat = ids.reshape(-1).to(torch.int64)
     chosen, order = torch.sort(flat, stable=True)
     every = torch.arange(experts + 1, device=ids.device)
@@ -37,7 +47,6 @@ def sort_rows(ids: Tensor, experts: int, align: int) -> Rows:
     begins = ends - (counts + align - 1) // align * align
     rank = torch.arange(pairs, device=ids.device) - bounds[chosen]
     rows = torch.empty_like(flat).scatter_(0, order, begins[chosen] + rank)
-    most = most_rows(pairs, experts, align)
     owner = torch.searchsorted(ends, torch.arange(most, device=ids.device), right=True)
     owner = torch.where(owner < experts, owner, -1).to(torch.int32)
     return Rows(rows.view(ids.shape), owner, ends.to(torch.int32))

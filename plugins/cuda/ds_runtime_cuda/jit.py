@@ -7,18 +7,25 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024  # channels that one program holds: 8 groups
+_WARPS = 2  # of it: fewer values for each thread keep less memory on its way
 
 
 @triton.jit
 def _scaled(values, POWERS: tl.constexpr):
     """(e4m3 [groups, 128], scales [groups]) of [groups, 128] values."""
     largest = tl.max(tl.abs(values), axis=1)
-    # Quotients that are rounded another way would fall to another neighbour at every tie.
     scale = tl.div_rn(tl.maximum(largest, 1e-4), tl.full(largest.shape, 448.0, tl.float32))
     if POWERS:  # as quant.power_above
         bits = scale.to(tl.int32, bitcast=True) + 0x7FFFFF
         scale = (bits & -0x800000).to(tl.float32, bitcast=True)
-    q = tl.clamp(tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)), -448.0, 448.0)
+    # Quotients that are rounded another way would fall to another neighbour at every tie: by a
+    # reciprocal that is rounded right and one correction they are those of a division (Markstein,
+    # IBM J. Res. Dev. 34, 1990), but for the sign of a zero.
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    inverse = tl.broadcast_to(inverse[:, None], values.shape)
+    near = values * inverse
+    rest = tl.fma(-near, tl.broadcast_to(scale[:, None], values.shape), values)
+    q = tl.clamp(tl.fma(rest, inverse, near), -448.0, 448.0)
     return q.to(tl.float8e4nv), scale
 
 
@@ -40,8 +47,95 @@ def quantise_rows(x: Tensor, q: Tensor, scale: Tensor, powers: bool = False) -> 
     tokens, n = x.shape
     if tokens:
         _quantise[(tokens, triton.cdiv(n, _CHUNK))](
-            x, q, scale, n, x.stride(0), scale.stride(1), POWERS=powers, CHUNK=_CHUNK
+            x,
+            q,
+            scale,
+            n,
+            x.stride(0),
+            scale.stride(1),
+            POWERS=powers,
+            CHUNK=_CHUNK,
+            num_warps=_WARPS,
         )
+
+
+@triton.jit
+def _count(ids, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """counts [blocks, EXPERTS]: pairs of each expert in every block."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    found = tl.histogram(tl.load(ids + at, mask=at < pairs, other=0), EXPERTS, mask=at < pairs)
+    tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
+
+
+@triton.jit
+def _bounds(
+    counts, ends, blocks, experts, align, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """One program: ends [experts], and instead of counts the row of each block's first pair."""
+    expert, block = tl.arange(0, EXPERTS), tl.arange(0, BLOCKS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, blocks, BLOCKS):
+        at = counts + (start + block)[:, None] * EXPERTS + expert[None, :]
+        total += tl.sum(tl.load(at, mask=(start + block < blocks)[:, None], other=0), 0)
+    size = tl.cdiv(total, align) * align
+    end = tl.cumsum(size, 0)
+    tl.store(ends + expert, end, mask=expert < experts)
+    before = end - size
+    for start in range(0, blocks, BLOCKS):
+        at = counts + (start + block)[:, None] * EXPERTS + expert[None, :]
+        inside = (start + block < blocks)[:, None]
+        found = tl.load(at, mask=inside, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(found, 0) - found, mask=inside)
+        before += tl.sum(found, 0)
+
+
+@triton.jit
+def _place(
+    ids, first, ends, rows, owner, pairs, most, experts,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first programs: rows of PAIRS pairs, behind those of one expert in the same block. The
+    others: owners of ROWS rows."""
+    pid = tl.program_id(0)
+    programs = tl.cdiv(pairs, PAIRS)
+    if pid < programs:
+        begin = pid * PAIRS
+        at = begin + tl.arange(0, PAIRS)
+        id = tl.load(ids + at, mask=at < pairs, other=0)
+        block = begin // BLOCK
+        rank = tl.zeros((PAIRS,), tl.int32)
+        for start in range(block * BLOCK, begin + 1, PAIRS):
+            other = start + tl.arange(0, PAIRS)
+            theirs = tl.load(ids + other, mask=other < pairs, other=-1)
+            ahead = (theirs[None, :] == id[:, None]) & (other[None, :] < at[:, None])
+            rank += tl.sum(ahead.to(tl.int32), 1)
+        place = tl.load(first + block * EXPERTS + id, mask=at < pairs, other=0) + rank
+        tl.store(rows + at, place.to(tl.int64), mask=at < pairs)
+    else:
+        row = (pid - programs) * ROWS + tl.arange(0, ROWS)
+        expert = tl.arange(0, EXPERTS)
+        end = tl.load(ends + expert, mask=expert < experts, other=0x7FFFFFFF)
+        found = tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+        tl.store(owner + row, tl.where(found < experts, found, -1), mask=row < most)
+
+
+def place_pairs(ids: Tensor, align: int, rows: Tensor, owner: Tensor, ends: Tensor) -> None:
+    """See grouped.sort_rows; the outputs are filled. ids: contiguous."""
+    pairs, most, experts = ids.numel(), owner.shape[0], ends.shape[0]
+    width, block = triton.next_power_of_2(max(experts, 2)), 1024
+    blocks = triton.cdiv(pairs, block)
+    counts = ends.new_empty(blocks, width)
+    _count[(blocks,)](ids, counts, pairs, EXPERTS=width, BLOCK=block)
+    _bounds[(1,)](
+        counts, ends, blocks, experts, align, EXPERTS=width, BLOCKS=max(1, 8192 // width),
+        num_warps=8,
+    )  # fmt: skip
+    few, part = 64, max(1, 8192 // width)
+    _place[(triton.cdiv(pairs, few) + triton.cdiv(most, part),)](
+        ids, counts, ends, rows, owner, pairs, most, experts, EXPERTS=width, BLOCK=block,
+        PAIRS=few, ROWS=part,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -67,7 +161,7 @@ def quantise_to(x: Tensor, rows: Tensor, q: Tensor, scale: Tensor, powers: bool 
     tokens, n = x.shape
     _scatter[(tokens, triton.cdiv(n, _CHUNK))](
         x, rows, q, scale, n, x.stride(0), scale.stride(1), TOP_K=rows.shape[1], POWERS=powers,
-        CHUNK=_CHUNK,
+        CHUNK=_CHUNK, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -94,7 +188,15 @@ def silu_quantise(
     """See grouped.silu."""
     rows, n = q.shape
     _silu[(rows, triton.cdiv(n, _CHUNK))](
-        gate_up, owner, q, scale, n, scale.stride(1), POWERS=powers, CHUNK=_CHUNK
+        gate_up,
+        owner,
+        q,
+        scale,
+        n,
+        scale.stride(1),
+        POWERS=powers,
+        CHUNK=_CHUNK,
+        num_warps=_WARPS,
     )
 
 
