@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
+
+import msgspec
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.base import part_of
@@ -62,14 +65,14 @@ class JobMaker:
         parsers = Parsers(None if self._family is None else self._family.reasoning, calls)
         return parsers.start(prompt, tools) or OutputParser(None, None)
 
-    def output(self, prompt: str | Sequence[int], params: SamplingParams) -> RequestOutput:
+    def output(self, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
         """An empty result with a choice for each of `params.n`."""
         text, ids = self._encode(prompt)
         logprobs = params.logprobs is not None
         choices = [Completion(c, logprobs=[] if logprobs else None) for c in range(params.n)]
         return RequestOutput(text, ids, choices)
 
-    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: str | list[int]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError(
@@ -78,7 +81,7 @@ class JobMaker:
                     "prompt",
                 )
             return prompt, self._tokenizer.encode(prompt, add_special=True)
-        return None, list(prompt)
+        return None, prompt
 
     def jobs(self, output: RequestOutput, params: SamplingParams, adapter: str = "") -> list[Job]:
         """The choices of one prompt."""
@@ -160,8 +163,8 @@ def _plain(value: Any) -> Any:
 
 
 def _ids(prompt: list[Any]) -> list[int]:
-    if set(map(type, prompt)) <= {int}:
-        return list(prompt)
+    with contextlib.suppress(msgspec.ValidationError):  # other kinds of numbers are looked at below
+        return msgspec.convert(prompt, list[int])
     ids = []
     for value in prompt:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
