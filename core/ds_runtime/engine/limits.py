@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+import msgspec
 
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.pace import Pace
@@ -51,12 +55,22 @@ def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> N
         )
     _check_ids("prompt", prompt, limits.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
-    _check_ids("logit_bias", params.logit_bias, limits.vocab_size)
+    _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
 
 
-def _check_ids(what: str, ids: Iterable[int], vocab_size: int) -> None:
-    low, high = min(ids, default=0), max(ids, default=0)
-    if low < 0 or high >= vocab_size:
+@cache
+def _ids_below(vocab_size: int) -> Any:
+    """The type of a list of ids, for msgspec: one pass over a prompt instead of min's and max's."""
+    return list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
+
+
+def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not ids:
+        return
+    try:
+        msgspec.convert(ids, _ids_below(vocab_size))
+    except msgspec.ValidationError as e:
+        low, high = min(ids), max(ids)
         raise RequestError(
             f"{what} holds id {low if low < 0 else high}: ids are 0 to {vocab_size - 1}", what
-        )
+        ) from e
