@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -42,6 +43,7 @@ class Scheduler:
         self._num_submitted = 0
         self._num_guided = 0
         self._drafts = limits.drafts  # of the step that is planned
+        self._pool_tokens = self.holdings.most_pages * limits.page_size  # of one request at most
         self._stats = Stats(pages_total=self.holdings.num_pages)
 
     # ---- requests come and go ----
@@ -107,11 +109,6 @@ class Scheduler:
             pages_free=self.holdings.num_free,
             pages_cached=self.holdings.num_cached,
         )
-
-    @property
-    def _pool_tokens(self) -> int:
-        """That one request can have computed."""
-        return self.holdings.most_pages * self.limits.page_size
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
@@ -365,8 +362,7 @@ class Scheduler:
         return message
 
 
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
+_order = attrgetter("order")
 
 
 def _remove(ordered: list[Request], request: Request) -> None:
