@@ -7,13 +7,14 @@ from itertools import product
 
 import pytest
 import torch
-from vendor_doubles import cuda, install, streamed
+from vendor_doubles import attention, cuda, install, streamed
 
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
+from ds_runtime_cuda import attention as prompts
 from ds_runtime_cuda import blackwell, kernels
 from ds_runtime_cuda import streamed as own
 
@@ -26,10 +27,12 @@ def doubles(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
     monkeypatch.setattr(torch, "_scaled_mm", cuda._scaled_mm)
     monkeypatch.setattr(own, "nvrtc", streamed)
-    monkeypatch.setattr(own, "_cores", lambda device: 132)
+    monkeypatch.setattr(prompts, "nvrtc", attention)
     own._module.cache_clear()
+    prompts._function.cache_clear()
     yield
     own._module.cache_clear()  # it holds stand-ins
+    prompts._function.cache_clear()
 
 
 def device(arch: str, **changes) -> DeviceInfo:
@@ -122,7 +125,7 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     arch = arch_of(kernel)
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
-    own_source = kernel.fn.startswith("ds_runtime_cuda.streamed:")
+    own_source = kernel.fn.startswith(("ds_runtime_cuda.streamed:", "ds_runtime_cuda.attention:"))
     module = "cuda.bindings" if own_source else kernel.provider
     said = kernel.refuse(bare)
     if module == "cuda":

@@ -47,17 +47,18 @@ def bound(folder, model, device, without=(), **settings):
 
 SGL, FI, DG = "sgl_kernel", "flashinfer", "deep_gemm"
 CUBLAS, GROUPED = "cuda.LinearCublas", "cuda.ExpertsGroupedMm"
-FLASH = "flash_mla.MlaDecode"
+FLASH, OWN, CB = "flash_mla.MlaDecode", "cuda.mha_prefill", "cuda.bindings"
 TABLE = [
-    (FP8, "h200", (), FLASH, f"{FI}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
-    (FP8, "h200", (FI,), FLASH, f"{SGL}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
-    (FP8, "h200", ("flash_mla", FI), f"{SGL}.MlaDecode", f"{SGL}.mha_prefill", f"{DG}.LinearFp8",
+    (FP8, "h200", (), FLASH, OWN, f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
+    (FP8, "h200", (CB,), FLASH, f"{FI}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
+    (FP8, "h200", (CB, FI), FLASH, f"{SGL}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
+    (FP8, "h200", ("flash_mla", FI), f"{SGL}.MlaDecode", OWN, f"{DG}.LinearFp8",
      f"{DG}.ExpertsFp8"),
-    (FP8, "h200", (SGL, "flash_mla", DG), f"{FI}.MlaDecode", f"{FI}.mha_prefill",
-     "cuda.LinearScaledMm", "cuda.ExpertsFp8"),
+    (FP8, "h200", (SGL, "flash_mla", DG), f"{FI}.MlaDecode", OWN, "cuda.LinearScaledMm",
+     "cuda.ExpertsFp8"),
     (FP8, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", f"{FI}.LinearGroupwise",
      f"{FI}.ExpertsTrtllm"),
-    (BF16, "h200", (), "flash_mla.MlaDecodeFewHeads", f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "h200", (), "flash_mla.MlaDecodeFewHeads", OWN, CUBLAS, GROUPED),
     (BF16, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "a100", (), f"{FI}.MlaDecode", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "a100", LIBRARIES, "reference.ReferenceMlaDecode", "reference.mha_prefill", CUBLAS,
@@ -109,7 +110,8 @@ def test_described_software_is_all_that_kernels_look_for():
     from ds_runtime_cuda import kernels
 
     every = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
-    modules = {k.fn.partition(".")[2].partition(":")[0] for k in every} - {"torch_ops", "streamed"}
+    own = {"torch_ops", "streamed", "attention"}
+    modules = {k.fn.partition(".")[2].partition(":")[0] for k in every} - own
     assert modules | {"cuda.bindings"} <= installed
 
 
@@ -130,7 +132,9 @@ def test_auto_with_portable_kernels(folder, model, device, without, decode, line
     config = EngineConfig(model=folder(model), plugins=("cuda", "triton"), strict_ops=True)
     assembly = assemble(config, (), device=device, without=without)
     found = {op: {r.kernel for r in assembly.plan.rows if r.op == op} for op in OPS}
-    assert found["mla_decode"] == {decode} and found["mha_prefill"] == {"triton.mha_prefill"}
+    assert found["mla_decode"] == {decode} and found["mha_prefill"] == {
+        OWN if device == "h200" else "triton.mha_prefill"
+    }
     assert linear in found["linear"] and found["experts"] == {experts}
     assert assembly.facts.graph_capture and not assembly.config.disable_graph
     assert {r.provider for r in assembly.plan.rows} & {"reference"} == set()

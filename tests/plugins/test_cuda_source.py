@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_runtime.errors import PluginError
-from ds_runtime_cuda import nvrtc, streamed
+from ds_runtime_cuda import attention, nvrtc, streamed
 from ds_runtime_cuda.driver import DriverError
 
 
@@ -42,6 +42,18 @@ def test_experts_compile(home, fp8):
         assert whole(kept.read_bytes())
 
 
+def test_attention_compiles(home):
+    code = nvrtc.compile_for("sm_90a", "attention.cu", attention._defines())
+    assert code.startswith(b"\x7fELF") and b"attention" in code
+
+
+def test_another_header_is_compiled_anew(home):
+    options, source = ("--gpu-architecture=sm_90a",), '#include "a.cuh"\n__global__ void f() {N;}'
+    for text in ("#define N", "#define N return", "#define N"):
+        assert nvrtc.compiled(source, {"a.cuh": text}, options)[:4] == b"\x7fELF"
+    assert len(list(home.iterdir())) == 2
+
+
 def test_another_layout_of_the_arguments_does_not_compile():
     defines = {**streamed._defines(True), "ARGS": 640}
     with pytest.raises(DriverError, match="as the caller lays them out"):
@@ -51,7 +63,7 @@ def test_another_layout_of_the_arguments_does_not_compile():
 def test_without_a_folder_to_keep_it_is_compiled_all_the_same(home):
     home.write_text("a file is in its place")
     options = ("--gpu-architecture=sm_90a",)
-    assert nvrtc.compiled("__global__ void nothing() {}", options)[:4] == b"\x7fELF"
+    assert nvrtc.compiled("__global__ void nothing() {}", {}, options)[:4] == b"\x7fELF"
 
 
 def no_home():
@@ -61,7 +73,7 @@ def no_home():
 def test_without_a_home_it_is_compiled_all_the_same(monkeypatch):
     monkeypatch.setattr(nvrtc, "folder", no_home)
     options = ("--gpu-architecture=sm_90a",)
-    assert nvrtc.compiled("__global__ void nothing() {}", options)[:4] == b"\x7fELF"
+    assert nvrtc.compiled("__global__ void nothing() {}", {}, options)[:4] == b"\x7fELF"
 
 
 class Damaged:
@@ -95,15 +107,22 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         streamed._module(True, torch.device("cuda", 0))
 
 
-def test_arguments_lie_in_the_order_of_the_source():
-    source = (files("ds_runtime_cuda") / "csrc" / "experts.cu").read_text()
-    body = re.search(r"struct alignas\(64\) Args \{(.*?)\n\};", source, re.S).group(1)
+@pytest.mark.parametrize(
+    ("source", "args", "maps"),
+    [
+        ("experts.cu", streamed._Args, ["gate_up", "down", "x", "h"]),
+        ("attention.cu", attention._Args, ["q", "q_rope", "k", "k_rope", "v"]),
+    ],
+)
+def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
+    text = (files("ds_runtime_cuda") / "csrc" / source).read_text()
+    body = re.search(r"struct alignas\(64\) Args \{(.*?)\n\};", text, re.S).group(1)
     body = re.sub(r"//.*", "", body)
     names = [n.strip(" *\n") for part in re.findall(
         r"(?:const )?(?:TensorMap|float|void|u16|int|long long)\b\*? ([^;]*);", body
     ) for n in part.split(",")]  # fmt: skip
-    assert names[:4] == ["gate_up", "down", "x", "h"]  # the four maps
-    assert names[4:] == [name for name, _ in streamed._Args._fields_[1:-1]]
+    assert names[: len(maps)] == maps
+    assert names[len(maps) :] == [name for name, *_ in args._fields_[1:-1]]
 
 
 def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
@@ -111,4 +130,5 @@ def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
 
     streamed.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
     streamed.compile_experts(SimpleNamespace(weight_format="dense"), (8,))
-    assert len(list(home.iterdir())) == 2
+    attention.compile_attention(SimpleNamespace(), (8,))
+    assert len(list(home.iterdir())) == 3

@@ -64,7 +64,7 @@ def inputs(tokens: int, experts: int, top_k: int, hidden: int):
 def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
     """cores: so few blocks that each takes units of both matmuls, one behind the other."""
     if cores is not None:
-        monkeypatch.setattr(streamed, "_cores", lambda device: cores)
+        monkeypatch.setattr(streamed.nvrtc, "cores", lambda device: cores)
     torch.manual_seed(0)
     experts, inter, hidden, top_k = shape
     packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]

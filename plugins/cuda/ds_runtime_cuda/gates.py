@@ -120,7 +120,7 @@ def offer(
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_cuda.{fn}",
-        provider="cuda" if module in ("torch_ops", "streamed") else module,
+        provider="cuda" if module in ("torch_ops", "streamed", "attention") else module,
         rank=rank,
         refuse=gates(gpu, *each),
         formats=formats,

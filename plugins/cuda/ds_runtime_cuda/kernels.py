@@ -138,6 +138,17 @@ ATTENTION: tuple[Kernel, ...] = (
     ),
     offer(
         "mha_prefill",
+        "attention:mha_prefill",
+        RANK_PLATFORM,
+        arch("sm90"),
+        library("cuda.bindings"),
+        BF16,
+        HEADS_192,
+        note="compiled by NVRTC when it is first needed",
+        ahead="attention:compile_attention",
+    ),
+    offer(
+        "mha_prefill",
         "sgl_kernel:mha_prefill",
         RANK_BEHIND,
         arch("sm90"),

@@ -44,16 +44,19 @@ def folder() -> Path:
     return Path.home() / ".cache" / "ds-runtime" / "cuda"
 
 
-def compiled(source: str, options: tuple[str, ...], anew: bool = False) -> bytes:
-    """Machine code for these options, from the folder if it has been made before. anew: in any
-    case, and kept in the other's place."""
+def compiled(
+    source: str, headers: Mapping[str, str], options: tuple[str, ...], anew: bool = False
+) -> bytes:
+    """Machine code for these options, from the folder if it has been made before. headers: the
+    files that the source may include. anew: in any case, and kept in the other's place."""
     version = "{}.{}".format(*checked(_library()[1].nvrtcVersion()))
-    key = hashlib.sha256("\0".join((source, version, *options)).encode()).hexdigest()
+    parts = (source, *(part for each in sorted(headers.items()) for part in each), version)
+    key = hashlib.sha256("\0".join((*parts, *options)).encode()).hexdigest()
     with contextlib.suppress(OSError, RuntimeError):  # what cannot be read is made again
         kept = (folder() / f"{key[:32]}.cubin").read_bytes()
         if kept.startswith(_MAGIC) and not anew:
             return kept
-    code = _compile(source, options)
+    code = _compile(source, headers, options)
     with contextlib.suppress(OSError, RuntimeError):  # it is compiled again next time
         _keep(code, folder() / f"{key[:32]}.cubin")
     return code
@@ -72,9 +75,11 @@ def _keep(code: bytes, path: Path) -> None:
         raise
 
 
-def _compile(source: str, options: tuple[str, ...]) -> bytes:
+def _compile(source: str, headers: Mapping[str, str], options: tuple[str, ...]) -> bytes:
     _, nvrtc = _library()
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    texts, names = ([e.encode() for e in each] for each in (headers.values(), headers))
+    made_of = source.encode(), b"kernel.cu", len(names), texts, names
+    program = checked(nvrtc.nvrtcCreateProgram(*made_of))
     try:
         given = [option.encode() for option in options]
         (code,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
@@ -91,9 +96,11 @@ def _compile(source: str, options: tuple[str, ...]) -> bytes:
 
 def compile_for(arch: str, name: str, defines: Mapping[str, int], anew: bool = False) -> bytes:
     """Machine code of a file of csrc for "sm_90a" or the like."""
-    source = (files("ds_runtime_cuda") / "csrc" / name).read_text()
+    here = files("ds_runtime_cuda") / "csrc"
+    source = (here / name).read_text()
+    headers = {f.name: f.read_text() for f in here.iterdir() if f.name.endswith(".cuh")}
     given = (f"-D{key}={value}" for key, value in sorted(defines.items()))
-    return compiled(source, (f"--gpu-architecture={arch}", "--std=c++17", *given), anew)
+    return compiled(source, headers, (f"--gpu-architecture={arch}", "--std=c++17", *given), anew)
 
 
 def compile_for_device(name: str, defines: Mapping[str, int], anew: bool = False) -> bytes:
@@ -128,6 +135,12 @@ class Module:
 
 
 @cache
+def cores(device: torch.device) -> int:
+    """Multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
 def _overlapping() -> Any:
     """The launch may begin while the one before it ends; kernels wait where they must."""
     driver, _ = _library()
@@ -155,10 +168,11 @@ def launch(
 
 @lru_cache(maxsize=4096)
 def box_map(
-    address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int
+    address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int, pitch: int = 0
 ) -> tuple[int, ...]:
     """How the copy engine finds 128 bytes of `box_rows` rows of a matrix [rows, columns], to lay
-    them down in lines of 128 bytes that are swizzled: the words of a CUtensorMap."""
+    them down in lines of 128 bytes that are swizzled: the words of a CUtensorMap. pitch: from one
+    row to the next, where that is not `columns`."""
     driver, _ = _library()
     kinds = driver.CUtensorMapDataType
     kind = {
@@ -172,7 +186,7 @@ def box_map(
             2,
             address,
             [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(columns * size)],
+            [driver.cuuint64_t((pitch or columns) * size)],
             [driver.cuuint32_t(128 // size), driver.cuuint32_t(box_rows)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -90,11 +90,6 @@ def _module(fp8: bool, device: torch.device) -> nvrtc.Module:
         ) from e
 
 
-@cache
-def _cores(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
     """`Kernel.ahead` of both."""
     nvrtc.compile_for_device(_SOURCE, _defines(facts.weight_format == "fp8_block"))
@@ -147,7 +142,7 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     parts = -(-hidden // _PART)
     arranging = (tokens, parts if tokens <= _FEW else 1)
     nvrtc.launch(module.function("arrange"), arranging, 256, 0, args)
-    grid = (_cores(device) * tile.blocks, 1)
+    grid = (nvrtc.cores(device) * tile.blocks, 1)
     nvrtc.launch(module.function("experts", room), grid, _THREADS, room, args)
     nvrtc.launch(module.function("combine"), (tokens, parts), 128, 0, args)
     return out

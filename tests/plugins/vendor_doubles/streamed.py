@@ -33,6 +33,10 @@ def box_map(address: int, dtype: torch.dtype, rows: int, columns: int, box_rows:
     return (address, rows, columns, dtype.itemsize, box_rows, *(0 for _ in range(11)))
 
 
+def cores(device: torch.device) -> int:
+    return 132
+
+
 class Module:
     def __init__(self, name: str, defines: dict[str, int]) -> None:
         self.name, self.defines = name, defines

@@ -1,0 +1,112 @@
+"""Attention of prompts on compute capability 9.0: csrc/attention.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.api import Facts, PluginError, Segments
+from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.driver import DriverError
+
+_SOURCE = "attention.cu"
+_THREADS, _ON_CHIP = 384, 232_448
+_BOXES = (64, 64, 128, 128, 128)  # tokens that are fetched together: of q, q_rope, k, k_rope, v
+_SEQUENCES = 512  # of a launch
+_CACHED = 16 << 20  # bytes of keys and values that heads may have which are computed together
+_LOG2_E = 1.4426950408889634
+
+
+class _Args(ctypes.Structure):
+    """Args of csrc/attention.cu."""
+
+    _fields_ = (
+        ("maps", ctypes.c_uint64 * 80),
+        *((name, ctypes.c_void_p) for name in ("q_cu", "k_cu", "out", "lse")),
+        ("scale", ctypes.c_float),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "sequences", "heads", "causal", "together",
+                "q_head", "q_rope_head", "k_head", "v_head",
+            )
+        ),
+        ("_end", ctypes.c_char * 60),  # the struct is a multiple of 64 bytes
+    )  # fmt: skip
+
+
+def _defines() -> dict[str, int]:
+    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_Args)}
+
+
+@cache
+def _function(device: torch.device) -> Any:
+    """The kernel, for the current device, which `device` is."""
+    try:
+        return nvrtc.Module(_SOURCE, _defines()).function("attention", _ON_CHIP)
+    except DriverError as e:
+        raise PluginError(
+            f"{_SOURCE} cannot be used: {e}; --pin mha_prefill=triton runs without"
+        ) from e
+
+
+def compile_attention(facts: Facts, rows: Sequence[int]) -> None:
+    """`Kernel.ahead`."""
+    nvrtc.compile_for_device(_SOURCE, _defines())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy, that the copy engine can read: rows of tokens, heads side by side in them."""
+    tokens, *heads = x.stride()
+    whole = x.data_ptr() % 16 == 0 == tokens % 8 and heads[-1] == 1
+    if whole and heads[0] <= tokens:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # .contiguous() may leave it where it is
+
+
+def _map(x: Tensor, rows: int) -> tuple[int, ...]:
+    """Of boxes of so many rows in x [tokens, heads, n] or [tokens, n]."""
+    columns = x.shape[-1] + (x.stride(1) * (x.shape[1] - 1) if x.dim() == 3 else 0)
+    return nvrtc.box_map(x.data_ptr(), x.dtype, x.shape[0], columns, rows, x.stride(0))
+
+
+def mha_prefill(
+    q: Tensor,
+    q_rope: Tensor,
+    k: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    q_segs: Segments,
+    k_segs: Segments,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """MhaPrefill for 128 + 64 values of a key and 128 of a value, in bfloat16."""
+    tokens, heads = q.shape[:2]
+    out = torch.empty(tokens, heads, v.shape[2], dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if not tokens:
+        return out, lse
+    if not k.shape[0]:
+        return out.zero_(), lse.fill_(float("-inf"))
+    each = [_aligned(x) for x in (q, q_rope, k, k_rope, v)]
+    args = _Args()
+    args.maps[:] = [word for x, n in zip(each, _BOXES, strict=True) for word in _map(x, n)]
+    args.out, args.lse = out.data_ptr(), lse.data_ptr()
+    args.scale, args.heads, args.causal = scale * _LOG2_E, heads, causal
+    q, q_rope, k, _, v = each
+    args.q_head, args.q_rope_head = q.stride(1), q_rope.stride(1)
+    args.k_head, args.v_head = k.stride(1), v.stride(1)
+    most = max(1, _CACHED // max(1, k_segs.longest * 512))
+    args.together = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+    function, grid = _function(q.device), (nvrtc.cores(q.device), 1)
+    for first in range(0, len(q_segs.lens), _SEQUENCES):
+        args.sequences = min(_SEQUENCES, len(q_segs.lens) - first)
+        args.q_cu, args.k_cu = q_segs.cu[first:].data_ptr(), k_segs.cu[first:].data_ptr()
+        nvrtc.launch(function, grid, _THREADS, _ON_CHIP, args)
+    return out, lse
