@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,19 +60,41 @@ def compile_attention(facts: Facts, rows: Sequence[int]) -> None:
     nvrtc.compile_for_device(_SOURCE, _defines())
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy, that the copy engine can read: rows of tokens, heads side by side in them."""
-    tokens, *heads = x.stride()
-    whole = x.data_ptr() % 16 == 0 == tokens % 8 and heads[-1] == 1
-    if whole and heads[0] <= tokens:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)  # .contiguous() may leave it where it is
+class _Place(NamedTuple):
+    """Where a tensor [tokens, heads, n] or [tokens, n] of bfloat16 lies."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def is_read(self) -> bool:
+        """By the copy engine: rows of tokens, heads side by side in them."""
+        tokens, *heads = self.strides
+        aligned = self.address % 16 == 0 == tokens % 8
+        return aligned and heads[-1] == 1 and heads[0] <= tokens
+
+    def boxes(self, rows: int) -> tuple[int, ...]:
+        """Its map, for boxes of so many rows."""
+        columns = self.shape[-1] + sum(
+            (n - 1) * step for n, step in zip(self.shape[1:-1], self.strides[1:-1], strict=True)
+        )
+        args = self.address, torch.bfloat16, self.shape[0], columns, rows, self.strides[0]
+        return nvrtc.box_map(*args)
 
 
-def _map(x: Tensor, rows: int) -> tuple[int, ...]:
-    """Of boxes of so many rows in x [tokens, heads, n] or [tokens, n]."""
-    columns = x.shape[-1] + (x.stride(1) * (x.shape[1] - 1) if x.dim() == 3 else 0)
-    return nvrtc.box_map(x.data_ptr(), x.dtype, x.shape[0], columns, rows, x.stride(0))
+@lru_cache(maxsize=1024)
+def _arguments(places: tuple[_Place, ...], longest: int) -> _Args:
+    """All that a launch over these tensors has in common with the next. longest: sequence of
+    keys."""
+    q, q_rope, k, _, v = places
+    args, heads = _Args(), q.shape[1]
+    args.maps[:] = [w for each, n in zip(places, _BOXES, strict=True) for w in each.boxes(n)]
+    args.heads, args.q_head, args.q_rope_head = heads, q.strides[1], q_rope.strides[1]
+    args.k_head, args.v_head = k.strides[1], v.strides[1]
+    most = max(1, _CACHED // max(1, longest * 512))
+    args.together = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+    return args
 
 
 def mha_prefill(
@@ -94,19 +116,19 @@ def mha_prefill(
         return out, lse
     if not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
-    each = [_aligned(x) for x in (q, q_rope, k, k_rope, v)]
-    args = _Args()
-    args.maps[:] = [word for x, n in zip(each, _BOXES, strict=True) for word in _map(x, n)]
+    each = [q, q_rope, k, k_rope, v]
+    places = [_Place(x.data_ptr(), x.shape, x.stride()) for x in each]
+    for i, place in enumerate(places):
+        if not place.is_read:
+            copy = each[i] = each[i].clone(memory_format=torch.contiguous_format)
+            places[i] = _Place(copy.data_ptr(), copy.shape, copy.stride())
+    args = _Args.from_buffer_copy(_arguments(tuple(places), k_segs.longest))
     args.out, args.lse = out.data_ptr(), lse.data_ptr()
-    args.scale, args.heads, args.causal = scale * _LOG2_E, heads, causal
-    q, q_rope, k, _, v = each
-    args.q_head, args.q_rope_head = q.stride(1), q_rope.stride(1)
-    args.k_head, args.v_head = k.stride(1), v.stride(1)
-    most = max(1, _CACHED // max(1, k_segs.longest * 512))
-    args.together = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+    args.scale, args.causal = scale * _LOG2_E, causal
     function, grid = _function(q.device), (nvrtc.cores(q.device), 1)
     for first in range(0, len(q_segs.lens), _SEQUENCES):
         args.sequences = min(_SEQUENCES, len(q_segs.lens) - first)
-        args.q_cu, args.k_cu = q_segs.cu[first:].data_ptr(), k_segs.cu[first:].data_ptr()
+        args.q_cu = q_segs.cu.data_ptr() + 4 * first
+        args.k_cu = k_segs.cu.data_ptr() + 4 * first
         nvrtc.launch(function, grid, _THREADS, _ON_CHIP, args)
     return out, lse
