@@ -40,7 +40,7 @@ from ds_runtime_triton.jit.experts import (
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters, pow2
 from ds_runtime_triton.quant import quantise_by_group
 
-_CHUNK = 1024  # pairs that a program of the sort looks at together
+_CHUNK = 4096  # pairs that a program of the sort looks at together
 _COLUMNS = 1024  # of one program of the sum
 
 

@@ -17,8 +17,7 @@ from ds_runtime_triton.launch import cdiv, pow2
 _SHORT = 4096  # columns of a row from which more than _FEW tokens are multiplied in pieces
 _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are streamed
 _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
-_EXPERTS, _COLUMNS = 64, 128  # of a tile
-_PROGRAMS = 224  # that rows are cut for
+_PROGRAMS, _MANY = 132, 512  # that rows are cut for, twice as many for so many tokens
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -37,16 +36,17 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
             num_warps=warps,
         )  # fmt: skip
         return logits
-    many = cdiv(tokens, 128) * cdiv(experts, _EXPERTS) >= _PROGRAMS  # then rows are not cut
-    block = 128 if many else min(64, pow2(tokens, 16))
-    tiles = cdiv(tokens, block), cdiv(experts, _EXPERTS)
-    span = cdiv(cdiv(n, _COLUMNS), cdiv(_PROGRAMS, tiles[0] * tiles[1])) * _COLUMNS
+    block, columns, warps, stages, programs = 128, 64, 8, 3, _PROGRAMS * (1 + (tokens >= _MANY))
+    each = 64 if cdiv(tokens, block) * cdiv(experts, 64) >= 8 else 32
+    if tokens <= 64:
+        block, each, columns, warps, stages, programs = pow2(tokens, 16), 64, 128, 4, 2, 224
+    tiles = cdiv(tokens, block), cdiv(experts, each)
+    span = cdiv(cdiv(n, columns), max(1, programs // (tiles[0] * tiles[1]))) * columns
     pieces = cdiv(n, span)
     out = logits if pieces == 1 else logits.new_empty(pieces, tokens, experts)
     router_tiles_kernel[(*tiles, pieces)](
         x, weight, out, tokens, experts, n, span, x.stride(0), weight.stride(0),
-        x.dtype == torch.bfloat16, block, _EXPERTS, _COLUMNS if pieces > 1 else 64,
-        num_warps=8 if block == 128 else 4, num_stages=2 if pieces > 1 else 3,
+        x.dtype == torch.bfloat16, block, each, columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if pieces > 1:
         size = tokens * experts
