@@ -100,16 +100,13 @@ def _place(
     pid = tl.program_id(0)
     programs = tl.cdiv(pairs, PAIRS)
     if pid < programs:
-        begin = pid * PAIRS
-        at = begin + tl.arange(0, PAIRS)
+        at = pid * PAIRS + tl.arange(0, PAIRS)
         id = tl.load(ids + at, mask=at < pairs, other=0)
-        block = begin // BLOCK
-        rank = tl.zeros((PAIRS,), tl.int32)
-        for start in range(block * BLOCK, begin + 1, PAIRS):
-            other = start + tl.arange(0, PAIRS)
-            theirs = tl.load(ids + other, mask=other < pairs, other=-1)
-            ahead = (theirs[None, :] == id[:, None]) & (other[None, :] < at[:, None])
-            rank += tl.sum(ahead.to(tl.int32), 1)
+        block = pid * PAIRS // BLOCK
+        other = block * BLOCK + tl.arange(0, BLOCK)
+        theirs = tl.load(ids + other, mask=other < pairs, other=-1)
+        ahead = (theirs[None, :] == id[:, None]) & (other[None, :] < at[:, None])
+        rank = tl.sum(ahead.to(tl.int32), 1)
         place = tl.load(first + block * EXPERTS + id, mask=at < pairs, other=0) + rank
         tl.store(rows + at, place.to(tl.int64), mask=at < pairs)
     else:
@@ -131,7 +128,7 @@ def place_pairs(ids: Tensor, align: int, rows: Tensor, owner: Tensor, ends: Tens
         counts, ends, blocks, experts, align, EXPERTS=width, BLOCKS=max(1, 8192 // width),
         num_warps=8,
     )  # fmt: skip
-    few, part = 64, max(1, 8192 // width)
+    few, part = 16, max(1, 8192 // width)
     _place[(triton.cdiv(pairs, few) + triton.cdiv(most, part),)](
         ids, counts, ends, rows, owner, pairs, most, experts, EXPERTS=width, BLOCK=block,
         PAIRS=few, ROWS=part,

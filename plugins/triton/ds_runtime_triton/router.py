@@ -36,7 +36,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
             num_warps=warps,
         )  # fmt: skip
         return logits
-    block, columns, warps, stages, programs = 128, 64, 8, 3, _PROGRAMS * (1 + (tokens >= _MANY))
+    block, columns, warps, programs = 128, 64, 8, _PROGRAMS * (1 + (tokens >= _MANY))
+    stages = 3 if x.dtype.itemsize == 2 else 2  # wider ones would not fit on many chips
     each = 64 if cdiv(tokens, block) * cdiv(experts, 64) >= 8 else 32
     if tokens <= 64:
         block, each, columns, warps, stages, programs = pow2(tokens, 16), 64, 128, 4, 2, 224
