@@ -44,7 +44,8 @@ def test_a_wheel_has_libraries_demo_and_licence(tmp_path):
     for plugin in ("cpu", "cuda", "rocm", "npu", "xpu", "triton"):
         assert f"ds_runtime_{plugin}/__init__.py" in held
         assert f"ds_runtime_{plugin}/py.typed" in held
-    assert "ds_runtime_cuda/csrc/experts.cu" in held  # compiled where it runs
+    sources = ("experts.cu", "attention.cu", "hopper.cuh")  # compiled where they run
+    assert {f"ds_runtime_cuda/csrc/{n}" for n in sources} <= set(held)
     assert "ds_runtime/templates/plugin/tests/test_acme.py.tmpl" in held
     assert not [n for n in held if n.startswith(("tests/", "csrc/")) or n.endswith(".cpp")]
     (metadata,) = [n for n in held if n.endswith(".dist-info/METADATA")]

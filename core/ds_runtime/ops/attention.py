@@ -25,7 +25,7 @@ class MhaPrefill(Protocol):
     heads, d_v] of any width. Head dims contiguous, rows may be strided; `with_rope` joins parts.
     Sequence i owns q_segs.lens[i] queries and k_segs.lens[i] keys (one k segment per q segment).
     causal: query j of a sequence sees keys ≤ j + (k_len − q_len); otherwise all keys of its
-    sequence. Softmax in fp32 of (q·k + q_rope·k_rope)·scale.
+    sequence. Softmax in fp32 of (q·k + q_rope·k_rope)·scale, scale > 0.
     Returns (out [Tq, heads, d_v] in q.dtype, lse [Tq, heads] float32, natural log). A query
     without keys gives out 0 and lse −inf. Zero sequences or tokens are legal.
     """

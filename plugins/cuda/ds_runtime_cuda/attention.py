@@ -68,31 +68,33 @@ class _Place(NamedTuple):
     strides: tuple[int, ...]
 
     @property
+    def columns(self) -> int:
+        """From a token's first value to behind its last."""
+        sizes = zip(self.shape[1:-1], self.strides[1:-1], strict=True)
+        return self.shape[-1] + sum((n - 1) * step for n, step in sizes)
+
+    @property
     def is_read(self) -> bool:
         """By the copy engine: rows of tokens, heads side by side in them."""
-        tokens, *heads = self.strides
-        aligned = self.address % 16 == 0 == tokens % 8
-        return aligned and heads[-1] == 1 and heads[0] <= tokens
+        pitch, *_, last = self.strides
+        return self.address % 16 == 0 == pitch % 8 and last == 1 and self.columns <= pitch
 
     def boxes(self, rows: int) -> tuple[int, ...]:
         """Its map, for boxes of so many rows."""
-        columns = self.shape[-1] + sum(
-            (n - 1) * step for n, step in zip(self.shape[1:-1], self.strides[1:-1], strict=True)
-        )
-        args = self.address, torch.bfloat16, self.shape[0], columns, rows, self.strides[0]
+        args = self.address, torch.bfloat16, self.shape[0], self.columns, rows, self.strides[0]
         return nvrtc.box_map(*args)
 
 
 @lru_cache(maxsize=1024)
 def _arguments(places: tuple[_Place, ...], longest: int) -> _Args:
-    """All that a launch over these tensors has in common with the next. longest: sequence of
-    keys."""
+    """All that a launch over these tensors has in common with the next. longest: keys of the
+    longest sequence."""
     q, q_rope, k, _, v = places
     args, heads = _Args(), q.shape[1]
     args.maps[:] = [w for each, n in zip(places, _BOXES, strict=True) for w in each.boxes(n)]
     args.heads, args.q_head, args.q_rope_head = heads, q.strides[1], q_rope.strides[1]
     args.k_head, args.v_head = k.strides[1], v.strides[1]
-    most = max(1, _CACHED // max(1, longest * 512))
+    most = max(1, _CACHED // max(1, longest * (128 + 128) * 2))
     args.together = next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
     return args
 

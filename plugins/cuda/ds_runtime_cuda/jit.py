@@ -20,7 +20,7 @@ def _scaled(values, POWERS: tl.constexpr):
         scale = (bits & -0x800000).to(tl.float32, bitcast=True)
     # Quotients that are rounded another way would fall to another neighbour at every tie: by a
     # reciprocal that is rounded right and one correction they are those of a division (Markstein,
-    # IBM J. Res. Dev. 34, 1990), but for the sign of a zero.
+    # IBM J. Res. Dev. 34, 1990), but for the sign of a zero and groups that are not finite.
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     inverse = tl.broadcast_to(inverse[:, None], values.shape)
     near = values * inverse

@@ -19,7 +19,7 @@ constexpr int kKeys = 3;            // boxes: two without a position, one rotate
 constexpr int kValues = 2;          // boxes
 constexpr int kV = 128;
 constexpr int kStages = 2;          // tiles of keys and of values on their way or in use
-constexpr int kUnits = 2;           // that are handed out
+constexpr int kUnits = 2;           // places in the ring that hands units to the warpgroups
 constexpr int kGroups = 2;          // warpgroups that multiply
 constexpr int kOwn = kRows / kGroups;  // queries of one
 constexpr int kConsumers = kGroups * 128;
@@ -36,14 +36,14 @@ struct alignas(64) Args {
   float* lse;                         // [tokens, heads]
   float scale;                        // log2(e) in it
   int sequences, heads, causal;
-  int together;                             // heads, of which there are a multiple
+  int together;                             // heads whose units lie side by side; divides heads
   int q_head, q_rope_head, k_head, v_head;  // from one head's column to the next's
 };
 
 static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
 
 struct Unit {
-  bool real;                  // the last round has some that are not
+  bool real;                  // false: no units are left
   int head, first;            // of its queries
   int q_begin, queries, k_begin, keys;
   int shift, tiles;           // query j sees keys up to j + shift
@@ -117,7 +117,8 @@ __device__ __forceinline__ void multiply(float (&d)[64], const u32* left, u64 ri
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));
 }
 
-// As operand(), of columns that follow one another: a box of 64, then the next box.
+// As operand(), of rows that lie one behind the other and are summed over: from a box of 64 columns
+// to the next (the leading offset) kBox bytes, from eight rows to the next eight (the stride) 1,024.
 __device__ __forceinline__ u64 columns(u32 address) {
   return u64((address & 0x3FFFF) >> 4) | u64(kBox >> 4) << 16 | u64(64) << 32 | u64(1) << 62;
 }
@@ -276,7 +277,7 @@ __device__ void consume(Shared& s, const Args& a, int group, int warp, int lane)
   u32 q_parity = 0;
   const int thread = group * 128 + warp * 32 + lane;
   const int own = group * kOwn + warp * 16 + (lane >> 2);  // and own + 8, of the unit's queries
-  if (group == 1) give_turn(0);
+  if (group == 1) give_turn(0);  // its last one is never awaited
   while (true) {
     wait(shared_address(&s.unit_full[units.at]), units.parity);
     const Unit& u = s.unit[units.at];
