@@ -41,7 +41,7 @@ class _Args(ctypes.Structure):
 
 
 def _defines() -> dict[str, int]:
-    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_Args)}
+    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_Args), "SEQUENCES": _SEQUENCES}
 
 
 @cache

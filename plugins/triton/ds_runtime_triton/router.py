@@ -17,7 +17,8 @@ from ds_runtime_triton.launch import cdiv, pow2
 _SHORT = 4096  # columns of a row from which more than _FEW tokens are multiplied in pieces
 _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are streamed
 _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
-_PROGRAMS, _MANY = 132, 512  # that rows are cut for, twice as many for so many tokens
+_PROGRAMS = 132  # that rows of more than 64 tokens are cut for, twice as many from _MANY tokens on
+_MANY, _PROGRAMS_OF_64 = 512, 224
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -36,11 +37,14 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
             num_warps=warps,
         )  # fmt: skip
         return logits
-    block, columns, warps, programs = 128, 64, 8, _PROGRAMS * (1 + (tokens >= _MANY))
-    stages = 3 if x.dtype.itemsize == 2 else 2  # wider ones would not fit on many chips
-    each = 64 if cdiv(tokens, block) * cdiv(experts, 64) >= 8 else 32
     if tokens <= 64:
-        block, each, columns, warps, stages, programs = pow2(tokens, 16), 64, 128, 4, 2, 224
+        block, each, columns, warps, stages = pow2(tokens, 16), 64, 128, 4, 2
+        programs = _PROGRAMS_OF_64
+    else:
+        each = 64 if cdiv(tokens, 128) * cdiv(experts, 64) >= 8 else 32  # few tiles: narrow ones
+        stages = 3 if x.dtype.itemsize == 2 else 2  # wider values would not fit on many chips
+        block, columns, warps = 128, 64, 8
+        programs = _PROGRAMS * (2 if tokens >= _MANY else 1)
     tiles = cdiv(tokens, block), cdiv(experts, each)
     span = cdiv(cdiv(n, columns), max(1, programs // (tiles[0] * tiles[1]))) * columns
     pieces = cdiv(n, span)

@@ -36,7 +36,8 @@ def launch(function, grid, threads: int, shared: int, a: ctypes.Structure) -> No
     name, defines, room = function
     require(name == "attention" and room == shared == defines["BYTES"], "as it was prepared")
     require(ctypes.sizeof(a) == defines["ARGS"] and grid == (132, 1) and threads == 384, "a launch")
-    require(0 < a.sequences <= 512 and a.heads % a.together == 0, "sequences and heads that fit")
+    require(0 < a.sequences <= defines["SEQUENCES"], "sequences that fit")
+    require(a.heads % a.together == 0, "all heads side by side with as many others")
     maps = [list(a.maps[i * 16 : i * 16 + 16]) for i in range(5)]
     require([m[3] for m in maps] == [64, 64, 128, 128, 128], "rows of a box")
     cus = [at(address, I32, a.sequences + 1) for address in (a.q_cu, a.k_cu)]

@@ -6,7 +6,8 @@
 // unit's as soon as there is room. Two warpgroups have 64 queries each: scores of the next tile are
 // multiplied while this one's weights are, and its exponentials while those are.
 //
-// Compiled at run time with: BYTES (of on-chip memory), ARGS (bytes of the arguments).
+// Compiled at run time with: BYTES (of on-chip memory), ARGS (bytes of the arguments), SEQUENCES (of a
+// launch, at most).
 // Source of the order of steps: Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 #include "hopper.cuh"
@@ -25,7 +26,7 @@ constexpr int kOwn = kRows / kGroups;  // queries of one
 constexpr int kConsumers = kGroups * 128;
 constexpr int kWarps = kConsumers / 32;
 constexpr int kThreads = 128 + kConsumers;
-constexpr int kMaxSequences = 512;
+constexpr int kMaxSequences = SEQUENCES;
 #define kNone __int_as_float(0xFF800000)  // less than any score
 
 struct alignas(64) Args {
