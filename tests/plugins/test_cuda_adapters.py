@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from vendor_doubles import attention, cuda, install, streamed
+from vendor_doubles import attention, cuda, grouped, install, streamed
 
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
@@ -16,6 +16,7 @@ from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_cuda import attention as prompts
 from ds_runtime_cuda import blackwell, kernels
+from ds_runtime_cuda import grouped_fp8 as many
 from ds_runtime_cuda import streamed as own
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR, *blackwell.ALL)
@@ -28,11 +29,13 @@ def doubles(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", cuda._scaled_mm)
     monkeypatch.setattr(own, "nvrtc", streamed)
     monkeypatch.setattr(prompts, "nvrtc", attention)
-    own._module.cache_clear()
-    prompts._function.cache_clear()
+    monkeypatch.setattr(many, "nvrtc", grouped)
+    kept = own._module, many._module, prompts._function
+    for each in kept:
+        each.cache_clear()
     yield
-    own._module.cache_clear()  # it holds stand-ins
-    prompts._function.cache_clear()
+    for each in kept:  # they hold stand-ins
+        each.cache_clear()
 
 
 def device(arch: str, **changes) -> DeviceInfo:
@@ -111,6 +114,11 @@ def by_fn(fn):
             {"shape": (8, 192, 256)},
             "in multiples of 128, and 192 is none",
         ),
+        (
+            "grouped_fp8:ExpertsGrouped",
+            {"shape": (8, 256, 640)},
+            "writes 256 columns at a time, and 640 are not",
+        ),
         ("flashinfer:MlaDecodeTrtllm", {}, "made for sm100 and sm103, not for sm90"),
         ("sgl_kernel:mha_prefill", {"dims": SMALL_DIMS}, "made for heads of 128 + 64 and 128 dims"),
         ("torch_ops:ExpertsGroupedMm", {"shape": (8, 64, 33)}, "whole 16 bytes, and 33 values"),
@@ -125,7 +133,8 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     arch = arch_of(kernel)
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
-    own_source = kernel.fn.startswith(("ds_runtime_cuda.streamed:", "ds_runtime_cuda.attention:"))
+    sources = ("streamed", "grouped_fp8", "attention")
+    own_source = kernel.fn.startswith(tuple(f"ds_runtime_cuda.{name}:" for name in sources))
     module = "cuda.bindings" if own_source else kernel.provider
     said = kernel.refuse(bare)
     if module == "cuda":

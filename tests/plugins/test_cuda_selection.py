@@ -110,7 +110,7 @@ def test_described_software_is_all_that_kernels_look_for():
     from ds_runtime_cuda import kernels
 
     every = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
-    own = {"torch_ops", "streamed", "attention"}
+    own = {"torch_ops", "streamed", "attention", "grouped_fp8"}
     modules = {k.fn.partition(".")[2].partition(":")[0] for k in every} - own
     assert modules | {"cuda.bindings"} <= installed
 

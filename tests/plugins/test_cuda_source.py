@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_runtime.errors import PluginError
-from ds_runtime_cuda import attention, nvrtc, streamed
+from ds_runtime_cuda import attention, grouped_fp8, nvrtc, streamed
 from ds_runtime_cuda.driver import DriverError
 
 
@@ -45,6 +45,11 @@ def test_experts_compile(home, fp8):
 def test_attention_compiles(home):
     code = nvrtc.compile_for("sm_90a", "attention.cu", attention._defines())
     assert code.startswith(b"\x7fELF") and b"attention" in code
+
+
+def test_grouped_experts_compile(home):
+    code = nvrtc.compile_for("sm_90a", "grouped.cu", grouped_fp8._defines())
+    assert code.startswith(b"\x7fELF") and b"gate_up" in code and b"down" in code
 
 
 def test_another_header_is_compiled_anew(home):
@@ -100,17 +105,21 @@ def test_what_was_kept_and_does_not_load_is_made_again(home, monkeypatch):
 
 def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
     streamed._module.cache_clear()
+    grouped_fp8._module.cache_clear()
     monkeypatch.setattr(nvrtc, "compiled", lambda *given: b"\x7fELF damaged")
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, None))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
         streamed._module(True, torch.device("cuda", 0))
+    with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
+        grouped_fp8._module(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
     ("source", "args", "maps"),
     [
         ("experts.cu", streamed._Args, ["gate_up", "down", "x", "h"]),
+        ("grouped.cu", grouped_fp8._Args, ["x", "w"]),
         ("attention.cu", attention._Args, ["q", "q_rope", "k", "k_rope", "v"]),
     ],
 )
@@ -130,5 +139,6 @@ def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
 
     streamed.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
     streamed.compile_experts(SimpleNamespace(weight_format="dense"), (8,))
+    grouped_fp8.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
     attention.compile_attention(SimpleNamespace(), (8,))
-    assert len(list(home.iterdir())) == 3
+    assert len(list(home.iterdir())) == 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import DEVICE, needs_triton
-from vendor_doubles import cuda, install, streamed
+from vendor_doubles import cuda, grouped, install, streamed
 
 from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
 from ds_runtime.assemble import assemble
@@ -18,6 +18,7 @@ from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime.testing.numerics import relative_error
+from ds_runtime_cuda import grouped_fp8
 from ds_runtime_cuda import streamed as own
 
 pytestmark = needs_triton
@@ -29,9 +30,12 @@ FACTS = facts_for(DEVICE, "bfloat16")
 def libraries(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
     monkeypatch.setattr(own, "nvrtc", streamed)
-    own._module.cache_clear()
+    monkeypatch.setattr(grouped_fp8, "nvrtc", grouped)
+    for each in (own, grouped_fp8):
+        each._module.cache_clear()
     yield
-    own._module.cache_clear()  # it holds stand-ins
+    for each in (own, grouped_fp8):  # they hold stand-ins
+        each._module.cache_clear()
 
 
 def test_rows():
@@ -86,7 +90,8 @@ def test_experts(scale):
     x, weights = make.normal(6, 256), make.uniform(6, 2).float()
     ids = torch.stack([make.order(4)[:2] for _ in range(6)]).int()
     oracle = expected(triples, x, weights, ids)
-    for other in (deep_gemm.ExpertsFp8(FACTS), own.ExpertsFp8(FACTS)):
+    kinds = (deep_gemm.ExpertsFp8, own.ExpertsFp8, grouped_fp8.ExpertsGrouped)
+    for other in (kind(FACTS) for kind in kinds):
         assert relative_error(other.apply(x, weights, ids, packed), oracle) < 6e-2
 
 
@@ -126,5 +131,5 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, note):
     plan = assemble(config, (), device="h200").plan
     (row,) = [r for r in plan.rows if r.op == "experts"]
     assert row.kernel.startswith("triton.") and note in row.note
-    more = "deep_gemm.ExpertsFp8 from 4096 rows on" in row.note
-    assert more == (model == "deepseek-v3")
+    more = ("deep_gemm.ExpertsFp8 from 10240 rows on", "cuda.ExpertsGrouped from 1280 rows on")
+    assert [part in row.note for part in more] == [model == "deepseek-v3"] * 2

@@ -8,7 +8,7 @@ import torch
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.ops.weight import Packed
 from ds_runtime.testing.conformance import facts_for
-from ds_runtime_cuda import streamed
+from ds_runtime_cuda import grouped_fp8, nvrtc, streamed
 
 pytestmark = pytest.mark.gpu
 SHAPES = (  # experts, intermediate, hidden, choices of a token
@@ -58,18 +58,9 @@ def inputs(tokens: int, experts: int, top_k: int, hidden: int):
     return x, torch.rand(tokens, top_k, device="cuda") + 0.1, ids
 
 
-@pytest.mark.parametrize("cores", [None, 1, 3])
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
-    """cores: so few blocks that each takes units of both matmuls, one behind the other."""
-    if cores is not None:
-        monkeypatch.setattr(streamed.nvrtc, "cores", lambda device: cores)
-    torch.manual_seed(0)
-    experts, inter, hidden, top_k = shape
-    packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
-    kernel = (streamed.ExpertsFp8 if fp8 else streamed.ExpertsDense)(FACTS)
-    for tokens in (1, 2, 7, 33, 100, 300):
+def compare_replays(kernel, packed: Packed, top_k: int, counts: tuple[int, ...], limit: float):
+    experts, hidden, _ = packed.shape
+    for tokens in counts:
         x, chosen, ids = inputs(tokens, experts, top_k, hidden)
         apart = torch.full((tokens, hidden + 64), float("nan"), device="cuda", dtype=x.dtype)
         strided = apart[:, :hidden]
@@ -88,3 +79,42 @@ def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
             want = expected(strided, chosen, ids, packed)
             assert ((out - want).norm() / want.norm()).item() < limit
             assert torch.equal(out, kernel.apply(strided, chosen, ids, packed))
+
+
+@pytest.mark.parametrize("cores", [None, 1, 3])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
+    """cores: so few blocks that each takes units of both matmuls, one behind the other."""
+    if cores is not None:
+        monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
+    torch.manual_seed(0)
+    experts, inter, hidden, top_k = shape
+    packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
+    kernel = (streamed.ExpertsFp8 if fp8 else streamed.ExpertsDense)(FACTS)
+    compare_replays(kernel, packed, top_k, (1, 2, 7, 33, 100, 300), limit)
+
+
+@pytest.mark.parametrize("cores", [None, 1, 3])
+@pytest.mark.parametrize("shape", [(8, 128, 256, 2), *SHAPES[::2]])
+def test_replays_of_many_tokens_compute_new_inputs(monkeypatch, shape, cores):
+    if cores is not None:
+        monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
+    torch.manual_seed(1)
+    experts, inter, hidden, top_k = shape
+    packed, limit = weights(True, experts, inter, hidden), FORMATS[True][1]
+    kernel = grouped_fp8.ExpertsGrouped(FACTS)
+    compare_replays(kernel, packed, top_k, (1, 7, 64, 300, 1100), limit)
+
+
+def test_one_expert_has_all_rows():
+    torch.manual_seed(2)
+    packed = weights(True, 300, 128, 512)
+    kernel = grouped_fp8.ExpertsGrouped(FACTS)
+    for tokens in (63, 64, 65, 128, 129, 2000):
+        x, chosen, _ = inputs(tokens, 300, 1, 512)
+        for expert in (0, 137, 299):
+            ids = torch.full((tokens, 1), expert, dtype=torch.int32, device="cuda")
+            want = expected(x, chosen, ids, packed)
+            got = kernel.apply(x, chosen, ids, packed)
+            assert ((got - want).norm() / want.norm()).item() < FORMATS[True][1]

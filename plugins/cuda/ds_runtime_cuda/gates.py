@@ -19,6 +19,9 @@ BLOCK = 128
 _DISTRIBUTION = {library.module: library.distributions[0] for library in LIBRARIES}
 
 
+OWN = frozenset({"torch_ops", "streamed", "attention", "grouped_fp8"})  # adapters of no library
+
+
 def gpu(facts: Facts) -> str | None:
     arch = facts.device.arch
     return None if arch.startswith("sm") else f"runs on NVIDIA GPUs, not on {facts.device.type}"
@@ -74,6 +77,12 @@ def in_fours(facts: Facts) -> str | None:
     return Fixable(said, "pass --disable-fusion shared_experts")
 
 
+def column_pairs(facts: Facts) -> str | None:
+    """csrc/grouped.cu multiplies two blocks of columns at a time."""
+    hidden = facts.shape[2] if facts.shape else 0
+    return f"writes 256 columns at a time, and {hidden} are not" if hidden % 256 else None
+
+
 def few_experts(facts: Facts) -> str | None:
     count = facts.shape[0] if facts.shape else 0
     if count <= 512:
@@ -120,7 +129,9 @@ def offer(
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_cuda.{fn}",
-        provider="cuda" if module in ("torch_ops", "streamed", "attention") else module,
+        provider="cuda"
+        if module in ("torch_ops", "streamed", "attention", "grouped_fp8")
+        else module,
         rank=rank,
         refuse=gates(gpu, *each),
         formats=formats,

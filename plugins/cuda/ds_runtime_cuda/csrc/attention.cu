@@ -94,13 +94,6 @@ __device__ __forceinline__ Unit unit_of(const Shared& s, const Args& a, int roun
   return u;
 }
 
-#define F32(d, i) F16(d, i), F16(d, i + 16)
-#define F64(d) F32(d, 0), F32(d, 32)
-#define R64                                                                                     \
-  R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,"   \
-      "%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
-      "%59,%60,%61,%62,%63"
-
 // d (+)= 64 rows by 128 rows, 16 values deep.
 __device__ __forceinline__ void multiply(float (&d)[64], u64 left, u64 right, int add) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -128,11 +121,6 @@ __device__ __forceinline__ float power(float x) {
   float made;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(x));
   return made;
-}
-
-__device__ __forceinline__ void arrive_warp(u64& barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) arrive(shared_address(&barrier));
 }
 
 // Queries by a tile's keys, begun: scores of 64 rows.
@@ -254,23 +242,6 @@ __device__ __forceinline__ void begin_sums(float (&out)[64], const u32 (&weights
 #pragma unroll
   for (int i = 0; i < 8; ++i) multiply(out, weights + 4 * i, columns(at + i * 16 * 128));
   commit();
-}
-
-// Of four neighbouring lanes, lane t gets the word t of each: 16 bytes that lie together.
-__device__ __forceinline__ void turn(u32 (&words)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool high = lane & step;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const u32 other = __shfl_xor_sync(~0u, high ? words[i] : words[i + step], step);
-      if (high)
-        words[i] = other;
-      else
-        words[i + step] = other;
-    }
-  }
 }
 
 __device__ void consume(Shared& s, const Args& a, int group, int warp, int lane) {

@@ -133,18 +133,6 @@ __device__ __forceinline__ void meet() {  // of all that multiply
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
 }
 
-__device__ __forceinline__ u32 e4m3_pair(float low, float high) {
-  u16 made;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(made) : "f"(high), "f"(low));
-  return made;
-}
-
-// powers: rounded up to a power of two.
-__device__ __forceinline__ float scale_of(float peak, int powers) {
-  const float scale = fmaxf(peak, 1e-4f) / 448.0f;
-  return powers ? __int_as_float((__float_as_int(scale) + 0x7FFFFF) & 0x7F800000) : scale;
-}
-
 struct Tile {
   int expert, count;
 };

@@ -72,6 +72,11 @@ __device__ __forceinline__ void fetch_line(u32 to, const void* from, u32 bytes, 
       : "memory");
 }
 
+__device__ __forceinline__ void arrive_warp(u64& barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) arrive(shared_address(&barrier));
+}
+
 // Place in a ring of stages, and the parity of its barriers.
 struct Ring {
   int at = 0;
@@ -98,6 +103,12 @@ __device__ __forceinline__ u64 operand(u32 address) {
 #define R4 "%0,%1,%2,%3"
 #define R8 R4 ",%4,%5,%6,%7"
 #define R16 R8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define F32(d, i) F16(d, i), F16(d, i + 16)
+#define F64(d) F32(d, 0), F32(d, 32)
+#define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R64                                                                                     \
+  R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
+      "%59,%60,%61,%62,%63"
 template <int N>
 __device__ __forceinline__ void hold(float (&d)[N]) {
 #pragma unroll
@@ -117,6 +128,35 @@ __device__ __forceinline__ u32 bfloat16_pair(float low, float high) {
   u32 made;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(made) : "f"(high), "f"(low));
   return made;
+}
+
+__device__ __forceinline__ u32 e4m3_pair(float low, float high) {
+  u16 made;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(made) : "f"(high), "f"(low));
+  return made;
+}
+
+// Of a group of values with this peak. powers: rounded up to a power of two.
+__device__ __forceinline__ float scale_of(float peak, int powers) {
+  const float scale = fmaxf(peak, 1e-4f) / 448.0f;
+  return powers ? __int_as_float((__float_as_int(scale) + 0x7FFFFF) & 0x7F800000) : scale;
+}
+
+// Of four neighbouring lanes, lane t gets the word t of each: 16 bytes that lie together.
+__device__ __forceinline__ void turn(u32 (&words)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool high = lane & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const u32 other = __shfl_xor_sync(~0u, high ? words[i] : words[i + step], step);
+      if (high)
+        words[i] = other;
+      else
+        words[i + step] = other;
+    }
+  }
 }
 
 }  // namespace
