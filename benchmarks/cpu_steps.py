@@ -83,7 +83,7 @@ class Steps:
 def measured(steps: Steps, count: int) -> dict[str, Any]:
     """Milliseconds of steps of `count` requests, both ways."""
     runner, found = steps.runner, dict[str, list[float]](recorded=[], op_by_op=[], call=[])
-    graphs = runner.graphs
+    graphs = runner.captured.graphs
     assert graphs is not None, "steps are not captured here"
     steps.begin(count)
     for _ in range(STEPS):  # it is recorded among these
@@ -100,9 +100,9 @@ def measured(steps: Steps, count: int) -> dict[str, Any]:
     for _ in range(TURNS):
         graph._replay = timed
         found["recorded"] += [steps.step() for _ in range(STEPS)]
-        graph._replay, runner.graphs = replay, None
+        graph._replay, runner.captured.graphs = replay, None
         found["op_by_op"] += [steps.step() for _ in range(STEPS)]
-        runner.graphs = graphs
+        runner.captured.graphs = graphs
     times = {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
     outside = [a - b for a, b in zip(found["recorded"], found["call"], strict=True)]
     return {

@@ -106,7 +106,7 @@ def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
     """Milliseconds of a cycle's captured pieces, 20 replays each, in the midst of a run."""
     runner, found, calls = llm._alive().runner, dict[str, float](), []
     speculator = runner.speculator
-    if runner.cycles is None or speculator is None:
+    if runner.captured.cycles is None or speculator is None:
         return found
     replay = speculator.replay
 

@@ -49,7 +49,7 @@ def test_answers_are_those_of_eager_steps(tiny, recorded, radix):  # noqa: F811
             runner = llm._alive().runner
             replays = runner.platform.backend.replays
             pieces = 0 if off else 3 * (runner.assembly.model.layers + 1)
-            assert (runner.prefills is None) is off and all(replays[:pieces])
+            assert (runner.captured.prefills is None) is off and all(replays[:pieces])
         found.append(outputs)
     for eager, captured in zip(*found, strict=True):
         assert captured.token_ids == eager.token_ids
@@ -87,7 +87,10 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
     for captured in (False, True):
         for cache in runner.caches:
             cache[:-1].fill_(float("nan"))
-        prefills, runner.prefills = runner.prefills, runner.prefills if captured else None
+        prefills, runner.captured.prefills = (
+            runner.captured.prefills,
+            runner.captured.prefills if captured else None,
+        )
         for plan in steps([60], [0]) if captured else ():  # for what it leaves
             runner.collect(runner.launch(plan))
         for cache in runner.caches:
@@ -96,7 +99,7 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
             [w.tokens for w in runner.collect(runner.launch(plan)).works]
             for plan in steps(lengths, rows)
         ]
-        runner.prefills = prefills
+        runner.captured.prefills = prefills
         seen[captured] = tokens, [c[:-1].clone() for c in runner.caches]
     assert seen[True][0] == seen[False][0]
     for got, want in zip(seen[True][1], seen[False][1], strict=True):
@@ -105,7 +108,7 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
 
 
 def test_what_fits(runner):
-    sizes = [runner.prefills.graph_for(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
+    sizes = [runner.captured.prefills.graph_for(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
     assert [graph and graph.size for graph in sizes] == [None, 8, 8, 24, 24, 60, 60, None]
 
 
@@ -145,8 +148,10 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     monkeypatch.setattr(recorded.Experts, "apply", reads)
     said = "a step of 60 tokens cannot be captured: .*item waits.*; --disable-prefill-graph"
     with pytest.raises(PluginError, match=said):
-        runner.prefills.capture()
-    assert runner.prefills.graph_for(5) is None, "nothing is replayed that was not captured"
+        runner.captured.prefills.capture()
+    assert runner.captured.prefills.graph_for(5) is None, (
+        "nothing is replayed that was not captured"
+    )
 
 
 def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # noqa: F811
@@ -163,7 +168,7 @@ def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # 
             own = slice(10 * row, 10 * row + 5)  # pages
             cache[own], old[own] = 0.0, 0.0
             assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
-    assert [graph.is_captured for graph in runner.prefills._graphs] == [True, True]
+    assert [graph.is_captured for graph in runner.captured.prefills._graphs] == [True, True]
     assert backend.replays[before:] == [1] * (layers + 1) + [2] * (layers + 1)
 
 
@@ -200,9 +205,9 @@ def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, cap
     runner = make(tiny, recorded, disable_prefill_graph=False)
     runner.warm_up()
     (plan,) = steps([20], [0])
-    prefills, runner.prefills = runner.prefills, None
+    prefills, runner.captured.prefills = runner.captured.prefills, None
     wanted = [w.tokens for w in runner.collect(runner.launch(plan)).works]
-    runner.prefills = prefills
+    runner.captured.prefills = prefills
     apply = recorded.Experts.apply
 
     def reads(self, x, weights, ids, packed):

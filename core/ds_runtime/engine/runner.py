@@ -20,14 +20,12 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.engine.ahead import Ahead
 from ds_runtime.engine.batch import build_batch
 from ds_runtime.engine.caches import allocate
+from ds_runtime.engine.capturing import Captured, Capturing
 from ds_runtime.engine.cycle import VerifyGraph
-from ds_runtime.engine.cycles import Cycles
-from ds_runtime.engine.graphs import DecodeGraph, DecodeGraphs, Place, graph_sizes
+from ds_runtime.engine.graphs import DecodeGraph, Place
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
-from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
-from ds_runtime.engine.pieces import PrefillGraphs, prefill_graph_sizes
 from ds_runtime.engine.rehearse import rehearsing
 from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
@@ -36,12 +34,12 @@ from ds_runtime.engine.step import PutAdapter, StepPlan, StepResult, Work
 from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
-from ds_runtime.engine.warm import early_rows, prompt_length, warm_up_steps
+from ds_runtime.engine.warm import prompt_length, warm_up_steps
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.bound import BoundOps
-from ds_runtime.platform.spec import Communicator, GraphBackend
+from ds_runtime.platform.spec import Communicator
 from ds_runtime.speculation import Speculation
 
 
@@ -78,7 +76,10 @@ class Runner:
         self.width = self.speculation.tokens if self.speculation else 1
         self.simulated: float | None = None  # probability of a draft, instead of its truth
         total = self.platform.memory(local_rank).total
-        with Ahead(self.bound, self.device, self._early_rows() if rank == 0 else (), total):
+        captures = self.bound.base.graph_capture
+        self.capturing = Capturing(assembly, comm.size, local_rank, captures)
+        early = self.capturing.early_rows(self.context_length, self.width) if rank == 0 else ()
+        with Ahead(self.bound, self.device, early, total):
             self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
@@ -116,65 +117,14 @@ class Runner:
             )
         self.memory = self._plan_memory()
         self.num_pages = self.memory.pages
-        captures = self.bound.base.graph_capture
         self.caches = self._allocate(self.num_pages + captures, poison)
-        self.graphs: DecodeGraphs | None = None
-        self.cycles: Cycles | None = None
-        self.prefills: PrefillGraphs | None = None
         self._unfinished: tuple[Handle, Callable[[], None]] | None = None
-        backend = self._backend() if captures else None
-        if backend is not None and self._prefill_sizes:
-            self.prefills = PrefillGraphs(
-                self.model,
-                self._parts(self.caches)[0],
-                self._prefill_sizes,
-                backend,
-                assembly.lora is not None,
+        self.captured = Captured()
+        if captures:
+            parts = self._parts(self.caches)
+            self.captured = self.capturing.steps(
+                self._place(), self.model, parts, self.sampler, self.speculator, self.trees
             )
-        if backend is not None and self.speculator is not None and self.speculation is not None:
-            self.cycles = Cycles.of(
-                self._place(),
-                self.speculator.draft,
-                self.sampler,
-                *self._parts(self.caches),
-                self.speculation,
-                self.trees,
-                graph_sizes(self.config, self._late),
-                backend,
-            )
-        elif backend is not None:
-            sizes = graph_sizes(self.config, self._late)
-            self.graphs = DecodeGraphs(self._place(), sizes, backend)
-
-    @property
-    def _late(self) -> bool:
-        return self.platform.capture_after > 0
-
-    @property
-    def _prefill_sizes(self) -> tuple[int, ...]:
-        """Tokens of the steps with prompts that are captured."""
-        config = self.config
-        off = config.disable_prefill_graph or config.attention_ranks > 1 or self._late
-        return () if off or not self.platform.captures_prefill else prefill_graph_sizes(config)
-
-    @property
-    def _prefills_at_start(self) -> bool:
-        """Several ranks must not differ in what they could capture."""
-        return self.config.prefill_graph_sizes is not None or self.comm.size > 1
-
-    def _backend(self) -> GraphBackend:
-        """Of captured steps."""
-        backend, after = self.platform.graph_backend(self.local_rank), self.platform.capture_after
-        return LateGraphs(backend, after) if after else backend
-
-    def _early_rows(self) -> tuple[int, ...]:
-        """Of the steps before the first request."""
-        at_start = self.bound.base.graph_capture and not self._late
-        sizes = graph_sizes(self.config) if at_start else ()
-        prefills = self._prefill_sizes if at_start and self._prefills_at_start else ()
-        if at_start:
-            prefills = *prefills, prompt_length(self.config, self.context_length)
-        return early_rows(self.config, self.context_length, self.width, sizes, prefills)
 
     def _limits(self) -> Limits:
         return Limits(
@@ -267,10 +217,11 @@ class Runner:
             self.sampler.start(init)
         handle = Handle(plan, sort_rows(plan, lambda row: self.sampler.row(row).prompt))
         graph, cycle = None, None
-        if self.graphs is not None and caches is self.caches:
-            graph = self.graphs.fitting(plan)
-        if self.cycles is not None and caches is self.caches:
-            cycle = self.cycles.fitting(plan)
+        captured = self.captured if caches is self.caches else Captured()
+        if captured.graphs is not None:
+            graph = captured.graphs.fitting(plan)
+        if captured.cycles is not None:
+            cycle = captured.cycles.fitting(plan)
         if graph is not None:
             self._replay(graph, handle)
         elif cycle is not None:
@@ -311,9 +262,9 @@ class Runner:
         branch = self._draw(handle, draws, logits, sent, claims)
         slots = sent[numbers.slots]
         if plan.drafts:
-            assert branch is not None and self.speculator is not None and self.cycles is not None
-            lead = self.rank == 0
-            rest = self.speculator.replay(handle, branch, graph, self.cycles, (rows, slots), lead)
+            speculator, cycles, lead = self.speculator, self.captured.cycles, self.rank == 0
+            assert branch is not None and speculator is not None and cycles is not None
+            rest = speculator.replay(handle, branch, graph, cycles, (rows, slots), lead)
             self._unfinished = handle, rest
         elif branch is not None and branch.order is not None:
             assert graph.batch is not None
@@ -402,9 +353,9 @@ class Runner:
 
     def _forward(self, batch: Batch, layers: list[Tensor], serves: bool, every: bool) -> Tensor:
         """As of the model. serves: over the caches of requests."""
-        graph = None
-        if self.prefills is not None and serves and batch.prefill is not None:
-            graph = self.prefills.graph_for(batch.num_tokens)
+        graph, prefills = None, self.captured.prefills
+        if prefills is not None and serves and batch.prefill is not None:
+            graph = prefills.graph_for(batch.num_tokens)
         if graph is None:
             return self.model.forward(batch, layers, every)
         found = graph.replay(batch)
@@ -437,7 +388,7 @@ class Runner:
         """Leave the group of ranks. Captured steps go first: while one could replay a collective,
         its group does not end.
         """
-        self.graphs = self.prefills = self.cycles = self._unfinished = None
+        self.captured, self._unfinished = Captured(), None
         self.comm.close()
 
     def warm_up(self) -> None:
@@ -456,22 +407,15 @@ class Runner:
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
-        shown = self.rank == 0 and not self._late  # else there is nothing to wait for
-        if self.prefills is not None and self._prefills_at_start:
-            self.prefills.capture(progress=shown)
-        elif self.prefills is not None:
-            self.prefills.serve()
-        if self.graphs is not None:
-            self.graphs.capture(progress=shown)
-        if self.cycles is not None:
-            self.cycles.capture(progress=shown)
+        shown = self.rank == 0 and not self.capturing.late  # else there is nothing to wait for
+        self.captured.capture(self.capturing, progress=shown)
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
         """Have kernels that compile when they first run compiled together, those of the warm-up, of
         a longer prompt and of all steps that will be captured.
         """
-        if self._late or not self.bound.base.graph_capture:
+        if self.capturing.late or not self.capturing.on:
             return
         with rehearsing(self.bound) as anything:
             if not anything:
@@ -481,9 +425,7 @@ class Runner:
                 caches = self._allocate(count, poison=False, quiet=True)
                 for plan in plans:
                     self._launch(plan, caches)
-            for graphs in (self.graphs, self.cycles):
-                if graphs is not None:
-                    graphs.rehearse()
+            self.captured.rehearse()
         self.platform.synchronize()
         self.sampler.clear()
 
