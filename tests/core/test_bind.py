@@ -377,7 +377,7 @@ def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
     middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=2, below_rows=4)
     binding = bind(sites, few, many, middle)
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
-        "many.marked_middle from 2 to 3 rows; few.marked_few otherwise"
+        "many.marked_middle of 2 rows; few.marked_few below 2 rows"
     }
     assert _served(binding, 1, 2, 3, 5) == [
         "few of few",
@@ -393,7 +393,7 @@ def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None
     few = replace(many, fn=f"{__name__}:marked_few", rank=20, from_rows=2, below_rows=5)
     binding = bind(sites, many, middle, few)
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
-        "many.marked_few from 2 to 4 rows; many.marked_middle up to 5 rows"
+        "many.marked_few of 2 rows; many.marked_middle below 2 rows"
     }
     assert _served(binding, 1, 2, 3, 9) == [
         "middle of many",

@@ -15,7 +15,7 @@ from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_cuda import attention as prompts
-from ds_runtime_cuda import blackwell, kernels
+from ds_runtime_cuda import blackwell, gates, kernels
 from ds_runtime_cuda import grouped_fp8 as many
 from ds_runtime_cuda import streamed as own
 
@@ -133,7 +133,7 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     arch = arch_of(kernel)
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
-    sources = ("streamed", "grouped_fp8", "attention")
+    sources = gates.OWN - {"torch_ops"}
     own_source = kernel.fn.startswith(tuple(f"ds_runtime_cuda.{name}:" for name in sources))
     module = "cuda.bindings" if own_source else kernel.provider
     said = kernel.refuse(bare)

@@ -49,13 +49,13 @@ SGL, FI, DG = "sgl_kernel", "flashinfer", "deep_gemm"
 CUBLAS, GROUPED = "cuda.LinearCublas", "cuda.ExpertsGroupedMm"
 FLASH, OWN, CB = "flash_mla.MlaDecode", "cuda.mha_prefill", "cuda.bindings"
 TABLE = [
-    (FP8, "h200", (), FLASH, OWN, f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
+    (FP8, "h200", (), FLASH, OWN, f"{DG}.LinearFp8", "cuda.ExpertsGrouped"),
     (FP8, "h200", (CB,), FLASH, f"{FI}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
     (FP8, "h200", (CB, FI), FLASH, f"{SGL}.mha_prefill", f"{DG}.LinearFp8", f"{DG}.ExpertsFp8"),
     (FP8, "h200", ("flash_mla", FI), f"{SGL}.MlaDecode", OWN, f"{DG}.LinearFp8",
-     f"{DG}.ExpertsFp8"),
+     "cuda.ExpertsGrouped"),
     (FP8, "h200", (SGL, "flash_mla", DG), f"{FI}.MlaDecode", OWN, "cuda.LinearScaledMm",
-     "cuda.ExpertsFp8"),
+     "cuda.ExpertsGrouped"),
     (FP8, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", f"{FI}.LinearGroupwise",
      f"{FI}.ExpertsTrtllm"),
     (BF16, "h200", (), "flash_mla.MlaDecodeFewHeads", OWN, CUBLAS, GROUPED),
@@ -107,11 +107,10 @@ def test_described_software_is_all_that_kernels_look_for():
     """No kernel of the plugin waits for a function that the described software lacks."""
     file = Path(__import__("ds_runtime_cuda").__file__).with_name("devices.json")
     installed = set(json.loads(file.read_text())["installed"])
-    from ds_runtime_cuda import kernels
+    from ds_runtime_cuda import gates, kernels
 
     every = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)
-    own = {"torch_ops", "streamed", "attention", "grouped_fp8"}
-    modules = {k.fn.partition(".")[2].partition(":")[0] for k in every} - own
+    modules = {k.fn.partition(".")[2].partition(":")[0] for k in every} - gates.OWN
     assert modules | {"cuda.bindings"} <= installed
 
 

@@ -16,6 +16,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts
+from ds_runtime.ops.shares import asks_for
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime.testing.numerics import relative_error
 from ds_runtime_cuda import grouped_fp8
@@ -131,5 +132,31 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, note):
     plan = assemble(config, (), device="h200").plan
     (row,) = [r for r in plan.rows if r.op == "experts"]
     assert row.kernel.startswith("triton.") and note in row.note
-    more = ("deep_gemm.ExpertsFp8 from 10240 rows on", "cuda.ExpertsGrouped from 1280 rows on")
-    assert [part in row.note for part in more] == [model == "deepseek-v3"] * 2
+    more = [
+        "cuda.ExpertsGrouped from 1280 to 10239 rows",
+        "deep_gemm.ExpertsFp8 from 10240 rows on",
+    ]
+    assert (set(more) <= set(row.note.split("; "))) == (model == "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    ("without", "long", "longest"),
+    [
+        ((), "cuda.ExpertsGrouped", "deep_gemm.ExpertsFp8"),
+        (("cuda.bindings",), "deep_gemm.ExpertsFp8", "deep_gemm.ExpertsFp8"),
+        (("deep_gemm",), "cuda.ExpertsGrouped", "triton.experts_fp8"),
+    ],
+)
+def test_rows_go_to_the_kernel_that_asks_first(tmp_path, without, long, longest):
+    shutil.copy(FIXTURES / "deepseek-v3.json", tmp_path / "config.json")
+    config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"))
+    binding = assemble(config, (), device="h200", without=without).binding
+    shares = next(s for (op, *_), s in binding.shares.items() if op == "experts")
+    few = "triton.experts_fp8" if "cuda.bindings" in without else "cuda.ExpertsFp8"
+    served = {1: "triton.experts_fp8", 3: few, 16: few, 17: "triton.experts_fp8"}
+    served |= {1279: "triton.experts_fp8", 4096: long, 10239: long, 10240: longest}
+    if "cuda.bindings" not in without:
+        served[1280] = long
+    for rows, name in served.items():
+        serving = next((k for k in shares.some if asks_for(k, rows)), shares.rest)
+        assert serving.name == name, rows

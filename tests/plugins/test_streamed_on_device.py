@@ -20,16 +20,20 @@ FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90"), "bfloat16")
 FORMATS = {True: ("fp8_experts.v1", 0.06), False: ("dense_experts.v1", 0.006)}
 
 
-def weights(fp8: bool, experts: int, inter: int, hidden: int) -> Packed:
-    tensors, device = {}, torch.device("cuda")
+def weights(fp8: bool, experts: int, inter: int, hidden: int, powers: bool = False) -> Packed:
+    tensors: dict = {}
+    device = torch.device("cuda")
     for name, rows, columns in (("gate_up", 2 * inter, hidden), ("down", hidden, inter)):
         values = torch.randn(experts, rows, columns, device=device)
         if fp8:
             tensors[name] = (values * 64).clamp(-400, 400).to(torch.float8_e4m3fn)
             scale = torch.rand(experts, rows // 128, columns // 128, device=device) + 0.5
-            tensors[f"{name}_scale"] = scale * (0.02 / 64)
+            scale = torch.exp2(torch.round(torch.log2(scale))) / 64 if powers else scale * 0.02
+            tensors[f"{name}_scale"] = scale / 64
         else:
             tensors[name] = (values * 0.02).bfloat16()
+    if fp8:
+        tensors["ue8m0"] = powers
     return Packed(FORMATS[fp8][0], (experts, hidden, inter), tensors, 0)
 
 
@@ -95,14 +99,15 @@ def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
     compare_replays(kernel, packed, top_k, (1, 2, 7, 33, 100, 300), limit)
 
 
+@pytest.mark.parametrize("powers", [False, True])
 @pytest.mark.parametrize("cores", [None, 1, 3])
 @pytest.mark.parametrize("shape", [(8, 128, 256, 2), *SHAPES[::2]])
-def test_replays_of_many_tokens_compute_new_inputs(monkeypatch, shape, cores):
+def test_replays_of_many_tokens_compute_new_inputs(monkeypatch, shape, cores, powers):
     if cores is not None:
         monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
     torch.manual_seed(1)
     experts, inter, hidden, top_k = shape
-    packed, limit = weights(True, experts, inter, hidden), FORMATS[True][1]
+    packed, limit = weights(True, experts, inter, hidden, powers), FORMATS[True][1]
     kernel = grouped_fp8.ExpertsGrouped(FACTS)
     compare_replays(kernel, packed, top_k, (1, 7, 64, 300, 1100), limit)
 
@@ -118,3 +123,20 @@ def test_one_expert_has_all_rows():
             want = expected(x, chosen, ids, packed)
             got = kernel.apply(x, chosen, ids, packed)
             assert ((got - want).norm() / want.norm()).item() < FORMATS[True][1]
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_other_tokens_do_not_matter(powers):
+    """NaN and infinity stay in their rows, and inputs may lie in any strides."""
+    torch.manual_seed(3)
+    packed = weights(True, 8, 256, 512, powers)
+    x, chosen, ids = inputs(1000, 8, 2, 512)
+    kernel = grouped_fp8.ExpertsGrouped(FACTS)
+    clean = kernel.apply(x, chosen, ids, packed)
+    x[17], x[500, 3] = float("nan"), float("inf")
+    spoiled = kernel.apply(x, chosen, ids, packed)
+    others = torch.ones(1000, dtype=torch.bool, device="cuda")
+    others[[17, 500]] = False
+    assert torch.equal(clean[others], spoiled[others]) and spoiled[17].isnan().all()
+    gathered = kernel.apply(x.t().contiguous().t(), chosen, ids, packed)
+    assert torch.equal(gathered[others], clean[others])

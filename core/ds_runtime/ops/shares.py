@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 from ds_runtime.ops.spec import Kernel
+
+_ALL = 1 << 62  # more rows than there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +27,29 @@ class Shares:
     def beside(self, best: Kernel) -> str:
         """The other ones, and when they serve."""
         others = [*self.some, *(() if self.rest in self.some else (self.rest,))]
-        return "; ".join(f"{k.name} {self.calls_of(k)}" for k in others if k is not best)
+        return "; ".join(
+            f"{k.name} {self.calls_of(k)}" for k in others if k is not best and self._ranges(k)
+        )
 
     def calls_of(self, kernel: Kernel) -> str:
         """Which calls one of `kernels` serves, in words."""
+        ranges = self._ranges(kernel)
         if kernel in self.some:
-            return _bounds(kernel)
-        first, alone = self.some[0], len(self.some) == 1
-        return f"below {first.from_rows} rows" if alone and not first.below_rows else "otherwise"
+            return " and ".join(starmap(_words, ranges)) or "no call, as others do"
+        (first, below), *more = ranges or [(0, _ALL)]
+        return "otherwise" if first or more or below == _ALL else _words(first, below)
+
+    def _ranges(self, kernel: Kernel) -> list[tuple[int, int]]:
+        """[first, below) of the rows of its calls."""
+        free = [(0, _ALL)]
+        for each in self.some:
+            asked = each.from_rows, each.below_rows or _ALL
+            taken = [r for other in free if (r := _common(other, asked))]
+            if each is kernel:
+                return taken
+            outside = (0, asked[0]), (asked[1], _ALL)
+            free = [r for other in free for part in outside if (r := _common(other, part))]
+        return free
 
 
 def asks_for(kernel: Kernel, rows: int) -> bool:
@@ -39,12 +57,17 @@ def asks_for(kernel: Kernel, rows: int) -> bool:
     return kernel.from_rows <= rows and (not kernel.below_rows or rows < kernel.below_rows)
 
 
-def _bounds(kernel: Kernel) -> str:
-    if not kernel.below_rows:
-        return f"from {kernel.from_rows} rows on"
-    if not kernel.from_rows:
-        return f"up to {kernel.below_rows - 1} rows"
-    return f"from {kernel.from_rows} to {kernel.below_rows - 1} rows"
+def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
+    both = max(one[0], other[0]), min(one[1], other[1])
+    return both if both[0] < both[1] else None
+
+
+def _words(first: int, below: int) -> str:
+    if below == _ALL:
+        return f"from {first} rows on"
+    if first == below - 1:
+        return f"of {first} rows"
+    return f"from {first} to {below - 1} rows" if first else f"below {below} rows"
 
 
 def shares_of(accepted: Sequence[Kernel]) -> Shares | None:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Facts, PluginError, Segments
+from ds_runtime.api import Facts, Segments
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.driver import DriverError
 
 _SOURCE = "attention.cu"
 _THREADS, _ON_CHIP = 384, 232_448
@@ -47,12 +46,8 @@ def _defines() -> dict[str, int]:
 @cache
 def _function(device: torch.device) -> Any:
     """The kernel, for the current device, which `device` is."""
-    try:
-        return nvrtc.Module(_SOURCE, _defines()).function("attention", _ON_CHIP)
-    except DriverError as e:
-        raise PluginError(
-            f"{_SOURCE} cannot be used: {e}; --pin mha_prefill=triton runs without"
-        ) from e
+    module = nvrtc.module(_SOURCE, _defines(), "mha_prefill=triton")
+    return module.function("attention", _ON_CHIP)
 
 
 def compile_attention(facts: Facts, rows: Sequence[int]) -> None:

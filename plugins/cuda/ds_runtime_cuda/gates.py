@@ -79,7 +79,7 @@ def in_fours(facts: Facts) -> str | None:
 
 def column_pairs(facts: Facts) -> str | None:
     """csrc/grouped.cu multiplies two blocks of columns at a time."""
-    hidden = facts.shape[2] if facts.shape else 0
+    hidden = facts.shape[-1] if facts.shape else 0
     return f"writes 256 columns at a time, and {hidden} are not" if hidden % 256 else None
 
 
@@ -129,9 +129,7 @@ def offer(
     return Kernel(
         op=OPS[op],
         fn=f"ds_runtime_cuda.{fn}",
-        provider="cuda"
-        if module in ("torch_ops", "streamed", "attention", "grouped_fp8")
-        else module,
+        provider="cuda" if module in OWN else module,
         rank=rank,
         refuse=gates(gpu, *each),
         formats=formats,

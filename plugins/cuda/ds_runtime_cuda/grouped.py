@@ -62,6 +62,8 @@ def most_rows(pairs: int, experts: int, align: int) -> int:
 def scatter(x: Tensor, rows: Rows, powers: bool = False) -> tuple[Tensor, Tensor]:
     """x [tokens, n] quantised to its rows: (e4m3 [rows, n], scales as quant.quantise)."""
     count, n = rows.owner.shape[0], x.shape[1]
+    if x.stride(1) != 1:
+        x = x.contiguous()
     q = torch.empty(count, n, dtype=torch.float8_e4m3fn, device=x.device)
     scale = scale_columns(count, n // GROUP, x.device)
     if x.is_cuda:

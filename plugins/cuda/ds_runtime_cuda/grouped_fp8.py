@@ -1,4 +1,4 @@
-"""Routed experts for hundreds to thousands of tokens in FP8 on capability 9.0: csrc/grouped.cu."""
+"""Routed experts for thousands of tokens in FP8 on compute capability 9.0: csrc/grouped.cu."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed, PluginError
+from ds_runtime.api import FP8_EXPERTS, ExpertSource, Facts, Packed
 from ds_runtime_cuda import grouped, nvrtc
-from ds_runtime_cuda.driver import DriverError
 from ds_runtime_cuda.expert_weights import pack_blocks
 from ds_runtime_cuda.quant import GROUP, scale_columns
 
@@ -43,12 +42,7 @@ def _defines() -> dict[str, int]:
 @cache
 def _module(device: torch.device) -> nvrtc.Module:
     """Of the current device, which `device` is."""
-    try:
-        return nvrtc.Module(_SOURCE, _defines())
-    except DriverError as e:
-        raise PluginError(
-            f"{_SOURCE} cannot be used: {e}; --pin experts=triton runs without"
-        ) from e
+    return nvrtc.module(_SOURCE, _defines(), "experts=triton")
 
 
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Integers that follow the tokens of a call are not specialised: one compilation serves all counts.
 _CHUNK = 1024  # channels that one program holds: 8 groups
 _WARPS = 2  # of it: fewer values for each thread keep less memory on its way
 
@@ -29,7 +30,7 @@ def _scaled(values, POWERS: tl.constexpr):
     return q.to(tl.float8e4nv), scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _quantise(x, q, scale, n, x_row, scale_column, POWERS: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     GROUPS: tl.constexpr = CHUNK // 128
@@ -59,7 +60,7 @@ def quantise_rows(x: Tensor, q: Tensor, scale: Tensor, powers: bool = False) -> 
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count(ids, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """counts [blocks, EXPERTS]: pairs of each expert in every block."""
     block = tl.program_id(0)
@@ -68,7 +69,7 @@ def _count(ids, counts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _bounds(
     counts, ends, blocks, experts, align, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
@@ -90,7 +91,7 @@ def _bounds(
         before += tl.sum(found, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "most"])
 def _place(
     ids, first, ends, rows, owner, pairs, most, experts,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
@@ -135,7 +136,7 @@ def place_pairs(ids: Tensor, align: int, rows: Tensor, owner: Tensor, ends: Tens
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _scatter(
     x, rows, q, scale, n, x_row, scale_column,
     TOP_K: tl.constexpr, POWERS: tl.constexpr, CHUNK: tl.constexpr,
@@ -162,7 +163,7 @@ def quantise_to(x: Tensor, rows: Tensor, q: Tensor, scale: Tensor, powers: bool 
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _silu(gate_up, owner, q, scale, n, scale_column, POWERS: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(owner + row) >= 0:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ds_runtime.api import PluginError
 from ds_runtime_cuda.driver import DriverError
 
 _MAGIC = b"\x7fELF"  # what machine code begins with
@@ -132,6 +133,14 @@ class Module:
                 checked(driver.cuFuncSetAttribute(found, limit, shared))
             self._functions[name] = found
         return self._functions[name]
+
+
+def module(source: str, defines: Mapping[str, int], pin: str) -> Module:
+    """The same, for a kernel: raises PluginError, which says what to pin to run without it."""
+    try:
+        return Module(source, defines)
+    except DriverError as e:
+        raise PluginError(f"{source} cannot be used: {e}; --pin {pin} runs without") from e
 
 
 @cache

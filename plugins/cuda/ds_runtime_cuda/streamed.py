@@ -20,11 +20,9 @@ from ds_runtime.api import (
     ExpertSource,
     Facts,
     Packed,
-    PluginError,
     ReferenceExperts,
 )
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.driver import DriverError
 from ds_runtime_cuda.expert_weights import pack_blocks
 
 _SOURCE = "experts.cu"
@@ -82,12 +80,7 @@ def _defines(fp8: bool) -> dict[str, int]:
 @cache
 def _module(fp8: bool, device: torch.device) -> nvrtc.Module:
     """Of the current device, which `device` is."""
-    try:
-        return nvrtc.Module(_SOURCE, _defines(fp8))
-    except DriverError as e:
-        raise PluginError(
-            f"{_SOURCE} cannot be used: {e}; --pin experts=triton runs without"
-        ) from e
+    return nvrtc.module(_SOURCE, _defines(fp8), "experts=triton")
 
 
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:

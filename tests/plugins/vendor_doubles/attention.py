@@ -13,9 +13,9 @@ from torch import Tensor
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.reference.attention import mha_prefill
 from vendor_doubles import require
-from vendor_doubles.streamed import BF16, F32, I32, Module, at, cores
+from vendor_doubles.streamed import BF16, F32, I32, at, cores, module
 
-__all__ = ["Module", "box_map", "cores", "launch"]
+__all__ = ["box_map", "cores", "launch", "module"]
 
 
 def box_map(address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int, pitch: int):

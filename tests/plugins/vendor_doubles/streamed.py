@@ -45,6 +45,10 @@ class Module:
         return name, self.defines, shared
 
 
+def module(source: str, defines: dict[str, int], pin: str) -> Module:
+    return Module(source, defines)
+
+
 def launch(function, grid, threads: int, shared: int, a: ctypes.Structure) -> None:
     (name, defines, room), fp8 = function, function[1]["FP8"]
     require(room == shared and ctypes.sizeof(a) == defines["ARGS"], "as it was prepared")

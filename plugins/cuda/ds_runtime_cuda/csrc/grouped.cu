@@ -1,5 +1,5 @@
-// Routed experts for hundreds to thousands of tokens on compute capability 9.0, in FP8: two launches
-// of grouped matmuls over rows that are sorted by expert.
+// Routed experts for thousands of tokens on compute capability 9.0, in FP8: two launches of grouped
+// matmuls over rows that are sorted by expert.
 //
 // `gate_up` multiplies, activates and quantises: what it writes is what `down` reads. A unit is up to 128
 // rows of one expert by 256 columns: 128 of gate and the same 128 of up, which are one group of the
@@ -44,7 +44,8 @@ static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
 
 struct Unit {
   bool real;  // false: no units are left
-  int expert, part, first, count;  // of its rows
+  int expert, part;  // of its columns
+  int first, count;  // of its rows
 };
 
 struct alignas(1024) Shared {
