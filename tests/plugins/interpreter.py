@@ -49,6 +49,34 @@ def _torch_dtypes(tl: Any) -> dict[Any, torch.dtype]:
 
 
 @contextmanager
+def patched_once() -> Iterator[None]:
+    """Within, Triton's language is the interpreter's throughout.
+
+    The interpreter looks through the whole language for what to replace at each launch, and again
+    at each call of a device function, where nothing is left to do: a third of a kernel's time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, scopes = interpreter._patch_lang, {}
+
+    def once(fn: Any) -> Any:
+        seen = {id(value) for value in fn.__globals__.values()}
+        key = id(tl) in seen, id(tl.core) in seen
+        if key not in scopes:
+            scopes[key] = patch(fn)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        for scope in reversed(scopes.values()):
+            scope.restore()
+
+
+@contextmanager
 def faithful() -> Iterator[None]:
     """Within, casts between floats round to nearest even, and `dot` reads bfloat16 as numbers."""
     import triton.language as tl
@@ -82,7 +110,8 @@ def faithful() -> Iterator[None]:
         setattr(builder, name, convert)
     builder.create_dot = dot
     try:
-        with np.errstate(all="ignore"):  # infinities are part of the contracts
+        # Infinities are part of the contracts.
+        with np.errstate(all="ignore"), patched_once():
             yield
     finally:
         for name, method in before.items():
