@@ -51,21 +51,25 @@ class Names:
         self._regexes = [_compiled(r, key) for r in regexes]
         self._globs = re.compile("|".join(map(translate, globs))) if globs else None
         self._parts = {bare(e) for e in entries} - {bare(g) for g in globs}
+        self._firsts = {part.partition(".")[0] for part in self._parts}
 
     @classmethod
     def parted(cls, entries: object, key: str) -> tuple[Names, Names]:
         """The entries that are no regex, and those that are."""
         every, names, regexes = cls(entries, key), cls(None, key), cls(None, key)
-        names._parts, names._globs = every._parts, every._globs
+        names._parts, names._firsts, names._globs = every._parts, every._firsts, every._globs
         regexes._regexes = every._regexes
         return names, regexes
 
     def __contains__(self, module: str) -> bool:
         if self._parts:
             segments = bare(module).split(".")
-            ends = range(1, len(segments) + 1)
-            if any(".".join(segments[i:j]) in self._parts for j in ends for i in range(j)):
-                return True
+            end = len(segments) + 1
+            for i, first in enumerate(segments):
+                if first in self._firsts and any(
+                    ".".join(segments[i:j]) in self._parts for j in range(i + 1, end)
+                ):
+                    return True
         if any(r.match(module) for r in self._regexes):
             return True
         return self._globs is not None and any(map(self._globs.match, _parents(module)))
