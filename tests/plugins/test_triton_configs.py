@@ -246,8 +246,9 @@ def test_experts(size, config, fmt):
 def test_one_token_s_experts_by_vectors_take_several_steps(hidden, ue8m0):
     from ds_runtime_triton.experts import ExpertsFp8
 
-    config = {"VECTOR": 1, "UP_BLOCK_N": 4, "UP_GROUPS": 8, "UP_num_warps": 1}
-    config |= {"DN_BLOCK_N": 8, "DN_GROUPS": 2, "DN_num_warps": 4}
+    # Rows of weights to a program as many as keep programs few: the interpreter runs one by one.
+    config = {"VECTOR": 1, "UP_BLOCK_N": 32, "UP_GROUPS": 8, "UP_num_warps": 1}
+    config |= {"DN_BLOCK_N": 64, "DN_GROUPS": 2, "DN_num_warps": 4}
     make = Maker(facts(), f"vectors {hidden}")
     shapes = ((512, hidden), (512, hidden), (hidden, 512))
     triples = [tuple(make.weight(*shape, "fp8_block") for shape in shapes) for _ in range(4)]

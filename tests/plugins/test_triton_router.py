@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import needs_triton
+from interpreter import needs_triton, patched_once
 
 pytestmark = needs_triton
 
@@ -19,11 +19,12 @@ def test_rows_cut_into_pieces(tokens, experts, n, dtype):
     make = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, n + 7, generator=make).to(dtype)[:, :n]
     weight = torch.randn(experts, n, generator=make)
-    found = router_logits(x, weight)
+    with patched_once():
+        found, again = router_logits(x, weight), router_logits(x, weight)
     exact = x.double() @ weight.double().T
     assert found.dtype == torch.float32
     assert ((found - exact).abs().amax() / exact.abs().amax()).item() < 1e-6
-    assert torch.equal(found, router_logits(x, weight))
+    assert torch.equal(found, again)
 
 
 @pytest.mark.parametrize("programs", [132, 6], ids=["in pieces", "whole"])
@@ -35,4 +36,6 @@ def test_many_tokens_of_short_rows(programs, monkeypatch):
     make = torch.Generator().manual_seed(1)
     x, weight = torch.randn(700, 200, generator=make), torch.randn(70, 200, generator=make)
     exact = x.double() @ weight.double().T
-    assert ((router_logits(x, weight) - exact).abs().amax() / exact.abs().amax()).item() < 1e-6
+    with patched_once():
+        found = router_logits(x, weight)
+    assert ((found - exact).abs().amax() / exact.abs().amax()).item() < 1e-6

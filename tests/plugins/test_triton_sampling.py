@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreter import needs_triton
+from interpreter import needs_triton, patched_once
 
 pytestmark = needs_triton
 VOCAB = 150  # ten blocks of 16
@@ -39,11 +39,12 @@ def test_pieces_of_rows_give_what_a_row_alone_gives(monkeypatch, per_core):
 
     monkeypatch.setattr(sampling, "_BLOCK", 16)
     logits, given = rows_of(21, per_core), settings(21, per_core)
-    monkeypatch.setattr(sampling, "_PER_CORE", 1000)
-    alone = torch.cat([sampling.sample(logits[i : i + 1], *(s[i : i + 1] for s in given))
-                       for i in range(21)])  # fmt: skip
-    monkeypatch.setattr(sampling, "_PER_CORE", 21 * per_core // 4)
-    together = sampling.sample(logits, *given)
+    with patched_once():
+        monkeypatch.setattr(sampling, "_PER_CORE", 1000)
+        alone = torch.cat([sampling.sample(logits[i : i + 1], *(s[i : i + 1] for s in given))
+                           for i in range(21)])  # fmt: skip
+        monkeypatch.setattr(sampling, "_PER_CORE", 21 * per_core // 4)
+        together = sampling.sample(logits, *given)
     assert torch.equal(together, alone)
     usual = torch.tensor([i % 7 not in (3, 4) for i in range(21)])
     assert torch.equal(together[usual], reference(logits, *given)[usual])
