@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,9 +95,18 @@ def cases_for(kernels: Iterable[Kernel], facts: Facts) -> list[tuple[Kernel, Cas
     return [
         (kernel, case)
         for kernel in kernels
-        for case in load_attr(kernel.op.samples)(facts)
+        for case in _samples(kernel.op.samples, facts)
         if refusal(kernel, case.facts) is None
     ]
+
+
+@lru_cache(maxsize=32)
+def _samples(path: str, facts: Facts) -> tuple[Case, ...]:
+    """The op's samples, for all its kernels: to draw them takes longer than most kernels do.
+
+    Whatever runs gets copies of them.
+    """
+    return tuple(load_attr(path)(facts))
 
 
 def case_id(value: Any) -> str:
