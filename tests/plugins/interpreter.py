@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -59,6 +60,8 @@ def patched_once() -> Iterator[None]:
     from triton.runtime import interpreter
 
     patch, scopes = interpreter._patch_lang, {}
+    np_dtype = interpreter._get_np_dtype  # it builds a table of all dtypes at each call
+    known = cache(np_dtype)
 
     def once(fn: Any) -> Any:
         seen = {id(value) for value in fn.__globals__.values()}
@@ -67,11 +70,15 @@ def patched_once() -> Iterator[None]:
             scopes[key] = patch(fn)
         return interpreter._LangPatchScope()  # with nothing to restore
 
-    interpreter._patch_lang = once
+    def looked_up(kind: Any) -> np.dtype:
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return known(kind) if type(kind) is tl.dtype else np_dtype(kind)  # pointers have no hash
+
+    interpreter._patch_lang, interpreter._get_np_dtype = once, looked_up
     try:
         yield
     finally:
-        interpreter._patch_lang = patch
+        interpreter._patch_lang, interpreter._get_np_dtype = patch, np_dtype
         for scope in reversed(scopes.values()):
             scope.restore()
 

@@ -8,6 +8,7 @@ from interpreter import needs_triton, patched_once
 
 pytestmark = needs_triton
 VOCAB = 150  # ten blocks of 16
+ROWS = 14  # each kind twice
 
 
 def settings(rows, seed):
@@ -38,15 +39,15 @@ def test_pieces_of_rows_give_what_a_row_alone_gives(monkeypatch, per_core):
     from ds_runtime_triton import sampling
 
     monkeypatch.setattr(sampling, "_BLOCK", 16)
-    logits, given = rows_of(21, per_core), settings(21, per_core)
+    logits, given = rows_of(ROWS, per_core), settings(ROWS, per_core)
     with patched_once():
         monkeypatch.setattr(sampling, "_PER_CORE", 1000)
         alone = torch.cat([sampling.sample(logits[i : i + 1], *(s[i : i + 1] for s in given))
-                           for i in range(21)])  # fmt: skip
-        monkeypatch.setattr(sampling, "_PER_CORE", 21 * per_core // 4)
+                           for i in range(ROWS)])  # fmt: skip
+        monkeypatch.setattr(sampling, "_PER_CORE", ROWS * per_core // 4)
         together = sampling.sample(logits, *given)
     assert torch.equal(together, alone)
-    usual = torch.tensor([i % 7 not in (3, 4) for i in range(21)])
+    usual = torch.tensor([i % 7 not in (3, 4) for i in range(ROWS)])
     assert torch.equal(together[usual], reference(logits, *given)[usual])
     greedy = given[0] == 0
     assert torch.equal(together[greedy], logits.argmax(1)[greedy])
