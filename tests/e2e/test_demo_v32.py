@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.bench import accuracy
@@ -69,5 +70,6 @@ def test_it_finds_planted_keys_although_most_tokens_are_dropped(engines):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("model", ["demo", "demo-v32"])
 def test_keys_planted_in_4096_tokens_are_found(model):
-    report = accuracy.run({"model": model, "platform": "cpu"}, 40, False, planted=(4096,))
+    settings = {"model": model, "platform": "cpu", "threads": torch.get_num_threads()}
+    report = accuracy.run(settings, 40, False, planted=(4096,))
     assert report["scores"]["planted"][4096]["share"] >= 0.95
