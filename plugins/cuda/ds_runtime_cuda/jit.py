@@ -1,4 +1,7 @@
-"""Triton kernels of quant.py and grouped.py. Imported on a GPU only."""
+"""Triton kernels of quant.py and grouped.py. Imported on a GPU only.
+
+Integers that follow the tokens of a call are not specialised: one compilation serves all counts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Integers that follow the tokens of a call are not specialised: one compilation serves all counts.
 _CHUNK = 1024  # channels that one program holds: 8 groups
 _WARPS = 2  # of it: fewer values for each thread keep less memory on its way
 

@@ -136,7 +136,7 @@ class Module:
 
 
 def module(source: str, defines: Mapping[str, int], pin: str) -> Module:
-    """The same, for a kernel: raises PluginError, which says what to pin to run without it."""
+    """A Module for a kernel. Raises PluginError, which says what to pin to run without it."""
     try:
         return Module(source, defines)
     except DriverError as e:
