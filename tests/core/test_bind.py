@@ -19,6 +19,7 @@ from ds_runtime.model.sites import INPUTS, model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.reference import LATENT_PAGES
+from ds_runtime.ops.shares import shares_of
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
@@ -395,6 +396,14 @@ def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
         "many.marked_few of 2 rows; many.marked_middle below 2 rows"
     }
+    shares = next(s for (op, *_), s in binding.shares.items() if op == "linear")
+    assert shares.calls_of(many) == "from 3 rows on"
+    from_four = replace(many, from_rows=4)
+    others = shares_of([from_four, middle, few])
+    assert others is not None and others.calls_of(from_four) == "from 4 rows on"
+    bounded = replace(many, from_rows=4, below_rows=8)
+    others = shares_of([bounded, replace(few, below_rows=0, from_rows=10)])
+    assert others is not None and others.calls_of(bounded) == "below 10 rows"
     assert _served(binding, 1, 2, 3, 9) == [
         "middle of many",
         "few of many",

@@ -40,16 +40,21 @@ class Shares:
         return "otherwise" if first or more or below == _ALL else _words(first, below)
 
     def _ranges(self, kernel: Kernel) -> list[tuple[int, int]]:
-        """[first, below) of the rows of its calls."""
-        free = [(0, _ALL)]
+        """[first, below) of the rows of its calls, rising and apart."""
+        free, taken = [(0, _ALL)], list[tuple[int, int]]()
         for each in self.some:
             asked = each.from_rows, each.below_rows or _ALL
-            taken = [r for other in free if (r := _common(other, asked))]
             if each is kernel:
-                return taken
+                taken = [r for other in free if (r := _common(other, asked))]
             outside = (0, asked[0]), (asked[1], _ALL)
             free = [r for other in free for part in outside if (r := _common(other, part))]
-        return free
+        if kernel is not self.rest:
+            return taken
+        joined = list[tuple[int, int]]()
+        for first, below in sorted(taken + free):
+            touches = joined and joined[-1][1] == first
+            joined.append((joined.pop()[0], below) if touches else (first, below))
+        return joined
 
 
 def asks_for(kernel: Kernel, rows: int) -> bool:
