@@ -149,7 +149,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         sizes = sorted(found, key=lambda kernel: -len(found[kernel]))
         said = [sizes[0], *(f"{k} at {', '.join(found[k])}" for k in sizes[1:])] if sizes else []
         if said and not (OPS[name].optional and set(found) == {"composed"}):  # its parts have lines
-            yield f"  {name:<19}{'; '.join(said)}\n"
+            yield f"  {name:<22}{'; '.join(said)}\n"
     for field, change, _, because in plan.changes:
         if field == "disable_graph":
             yield f"  {field}: {change}: {because}\n"

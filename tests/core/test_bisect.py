@@ -130,7 +130,9 @@ def test_without_a_fault_nothing_departs(tmp_path: Path) -> None:
         *("cache_write", "rope"),  # inside the fused prologue
         *("index_prologue", "index_select", "index_scores", "index_topk"),  # another attention
         *("sparse_prefill", "sparse_decode", "cache_move"),  # and trees of drafts
-        *("mla_inputs", "rms_norm_quantize", "silu_mul_quantize"),  # nobody offers them here
+        # Nobody offers these here.
+        *("mla_inputs", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize"),
+        "mha_prefill_quantize",
     }
     assert "no kernel departs" in bisect.render(finding, tmp_path / "case")
     assert not (tmp_path / "case").exists()

@@ -13,7 +13,12 @@ from ds_runtime.bench.checkpoint import make_checkpoint
 
 SETTINGS = {"dtype": "float32", "threads": 1, "kv_memory": 1 << 22}
 PROMPTS = [list(range(3, 40)), [5, 6, 7], [8]]
-FUSED = ("rms_norm_quantize", "silu_mul_quantize")
+FUSED = (
+    "rms_norm_quantize",
+    "add_rms_norm_quantize",
+    "mha_prefill_quantize",
+    "silu_mul_quantize",
+)
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +26,7 @@ def folder(tmp_path_factory):
     """Inner widths of whole groups of 128."""
     with pytest.MonkeyPatch.context() as patch:
         shape = {**shapes.SHAPES["tiny-v3"], "q_lora_rank": 128, "intermediate_size": 256}
+        shape["v_head_dim"] = 128
         patch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "groups": shape})
         patch.setattr("ds_runtime.bench.checkpoint.SHAPES", shapes.SHAPES, raising=False)
         return make_checkpoint(tmp_path_factory.mktemp("m") / "groups", "groups", "fp8")
@@ -36,9 +42,9 @@ def rounding(monkeypatch):
 
 
 def answers(folder, plugin, **settings):
-    plugin.calls.clear()
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1)
     with LLM(folder, extra_plugins=[plugin], **{**SETTINGS, **settings}) as llm:
+        plugin.calls.clear()  # of the first run, which is there to warm up
         found = llm.generate(PROMPTS, params)
         kernels = {r.op: r.kernel for r in llm.plan.rows}
     steps = [(e.token, e.logprob) for o in found for e in o.outputs[0].logprobs]
@@ -51,9 +57,20 @@ def test_they_serve_where_the_linear_asks_and_change_nothing(folder, rounding):
     fused, calls, kernels = answers(folder, rounding)
     assert fused == plain
     assert {kernels[op] for op in FUSED} == {f"rounding.{op}" for op in FUSED}
-    # One dense layer, three with a query latent; shared experts are slots of the routed ones.
-    assert calls["norm"] == 3 * calls["silu"] > 0
-    assert calls["linear"] == calls["norm"] + calls["silu"]
+    # One dense layer, three with a query latent, two that add; shared experts are slots of the
+    # routed ones. Attention quantises where a step has prompts alone.
+    assert calls["norm"] == 4 * calls["silu"] and calls["sum"] == 2 * calls["silu"] > 0
+    assert 0 < calls["attention"] < calls["norm"] and calls["attention"] % 3 == 0
+    assert calls["linear"] == sum(n for name, n in calls.items() if name != "linear")
+
+
+def test_attention_quantises_neither_beside_a_decode_nor_behind_a_prefix(folder, rounding):
+    """Prompts in chunks of 16 have prefixes from the second on."""
+    chunks = {"chunked_prefill_size": 16, "max_step_tokens": 16}
+    plain, calls, _ = answers(folder, rounding, disable_fusion=FUSED, **chunks)
+    assert not calls
+    fused, calls, _ = answers(folder, rounding, **chunks)
+    assert fused == plain and calls["attention"] == 3  # the first chunk
 
 
 def test_single_rows_come_as_they_are(folder, rounding):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
-from ds_runtime_cuda.attention import mha_prefill
+from ds_runtime_cuda.attention import mha_prefill, mha_prefill_quantize
+from ds_runtime_cuda.quant import quantise
 
 pytestmark = pytest.mark.gpu
 SCALE = 0.07
@@ -99,3 +100,18 @@ def test_what_the_copy_engine_cannot_read_is_copied():
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in parts]
     again = mha_prefill(*turned, segments(lens), segments(lens), True, SCALE)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("lens", [(1,), (300, 1, 129, 17), (0, 4, 0), (3,) * 700, (2048, 512)])
+def test_codes_are_those_of_what_attention_gives(lens, heads, powers):
+    torch.manual_seed(0)
+    parts, segs = inputs(heads, lens, lens), segments(lens)
+    parts[4][:1] *= 100
+    out, _ = mha_prefill(*parts, segs, segs, True, SCALE)
+    values, sizes = quantise(out.flatten(1), powers=powers)
+    for _ in range(3):
+        codes, scale = mha_prefill_quantize(*parts, segs, SCALE, 128, powers)
+        assert torch.equal(scale, sizes)
+        assert torch.equal(codes.view(torch.uint8), values.view(torch.uint8))

@@ -39,3 +39,29 @@ def test_many_tokens_of_short_rows(programs, monkeypatch):
     with patched_once():
         found = router_logits(x, weight)
     assert ((found - exact).abs().amax() / exact.abs().amax()).item() < 1e-6
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["held", "not held"])
+@pytest.mark.parametrize("programs", [24, 6], ids=["in pieces", "whole"])
+def test_weights_that_the_narrow_dtype_may_hold(programs, whole, monkeypatch):
+    """One value in the last column decides which of the two kernels computes."""
+    from ds_runtime_triton import router
+    from ds_runtime_triton.jit import router as kernels
+    from ds_runtime_triton.router import router_logits
+
+    monkeypatch.setattr(router, "_PROGRAMS", programs)
+    monkeypatch.setattr(router, "_LOOK", 300)
+    make = torch.Generator().manual_seed(2)
+    x = torch.randn(300, 200, generator=make).half()
+    weight = torch.randn(70, 207, generator=make).half().float()[:, :200]
+    if not whole:
+        weight[69, 199] += 1e-5
+    exact = x.double() @ weight.double().T
+    with patched_once():
+        found = router_logits(x, weight)
+    assert ((found - exact).abs().amax() / exact.abs().amax()).item() < 1e-6
+    narrow, lost = torch.zeros(70, 200).half(), torch.zeros(70, dtype=torch.int32)
+    with patched_once():
+        kernels.router_narrow_kernel[(70,)](weight, narrow, lost, 200, 207, 64)
+    assert lost.tolist() == [0] * 69 + [int(not whole)]
+    assert torch.equal(narrow, weight.half())

@@ -142,7 +142,7 @@ def _widths(assembly: Assembly) -> Callable[[Site], int]:
     def width(site: Site) -> int:
         if site.op in ("silu_mul", "silu_mul_quantize"):
             return downs[(site.layer, site.module)]
-        if site.op in ("rms_norm", "add_rms_norm", "rms_norm_quantize"):
+        if "rms_norm" in site.op:
             if site.module == "self_attn":
                 return config.q_lora or config.kv_lora
             return config.hidden

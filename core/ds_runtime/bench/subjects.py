@@ -333,6 +333,12 @@ def _rms_norm_quantize(p: Place, tokens: int) -> Inputs:
     return args, work.rms_norm_quantize(p.width, _GROUP, p.facts.dtype, tokens)
 
 
+def _add_rms_norm_quantize(p: Place, tokens: int) -> Inputs:
+    x, residual = p.normal(tokens, p.width), p.normal(tokens, p.width)
+    args = (x, residual, p.normal(p.width), 1e-6, _GROUP, False)
+    return args, work.add_rms_norm_quantize(p.width, _GROUP, p.facts.dtype, tokens)
+
+
 def _silu_mul_quantize(p: Place, tokens: int) -> Inputs:
     args = (p.normal(tokens, 2 * p.width), _GROUP, False)
     return args, work.silu_mul_quantize(p.width, _GROUP, p.facts.dtype, tokens)
@@ -403,6 +409,13 @@ def _mha_prefill(p: Place, tokens: int) -> Inputs:
     keys = p.normal(tokens, heads, nope), p.normal(tokens, rope)
     args = (*queries, *keys, p.normal(tokens, heads, v), segs, segs, True, (nope + rope) ** -0.5)
     return args, work.mha_prefill(heads, nope, rope, v, p.facts.dtype, tokens)
+
+
+def _mha_prefill_quantize(p: Place, tokens: int) -> Inputs:
+    (*parts, segs, _, _, scale), _ = _mha_prefill(p, tokens)
+    heads, nope, rope, v = (p.facts.dims[n] for n in ("heads", "qk_nope", "qk_rope", "v"))
+    todo = work.mha_prefill_quantize(heads, nope, rope, v, p.facts.dtype, tokens)
+    return (*parts, segs, scale, v, False), todo
 
 
 def _merge_state(p: Place, tokens: int) -> Inputs:
@@ -479,6 +492,7 @@ INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rms_norm_quantize": _rms_norm_quantize,
+    "add_rms_norm_quantize": _add_rms_norm_quantize,
     "silu_mul": _silu_mul,
     "silu_mul_quantize": _silu_mul_quantize,
     "rope": _rope,
@@ -487,6 +501,7 @@ INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {
     "cache_move": _cache_move,
     "mla_prologue": _mla_prologue,
     "mha_prefill": _mha_prefill,
+    "mha_prefill_quantize": _mha_prefill_quantize,
     "merge_state": _merge_state,
     "route": _route,
     "embed": _embed,

@@ -181,6 +181,15 @@ def mha_prefill(heads: int, nope: int, rope: int, d_v: int, dtype: str, tokens: 
     )
 
 
+def mha_prefill_quantize(
+    heads: int, nope: int, rope: int, d_v: int, dtype: str, tokens: int
+) -> Work:
+    """MhaPrefillQuantize of one sequence, a group per head."""
+    attended = mha_prefill(heads, nope, rope, d_v, dtype, tokens)
+    codes = quantize_group(heads * d_v, d_v, dtype, tokens)
+    return Work(0, attended.reads, codes.writes, attended.flops + codes.flops)
+
+
 def merge_state(heads: int, d: int, dtype: str, tokens: int) -> Work:
     """MergeState of two partial results."""
     each = tokens * heads * (d * ITEM_BYTES[dtype] + 4)
@@ -302,6 +311,13 @@ def rms_norm_quantize(width: int, group: int, dtype: str, tokens: int) -> Work:
     return Work(norm.weights, norm.reads, codes.writes, norm.flops + codes.flops)
 
 
+def add_rms_norm_quantize(width: int, group: int, dtype: str, tokens: int) -> Work:
+    """AddRmsNormQuantize of [tokens, width]: the sum is written, too."""
+    norm, codes = add_rms_norm(width, dtype, tokens), quantize_group(width, group, dtype, tokens)
+    writes = codes.writes + tokens * width * ITEM_BYTES[dtype]
+    return Work(norm.weights, norm.reads, writes, norm.flops + codes.flops)
+
+
 def silu_mul_quantize(width: int, group: int, dtype: str, tokens: int) -> Work:
     """SiluMulQuantize of [tokens, 2 · width]."""
     silu, codes = silu_mul(width, dtype, tokens), quantize_group(width, group, dtype, tokens)
@@ -351,6 +367,7 @@ WORK: Mapping[str, Callable[..., Work]] = {
         linear,
         quantize_group,
         rms_norm_quantize,
+        add_rms_norm_quantize,
         silu_mul_quantize,
         lora_delta,
         cache_write,
@@ -360,6 +377,7 @@ WORK: Mapping[str, Callable[..., Work]] = {
         mla_absorb,
         mla_inputs,
         mha_prefill,
+        mha_prefill_quantize,
         merge_state,
         mla_decode,
         index_prologue,

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.indexer import Indexer, Selection
-from ds_runtime.model.layers import Linear, RmsNorm
+from ds_runtime.model.layers import Codes, Linear, RmsNorm
 from ds_runtime.model.sites import INDEXER, TREE, VERIFY
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
     from ds_runtime.ops.attention import MlaDecode
+    from ds_runtime.ops.linear import Groups
 
 AT = "self_attn"
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there
@@ -51,8 +52,12 @@ class Inputs:
         else:
             self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
 
+    def quantizes(self, rows: int, adapters: Tensor | None) -> Groups | None:
+        """How that many rows may come as codes, if they may."""
+        return None if self.joined is None else self.joined.quantizes(rows, adapters)
+
     def __call__(
-        self, x: Tensor, adapters: Tensor | None
+        self, x: Tensor | Codes, adapters: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """[T, hidden] → q [T, heads · (nope + rope)], kv [T, kv_lora + rope], rows strided; the
         query latent [T, q_lora], normed where an indexer reads it, or q where there is none; and
@@ -63,12 +68,13 @@ class Inputs:
             q, *between, kv = self.joined(x, adapters).split_with_sizes(self.widths, 1)
             keys = between[0] if between else None
         else:
+            assert isinstance(x, Tensor), "see `quantizes`"
             q, kv = self.query(x, adapters), self.latent(x, adapters)
         if self.norm is None:
             return q, kv, q, keys
         groups = self.up.quantizes(q.shape[0], adapters) if self.fused else None
         if groups is not None:
-            return self.up.quantized(*self.norm.quantized(q, groups)), kv, q, keys
+            return self.up(self.norm.quantized(q, groups)), kv, q, keys
         query = self.norm(q)
         return self.up(query, adapters), kv, query, keys
 
@@ -124,6 +130,7 @@ class Attention:
         self.heads = config.heads // load.heads.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
         self.v_head = config.v_head
+        self.quantises = load.bound.has("mha_prefill_quantize", layer, AT)
         self.scale = config.softmax_scale
 
     def _kernel(self, load: Loader, layer: int, module: str) -> tuple[MlaDecode, str]:
@@ -140,9 +147,16 @@ class Attention:
             return self.tree
         return self.verify if part.q_lens else self.decode
 
+    def quantizes(self, rows: int, batch: Batch) -> Groups | None:
+        """How that many rows may come as codes, if they may: an indexer needs them as they are."""
+        in_one = self.fused is not None and batch.prefill is None
+        if in_one or self.indexer is not None or not rows:
+            return None
+        return self.inputs.quantizes(rows, batch.adapters)
+
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Codes,
         batch: Batch,
         cache: Tensor,
         cos_sin: Tensor,
@@ -153,19 +167,43 @@ class Attention:
 
         selection: of this step, where attention is sparse; index_cache: where this layer indexes.
         """
-        if x.shape[0] == 0:  # other ranks have sequences
+        if isinstance(x, Tensor) and x.shape[0] == 0:  # other ranks have sequences
             return x
         if self.fused is not None and batch.prefill is None:
+            assert isinstance(x, Tensor), "see `quantizes`"
             absorbed, query = self.fused(x, batch.positions, cos_sin, cache, batch.slots)
             self._index(x, query, None, batch, index_cache, cos_sin, selection)
             out = self._decode(absorbed, batch, cache, selection, batch.adapters)
             return self.output(out.flatten(1), batch.adapters)
         projected = self.project(x, batch, cache, cos_sin)
+        if (codes := self._quantised(projected, batch)) is not None:
+            return self.comm.all_reduce(self.o_proj(codes))
         out = self.attend(projected, batch, cache, cos_sin, index_cache, selection)
         return self.output(out.flatten(1), batch.adapters)
 
+    def _quantised(self, projected: Projected, batch: Batch) -> Codes | None:
+        """What `attend` gives, as the last projection multiplies it; None where it does not so, or
+        where not all rows attend new tokens alone.
+        """
+        part = batch.prefill
+        if not self.quantises or part is None or part.prefix or batch.num_decode:
+            return None
+        q, q_rope = projected.q.narrow(2, 0, self.nope), projected.q_rope
+        groups = self.o_proj.quantizes(q.shape[0], batch.adapters)
+        if groups is None or groups.size != self.v_head:
+            return None
+        k, v = self.kv_b.expand(projected.latent, batch.adapters)
+        parts = q, q_rope, k, projected.k_rope, v
+        attend = self.ops.mha_prefill_quantize
+        return Codes(*attend(*parts, part.q_segs, self.scale, *groups))
+
     def project(
-        self, x: Tensor, batch: Batch, cache: Tensor, cos_sin: Tensor, ahead: bool = False
+        self,
+        x: Tensor | Codes,
+        batch: Batch,
+        cache: Tensor,
+        cos_sin: Tensor,
+        ahead: bool = False,
     ) -> Projected:
         """What every row is for itself: [T, hidden] → its query, and its latent in the cache.
 
@@ -184,6 +222,7 @@ class Attention:
             batch.slots,
         )
         if self.indexer is not None:
+            assert isinstance(x, Tensor), "see `quantizes`"
             return Projected(q, *rotated, x, query, keys)
         if self.sparse or not ahead:
             return Projected(q, *rotated)

@@ -13,7 +13,7 @@ from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, gathered_wanted, summed
 from ds_runtime.model.indexer import Selection
-from ds_runtime.model.layers import RmsNorm
+from ds_runtime.model.layers import Codes, RmsNorm
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
@@ -29,6 +29,8 @@ class Block:
         ops = load.ops(layer, "block")
         self.input_norm = RmsNorm(ops, load.vector(layer, "input_layernorm"), config.eps)
         self.attention = Attention(config, load, layer)
+        self.quantises = load.bound.has("rms_norm_quantize", layer, "block")
+        self.adds_and_quantises = load.bound.has("add_rms_norm_quantize", layer, "block")
         self.mlp_norm = RmsNorm(ops, load.vector(layer, "post_attention_layernorm"), config.eps)
         self.mlp: DenseMlp | MoeMlp = (
             MoeMlp(config, load, layer) if config.is_moe(layer) else DenseMlp(load, layer)
@@ -51,10 +53,12 @@ class Block:
         rows: the only ones that are wanted; all are still written to the cache. tail: how these lie
         on the ranks, if the batch says so of its own.
         """
-        normed, residual = self.enter(x, residual)
+        normed, residual = self.enter(x, residual, batch)
         attended = self.attention(normed, batch, cache, cos_sin, index_cache, selection)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
+            if not rows.shape[0] and tail is None:
+                return attended, residual
             batch = replace(batch, spread=tail)
         return self.leave(attended, residual, batch)
 
@@ -62,10 +66,17 @@ class Block:
         """Keys of the step states that attention of such rows reads: none where it is sparse."""
         return () if self.attention.sparse else (self.attention.kernel_for(part)[1],)
 
-    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def enter(
+        self, x: Tensor, residual: Tensor | None, batch: Batch
+    ) -> tuple[Tensor | Codes, Tensor]:
         """(what attention takes, the residual beside it), both [T, hidden]."""
+        fused, groups = self.quantises if residual is None else self.adds_and_quantises, None
+        if fused:
+            groups = self.attention.quantizes(x.shape[0], batch)
         if residual is None:
-            return self.input_norm(x), x
+            return self.input_norm(x) if groups is None else self.input_norm.quantized(x, groups), x
+        if groups is not None:
+            return self.input_norm.add_quantized(x, residual, groups)
         return self.input_norm.add(x, residual)
 
     def leave(self, attended: Tensor, residual: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -130,13 +141,15 @@ class DeepSeekModel:
         index_caches = iter(caches[len(self.blocks) :])
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
+        few = self._few(batch, every)
         for layer, block in enumerate(self.blocks):
             index = next(index_caches) if self.config.has_indexer(layer) else None
+            rows = few if layer == self.config.layers - 1 else None
             x, residual = block(
-                x, residual, batch, caches[layer], self.cos_sin, None, index, selection
+                x, residual, batch, caches[layer], self.cos_sin, rows, index, selection
             )
         assert residual is not None, "a model has at least one layer"
-        if every:
+        if every or few is not None:
             return self.norm.add(x, residual)[0]
         wanted = batch.logit_rows.shape[0]
         if (wanted if batch.spread is None else batch.spread.wanted) == 0:
@@ -144,6 +157,14 @@ class DeepSeekModel:
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         return self.wanted(self.norm.add(x, residual)[0], batch.spread)
+
+    def _few(self, batch: Batch, every: bool) -> Tensor | None:
+        """The rows that the last layer's feed-forward half computes, where not all: no other's are
+        read by anybody.
+        """
+        rows, total = batch.logit_rows, batch.input_ids.shape[0]
+        apart = every or batch.spread is not None or batch.adapters is not None
+        return None if apart or rows.shape[0] > total // 2 else rows
 
     def selection(self, batch: Batch) -> Selection | None:
         """What a step's layers hand on, where attention is sparse."""
@@ -167,7 +188,7 @@ class DeepSeekModel:
         x, residual = self.embedded(batch.input_ids, batch), None
         for layer, block in enumerate(self.blocks):
             index = next(index_caches) if self.config.has_indexer(layer) else None
-            normed, residual = block.enter(x, residual)
+            normed, residual = block.enter(x, residual, batch)
             cache = caches[layer]
             projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
             yield Cut(block.attention, projected, cache, index)

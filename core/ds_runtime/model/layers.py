@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from ds_runtime.ops.spec import Facts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ds_runtime.model.lora import AbsorbDelta, Delta
     from ds_runtime.ops import attention, linear, moe
     from ds_runtime.ops.table import Ops
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
+
+
+class Codes(NamedTuple):
+    """Activations as QuantizeGroup gives them: q [tokens, in], scale [tokens, groups]."""
+
+    q: Tensor
+    scale: Tensor
 
 
 class Linear:
@@ -39,8 +46,14 @@ class Linear:
         self._gives_float32: Callable[[int, Packed], bool] | None
         self._gives_float32 = getattr(kernel, "gives_float32", None)
 
-    def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
-        """[tokens, in] → [tokens, out]; adapters [tokens] as in Batch."""
+    def __call__(self, x: Tensor | Codes, adapters: Tensor | None = None) -> Tensor:
+        """[tokens, in] → [tokens, out]; adapters [tokens] as in Batch. Codes: as `quantizes` said
+        for so many rows.
+        """
+        if isinstance(x, Codes):
+            kernel: Any = self._kernel
+            out: Tensor = kernel.apply_quantized(*x, self.packed)
+            return out
         y = self._kernel.apply(x, self.packed)
         if adapters is not None:
             for delta in self.deltas:
@@ -60,17 +73,10 @@ class Linear:
         return y.float() if out is None else out.copy_(y)
 
     def quantizes(self, rows: int, adapters: Tensor | None) -> linear.Groups | None:
-        """How that many rows may come to `quantized`, if they may: adapters need them as they
-        are."""
+        """How that many rows may come as codes, if they may: adapters need them as they are."""
         if self._groups is None or (adapters is not None and self.deltas):
             return None
         return self._groups(rows, self.packed)
-
-    def quantized(self, q: Tensor, scale: Tensor) -> Tensor:
-        """q [tokens, in] and its scales [tokens, groups] → [tokens, out]."""
-        kernel: Any = self._kernel
-        y: Tensor = kernel.apply_quantized(q, scale, self.packed)
-        return y
 
 
 class RmsNorm:
@@ -91,9 +97,18 @@ class RmsNorm:
         """(norm(x + residual), x + residual); `residual` must not be used afterwards."""
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def quantized(self, x: Tensor, groups: linear.Groups) -> tuple[Tensor, Tensor]:
-        """norm(x) as codes [tokens, n] and scales [tokens, n / groups.size]."""
-        return self._ops.rms_norm_quantize(x, self.weight, self.eps, *groups)
+    def quantized(self, x: Tensor, groups: linear.Groups) -> Codes:
+        """norm(x) of [tokens, n]."""
+        return Codes(*self._ops.rms_norm_quantize(x, self.weight, self.eps, *groups))
+
+    def add_quantized(
+        self, x: Tensor, residual: Tensor, groups: linear.Groups
+    ) -> tuple[Codes, Tensor]:
+        """As `add`."""
+        q, scale, summed = self._ops.add_rms_norm_quantize(
+            x, residual, self.weight, self.eps, *groups
+        )
+        return Codes(q, scale), summed
 
 
 class Embedding:

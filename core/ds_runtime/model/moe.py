@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, summed
+from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.branch import branch
 
@@ -32,7 +33,7 @@ class SwiGlu:
         inner = self.gate_up(x, adapters)
         groups = self.down.quantizes(x.shape[0], adapters) if self.fused else None
         if groups is not None:
-            return self.down.quantized(*self.ops.silu_mul_quantize(inner, *groups))
+            return self.down(Codes(*self.ops.silu_mul_quantize(inner, *groups)))
         return self.down(self.ops.silu_mul(inner), adapters)
 
 

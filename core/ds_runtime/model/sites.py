@@ -157,14 +157,17 @@ def _attention(
             weight_format=format_of(f"model.layers.{layer}.{at}.kv_b_proj"),
             shape=kv_b,
         ),
-        _linear(layer, f"{at}.o_proj", (c.hidden, heads * c.v_head), format_of),
+        o_proj := _linear(layer, f"{at}.o_proj", (c.hidden, heads * c.v_head), format_of),
     ]
+    if c.indexing is None and c.v_head == _BLOCK:
+        fused = quantising("mha_prefill_quantize", o_proj, at)
+        sites += (replace(site, phase="prefill") for site in fused)
     first = ("q_a_proj", c.q_lora) if c.q_lora else ("q_proj", heads * c.qk_head)
     if c.q_lora:
         up = _linear(layer, f"{at}.q_b_proj", (heads * c.qk_head, c.q_lora), format_of)
-        # An indexer needs the normed query latent as it is.
-        fused = () if c.has_indexer(layer) else quantising("rms_norm_quantize", up, at)
-        sites += [up, *fused]
+        sites.append(up)
+        if not c.has_indexer(layer):  # which needs the normed query latent as it is
+            sites += quantising("rms_norm_quantize", up, at)
     query = _linear(layer, f"{at}.{first[0]}", (first[1], c.hidden), format_of)
     latent = _linear(layer, f"{at}.kv_a_proj_with_mqa", (c.latent, c.hidden), format_of)
     parts = [query, latent]
@@ -178,7 +181,10 @@ def _attention(
         joined_parts = [query, latent]
     if joined_parts:
         shape = (sum(part.shape[0] for part in joined_parts), c.hidden)
-        sites.append(replace(query, module=f"{at}.qkv_a_proj", shape=shape))
+        sites.append(both := replace(query, module=f"{at}.qkv_a_proj", shape=shape))
+        if not c.has_indexer(layer):  # which reads what is normed
+            for op in ("rms_norm_quantize", "add_rms_norm_quantize"):
+                sites += quantising(op, both, "block")
     return [*sites, *(part for part in parts if part not in joined_parts)]
 
 

@@ -44,6 +44,28 @@ class MhaPrefill(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class MhaPrefillQuantize(Protocol):
+    """QuantizeGroup of MhaPrefill's out, among new tokens alone. A fusion.
+
+    q … v, segs and scale as in MhaPrefill with q_segs = k_segs = segs, causal; group is d_v, so one
+    per head, ue8m0 as in QuantizeGroup. out is rounded to q.dtype before it is quantised. Returns
+    (codes [T, heads · d_v] float8_e4m3fn, scale [T, heads] float32, of any strides).
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        k: Tensor,
+        k_rope: Tensor,
+        v: Tensor,
+        segs: Segments,
+        scale: float,
+        group: int,
+        ue8m0: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class MergeState(Protocol):
     """Combine two partial attentions of the same queries over disjoint keys.
 
@@ -186,6 +208,18 @@ MHA_PREFILL = Op(
     summary="variable-length attention with log-sum-exp",
 )
 
+MHA_PREFILL_QUANTIZE = Op(
+    name="mha_prefill_quantize",
+    protocol=f"{__name__}:MhaPrefillQuantize",
+    reference=f"{_REF}:mha_prefill_quantize",
+    samples=f"{_REF}:mha_prefill_quantize_samples",
+    tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
+    optional=True,
+    uses=("mha_prefill",),
+    heavy=True,
+    summary="attention of new tokens and FP8 quantisation, fused",
+)
+
 MERGE_STATE = Op(
     name="merge_state",
     protocol=f"{__name__}:MergeState",
@@ -215,7 +249,7 @@ MLA_ABSORB = Op(
     protocol=f"{__name__}:MlaAbsorb",
     reference=f"{_REF}:ReferenceMlaAbsorb",
     samples=f"{_REF}:mla_absorb_samples",
-    tolerance=_TOLERANCE,
+    tolerance={**_TOLERANCE, "fp8_w8a8": 6e-2},  # as in linear.py
     kind="object",
     version=2,
     adapter="ds_runtime.ops.adapters:mla_absorb",

@@ -36,6 +36,21 @@ class _ByRows:
         out: Tensor = self._of(x.shape[0], rest[-1]).apply(x, *rest)
         return out
 
+    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        """See MlaAbsorb."""
+        k, v = self._of(latent.shape[0], packed).expand(latent, packed)
+        return k, v
+
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
+        """See MlaAbsorb; of any number of rows by the kernel that packs: prompts are expanded."""
+        out: Tensor = self._rest.apply_q(q_nope, q_rope, packed)
+        return out
+
+    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
+        """See MlaAbsorb; as apply_q."""
+        out: Tensor = self._rest.apply_v(x, packed)
+        return out
+
     def _of(self, rows: int, packed: Packed) -> Any:
         if packed.tag == self._packing:
             for kernel, loaded in self._some:

@@ -49,6 +49,19 @@ class RmsNormQuantize(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class AddRmsNormQuantize(Protocol):
+    """QuantizeGroup of AddRmsNorm's norm. A fusion.
+
+    x, residual, weight and eps as in AddRmsNorm, hidden a multiple of `group`; group and ue8m0 as
+    in QuantizeGroup. Returns (codes, scale, summed): the norm, rounded to x.dtype before it is
+    quantised, as QuantizeGroup gives it, and the sum as AddRmsNorm does.
+    """
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 RMS_NORM = Op(
     name="rms_norm",
     protocol=f"{__name__}:RmsNorm",
@@ -79,6 +92,18 @@ RMS_NORM_QUANTIZE = Op(
     optional=True,
     uses=("rms_norm",),
     summary="root-mean-square norm and FP8 quantisation, fused",
+)
+
+
+ADD_RMS_NORM_QUANTIZE = Op(
+    name="add_rms_norm_quantize",
+    protocol=f"{__name__}:AddRmsNormQuantize",
+    reference=f"{_REF}:add_rms_norm_quantize",
+    samples=f"{_REF}:add_rms_norm_quantize_samples",
+    tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
+    optional=True,
+    uses=("add_rms_norm",),
+    summary="residual add, norm and FP8 quantisation, fused",
 )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.attention import (
         MergeState,
         MhaPrefill,
+        MhaPrefillQuantize,
         MlaAbsorb,
         MlaDecode,
         MlaInputs,
@@ -40,6 +41,7 @@ OPS: dict[str, Op] = {
         norm.RMS_NORM,
         norm.ADD_RMS_NORM,
         norm.RMS_NORM_QUANTIZE,
+        norm.ADD_RMS_NORM_QUANTIZE,
         rope.ROPE,
         linear.LINEAR,
         linear.QUANTIZE_GROUP,
@@ -51,6 +53,7 @@ OPS: dict[str, Op] = {
         attention.MLA_PROLOGUE,
         attention.MLA_ABSORB,
         attention.MHA_PREFILL,
+        attention.MHA_PREFILL_QUANTIZE,
         attention.MERGE_STATE,
         attention.MLA_DECODE,
         sparse.INDEX_PROLOGUE,
@@ -92,6 +95,7 @@ class Ops:
     rms_norm: norm.RmsNorm
     add_rms_norm: norm.AddRmsNorm
     rms_norm_quantize: norm.RmsNormQuantize
+    add_rms_norm_quantize: norm.AddRmsNormQuantize
     rope: rope.Rope
     linear: Linear
     quantize_group: QuantizeGroup
@@ -103,6 +107,7 @@ class Ops:
     mla_prologue: MlaPrologue
     mla_absorb: MlaAbsorb
     mha_prefill: MhaPrefill
+    mha_prefill_quantize: MhaPrefillQuantize
     merge_state: MergeState
     mla_decode: MlaDecode
     index_prologue: sparse.IndexPrologue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.reference.activation import silu_mul
+from ds_runtime.ops.reference.attention import mha_prefill
 from ds_runtime.ops.reference.formats import is_fp8
 from ds_runtime.ops.reference.index import index_scores
 from ds_runtime.ops.reference.moe import (
@@ -16,13 +17,14 @@ from ds_runtime.ops.reference.moe import (
     mask_groups,
     scores_and_choice,
 )
-from ds_runtime.ops.reference.norm import rms_norm
+from ds_runtime.ops.reference.norm import add_rms_norm, rms_norm
 from ds_runtime.ops.spec import Routing
 from ds_runtime.testing.numerics import disagreement, relative_error
 
 Verdict = tuple[float, str]
 
 FP8_ROUNDING = 4e-2  # of e4m3: at most 2^-4 per value, 2.6e-2 in the mean square
+_SUM = 8e-3  # of two values of a compute dtype, as in norm.py
 _GAP = 1e-5  # scores closer than this, relative to the largest, count as tied
 
 
@@ -187,11 +189,30 @@ def _compare_selected(
     return worst, f"the worst choice is {worst:.3g} below the best" if worst > tolerance else ""
 
 
+def _compare_added(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """Codes as of other fusions, and the sum."""
+    error, failure = disagreement(got[2], want[2], _SUM)
+    if failure:
+        return error, f"sum: {failure}"
+    fused = _compare_fused(lambda *inputs: add_rms_norm(*inputs)[0])
+    return fused(args, got[:2], want[:2], tolerance)
+
+
+def _attended(*args: Any) -> Tensor:
+    """MhaPrefill's values from the inputs of MhaPrefillQuantize."""
+    q, q_rope, k, k_rope, v, segs, scale = args
+    return mha_prefill(q, q_rope, k, k_rope, v, segs, segs, True, scale)[0].flatten(1)
+
+
 _SPECIAL: dict[str, Callable[..., Verdict]] = {
     "route": _compare_route,
     "quantize_group": _compare_quantised,
     "rms_norm_quantize": _compare_fused(rms_norm),
+    "add_rms_norm_quantize": _compare_added,
     "silu_mul_quantize": _compare_fused(silu_mul),
+    "mha_prefill_quantize": _compare_fused(_attended),
     "index_prologue": _compare_index_prologue,
     "index_scores": _compare_scores,
     "index_topk": _compare_slots,

@@ -25,6 +25,7 @@ _ROWS: Mapping[str, tuple[int, ...]] = {
     "rms_norm": (0,),
     "add_rms_norm": (0, 1),
     "rms_norm_quantize": (0,),
+    "add_rms_norm_quantize": (0, 1),
     "rope": (0, 1, 2),
     "linear.apply": (0,),
     "linear.apply_quantized": (0, 1),
@@ -45,7 +46,7 @@ _ROWS: Mapping[str, tuple[int, ...]] = {
     "mask_logits": (0, 2),
     "logprobs": (0, 1),
 }
-_BY_SEQUENCE = frozenset({"mha_prefill", "mla_decode"})
+_BY_SEQUENCE = frozenset({"mha_prefill", "mha_prefill_quantize", "mla_decode"})
 OPS = _BY_SEQUENCE | {name.partition(".")[0] for name in _ROWS}  # whose samples can be taken apart
 BY_CONTRACT = frozenset({"sample"})  # equal rows give equal results whatever else is in the batch
 
@@ -89,8 +90,8 @@ def _apart(op: str, case: Case) -> Iterator[_Part | Call]:
             yield call
         elif call.raises is not None:
             continue
-        elif op == "mha_prefill":
-            yield from _segments_alone(call, index)
+        elif op in ("mha_prefill", "mha_prefill_quantize"):
+            yield from _segments_alone(op, call, index)
         elif call.method == "run" and batch is not None and batch.decode is not None:
             yield from _sequences_alone(call, index, state, batch, batch.decode)
         else:
@@ -115,14 +116,16 @@ def _selections(count: int) -> Iterator[Tensor]:
         yield every.flip(0)[: count - 1]
 
 
-def _segments_alone(call: Call, index: int) -> Iterator[_Part]:
-    q, q_rope, k, k_rope, v, q_segs, k_segs, causal, scale = call.args
+def _segments_alone(op: str, call: Call, index: int) -> Iterator[_Part]:
+    q, q_rope, k, k_rope, v, *segs_of_each = call.args[:7]
+    quantised = op == "mha_prefill_quantize"  # of keys that are the queries' own
+    q_segs, k_segs = segs_of_each[0], segs_of_each[0 if quantised else 1]
     if len(q_segs.lens) < 2:
         return
     for i, (queries, keys) in enumerate(zip(_spans(q_segs), _spans(k_segs), strict=True)):
         own = (segments(q_segs.lens[i]), segments(k_segs.lens[i]))
         parts = (q[queries], q_rope[queries], k[keys], k_rope[keys], v[keys])
-        args = (*parts, *own, causal, scale)
+        args = (*parts, own[0], *call.args[6:]) if quantised else (*parts, *own, *call.args[7:])
         yield _Part(replace(call, args=args), index, queries)
 
 

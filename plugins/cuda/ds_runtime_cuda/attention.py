@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ds_runtime.api import Facts, Segments
 from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.quant import GROUP, scale_columns
 
 _SOURCE = "attention.cu"
 _THREADS, _ON_CHIP = 384, 232_448
@@ -26,16 +27,16 @@ class _Args(ctypes.Structure):
 
     _fields_ = (
         ("maps", ctypes.c_uint64 * 80),
-        *((name, ctypes.c_void_p) for name in ("q_cu", "k_cu", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("q_cu", "k_cu", "out", "lse", "codes", "scales")),
         ("scale", ctypes.c_float),
         *(
             (name, ctypes.c_int32)
             for name in (
                 "sequences", "heads", "causal", "together",
-                "q_head", "q_rope_head", "k_head", "v_head",
+                "q_head", "q_rope_head", "k_head", "v_head", "aligned", "powers",
             )
         ),
-        ("_end", ctypes.c_char * 60),  # the struct is a multiple of 64 bytes
+        ("_end", ctypes.c_char * 36),  # the struct is a multiple of 64 bytes
     )  # fmt: skip
 
 
@@ -114,18 +115,60 @@ def mha_prefill(
     if not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     each = [q, q_rope, k, k_rope, v]
+    args = _read(each, k_segs.longest)
+    args.out, args.lse = out.data_ptr(), lse.data_ptr()
+    _launch(args, q_segs, k_segs, causal, scale, q.device)
+    return out, lse
+
+
+def mha_prefill_quantize(
+    q: Tensor,
+    q_rope: Tensor,
+    k: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    segs: Segments,
+    scale: float,
+    group: int,
+    ue8m0: bool,
+) -> tuple[Tensor, Tensor]:
+    """MhaPrefillQuantize for the same widths; scales as `scale_columns` lays them."""
+    assert group == v.shape[2] == GROUP, f"a group of {group} for heads of {v.shape[2]} values"
+    tokens, heads = q.shape[:2]
+    codes = torch.empty(tokens, heads * GROUP, dtype=torch.float8_e4m3fn, device=q.device)
+    scales = scale_columns(tokens, heads, q.device)
+    if tokens:
+        each = [q, q_rope, k, k_rope, v]
+        args = _read(each, segs.longest)
+        args.codes, args.scales = codes.data_ptr(), scales.data_ptr()
+        args.aligned, args.powers = scales.stride(1), ue8m0
+        _launch(args, segs, segs, True, scale, q.device)
+    return codes, scales
+
+
+def _read(each: list[Tensor], longest: int) -> _Args:
+    """Arguments with what is read: q, q_rope, k, k_rope and v, in whose place copies come that the
+    caller holds until the launch. longest: see `_arguments`."""
     places = [_Place(x.data_ptr(), x.shape, x.stride()) for x in each]
     for i, place in enumerate(places):
         if not place.is_read:
             copy = each[i] = each[i].clone(memory_format=torch.contiguous_format)
             places[i] = _Place(copy.data_ptr(), copy.shape, copy.stride())
-    args = _Args.from_buffer_copy(_arguments(tuple(places), k_segs.longest))
-    args.out, args.lse = out.data_ptr(), lse.data_ptr()
+    return _Args.from_buffer_copy(_arguments(tuple(places), longest))
+
+
+def _launch(
+    args: _Args,
+    q_segs: Segments,
+    k_segs: Segments,
+    causal: bool,
+    scale: float,
+    device: torch.device,
+) -> None:
     args.scale, args.causal = scale * _LOG2_E, causal
-    function, grid = _function(q.device), (nvrtc.cores(q.device), 1)
+    function, grid = _function(device), (nvrtc.cores(device), 1)
     for first in range(0, len(q_segs.lens), _SEQUENCES):
         args.sequences = min(_SEQUENCES, len(q_segs.lens) - first)
         args.q_cu = q_segs.cu.data_ptr() + 4 * first
         args.k_cu = k_segs.cu.data_ptr() + 4 * first
         nvrtc.launch(function, grid, _THREADS, _ON_CHIP, args)
-    return out, lse

@@ -28,7 +28,7 @@ from ds_runtime.api import (
 )
 from ds_runtime_cuda import grouped
 from ds_runtime_cuda.expert_weights import pack_blocks
-from ds_runtime_cuda.gates import COPIED_KEYS
+from ds_runtime_cuda.gates import COPIED_KEYS, EXPANDED
 from ds_runtime_cuda.quant import GROUP, in_columns, quantise
 
 ALIGN = 128  # rows of one expert begin at multiples of this
@@ -100,6 +100,42 @@ def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
     torch.cuda.synchronize()
     del values, scale, packed
     torch.cuda.empty_cache()
+
+
+class MlaAbsorb:
+    """kv_b: expansion as a linear of the same weight; decode's two products by a copy of it in
+    bfloat16 that is made anew."""
+
+    def __init__(self, facts: Facts) -> None:
+        dims = facts.dims
+        self._heads, self._nope, self._v = dims["heads"], dims["qk_nope"], dims["v"]
+        self._linear = LinearFp8(facts)
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        return self._linear.pack(weight, facts)
+
+    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+        both = self._linear.apply(latent, packed)
+        both = both.view(-1, self._heads, self._nope + self._v)
+        return both[..., : self._nope], both[..., self._nope :]
+
+    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
+        up = self._wide(packed)[:, : self._nope]  # [heads, nope, latent]
+        return torch.cat((torch.einsum("thn,hnl->thl", q_nope, up), q_rope), 2)
+
+    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
+        up = self._wide(packed)[:, self._nope :]  # [heads, v, latent]
+        return torch.einsum("thl,hvl->thv", x, up).contiguous()
+
+    def _wide(self, packed: Packed) -> Tensor:
+        """[heads, nope + v, latent] bfloat16."""
+        values = fp8_blocks.restore(packed).to(torch.bfloat16)
+        return values.view(self._heads, self._nope + self._v, -1)
+
+
+def compile_absorb(facts: Facts, rows: Sequence[int]) -> None:
+    """`Kernel.ahead` of MlaAbsorb."""
+    compile_linear(facts, [count for count in rows if count >= EXPANDED])
 
 
 class ExpertsFp8:

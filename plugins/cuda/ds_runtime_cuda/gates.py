@@ -13,6 +13,7 @@ SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 INDEX_PAGES = frozenset({"index_pages.v1"})
 _CONTRACTS = {
     "mha_prefill": 2,
+    "mla_absorb": 2,
     "mla_decode": 2,
 }  # the version that each op's kernels are written for; else 1
 BLOCK = 128
@@ -102,6 +103,7 @@ def multiplies_fp8(facts: Facts) -> str | None:
     return f"{facts.device.name} does not multiply float8_e4m3fn"
 
 
+EXPANDED = 128  # tokens from which kv_b is quicker multiplied in FP8
 COPIED_KEYS = 1 << 20  # of an index, that are scored in a copy, at most
 
 

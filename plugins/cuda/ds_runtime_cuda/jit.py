@@ -28,7 +28,8 @@ def _scaled(values, POWERS: tl.constexpr):
     inverse = tl.broadcast_to(inverse[:, None], values.shape)
     near = values * inverse
     rest = tl.fma(-near, tl.broadcast_to(scale[:, None], values.shape), values)
-    q = tl.clamp(tl.fma(rest, inverse, near), -448.0, 448.0)
+    quotient = tl.fma(rest, inverse, near)
+    q = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return q.to(tl.float8e4nv), scale
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Facts, Packed, Weight, torch_dtype
-from ds_runtime_triton.blocks import Blocks, read_blocks, wide_values
+from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
+from ds_runtime_triton.blocks import BLOCK, Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
 from ds_runtime_triton.launch import cdiv, pow2
@@ -35,10 +37,14 @@ class MlaAbsorb:
             none = torch.empty(1, dtype=torch.float32, device=values.device)
             blocks = Blocks(values, none, 1, 0, False)
         nbytes = blocks.values.nbytes + (blocks.scale.nbytes if blocks.group_k else 0)
-        return Packed(self.tag, weight.shape, {"blocks": blocks}, nbytes, restore=_restore)
+        tag, tensors = self.tag, dict[str, Any](blocks=blocks)
+        if blocks.group_n == blocks.group_k == BLOCK:
+            tag, tensors = FP8_ROWS, {**tensors, "weight": blocks.values, "scale": blocks.scale}
+        return Packed(tag, weight.shape, tensors, nbytes, restore=_restore)
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        packed.expect(self.tag)
+        packed.expect(self.tag, FP8_ROWS)
+        packed.expect(self.tag, FP8_ROWS)
         both = F.linear(latent, self._wide(packed.tensors["blocks"]))
         both = both.view(latent.shape[0], self.heads, self.nope + self.v)
         return both[..., : self.nope], both[..., self.nope :]
@@ -67,7 +73,7 @@ class MlaAbsorb:
     ) -> Tensor:
         """x [T, heads, k] by rows of each head's part, or, with `behind` [T, heads, rest] to copy,
         by its columns: [T, heads, n + rest]."""
-        packed.expect(self.tag)
+        packed.expect(self.tag, FP8_ROWS)
         tokens, down = x.shape[0], behind is None
         rest = 0 if behind is None else behind.shape[2]
         out = torch.empty(tokens, self.heads, n + rest, dtype=x.dtype, device=x.device)

@@ -30,15 +30,40 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
 ) -> tuple[Tensor, Tensor]:
     """RmsNormQuantize: one program per row."""
+    return _quantised(x, None, x, weight, eps, group, ue8m0)
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """AddRmsNormQuantize: as AddRmsNorm."""
+    summed = residual
+    if not residual.is_contiguous():
+        summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return (*_quantised(x, residual, summed, weight, eps, group, ue8m0), summed)
+
+
+def _quantised(
+    x: Tensor,
+    residual: Tensor | None,
+    summed: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: int,
+    ue8m0: bool,
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the norm of x, or, where there is a residual, of their sum."""
     rows, n = x.shape
     q, scale = codes(rows, n, group, x.device)
     if rows:
         block, warps = row_block(n)
         width = pow2(group)
         groups = max(1, min(block, pow2(n)) // width)
+        other = x if residual is None else residual
         rms_norm_quantise_kernel[(rows,)](
-            x, weight, q, scale, n, x.stride(0), *scale.stride(), eps, group, width, groups,
-            n <= groups * group, ue8m0, num_warps=warps,
+            x, weight, q, scale, n, x.stride(0), *scale.stride(), eps, other, summed,
+            other.stride(0), residual is not None, group, width, groups, n <= groups * group,
+            ue8m0, num_warps=warps,
         )  # fmt: skip
     return q, scale
 

@@ -8,9 +8,11 @@ from torch import Tensor
 from ds_runtime.api import Routing
 from ds_runtime_triton.jit.router import (
     route_kernel,
+    router_narrow_kernel,
     router_rows_kernel,
     router_sum_kernel,
     router_tiles_kernel,
+    router_whole_kernel,
 )
 from ds_runtime_triton.launch import cdiv, pow2
 
@@ -19,6 +21,8 @@ _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are 
 _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hides memory's latency
 _PROGRAMS = 132  # that rows of more than 64 tokens are cut for, twice as many from _MANY tokens on
 _MANY, _PROGRAMS_OF_64 = 512, 224
+_SUM = 1024  # columns that the matrix unit sums by itself
+_LOOK = 2048  # tokens from which it pays to look whether x's dtype holds the weight
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -49,8 +53,21 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     span = cdiv(cdiv(n, columns), max(1, programs // (tiles[0] * tiles[1]))) * columns
     pieces = cdiv(n, span)
     out = logits if pieces == 1 else logits.new_empty(pieces, tokens, experts)
+    lost = out  # not read
+    looks = pow2(experts) if x.dtype.itemsize == 2 and tokens >= _LOOK else 0
+    if looks:
+        narrow = torch.empty(experts, n, dtype=x.dtype, device=x.device)
+        lost = torch.empty(experts, dtype=torch.int32, device=x.device)
+        router_narrow_kernel[(experts,)](
+            weight, narrow, lost, n, weight.stride(0), min(pow2(n, 16), 2048), num_warps=8
+        )
+        wide = min(pow2(experts, 16), 128)
+        router_whole_kernel[(tiles[0], cdiv(experts, wide), pieces)](
+            x, narrow, lost, out, tokens, experts, n, span, x.stride(0), looks, block, wide,
+            columns, _SUM, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     router_tiles_kernel[(*tiles, pieces)](
-        x, weight, out, tokens, experts, n, span, x.stride(0), weight.stride(0),
+        x, weight, out, tokens, experts, n, span, x.stride(0), weight.stride(0), lost, looks,
         x.dtype == torch.bfloat16, block, each, columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if pieces > 1:

@@ -1,5 +1,6 @@
 """A plugin for FP8 weights whose Linear takes quantised activations, from two rows on, and whose
-norm and activation quantise as they write. `calls` counts them."""
+norms, attention and activation quantise as they write. `calls` counts them. Their parts are the
+plugin's, too, so that both ways give the same bits."""
 
 from __future__ import annotations
 
@@ -8,10 +9,16 @@ from collections import Counter
 import torch.nn.functional as F
 
 from ds_runtime.api import OPS, Groups, Kernel, Packed, hookimpl
-from ds_runtime.ops.reference import activation, norm
+from ds_runtime.ops.reference import activation, attention, norm
 from ds_runtime.ops.reference.linear import quantize_group
 
 calls: Counter[str] = Counter()
+FUSED = (
+    "rms_norm_quantize",
+    "add_rms_norm_quantize",
+    "mha_prefill_quantize",
+    "silu_mul_quantize",
+)
 PHASES = frozenset({"prefill", "decode", "verify", "tree"})
 
 
@@ -46,6 +53,19 @@ def rms_norm_quantize(x, weight, eps, group, ue8m0):
     return norm.rms_norm_quantize(x, weight, eps, group, ue8m0)
 
 
+def add_rms_norm_quantize(x, residual, weight, eps, group, ue8m0):
+    calls["sum"] += 1
+    return norm.add_rms_norm_quantize(x, residual, weight, eps, group, ue8m0)
+
+
+mha_prefill, add_rms_norm = attention.mha_prefill, norm.add_rms_norm
+
+
+def mha_prefill_quantize(*args):
+    calls["attention"] += 1
+    return attention.mha_prefill_quantize(*args)
+
+
 def silu_mul_quantize(gate_up, group, ue8m0):
     calls["silu"] += 1
     return activation.silu_mul_quantize(gate_up, group, ue8m0)
@@ -62,4 +82,5 @@ def ds_quant_loaders(facts):
 
 @hookimpl
 def ds_ops(facts):
-    return [offer(name, name) for name in ("rms_norm_quantize", "silu_mul_quantize")]
+    parts = offer("mha_prefill", "mha_prefill", contract=2), offer("add_rms_norm", "add_rms_norm")
+    return [*parts, *(offer(name, name) for name in FUSED)]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.reference.attention import mha_prefill
+from ds_runtime_cuda.quant import groups_of
 from vendor_doubles import require
-from vendor_doubles.streamed import BF16, F32, I32, at, cores, module
+from vendor_doubles.streamed import BF16, F32, FP8, I32, at, cores, module
 
 __all__ = ["box_map", "cores", "launch", "module"]
 
@@ -49,5 +50,11 @@ def launch(function, grid, threads: int, shared: int, a: ctypes.Structure) -> No
     own, keys = slice(first, last), slice(low, high)
     parts = q[own], q_rope[own], k[keys], k_rope[keys], v[keys]
     made, lse = mha_prefill(*parts, *segs, bool(a.causal), a.scale / 1.4426950408889634)
+    if a.codes:
+        require(a.aligned >= last and not (a.out or a.lse), "scales in columns, and nothing else")
+        codes, scales = groups_of(made.flatten(1), bool(a.powers))
+        at(a.codes, FP8, last, a.heads, 128)[first:].copy_(codes)
+        at(a.scales, F32, a.heads, a.aligned)[:, first:last].copy_(scales.T)
+        return
     at(a.out, BF16, last, a.heads, 128)[first:].copy_(made)
     at(a.lse, F32, last, a.heads)[first:].copy_(lse)

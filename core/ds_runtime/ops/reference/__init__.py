@@ -19,7 +19,7 @@ _OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb", "mla_inputs"})
 _HOST_LOOPS = frozenset(  # references that read the device to decide what to do
     {"mla_decode", "experts", "mha_prefill", "cache_gather", "sample", "logprobs"}
     | {"cache_write", "cache_move", "mla_prologue", "index_prologue", "index_scores"}
-    | {"index_select", "mla_inputs"}
+    | {"index_select", "mla_inputs", "mha_prefill_quantize"}
 )
 # A row's bits are its own. Where rows are summed, torch's order depends on how many there are.
 _NO_SUMS = frozenset({"embed", "rope", "quantize_group"})
@@ -146,6 +146,7 @@ FP8_W8A8 = Kernel(
 def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
     names = (
         "mha_prefill",
+        "mha_prefill_quantize",
         "merge_state",
         "mla_decode",
         "mla_absorb",
@@ -185,6 +186,7 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
         "rms_norm",
         "add_rms_norm",
         "rms_norm_quantize",
+        "add_rms_norm_quantize",
         "rope",
         "silu_mul",
         "silu_mul_quantize",

@@ -21,6 +21,7 @@ from ds_runtime.ops.reference.cases import (
     site,
 )
 from ds_runtime.ops.reference.formats import torch_dtype, wide
+from ds_runtime.ops.reference.linear import quantize_group
 from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.reference.rope import rope
 from ds_runtime.ops.spec import Facts
@@ -82,6 +83,22 @@ def mha_prefill(
             out[rows, h] = values.transpose(0, 1).to(out.dtype)
             lse[rows, h] = sums.T
     return out, lse
+
+
+def mha_prefill_quantize(
+    q: Tensor,
+    q_rope: Tensor,
+    k: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    segs: Segments,
+    scale: float,
+    group: int,
+    ue8m0: bool,
+) -> tuple[Tensor, Tensor]:
+    """Reference of MhaPrefillQuantize: the composition."""
+    out, _ = mha_prefill(q, q_rope, k, k_rope, v, segs, segs, True, scale)
+    return quantize_group(out.flatten(1), group, ue8m0)
 
 
 def merge_state(
@@ -243,6 +260,23 @@ def mha_prefill_samples(facts: Facts) -> Iterator[Case]:
     q_rope, k_rope = make.inside(make.normal(11, heads, rope)), make.normal(11, rope)
     v = make.normal(11, heads, d_v, scale=50)
     yield case("sharp", facts, q, q_rope, k, k_rope, v, segs, segs, True, 2.0)
+
+
+def mha_prefill_quantize_samples(facts: Facts) -> Iterator[Case]:
+    """Both scale kinds; ragged and empty sequences, slices of wider heads, outliers."""
+    heads, nope, rope, d_v = (facts.dims[n] for n in ("heads", "qk_nope", "qk_rope", "v"))
+    scale = (nope + rope) ** -0.5
+    for ue8m0 in (False, True):
+        kind = "power-of-two" if ue8m0 else "float"
+        for lens in ((), (1,), (5, 0, 70), (200, 3)):
+            make, segs = Maker(facts, label := f"{kind} {lens}"), segments(*lens)
+            total = segs.total
+            q = make.inside(make.normal(total, heads, nope), 0, rope)
+            k = make.inside(make.normal(total, heads, nope), 0, d_v)
+            v = make.inside(make.normal(total, heads, d_v), nope, 0)
+            v[1:2] *= 1e4  # a token that all behind it see
+            q_rope, k_rope = make.normal(total, heads, rope), make.normal(total, rope)
+            yield case(label, facts, q, q_rope, k, k_rope, v, segs, scale, d_v, ue8m0)
 
 
 def merge_state_samples(facts: Facts) -> Iterator[Case]:

@@ -34,6 +34,14 @@ def rms_norm_quantize(
     return quantize_group(rms_norm(x, weight, eps), group, ue8m0)
 
 
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reference of AddRmsNormQuantize: the composition."""
+    normed, summed = add_rms_norm(x, residual, weight, eps)
+    return (*quantize_group(normed, group, ue8m0), summed)
+
+
 def rms_norm_samples(facts: Facts) -> Iterator[Case]:
     """Sizes, strides, extremes, a float32 weight beside low-precision activations."""
     for tokens, hidden in ((0, 64), (1, 1), (1, 576), (3, 129), (17, 512)):
@@ -78,3 +86,16 @@ def rms_norm_quantize_samples(facts: Facts) -> Iterator[Case]:
         x[1, :128], x[2, 7], x[3] = 0, 3e4, x[3] * 1e-6
         weight = make.normal(256, dtype=torch.float32)
         yield case(label, facts, make.inside(x), weight, 1e-6, 128, ue8m0)
+
+
+def add_rms_norm_quantize_samples(facts: Facts) -> Iterator[Case]:
+    """As for rms_norm_quantize; the kernel may overwrite the residual."""
+    for sample in rms_norm_quantize_samples(facts):
+        ((x, *rest),) = (call.args for call in sample.calls)
+        make = Maker(facts, sample.label)
+        residual = make.inside(make.normal(*x.shape, scale=2), 1, 2)
+        call = Call((x, residual, *rest), free=(1,))
+        yield Case(sample.label, sample.facts, (call,))
+        if "awkward" not in sample.label:
+            whole = Call((x, make.normal(*x.shape), *rest), free=(1,))
+            yield Case(f"{sample.label}, contiguous", sample.facts, (whole,))

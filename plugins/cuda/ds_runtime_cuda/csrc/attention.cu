@@ -35,10 +35,13 @@ struct alignas(64) Args {
   const int* k_cu;
   u16* out;                           // bfloat16 [tokens, heads, 128]
   float* lse;                         // [tokens, heads]
+  u8* codes;      // or null; else out and lse are not written, but e4m3 [tokens, heads * 128] and
+  float* scales;  // [heads], `aligned` apart, of every token: one for its 128 values of a head
   float scale;                        // log2(e) in it
   int sequences, heads, causal;
   int together;                             // heads whose units lie side by side; divides heads
   int q_head, q_rope_head, k_head, v_head;  // from one head's column to the next's
+  int aligned, powers;                      // powers: scales are powers of two
 };
 
 static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
@@ -244,6 +247,39 @@ __device__ __forceinline__ void begin_sums(float (&out)[64], const u32 (&weights
   commit();
 }
 
+// 128 values of a query, 32 in each of four lanes, rounded to bfloat16, as codes; their scale.
+__device__ __forceinline__ float store_codes(u8* to, const float (&out)[64], int r, float inverse,
+                                             int powers, bool real, int lane) {
+  float values[32], peak = 0.f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float* two = out + 4 * i + 2 * r;
+    const u32 pair = bfloat16_pair(two[0] * inverse, two[1] * inverse);
+    values[2 * i] = __int_as_float(pair << 16);
+    values[2 * i + 1] = __int_as_float(pair & 0xFFFF0000);
+    peak = fmaxf(peak, fmaxf(fabsf(values[2 * i]), fabsf(values[2 * i + 1])));
+  }
+  peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+  peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+  const float scale = scale_of(peak, powers);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 words[4];  // two values of 8 columns, and two of the next 8
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float* own = values + 16 * half + 4 * j;
+      words[j] = e4m3_pair(own[0] / scale, own[1] / scale) |
+                 e4m3_pair(own[2] / scale, own[3] / scale) << 16;
+    }
+    turn(words, lane);
+    if (real)
+      reinterpret_cast<uint4*>(to)[4 * half + (lane & 3)] =
+          make_uint4(__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410),
+                     __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632));
+  }
+  return scale;
+}
+
 __device__ void consume(Shared& s, const Args& a, int group, int warp, int lane) {
   Ring k, v, units;
   u32 q_parity = 0;
@@ -327,6 +363,13 @@ __device__ void consume(Shared& s, const Args& a, int group, int warp, int lane)
       const int row = u.first + own + 8 * r;
       const float inverse = sum > 0.f ? 1.f / sum : 0.f;
       const long long at = (long long)(u.q_begin + row) * a.heads + u.head;
+      if (a.codes) {
+        const bool real = row < u.queries;
+        const float size = store_codes(a.codes + at * kV, out, r, inverse, a.powers, real, lane);
+        if ((lane & 3) == 0 && real)
+          a.scales[(long long)u.head * a.aligned + u.q_begin + row] = size;
+        continue;
+      }
       uint4* to = reinterpret_cast<uint4*>(a.out + at * kV) + (lane & 3);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -42,6 +42,10 @@ def rms_norm_quantise_kernel(
     stride_scale_row,
     stride_scale_group,
     eps,
+    residual,
+    summed,
+    stride_residual,
+    ADD: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -50,7 +54,8 @@ def rms_norm_quantise_kernel(
     PDL: tl.constexpr,
 ):
     """GROUPS groups of a row at a time, WIDTH being GROUP rounded up to a power of two. The norm is
-    rounded to the dtype of x. ONCE: a row is read once."""
+    rounded to the dtype of x. ONCE: a row is read once. ADD: `residual` is added first, the sum
+    rounded and written to `summed`, which may be `residual`."""
     follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     group, inside = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -60,12 +65,23 @@ def rms_norm_quantise_kernel(
     for start in range(0, n, GROUPS * GROUP):
         mask = (inside < GROUP) & (start + cols < n)
         values = tl.load(x + row * stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+        if ADD:
+            other = tl.load(residual + row * stride_residual + start + cols, mask=mask, other=0.0)
+            both = (values + other.to(tl.float32)).to(summed.dtype.element_ty)
+            tl.store(summed + row * n + start + cols, both, mask=mask)
+            values = both.to(tl.float32)
         squares += values * values
     inverse = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / n + eps)
+    first, stride_first = x, stride
+    if ADD:
+        first, stride_first = summed, n
+        if not ONCE:
+            tl.debug_barrier()  # what other threads summed is read below
     for start in range(0, n, GROUPS * GROUP):
         mask = (inside < GROUP) & (start + cols < n)
         if not ONCE:
-            values = tl.load(x + row * stride + start + cols, mask=mask, other=0.0).to(tl.float32)
+            values = tl.load(first + row * stride_first + start + cols, mask=mask, other=0.0)
+            values = values.to(tl.float32)
         factor = tl.load(weight + start + cols, mask=mask, other=0.0).to(tl.float32)
         normed = (values * inverse * factor).to(x.dtype.element_ty).to(tl.float32)
         scales = scale_of(normed, 1, UE8M0, q.dtype.element_ty)

@@ -20,8 +20,9 @@ def group_scale(amax, UE8M0: tl.constexpr):
 
 @triton.jit
 def to_fp8(values, dtype: tl.constexpr):
-    """fp32 values in [−448, 448] after clamping, as e4m3."""
-    return tl.minimum(tl.maximum(values, -448.0), 448.0).to(dtype)
+    """fp32 values in [−448, 448] after clamping, as e4m3; NaN stays NaN."""
+    least = tl.maximum(values, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(least, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit

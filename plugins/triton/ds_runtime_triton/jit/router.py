@@ -51,6 +51,8 @@ def router_tiles_kernel(
     span,
     stride_x,
     stride_w,
+    lost,
+    LOST: tl.constexpr,
     THIRDS: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -58,8 +60,13 @@ def router_tiles_kernel(
     PDL: tl.constexpr,
 ):
     """`span` columns of TOKENS by EXPERTS: out [pieces, tokens, experts]. THIRDS: x is bfloat16, so
-    fp32 weights are three bfloat16 that sum to them: the matrix unit's products are exact."""
+    fp32 weights are three bfloat16 that sum to them: the matrix unit's products are exact. LOST, if
+    not 0, ≥ experts: nothing is done unless one of lost [experts] is 1."""
     follow(PDL)
+    if LOST > 0:
+        each = tl.arange(0, LOST)
+        if tl.max(tl.load(lost + each, mask=each < experts, other=0), 0) == 0:
+            return
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
     piece = tl.program_id(2)
@@ -80,6 +87,68 @@ def router_tiles_kernel(
             acc += tl.dot(a, low) + tl.dot(a, middle) + tl.dot(a, high)
         else:
             acc += tl.dot(a.to(tl.float32), b, input_precision="ieee")
+    place = (piece * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
+    mask = (token < tokens)[:, None] & (expert < experts)[None, :]
+    tl.store(out + place, acc, mask=mask)
+
+
+@entry
+def router_narrow_kernel(weight, narrow, lost, n, stride_w, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """An expert's fp32 weights in fewer bits: narrow [experts, n]. lost [experts]: 1 where these do
+    not hold them."""
+    follow(PDL)
+    expert = tl.program_id(0).to(tl.int64)
+    differs = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(weight + expert * stride_w + at, mask=at < n, other=0.0)
+        short = value.to(narrow.dtype.element_ty)
+        tl.store(narrow + expert * n + at, short, mask=at < n)
+        differs |= (short.to(tl.float32) != value).to(tl.int32)
+    tl.store(lost + expert, tl.max(differs, 0))
+
+
+@entry
+def router_whole_kernel(
+    x,
+    narrow,
+    lost,
+    out,
+    tokens,
+    experts,
+    n,
+    span,
+    stride_x,
+    LOST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """router_tiles_kernel by what router_narrow_kernel made of the weights, in x's dtype. Where
+    they were lost nothing is done. The matrix unit sums SUM columns: its sums round every step, and
+    those of 7,168 columns are 1e-5 off."""
+    follow(PDL)
+    each = tl.arange(0, LOST)
+    if tl.max(tl.load(lost + each, mask=each < experts, other=0), 0) > 0:
+        return
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    piece = tl.program_id(2)
+    k = tl.arange(0, BLOCK)
+    x_rows = x + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_rows = narrow + tl.minimum(expert, experts - 1)[:, None] * n + k[None, :]
+    acc = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    end = tl.minimum(piece * span + span, n)
+    for first in range(piece * span, end, SUM):
+        part = tl.zeros((TOKENS, EXPERTS), tl.float32)
+        for start in range(first, tl.minimum(first + SUM, end), BLOCK):
+            inside = (start + k < end)[None, :]
+            a = tl.load(x_rows + start, mask=inside, other=0.0)
+            b = tl.load(w_rows + start, mask=inside, other=0.0)
+            part = tl.dot(a, tl.trans(b), part)
+        acc += part
     place = (piece * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
     mask = (token < tokens)[:, None] & (expert < experts)[None, :]
     tl.store(out + place, acc, mask=mask)
