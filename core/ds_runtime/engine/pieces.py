@@ -57,6 +57,10 @@ class PiecewiseModel(Protocol):
 
     def attend(self, cut: Cut, batch: Batch, selection: Selection | None, out: Tensor) -> None: ...
 
+    def few(self, batch: Batch) -> Tensor | None: ...
+
+    def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor: ...
+
     def selection(self, batch: Batch) -> Selection | None: ...
 
     def attended_width(self) -> int: ...
@@ -164,9 +168,9 @@ class PrefillGraph:
             pieces.append((replay, made.each(borrowed)))
         self._pieces, self._last, self._hidden = pieces, replay, borrowed(made)
 
-    def replay(self, batch: Batch) -> Tensor:
-        """Final hidden states [tokens, hidden] of every token of a step. They are overwritten by
-        the next replay of any graph.
+    def replay(self, batch: Batch, every: bool) -> Tensor:
+        """Final hidden states of a step's logit rows, [rows, hidden], or of every token. Where rows
+        are few, what follows the last attention is computed op by op, of them alone.
         """
         assert self._last is not None and self._hidden is not None, "replayed before its capture"
         self._rows.fill(batch)
@@ -175,8 +179,11 @@ class PrefillGraph:
         for replay, cut in self._pieces:
             replay()
             self._model.attend(cut, batch, selection, out)
+        if not every and (few := self._model.few(batch)) is not None:
+            return self._model.finish(self._pieces[-1][1], out, few, batch)
         self._last()
-        return self._hidden[:n]
+        hidden = self._hidden[:n]  # the next replay of any graph overwrites it
+        return hidden.clone() if every else hidden[batch.logit_rows]
 
 
 class PrefillGraphs:

@@ -358,8 +358,7 @@ class Runner:
             graph = prefills.graph_for(batch.num_tokens)
         if graph is None:
             return self.model.forward(batch, layers, every)
-        found = graph.replay(batch)
-        return found.clone() if every else found[batch.logit_rows]
+        return graph.replay(batch, every)
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:
         """Of some of the logit rows."""

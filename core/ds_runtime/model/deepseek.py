@@ -98,14 +98,15 @@ class Moves(NamedTuple):
 class Cut(NamedTuple):
     """One layer's attention between two pieces of a forward. index_cache: where it indexes."""
 
-    attention: Attention
+    block: Block
     projected: Projected
+    residual: Tensor
     cache: Tensor
     index_cache: Tensor | None
 
     def each(self, made: Callable[[Tensor], Tensor]) -> Cut:
         """The same of every tensor that the piece before it made."""
-        return self._replace(projected=self.projected.each(made))
+        return self._replace(projected=self.projected.each(made), residual=made(self.residual))
 
 
 class DeepSeekModel:
@@ -141,7 +142,7 @@ class DeepSeekModel:
         index_caches = iter(caches[len(self.blocks) :])
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
-        few = self._few(batch, every)
+        few = None if every else self.few(batch)
         for layer, block in enumerate(self.blocks):
             index = next(index_caches) if self.config.has_indexer(layer) else None
             rows = few if layer == self.config.layers - 1 else None
@@ -158,12 +159,12 @@ class DeepSeekModel:
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         return self.wanted(self.norm.add(x, residual)[0], batch.spread)
 
-    def _few(self, batch: Batch, every: bool) -> Tensor | None:
-        """The rows that the last layer's feed-forward half computes, where not all: no other's are
-        read by anybody.
+    def few(self, batch: Batch) -> Tensor | None:
+        """The logit rows, if these are all that the last layer has to compute behind its attention:
+        nobody reads the others' hidden states.
         """
         rows, total = batch.logit_rows, batch.input_ids.shape[0]
-        apart = every or batch.spread is not None or batch.adapters is not None
+        apart = batch.spread is not None or batch.adapters is not None
         return None if apart or rows.shape[0] > total // 2 else rows
 
     def selection(self, batch: Batch) -> Selection | None:
@@ -191,7 +192,7 @@ class DeepSeekModel:
             normed, residual = block.enter(x, residual, batch)
             cache = caches[layer]
             projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
-            yield Cut(block.attention, projected, cache, index)
+            yield Cut(block, projected, residual, cache, index)
             out = block.attention.output(attended, batch.adapters)
             x, residual = block.leave(out, residual, batch)
         assert residual is not None, "a model has at least one layer"
@@ -203,10 +204,18 @@ class DeepSeekModel:
         """
         n = batch.num_tokens
         projected = cut.projected.each(lambda t: t[:n])
-        attended = cut.attention.attend(
+        attended = cut.block.attention.attend(
             projected, batch, cut.cache, self.cos_sin, cut.index_cache, selection
         )
         out.copy_(attended.flatten(1))
+
+    def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor:
+        """What follows the last layer's attention, of a few rows: their final hidden states."""
+        residual = cut.residual[rows]
+        if not rows.shape[0]:
+            return residual
+        out = cut.block.attention.output(attended[rows], None)
+        return self.norm.add(*cut.block.leave(out, residual, batch))[0]
 
     def wanted(self, hidden: Tensor, spread: Spread | None) -> Tensor:
         """This rank's logit rows → those of all ranks, in the order that `logits` is to give."""
