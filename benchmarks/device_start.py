@@ -32,6 +32,7 @@ def mark(what):
     marks[what] = round(time.time() - began, 2)
 import torch
 mark("torch imported")
+import ds_runtime.engine.capturing as capturing
 import ds_runtime.engine.runner as runner
 from ds_runtime import LLM, SamplingParams
 mark("runtime imported")
@@ -46,7 +47,7 @@ def timed(owner, name, what):
     setattr(owner, name, call)
 timed(runner, "load_model", "loading")
 timed(runner.Runner, "warm_up", "warm-up")
-timed(runner.DecodeGraphs, "capture", "capturing")
+timed(capturing.Captured, "capture", "capturing")
 with LLM(sys.argv[1]) as llm:
     mark("ready")
     llm.generate([[1, 2, 3, 4, 5, 6, 7, 8]], SamplingParams(max_tokens=1, ignore_eos=True))

@@ -103,7 +103,7 @@ def multiplies_fp8(facts: Facts) -> str | None:
     return f"{facts.device.name} does not multiply float8_e4m3fn"
 
 
-EXPANDED = 128  # tokens from which kv_b is quicker multiplied in FP8
+EXPANDED = 256  # tokens from which kv_b is quicker multiplied in FP8
 COPIED_KEYS = 1 << 20  # of an index, that are scored in a copy, at most
 
 
