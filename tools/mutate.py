@@ -44,6 +44,20 @@ class MutationError(Exception):
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "codes from attention although a prefix is there",
+        "core/ds_runtime/model/attention.py",
+        "or part is None or part.prefix or",
+        "or part is None or",
+        ("tests/e2e/test_quantised_inputs.py",),
+    ),
+    Fault(
+        "bounds of rows that hold for every method",
+        "core/ds_runtime/ops/bound.py",
+        "and method in (kernel.by_rows or (method,))",
+        "",
+        ("tests/core/test_bind.py",),
+    ),
+    Fault(
         "softmax scale without mscale squared",
         "core/ds_runtime/model/config.py",
         "scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2",

@@ -268,6 +268,26 @@ def test_a_pin_on_a_part_takes_its_fusion_apart(sites) -> None:
     assert chosen(apart, "rope") == {"reference.rope"}
 
 
+def test_so_does_a_pin_on_a_part_of_a_part(tmp_path) -> None:
+    """Norms are within the fusion that adds, and that within the one that quantises as well."""
+    folder = tiny_config(tmp_path)
+    sites = model_sites(load_config(folder), lambda module: "fp8_block")
+    op = "add_rms_norm_quantize"
+    sites.append(Site(op, 1, "block"))
+    offered = kernel(op), kernel("add_rms_norm"), kernel("rms_norm")
+    assert f"mine.{op}" in chosen(bind(sites, *offered), op)
+    pinned = bind(sites, *offered, pins=("rms_norm=reference",))
+    assert chosen(pinned, op) == chosen(pinned, "add_rms_norm") == {"composed"}
+    assert decisions(pinned, op)[0].note == "left to add_rms_norm (a part of it is pinned)"
+    assert chosen(pinned, "rms_norm") == {"reference.rms_norm"}
+    elsewhere = bind(sites, *offered, pins=("rms_norm@*self_attn=reference",))
+    assert f"mine.{op}" in chosen(elsewhere, op)
+    offers = Offers((*REFERENCE.kernels, *offered), REFERENCE.layouts, (), frozenset())
+    disabled = decide_all(sites, offers, BASE, [], frozenset({"add_rms_norm"}))
+    assert chosen(disabled, op) == {"composed"}
+    assert decisions(disabled, op)[0].note == "left to add_rms_norm (--disable-fusion)"
+
+
 def test_an_optional_fusion_has_a_place_where_a_plugin_offers_it(sites) -> None:
     """Elsewhere the model calls its parts: nothing is loaded, nothing is held twice."""
     alone = bind(sites)
@@ -361,6 +381,46 @@ def test_two_kernels_of_one_packing_share_a_place(sites, ranks: tuple[int, int])
         packed = linear.pack(packing, BASE)
         assert linear.apply(torch.zeros(2, 4), packed) == f"{two} of few"
         assert linear.apply(torch.zeros(3, 4), packed) == f"{three} of few"
+
+
+class _Absorb:
+    """Says which kernel it is."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def pack(self, weight: object, facts: Facts) -> object:
+        raise AssertionError
+
+    def expand(self, latent: object, packed: object) -> tuple[str, str]:
+        return self.name, "values"
+
+    def apply_q(self, q_nope: object, q_rope: object, packed: object) -> str:
+        return self.name
+
+    apply_v = apply_q
+
+
+def test_bounds_may_hold_for_one_method_alone() -> None:
+    import torch
+
+    from ds_runtime.ops.bound import _ByRows
+    from ds_runtime.ops.weight import Packed
+
+    few = kernel("mla_absorb", "few", 30, packing="rows.v9")
+    many = kernel("mla_absorb", "many", 10, packing="rows.v9", from_rows=3)
+    for by_rows, said, name in (
+        (frozenset(), "many.mla_absorb from 3 rows on", "many"),
+        (frozenset({"expand"}), "many.mla_absorb expand from 3 rows on", "few"),
+    ):
+        shares = shares_of([few, replace(many, by_rows=by_rows)])
+        assert shares is not None and shares.beside(few) == said
+        both = _ByRows(shares, [_Absorb("few"), _Absorb("many")])
+        packed, two, three = Packed("rows.v9", (), {}, 0), torch.zeros(2, 1), torch.zeros(3, 1)
+        assert both.expand(two, packed) == ("few", "values")
+        assert both.expand(three, packed) == ("many", "values")
+        assert both.apply_q(three, three, packed) == name == both.apply_q(three, None, packed)
+        assert _ByRows.apply_q(both, two, two, packed) == "few"
 
 
 def _served(binding: Binding, *rows: int) -> list[str]:

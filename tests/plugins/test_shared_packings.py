@@ -4,6 +4,7 @@ DENSE_EXPERTS."""
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,35 @@ def test_rows():
     assert relative_error(got, x.double() @ weight.dequantise(torch.float64).T) < 4e-2
     cut = make.weight(200, 384, "fp8_block", (96, 104))
     assert LinearFp8(FACTS).pack(cut, FACTS).tag != FP8_ROWS
+
+
+def test_kv_b():
+    """Triton packs and decodes; DeepGEMM expands many tokens, and does all of it from its own."""
+    from ds_runtime_cuda import deep_gemm
+    from ds_runtime_triton.absorb import MlaAbsorb
+
+    dims = {**FACTS.dims, "heads": 3, "qk_nope": 128, "v": 128, "kv_lora": 256}
+    facts = replace(FACTS, dims=dims, weight_format="fp8_block", shape=(768, 256))
+    make = Maker(facts, "kv_b")
+    weight = make.weight(768, 256, "fp8_block")
+    portable, other = MlaAbsorb(facts), deep_gemm.MlaAbsorb(facts)
+    packed, own_packed = portable.pack(weight, facts), other.pack(weight, facts)
+    assert packed.tag == own_packed.tag == FP8_ROWS
+    latent = make.normal(130, 256)
+    want = (latent.double() @ weight.dequantise(torch.float64).T).view(130, 3, 256)
+    for each in (packed, own_packed):
+        for part, right in zip(other.expand(latent, each), want.split(128, 2), strict=True):
+            assert part.shape == right.shape and relative_error(part, right) < 4e-2
+    wide = weight.dequantise(torch.float64).view(3, 256, 256)
+    q, q_rope, x = make.normal(2, 3, 128), make.normal(2, 3, 64), make.normal(2, 3, 256)
+    absorbed = other.apply_q(q, q_rope, own_packed)
+    assert torch.equal(absorbed[..., 256:], q_rope)
+    right = torch.einsum("thn,hnl->thl", q.double(), wide[:, :128])
+    assert relative_error(absorbed[..., :256], right) < 1e-2
+    right = torch.einsum("thl,hvl->thv", x.double(), wide[:, 128:])
+    assert relative_error(other.apply_v(x, own_packed), right) < 1e-2
+    cut = make.weight(768, 256, "fp8_block", (96, 672))
+    assert portable.pack(cut, facts).tag != FP8_ROWS
 
 
 @pytest.mark.parametrize("rows", [64, 65, 100, 128, 129])

@@ -135,6 +135,7 @@ def test_names_are_parameters_of_the_kernels():
         "index_scores": [index.index_scores_kernel],
         "index_topk": [topk.count_kernel, topk.gather_kernel],
         "sparse_mla": [sparse.sparse_mla_kernel],
+        "router": [],
         "launch": [small.silu_mul_kernel],
     }
     assert set(kernels) == NAMES
@@ -149,6 +150,7 @@ def test_names_are_parameters_of_the_kernels():
             "VECTOR",
             "PROGRAMS",
             "ROW_WARPS",
+            "NARROW",
         }
         for function in functions:
             known |= set(inspect.signature(function.fn).parameters)

@@ -50,7 +50,7 @@ def test_weights_that_the_narrow_dtype_may_hold(programs, whole, monkeypatch):
     from ds_runtime_triton.router import router_logits
 
     monkeypatch.setattr(router, "_PROGRAMS", programs)
-    monkeypatch.setattr(router, "_LOOK", 300)
+    monkeypatch.setattr(router, "_narrows", lambda tokens: tokens >= 300)
     make = torch.Generator().manual_seed(2)
     x = torch.randn(300, 200, generator=make).half()
     weight = torch.randn(70, 207, generator=make).half().float()[:, :200]

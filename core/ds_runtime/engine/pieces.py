@@ -3,7 +3,8 @@
 What a step's sequences are shows in attention alone: there a graph would hold for one division of
 its tokens only. So the forward is captured in pieces between the attentions, which run op by op. A
 step of n tokens takes the next larger graph: its spare rows write to no page, and are all alike, so
-that they reach few experts.
+that they reach few experts. Where few rows are wanted, these alone are computed behind the last
+attention, op by op.
 """
 
 from __future__ import annotations

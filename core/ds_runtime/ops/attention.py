@@ -216,7 +216,6 @@ MHA_PREFILL_QUANTIZE = Op(
     tolerance={"float32": 4e-2, "bfloat16": 4e-2, "float16": 4e-2},  # of e4m3
     optional=True,
     uses=("mha_prefill",),
-    heavy=True,
     summary="attention of new tokens and FP8 quantisation, fused",
 )
 

@@ -176,10 +176,10 @@ class Binder:
             yield from ((k, part) for k in self._candidates(part)[0])
 
     def _is_apart(self, site: Site) -> bool:
-        """Whether a fusion is composed whatever is offered: as wished, or as a part is pinned."""
+        """Whether a fusion is composed whatever is offered."""
         op = OPS[site.op]
-        pinned = any(p.op in op.uses and fnmatchcase(site.path, p.glob) for p in self.pins)
-        return (bool(op.composition) or op.optional) and (op.name in self.apart or pinned)
+        fuses = bool(op.composition) or op.optional
+        return fuses and bool(self._why_apart(op.name, site.path))
 
     def _left_out(
         self,
@@ -190,7 +190,7 @@ class Binder:
         above: str,
     ) -> Decision:
         """An optional fusion that the model computes by its parts."""
-        why = self._why_apart(op) if self._is_apart(site) else above
+        why = self._why_apart(op, site.path) or above
         note = "left to " + ", ".join(OPS[op].uses) + (f" ({why})" if why else "")
         lost = tuple((k.name, k.rank) for k in accepted)
         return Decision(op, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note)
@@ -208,8 +208,14 @@ class Binder:
                     return f"{kernel.name} outranks {fused.name}"
         return ""
 
-    def _why_apart(self, op: str) -> str:
-        return "--disable-fusion" if op in self.apart else "a part of it is pinned"
+    def _why_apart(self, op: str, path: str) -> str:
+        """As wished, or as a part is pinned: of this fusion, or of one that it is made of."""
+        if op in self.apart:
+            return "--disable-fusion"
+        if any(p.op in OPS[op].uses and fnmatchcase(path, p.glob) for p in self.pins):
+            return "a part of it is pinned"
+        inner = (self._why_apart(part, path) for part in OPS[op].uses if OPS[part].composition)
+        return next(filter(None, inner), "")
 
     def _servable(self, site: Site, tag: str) -> bool:
         facts = site_facts(self.base, site)
@@ -275,7 +281,7 @@ class Binder:
             converts = str(conversion)
         if op.composition and not pinned and none:
             lost = tuple((k.name, k.rank) for k in accepted)
-            why = self._why_apart(op.name) if apart else ""
+            why = self._why_apart(op.name, site.path)
             note = "composed of " + ", ".join(op.uses) + (f" ({why})" if why else "")
             decision = Decision(
                 op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note

@@ -38,23 +38,24 @@ class _ByRows:
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         """See MlaAbsorb."""
-        k, v = self._of(latent.shape[0], packed).expand(latent, packed)
+        k, v = self._of(latent.shape[0], packed, "expand").expand(latent, packed)
         return k, v
 
     def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
-        """See MlaAbsorb; of any number of rows by the kernel that packs: prompts are expanded."""
-        out: Tensor = self._rest.apply_q(q_nope, q_rope, packed)
+        """See MlaAbsorb."""
+        kernel = self._of(q_nope.shape[0], packed, "apply_q")
+        out: Tensor = kernel.apply_q(q_nope, q_rope, packed)
         return out
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
-        """See MlaAbsorb; as apply_q."""
-        out: Tensor = self._rest.apply_v(x, packed)
+        """See MlaAbsorb."""
+        out: Tensor = self._of(x.shape[0], packed, "apply_v").apply_v(x, packed)
         return out
 
-    def _of(self, rows: int, packed: Packed) -> Any:
+    def _of(self, rows: int, packed: Packed, method: str = "apply") -> Any:
         if packed.tag == self._packing:
             for kernel, loaded in self._some:
-                if asks_for(kernel, rows):
+                if asks_for(kernel, rows) and method in (kernel.by_rows or (method,)):
                     return loaded
         return self._rest
 

@@ -35,7 +35,8 @@ class Shares:
         """Which calls one of `kernels` serves, in words."""
         ranges = self._ranges(kernel)
         if kernel in self.some:
-            return " and ".join(starmap(_words, ranges)) or "no call, as others do"
+            said = " and ".join(starmap(_words, ranges)) or "no call, as others do"
+            return f"{' and '.join(sorted(kernel.by_rows))} {said}".lstrip()
         (first, below), *more = ranges or [(0, _ALL)]
         return "otherwise" if first or more or below == _ALL else _words(first, below)
 

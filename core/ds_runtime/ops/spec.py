@@ -270,7 +270,8 @@ class Kernel:
     `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
     kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
     the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest
-    (without one, the best of them does).
+    (without one, the best of them does). `by_rows` names the methods of which that holds; empty:
+    all. Others are served by the one that packs, for any number of rows.
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the
@@ -304,6 +305,7 @@ class Kernel:
     ahead: str = ""
     below_rows: int = 0
     rehearsal: str = ""
+    by_rows: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:

@@ -103,8 +103,8 @@ def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
 
 
 class MlaAbsorb:
-    """kv_b: expansion as a linear of the same weight; decode's two products by a copy of it in
-    bfloat16 that is made anew."""
+    """kv_b: expansion as a linear of the same weight. Where it packs itself, decode's two products
+    are by a copy in bfloat16."""
 
     def __init__(self, facts: Facts) -> None:
         dims = facts.dims
@@ -112,7 +112,13 @@ class MlaAbsorb:
         self._linear = LinearFp8(facts)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        return self._linear.pack(weight, facts)
+        packed = self._linear.pack(weight, facts)
+        dense = packed.tensors.get("dense")
+        if dense is None:
+            dense = fp8_blocks.restore(packed).to(torch.bfloat16)
+            packed.nbytes += dense.nbytes
+        packed.tensors["wide"] = dense.view(self._heads, self._nope + self._v, -1)
+        return packed
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         both = self._linear.apply(latent, packed)
@@ -120,17 +126,12 @@ class MlaAbsorb:
         return both[..., : self._nope], both[..., self._nope :]
 
     def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
-        up = self._wide(packed)[:, : self._nope]  # [heads, nope, latent]
+        up = packed.tensors["wide"][:, : self._nope]  # [heads, nope, latent]
         return torch.cat((torch.einsum("thn,hnl->thl", q_nope, up), q_rope), 2)
 
     def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
-        up = self._wide(packed)[:, self._nope :]  # [heads, v, latent]
+        up = packed.tensors["wide"][:, self._nope :]  # [heads, v, latent]
         return torch.einsum("thl,hvl->thv", x, up).contiguous()
-
-    def _wide(self, packed: Packed) -> Tensor:
-        """[heads, nope + v, latent] bfloat16."""
-        values = fp8_blocks.restore(packed).to(torch.bfloat16)
-        return values.view(self._heads, self._nope + self._v, -1)
 
 
 def compile_absorb(facts: Facts, rows: Sequence[int]) -> None:

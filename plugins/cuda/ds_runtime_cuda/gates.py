@@ -125,6 +125,8 @@ def offer(
     from_rows: int = 0,
     below_rows: int = 0,
     ahead: str = "",
+    by_rows: frozenset[str] = frozenset(),
+    copies: float = 1,
     workspace: Callable[[Facts, int], int] | None = None,
 ) -> Kernel:
     fp8, module = formats == FP8, fn.partition(":")[0]
@@ -146,6 +148,8 @@ def offer(
         from_rows=from_rows,
         below_rows=below_rows,
         ahead=ahead and f"ds_runtime_cuda.{ahead}",
+        by_rows=by_rows,
+        copies=copies,
         workspace=workspace,
     )
 

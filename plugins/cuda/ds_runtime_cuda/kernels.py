@@ -138,6 +138,8 @@ ATTENTION: tuple[Kernel, ...] = (
         packing=FP8_ROWS,
         from_rows=EXPANDED,
         ahead="deep_gemm:compile_absorb",
+        by_rows=frozenset({"expand"}),
+        copies=3,  # in FP8, and in bfloat16 for decode, if it packs
     ),
     _flash_mla("MlaDecode", RANK_PLATFORM, _most_filled),
     _flash_mla("MlaDecodeFewHeads", RANK_BEHIND, _few_filled, "computes 64 heads at once"),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
-from ds_runtime_triton.blocks import BLOCK, Blocks, read_blocks, wide_values
+from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
 from ds_runtime_triton.config import folder, tuned
 from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
 from ds_runtime_triton.launch import cdiv, pow2
@@ -38,12 +38,11 @@ class MlaAbsorb:
             blocks = Blocks(values, none, 1, 0, False)
         nbytes = blocks.values.nbytes + (blocks.scale.nbytes if blocks.group_k else 0)
         tag, tensors = self.tag, dict[str, Any](blocks=blocks)
-        if blocks.group_n == blocks.group_k == BLOCK:
+        if blocks.group_n == blocks.group_k == BLOCK and blocks.values.dtype == FP8:
             tag, tensors = FP8_ROWS, {**tensors, "weight": blocks.values, "scale": blocks.scale}
         return Packed(tag, weight.shape, tensors, nbytes, restore=_restore)
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        packed.expect(self.tag, FP8_ROWS)
         packed.expect(self.tag, FP8_ROWS)
         both = F.linear(latent, self._wide(packed.tensors["blocks"]))
         both = both.view(latent.shape[0], self.heads, self.nope + self.v)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Routing
+from ds_runtime_triton.config import tuned
 from ds_runtime_triton.jit.router import (
     route_kernel,
     router_narrow_kernel,
@@ -15,6 +16,7 @@ from ds_runtime_triton.jit.router import (
     router_whole_kernel,
 )
 from ds_runtime_triton.launch import cdiv, pow2
+from ds_runtime_triton.machine import architecture
 
 _SHORT = 4096  # columns of a row from which more than _FEW tokens are multiplied in pieces
 _FEW, _ROWS_LIMIT = 8, 128  # tokens up to which long rows, and short ones, are streamed
@@ -22,7 +24,6 @@ _LONG_VALUES, _VALUES = 32768, 16384  # of a program that streams rows: what hid
 _PROGRAMS = 132  # that rows of more than 64 tokens are cut for, twice as many from _MANY tokens on
 _MANY, _PROGRAMS_OF_64 = 512, 224
 _SUM = 1024  # columns that the matrix unit sums by itself
-_LOOK = 2048  # tokens from which it pays to look whether x's dtype holds the weight
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     pieces = cdiv(n, span)
     out = logits if pieces == 1 else logits.new_empty(pieces, tokens, experts)
     lost = out  # not read
-    looks = pow2(experts) if x.dtype.itemsize == 2 and tokens >= _LOOK else 0
+    looks = pow2(experts) if x.dtype.itemsize == 2 and _narrows(tokens) else 0
     if looks:
         narrow = torch.empty(experts, n, dtype=x.dtype, device=x.device)
         lost = torch.empty(experts, dtype=torch.int32, device=x.device)
@@ -74,6 +75,11 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         size = tokens * experts
         router_sum_kernel[(cdiv(size, 128),)](out, logits, size, pieces, pow2(pieces), 128)
     return logits
+
+
+def _narrows(tokens: int) -> bool:
+    """Whether it pays to look if x's dtype holds the weight."""
+    return bool(tuned(architecture(), "router").at(tokens)["NARROW"])
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
