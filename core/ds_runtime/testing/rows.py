@@ -117,15 +117,15 @@ def _selections(count: int) -> Iterator[Tensor]:
 
 
 def _segments_alone(op: str, call: Call, index: int) -> Iterator[_Part]:
-    q, q_rope, k, k_rope, v, *segs_of_each = call.args[:7]
-    quantised = op == "mha_prefill_quantize"  # of keys that are the queries' own
-    q_segs, k_segs = segs_of_each[0], segs_of_each[0 if quantised else 1]
+    q, q_rope, k, k_rope, v, q_segs, *rest = call.args
+    alike = op == "mha_prefill_quantize"  # keys are those of the queries' tokens
+    k_segs = q_segs if alike else rest.pop(0)
     if len(q_segs.lens) < 2:
         return
     for i, (queries, keys) in enumerate(zip(_spans(q_segs), _spans(k_segs), strict=True)):
-        own = (segments(q_segs.lens[i]), segments(k_segs.lens[i]))
+        own = [segments(segs.lens[i]) for segs in ((q_segs,) if alike else (q_segs, k_segs))]
         parts = (q[queries], q_rope[queries], k[keys], k_rope[keys], v[keys])
-        args = (*parts, own[0], *call.args[6:]) if quantised else (*parts, *own, *call.args[7:])
+        args = (*parts, *own, *rest)
         yield _Part(replace(call, args=args), index, queries)
 
 
