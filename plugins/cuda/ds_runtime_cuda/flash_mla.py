@@ -1,7 +1,11 @@
 """FlashMLA: absorbed MLA decode over 64-token pages, and attention over chosen slots.
 
 Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side keeps these kernels.
-Which tile computes what is planned on the device, from the lengths of the step.
+Which part of the device computes what is planned there, from the step's lengths (split_plan.py).
+
+The library launches its decode before what is in front of it has ended, and does not wait for it;
+so does the kernel that sums, where there is nothing to sum. Neither is safe beside kernels that let
+their successors begin early, as the portable ones do: `settled` stands between.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, branch
+from ds_runtime.api import Batch, Facts, Limits, UnsupportedError, branch
+from ds_runtime_cuda import split_plan
 from ds_runtime_cuda.decode import LATENT, Queries
 
 PAGE = 64
@@ -30,10 +35,11 @@ def _library() -> Any:
 
 @dataclass
 class State:
-    """Queries, and the library's schedule. planned: what its first use in a step awaits."""
+    """Queries, and the library's schedule of so many parts. planned: what its first use awaits."""
 
     queries: Queries
     schedule: Any
+    parts: int
     planned: Callable[[], None] | None = None
 
 
@@ -49,19 +55,26 @@ class MlaDecode:
     def state(self, limits: Limits) -> State:
         queries = Queries.make(limits)
         schedule, _ = self._lib.get_mla_metadata()
-        return State(queries, schedule)
+        theirs, _ = self._lib.get_mla_decoding_metadata(
+            queries.lens[:1], self._heads, 1, self._heads, use_legacy=True
+        )
+        if theirs[0, :7].tolist() != [0, 0, 0, 1, 0, 0, 0]:
+            raise UnsupportedError(
+                "flash_mla: the installed version plans otherwise than sgl-flash-mla 1.0.0: "
+                'pip install "ds-runtime[cuda]" --force-reinstall, or --pin mla_decode=triton'
+            )
+        return State(queries, schedule, theirs.shape[0])
 
     def prepare(self, state: State, batch: Batch) -> None:
-        """The plan takes one program 12 to 26 µs: beside what a step begins with."""
+        """The plan takes one program 2 µs, 33 for 128 sequences: beside what a step begins with."""
         state.queries.show(batch)
         state.planned = None
         if state.queries.count:
             state.planned = branch(partial(self._plan, state))
 
     def _plan(self, state: State) -> None:
-        schedule = state.schedule
-        schedule.tile_scheduler_metadata, schedule.num_splits = self._lib.get_mla_decoding_metadata(
-            state.queries.lens[: state.queries.count], self._heads, 1, self._heads, use_legacy=True
+        state.schedule.tile_scheduler_metadata, state.schedule.num_splits = split_plan.plan(
+            state.queries.lens[: state.queries.count], state.parts, self._heads
         )
 
     def run(self, state: State, q: Tensor, cache: Tensor, scale: float) -> Tensor:
@@ -71,9 +84,10 @@ class MlaDecode:
         if state.planned is not None:
             state.planned()
             state.planned = None
-        queries = state.queries
+        queries, q = state.queries, q.contiguous()
+        settled(q)
         out, _ = self._lib.flash_mla_with_kvcache(
-            q.contiguous().view(count, 1, heads, width),
+            q.view(count, 1, heads, width),
             cache.unsqueeze(2),  # [pages, page, 1, width]
             queries.table[:count],
             queries.lens[:count],
@@ -85,6 +99,12 @@ class MlaDecode:
             use_legacy=True,
         )
         return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
+
+
+def settled(after: Tensor) -> None:
+    """A launch that begins when all before it has ended, and lets nothing begin before its end."""
+    if after.is_cuda:
+        after.new_empty(1).zero_()
 
 
 class MlaDecodeFewHeads(MlaDecode):
@@ -144,4 +164,5 @@ def scaled_sparse_mla(
         indices=slots.unsqueeze(1),
         use_legacy=True,
     )
+    settled(out)
     return out[:, 0, :heads]  # type: ignore[no-any-return]

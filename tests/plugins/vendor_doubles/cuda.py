@@ -10,6 +10,7 @@ from torch import Tensor
 from ds_runtime.ops.reference.scaled import decoded
 from vendor_doubles import blackwell, doubles, require
 from vendor_doubles.blackwell import packed_words
+from vendor_doubles.flash_plan import check_plan
 from vendor_doubles.maths import attend, rows_of, spread, varlen
 
 FP8 = torch.float8_e4m3fn
@@ -111,9 +112,10 @@ def get_mla_metadata():
 
 def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, use_legacy):
     assert use_legacy and seqlens_k.dtype == torch.int32 and h_k == 1
-    assert num_q_tokens_per_head_k == h_q
-    tiles = torch.full((4, 8), int(seqlens_k.sum()), dtype=torch.int32)
-    return tiles, torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32)
+    assert num_q_tokens_per_head_k == h_q and seqlens_k.tolist() == [1], "asked for its parts alone"
+    tiles = torch.zeros(4, 8, dtype=torch.int32)  # the first part has the one block
+    tiles[1:, 0], tiles[0, 3] = 1, 1
+    return tiles, torch.tensor([0, 1], dtype=torch.int32)
 
 
 def flash_mla_with_kvcache(
@@ -143,8 +145,8 @@ def flash_mla_with_kvcache(
     assert block_table.dtype == cache_seqlens.dtype == torch.int32
     assert block_table.stride(-1) == 1 and block_table.shape[0] == batch
     plan = tile_scheduler_metadata
-    assert (plan.tile_scheduler_metadata == int(cache_seqlens.sum())).all(), "an old schedule"
-    assert plan.num_splits.shape == (batch + 1,) and num_splits is None
+    check_plan(plan.tile_scheduler_metadata, plan.num_splits, cache_seqlens)
+    assert num_splits is None
     out, lse = torch.empty(batch, 1, heads, 512), torch.empty(batch, heads, 1)
     for i, length in enumerate(cache_seqlens.tolist()):
         keys = rows_of(k_cache, block_table[i], length)[:, 0]
