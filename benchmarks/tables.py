@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ds_runtime.bench.compare import by_speed
+
 RESULTS = Path(__file__).parent / "results"
 HEAD = """\
 # Beside other engines
@@ -20,12 +22,15 @@ Made by `python benchmarks/tables.py` from [compare.jsonl](compare.jsonl), which
 command, version and commit. Each row is one run of `ds-runtime bench compare`: both engines on the
 same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
-read bandwidth measured at the beginning of a round, and the share of it a median over rounds; where
-memory is shared with other machines, a round may find more than that. Medians leave out rounds in
-which other processes took a tenth or more of the processors' time, and "rounds" says how many are
-left; rows with none are left out.
+read bandwidth measured at the beginning of a round (where rows name a speed: right before and
+behind the turn), and the share of it a median over rounds; where memory is shared with other
+machines, a round may find more than that. Medians leave out rounds in which other processes took a
+tenth or more of the processors' time, and "rounds" says how many are left; rows with none are left
+out. Where memory has more than one speed, rounds in which it kept one have rows of their own, if
+they are three or more.
 """
 DISTURBED = 0.1
+FEWEST = 3  # rounds at one speed of memory that are worth rows of their own
 
 
 def rows_of(lines: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -54,22 +59,38 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         quantised = row["settings"].get("quantize")
         model = row["model"] + (f" as {quantised}" if quantised else "")
         beside = row["engines"][peer].get("model", peer)
-        quiet = [i for i, share in enumerate(row["neighbours"]) if (share or 0.0) < DISTURBED]
-        for r in row["results"] if quiet else ():
-            mine, theirs = (median(r["rounds"][e][i] for i in quiet) for e in ("ds-runtime", peer))
-            limits = [r["limits"][i] for i in quiet]
-            limit = ""
-            if all(limits):
-                own = r["rounds"]["ds-runtime"]
-                share = median(own[i] / r["limits"][i] for i in quiet)
-                limit = f"{share:.0%} of {median(limits):.1f}"
-            rounds = f"{len(quiet)} of {len(row['neighbours'])}"
-            lines.append(
-                f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
-                f"| {mine / theirs:.2f} | {limit} | {rounds} |"
-            )
-            model = beside = ""
+        for speed, some in _rounds(row):
+            for r in row["results"]:
+                mine, theirs = (
+                    median(r["rounds"][e][i] for i in some) for e in ("ds-runtime", peer)
+                )
+                limits = [r["limits"][i] for i in some]
+                limit = ""
+                if all(limits):
+                    own = r["rounds"]["ds-runtime"]
+                    share = median(own[i] / r["limits"][i] for i in some)
+                    limit = f"{share:.0%} of {median(limits):.1f}"
+                rounds = f"{len(some)} of {len(row['neighbours'])}"
+                lines.append(
+                    f"| {model}{speed} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
+                    f"| {mine / theirs:.2f} | {limit} | {rounds} |"
+                )
+                model = beside = speed = ""
+            model = row["model"] + (f" as {quantised}" if quantised else "")
     return "\n".join(lines)
+
+
+def _rounds(row: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """(what to say of memory, rounds) of each group of a record's rounds; none that is empty."""
+    quiet = [i for i, share in enumerate(row["neighbours"]) if (share or 0.0) < DISTURBED]
+    reads = [row["reads"][i] for i in quiet] if "reads" in row else []
+    found = []
+    for group in by_speed(reads):
+        some = [quiet[i] for i in group]
+        read = median(x for i in some for x in row["reads"][i]) / 1e9
+        if len(some) >= FEWEST:
+            found.append((f", memory at {read:.0f} GB/s", some))
+    return found or ([("", quiet)] if quiet else [])
 
 
 def machine(row: Mapping[str, Any]) -> str:

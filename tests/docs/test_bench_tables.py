@@ -56,3 +56,13 @@ def test_the_last_record_of_a_run_counts():
     assert "Memory read 10.0 to 20.0 GB/s." in page
     assert "| m as int8 | m.gguf | batch 1 | 8.5 |" in page
     assert "| 6.5 |" not in page and "## P, 2 cores, x, torch 2" in page
+
+
+def test_rounds_at_one_speed_of_memory_have_rows_of_their_own():
+    row = {
+        "neighbours": [0.0, 0.5, 0.01, None, 0.0, 0.0],
+        "reads": [[60e9, 58e9, 59e9]] * 3 + [[60e9, 30e9, 58e9]] + [[57e9] * 3, [30e9] * 3],
+    }
+    assert TABLES["_rounds"](row) == [(", memory at 58 GB/s", [0, 2, 4])]
+    row["reads"][4] = [30e9] * 3
+    assert TABLES["_rounds"](row) == [("", [0, 2, 3, 4, 5])]

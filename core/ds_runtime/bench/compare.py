@@ -4,6 +4,9 @@ Both get the same shapes: decode steps of some batches after short prompts, and 
 long prompt. Engines that Python can load stay loaded in processes of their own and wait while the
 other is timed; llama.cpp's own benchmark programs run anew at each of their turns. A round is one
 turn of each, in alternating order; figures are medians over rounds, and every round is kept.
+
+Memory that other machines share has more than one speed: it is read before and behind every turn,
+so that rounds in which it changed can be told, and those of one speed be taken together.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ds_runtime.bench.record import Neighbours, environment
 from ds_runtime.errors import ConfigError
 
 _PROGRAMS = ("llama-bench", "llama-batched-bench")
+STEADY = 1.2  # readings of memory that are further apart are of different speeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,19 +211,25 @@ def run(
     found: dict[str, list[list[float]]] = {ours.name: [], peer.name: []}
     disturbed: list[float | None] = []
     limits: list[list[float | None]] = []  # by round
-    ceilings: list[dict[str, Any]] = []
+    ceilings: list[dict[str, Any]] = []  # at the beginning of each
+    reads: list[list[float]] = []  # there, and behind each engine's turn
     try:
         about = {engine.name: engine.about() for engine in (ours, peer)}
         steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
         for number in range(rounds):
             ready(number)
-            measured = ours.ask({"do": "limits", "steps": steps})  # in every round: it may change
-            ceilings.append(measured["ceilings"])
-            limits.append(_limits(cases, ceilings[-1]["bandwidth"], measured["step_bytes"]))
+            measured = [ours.ask({"do": "limits", "steps": steps})]
             neighbours, before = Neighbours(), ours.cpu + peer.cpu
-            for engine in (ours, peer) if number % 2 == 0 else (peer, ours):
+            turns = (ours, peer) if number % 2 == 0 else (peer, ours)
+            for engine in turns:
                 found[engine.name].append(engine.rates(cases))
+                measured.append(ours.ask({"do": "limits", "steps": steps}))  # it may have changed
             disturbed.append(neighbours.share(ours.cpu + peer.cpu - before))
+            ceilings.append(measured[0]["ceilings"])
+            reads.append([m["ceilings"]["bandwidth"] for m in measured])
+            around = turns.index(ours)
+            read = sum(reads[-1][around : around + 2]) / 2
+            limits.append(_limits(cases, read, measured[0]["step_bytes"]))
     finally:
         peer.close()
         ours.close()
@@ -243,9 +253,25 @@ def run(
         "engines": about,
         "results": results,
         "ceilings": ceilings,
+        "reads": reads,
         "neighbours": disturbed,
         **environment(),
     }
+
+
+def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Rounds in which memory kept its speed, those of the same one together, the slowest first.
+
+    reads: of each round, bytes per second at its beginning and behind each turn.
+    """
+    steady = sorted((max(r), i) for i, r in enumerate(reads) if max(r) <= STEADY * min(r))
+    found: list[list[tuple[float, int]]] = []
+    for read, number in steady:
+        if found and read <= STEADY * found[-1][0][0]:
+            found[-1].append((read, number))
+        else:
+            found.append([(read, number)])
+    return [sorted(number for _, number in group) for group in found]
 
 
 def _limits(
@@ -256,11 +282,18 @@ def _limits(
     return [c.batch * bandwidth / next(left) if c.output_len and bandwidth else None for c in cases]
 
 
+def _ratio(
+    rounds: Mapping[str, Sequence[float]], ours: str, peer: str, some: Sequence[int]
+) -> float:
+    own, other = (statistics.median(rounds[name][i] for i in some) for name in (ours, peer))
+    return own / other
+
+
 def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     peer = report["engine"]
     rounds = len(report["neighbours"])
-    read = statistics.median(c["bandwidth"] for c in report["ceilings"]) / 1e9
+    read = statistics.median(x for reads in report["reads"] for x in reads) / 1e9
     lines = [f"{report['model']} against {peer}: medians of {rounds}; memory reads {read:.1f} GB/s"]
     for r in report["results"]:
         rates = r["tokens_per_s"]
@@ -270,6 +303,13 @@ def render(report: Mapping[str, Any]) -> str:
             f"{r['case']:<12} {rates['ds-runtime']:>9,.1f} tokens/s{share:<22} "
             f"{peer} {rates[peer]:>9,.1f}  ratio {r['ratio']:.2f}"
         )
+    for group in by_speed(report["reads"]):
+        if len(group) == rounds:
+            break
+        read = statistics.median(x for i in group for x in report["reads"][i]) / 1e9
+        ratios = [_ratio(r["rounds"], "ds-runtime", peer, group) for r in report["results"]]
+        said = ", ".join(f"{x:.2f}" for x in ratios)
+        lines.append(f"ratios of the {len(group)} rounds at {read:.1f} GB/s: {said}")
     worst = max((x for x in report["neighbours"] if x is not None), default=0.0)
     lines.append(f"other processes used at most {worst:.0%} of the processors in a round")
     return "\n".join(lines)

@@ -55,8 +55,9 @@ def checkpoint(tmp_path_factory):
 class Fixed:
     """An engine that answers from a list."""
 
-    def __init__(self, name, rounds, order):
+    def __init__(self, name, rounds, order, reads=()):
         self.name, self.cpu, self._rounds, self._order = name, 0.0, iter(rounds), order
+        self._reads = iter(reads)
         self.closed = False
 
     def about(self):
@@ -65,7 +66,7 @@ class Fixed:
     def ask(self, request):
         assert request["do"] == "limits"
         self._order.append("limits")
-        bandwidth = 100e9 * self._order.count("limits")
+        bandwidth = 1e9 * next(self._reads)
         return {"ceilings": {"bandwidth": bandwidth}, "step_bytes": [4e9 for _ in request["steps"]]}
 
     def rates(self, cases):
@@ -78,28 +79,44 @@ class Fixed:
 
 def test_rounds_alternate_and_medians_are_compared():
     order = []
-    ours = Fixed("ds-runtime", [[10.0, 5.0], [30.0, 1.0], [20.0, 3.0]], order)
+    reads = [100, 100, 300, 50, 110, 90, 200, 200, 210]
+    ours = Fixed("ds-runtime", [[10.0, 5.0], [30.0, 1.0], [20.0, 3.0]], order, reads)
     peer = Fixed("other", [[4.0, 6.0], [5.0, 6.0], [99.0, 6.0]], order)
     cases = (Case(2, 16, 32), Case(1, 512, 0))
     found = compare.run(ours, peer, cases, 3, lambda n: order.append(n))
     assert order == [
-        *(0, "limits", "ds-runtime", "other"),
-        *(1, "limits", "other", "ds-runtime"),
-        *(2, "limits", "ds-runtime", "other"),
+        *(0, "limits", "ds-runtime", "limits", "other", "limits"),
+        *(1, "limits", "other", "limits", "ds-runtime", "limits"),
+        *(2, "limits", "ds-runtime", "limits", "other", "limits"),
     ]
     decode, prefill = found["results"]
     assert decode["tokens_per_s"] == {"ds-runtime": 20.0, "other": 5.0}
     assert decode["ratio"] == 4.0 and prefill["ratio"] == 0.5
     assert decode["rounds"]["other"] == [4.0, 5.0, 99.0]
-    assert decode["limits"] == [50.0, 100.0, 150.0] and prefill["limits"] == [None] * 3
-    assert [c["bandwidth"] for c in found["ceilings"]] == [100e9, 200e9, 300e9]
+    # Of what was read before and behind this engine's turn.
+    assert decode["limits"] == [50.0, 50.0, 100.0] and prefill["limits"] == [None] * 3
+    assert [c["bandwidth"] for c in found["ceilings"]] == [100e9, 50e9, 200e9]
+    assert found["reads"][1] == [50e9, 110e9, 90e9]
     assert found["engines"]["other"] == {"is": "other"} and found["commit"]
     assert ours.closed and peer.closed
     text = compare.render(found | {"model": "m"}).splitlines()
     assert "medians of 3" in text[0]
-    assert "memory reads 200.0 GB/s" in text[0]
+    assert "memory reads 110.0 GB/s" in text[0]
     assert "20% of its limit" in text[1] and "ratio 4.00" in text[1]
     assert "prefill 512" in text[2]
+    assert text[3] == "ratios of the 1 rounds at 200.0 GB/s: 0.20, 0.50"
+
+
+@pytest.mark.parametrize(
+    ("reads", "groups"),
+    [
+        ([[30, 31, 33], [60, 55, 58], [30, 60, 30], [34, 36, 35]], [[0, 3], [1]]),
+        ([[50, 50, 50], [60, 60, 60], [61, 61, 61]], [[0, 1], [2]]),
+        ([[1, 2, 3]], []),
+    ],
+)
+def test_rounds_are_told_by_the_speed_of_memory(reads, groups):
+    assert compare.by_speed(reads) == groups
 
 
 def test_both_end_when_one_fails():
@@ -209,7 +226,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch, checkpoint):
 
     def child(name, settings, cases):
         asked.append((name, settings, cases))
-        return Fixed(name, [[20.0, 80.0]] * 2, [])
+        return Fixed(name, [[20.0, 80.0]] * 2, [], [100] * 6)
 
     monkeypatch.setattr(compare, "Child", child)
     programs(tmp_path)
