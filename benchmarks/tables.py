@@ -22,12 +22,12 @@ Made by `python benchmarks/tables.py` from [compare.jsonl](compare.jsonl), which
 command, version and commit. Each row is one run of `ds-runtime bench compare`: both engines on the
 same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
-read bandwidth measured at the beginning of a round (where rows name a speed: right before and
-behind the turn), and the share of it a median over rounds; where memory is shared with other
-machines, a round may find more than that. Medians leave out rounds in which other processes took a
+read bandwidth measured at the beginning of a round (of later records: right before and behind the
+turn), and the share of it a median over rounds; where memory is shared with other machines, a round
+may find more than that. Medians leave out rounds in which other processes took a
 tenth or more of the processors' time, and "rounds" says how many are left; rows with none are left
-out. Where memory has more than one speed, rounds in which it kept one have rows of their own, if
-they are three or more.
+out. Rounds whose readings agree have rows of their own where they are three or more, and name that
+speed of memory; rows that name none may be of several.
 """
 DISTURBED = 0.1
 FEWEST = 3  # rounds at one speed of memory that are worth rows of their own
@@ -57,9 +57,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         peer = row["engine"]
         quantised = row["settings"].get("quantize")
-        model = row["model"] + (f" as {quantised}" if quantised else "")
-        beside = row["engines"][peer].get("model", peer)
         for speed, some in _rounds(row):
+            model = row["model"] + (f" as {quantised}" if quantised else "") + speed
+            beside = row["engines"][peer].get("model", peer)
             for r in row["results"]:
                 mine, theirs = (
                     median(r["rounds"][e][i] for i in some) for e in ("ds-runtime", peer)
@@ -72,11 +72,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                     limit = f"{share:.0%} of {median(limits):.1f}"
                 rounds = f"{len(some)} of {len(row['neighbours'])}"
                 lines.append(
-                    f"| {model}{speed} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
+                    f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
                     f"| {mine / theirs:.2f} | {limit} | {rounds} |"
                 )
-                model = beside = speed = ""
-            model = row["model"] + (f" as {quantised}" if quantised else "")
+                model = beside = ""
     return "\n".join(lines)
 
 

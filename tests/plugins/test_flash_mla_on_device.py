@@ -26,6 +26,57 @@ def adapter():
     return kernel, kernel.state(limits)
 
 
+def test_it_is_planned_beside_a_step_and_for_all_lengths():
+    from ds_runtime.api import DecodePart
+
+    kernel, state = adapter()
+    lens = torch.tensor([0, 1, 64, 65, 2500, 1, 700], dtype=torch.int32, device="cuda")
+    pages = torch.randperm(7 * 40, device="cuda", dtype=torch.int32).view(7, 40)
+    cache = torch.randn(7 * 40, 64, WIDTH, device="cuda").bfloat16()
+    q = torch.randn(7, HEADS, WIDTH, device="cuda").bfloat16()
+    part = DecodePart(page_table=pages, kv_lens=lens, host_kv_lens=tuple(lens.tolist()))
+    kernel.prepare(state, SimpleNamespace(decode=part))
+    found = kernel.run(state, q, cache, 0.05)
+    assert not found[0].any()
+    want = expected(q[1:], cache, pages[1:], lens[1:])
+    assert torch.allclose(found[1:].float().cpu(), want, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("rows", [1, 64, 66, 128])
+def test_sparse_decode_is_waited_for(rows, captured):
+    from pdl_kernels import copy_now
+
+    pytest.importorskip("flash_mla")
+    from ds_runtime.ops.reference.scaled import encoded
+    from ds_runtime_cuda.flash_mla import scaled_sparse_mla
+
+    torch.manual_seed(rows)
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    cache = encoded(torch.randn(4096, 512, **bf16), torch.randn(4096, 64, **bf16)).view(64, 64, -1)
+    slots = torch.stack([torch.randperm(4096, device="cuda")[:2048] for _ in range(rows)]).int()
+    q = torch.randn(rows, HEADS, WIDTH, **bf16)
+    want = scaled_sparse_mla(q, cache, slots, 512, 0.05).clone()
+    torch.cuda.synchronize()
+    read, out = torch.empty_like(want), []
+
+    def step():
+        out[:] = [scaled_sparse_mla(q, cache, slots, 512, 0.05)]
+        copy_now(out[0].contiguous(), read)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            step()
+    for _ in range(20):
+        read.fill_(float("nan")), out[0].fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay() if captured else step()
+        torch.cuda.synchronize()
+        assert torch.equal(read, want)
+
+
 def expected(q, cache, table, lens):
     out = torch.empty(len(q), HEADS, 512)
     for i, n in enumerate(lens.tolist()):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from vendor_doubles.flash_plan import check_plan
 
-from ds_runtime_cuda import split_plan
+from ds_runtime.api import Limits, UnsupportedError
+from ds_runtime_cuda import flash_mla, split_plan
 
 
 def planned(lens, parts, heads=128):
@@ -64,6 +66,25 @@ def test_a_piece_of_nothing_is_summed_where_no_sequence_is_cut():
     assert planned([64], 1)[1] == [[(0, 1)]]
 
 
+def test_another_layout_of_plans_is_refused(monkeypatch):
+    def older(lens, *_, use_legacy):  # begin, its block, end, its block, piece
+        tiles = torch.zeros(4, 8, dtype=torch.int32)
+        tiles[1, [0, 2]], tiles[2:, 0], tiles[:2, 3] = 1, 2, 1
+        return tiles, torch.tensor([0, 1, 2], dtype=torch.int32)
+
+    lib = SimpleNamespace(
+        get_mla_metadata=lambda: (object(), None), get_mla_decoding_metadata=older
+    )
+    monkeypatch.setattr(flash_mla, "_library", lambda: lib)
+    kernel = flash_mla.MlaDecode(SimpleNamespace(dims={"heads": 128}))
+    limits = Limits(
+        max_tokens=1, max_sequences=1, max_pages_per_sequence=1, page_size=64, heads=128,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"plans otherwise than sgl-flash-mla 1\.0\.0"):
+        kernel.state(limits)
+
+
 CHECKS = """
 import random
 import torch
@@ -97,7 +118,7 @@ def test_the_kernel_plans_the_same():
         [sys.executable, "-c", CHECKS],
         env={
             **os.environ,
-            "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"),
+            "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         },
         capture_output=True,

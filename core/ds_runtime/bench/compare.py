@@ -6,7 +6,7 @@ other is timed; llama.cpp's own benchmark programs run anew at each of their tur
 turn of each, in alternating order; figures are medians over rounds, and every round is kept.
 
 Memory that other machines share has more than one speed: it is read before and behind every turn,
-so that rounds in which it changed can be told, and those of one speed be taken together.
+so that many rounds in which it changed can be told, and those of one speed be taken together.
 """
 
 from __future__ import annotations
@@ -260,9 +260,10 @@ def run(
 
 
 def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Rounds in which memory kept its speed, those of the same one together, the slowest first.
+    """Rounds whose readings of memory agree, those of the same speed together, the slowest first.
 
-    reads: of each round, bytes per second at its beginning and behind each turn.
+    reads: of each round, bytes per second at its beginning and behind each turn. What happened
+    within a turn they do not tell.
     """
     steady = sorted((max(r), i) for i, r in enumerate(reads) if max(r) <= STEADY * min(r))
     found: list[list[tuple[float, int]]] = []
@@ -304,12 +305,14 @@ def render(report: Mapping[str, Any]) -> str:
             f"{peer} {rates[peer]:>9,.1f}  ratio {r['ratio']:.2f}"
         )
     for group in by_speed(report["reads"]):
-        if len(group) == rounds:
-            break
+        if not 1 < len(group) < rounds:
+            continue
         read = statistics.median(x for i in group for x in report["reads"][i]) / 1e9
-        ratios = [_ratio(r["rounds"], "ds-runtime", peer, group) for r in report["results"]]
-        said = ", ".join(f"{x:.2f}" for x in ratios)
-        lines.append(f"ratios of the {len(group)} rounds at {read:.1f} GB/s: {said}")
+        ratios = (
+            f"{r['case']} {_ratio(r['rounds'], 'ds-runtime', peer, group):.2f}"
+            for r in report["results"]
+        )
+        lines.append(f"ratios of {len(group)} rounds at {read:.1f} GB/s: {', '.join(ratios)}")
     worst = max((x for x in report["neighbours"] if x is not None), default=0.0)
     lines.append(f"other processes used at most {worst:.0%} of the processors in a round")
     return "\n".join(lines)

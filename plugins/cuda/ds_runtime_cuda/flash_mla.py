@@ -3,9 +3,11 @@
 Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side keeps these kernels.
 Which part of the device computes what is planned there, from the step's lengths (split_plan.py).
 
-The library launches its decode before what is in front of it has ended, and does not wait for it;
-so does the kernel that sums, where there is nothing to sum. Neither is safe beside kernels that let
-their successors begin early, as the portable ones do: `settled` stands between.
+The library lets its dense decode begin before what is in front of it has ended, and does not wait
+for it; and its kernel that sums ends without waiting for the decode where there is nothing to sum.
+Neither is safe beside kernels that let their successors begin early, or begin early themselves, as
+the portable ones do. In front of the dense decode stands a fence; behind it, a plan that always has
+a sum (split_plan.py); behind the sparse one, whose plan is the library's, another fence.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,6 +27,7 @@ from ds_runtime_cuda import split_plan
 from ds_runtime_cuda.decode import LATENT, Queries
 
 PAGE = 64
+_PLAN_OF_TWO = [[0, 0, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]]  # the library's, of one token each
 _HEADS = (64, 128)  # that sparse kernels take; fewer are filled up with zeros
 _SLOTS = 128  # of which a row has a multiple; 64 where keys are FP8
 
@@ -55,10 +59,11 @@ class MlaDecode:
     def state(self, limits: Limits) -> State:
         queries = Queries.make(limits)
         schedule, _ = self._lib.get_mla_metadata()
+        two = torch.ones(2, dtype=torch.int32, device=limits.device)
         theirs, _ = self._lib.get_mla_decoding_metadata(
-            queries.lens[:1], self._heads, 1, self._heads, use_legacy=True
+            two, self._heads, 1, self._heads, use_legacy=True
         )
-        if theirs[0, :7].tolist() != [0, 0, 0, 1, 0, 0, 0]:
+        if theirs[:2, :7].tolist() != _PLAN_OF_TWO:
             raise UnsupportedError(
                 "flash_mla: the installed version plans otherwise than sgl-flash-mla 1.0.0: "
                 'pip install "ds-runtime[cuda]" --force-reinstall, or --pin mla_decode=triton'
@@ -66,7 +71,8 @@ class MlaDecode:
         return State(queries, schedule, theirs.shape[0])
 
     def prepare(self, state: State, batch: Batch) -> None:
-        """The plan takes one program 2 µs, 33 for 128 sequences: beside what a step begins with."""
+        """The plan takes one program 2 µs, 33 for 128 sequences: in captured steps beside what
+        they begin with."""
         state.queries.show(batch)
         state.planned = None
         if state.queries.count:
@@ -85,7 +91,7 @@ class MlaDecode:
             state.planned()
             state.planned = None
         queries, q = state.queries, q.contiguous()
-        settled(q)
+        held = fence(q)
         out, _ = self._lib.flash_mla_with_kvcache(
             q.view(count, 1, heads, width),
             cache.unsqueeze(2),  # [pages, page, 1, width]
@@ -98,13 +104,17 @@ class MlaDecode:
             causal=False,
             use_legacy=True,
         )
+        del held
         return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
 
 
-def settled(after: Tensor) -> None:
-    """A launch that begins when all before it has ended, and lets nothing begin before its end."""
-    if after.is_cuda:
-        after.new_empty(1).zero_()
+def fence(beside: Tensor) -> Tensor | None:
+    """A launch that begins when all before it has ended, and lets nothing begin before its end.
+
+    What it writes is to be held while the kernel behind it is launched: that may still begin before
+    the write is seen, and is not to get this memory.
+    """
+    return beside.new_empty(1).zero_() if beside.is_cuda else None
 
 
 class MlaDecodeFewHeads(MlaDecode):
@@ -164,5 +174,5 @@ def scaled_sparse_mla(
         indices=slots.unsqueeze(1),
         use_legacy=True,
     )
-    settled(out)
+    fence(out)
     return out[:, 0, :heads]  # type: ignore[no-any-return]

@@ -7,7 +7,8 @@ makes parts equal in blocks. But a piece costs beside its blocks, and a sum cost
 
 At least one sequence is in pieces, if need be in one that is all of it and one of nothing: the
 kernel that sums is launched while the other one still writes, and programs of it that have nothing
-to sum end at once. Were these all, what follows could begin before the results are there.
+to sum end at once. Were these all, what follows could begin before the results are there. (One part
+alone has nothing to cut with; no device is so small.)
 
 The format (`DecodingSchedMeta` of FlashMLA's csrc/params.h, commit 9241ae3): tiles [parts, 8], the
 first and the last sequence of a part, the first block of the one and the end of the other, which

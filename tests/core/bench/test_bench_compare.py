@@ -79,7 +79,7 @@ class Fixed:
 
 def test_rounds_alternate_and_medians_are_compared():
     order = []
-    reads = [100, 100, 300, 50, 110, 90, 200, 200, 210]
+    reads = [190, 210, 200, 50, 110, 90, 200, 200, 210]
     ours = Fixed("ds-runtime", [[10.0, 5.0], [30.0, 1.0], [20.0, 3.0]], order, reads)
     peer = Fixed("other", [[4.0, 6.0], [5.0, 6.0], [99.0, 6.0]], order)
     cases = (Case(2, 16, 32), Case(1, 512, 0))
@@ -94,17 +94,17 @@ def test_rounds_alternate_and_medians_are_compared():
     assert decode["ratio"] == 4.0 and prefill["ratio"] == 0.5
     assert decode["rounds"]["other"] == [4.0, 5.0, 99.0]
     # Of what was read before and behind this engine's turn.
-    assert decode["limits"] == [50.0, 50.0, 100.0] and prefill["limits"] == [None] * 3
-    assert [c["bandwidth"] for c in found["ceilings"]] == [100e9, 50e9, 200e9]
+    assert decode["limits"] == [100.0, 50.0, 100.0] and prefill["limits"] == [None] * 3
+    assert [c["bandwidth"] for c in found["ceilings"]] == [190e9, 50e9, 200e9]
     assert found["reads"][1] == [50e9, 110e9, 90e9]
     assert found["engines"]["other"] == {"is": "other"} and found["commit"]
     assert ours.closed and peer.closed
     text = compare.render(found | {"model": "m"}).splitlines()
     assert "medians of 3" in text[0]
-    assert "memory reads 110.0 GB/s" in text[0]
+    assert "memory reads 200.0 GB/s" in text[0]
     assert "20% of its limit" in text[1] and "ratio 4.00" in text[1]
     assert "prefill 512" in text[2]
-    assert text[3] == "ratios of the 1 rounds at 200.0 GB/s: 0.20, 0.50"
+    assert text[3] == "ratios of 2 rounds at 200.0 GB/s: batch 2 0.29, prefill 512 0.67"
 
 
 @pytest.mark.parametrize(

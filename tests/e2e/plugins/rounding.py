@@ -58,7 +58,8 @@ def add_rms_norm_quantize(x, residual, weight, eps, group, ue8m0):
     return norm.add_rms_norm_quantize(x, residual, weight, eps, group, ue8m0)
 
 
-mha_prefill, add_rms_norm = attention.mha_prefill, norm.add_rms_norm
+mha_prefill, silu_mul = attention.mha_prefill, activation.silu_mul
+rms_norm, add_rms_norm = norm.rms_norm, norm.add_rms_norm
 
 
 def mha_prefill_quantize(*args):
@@ -82,5 +83,6 @@ def ds_quant_loaders(facts):
 
 @hookimpl
 def ds_ops(facts):
-    parts = offer("mha_prefill", "mha_prefill", contract=2), offer("add_rms_norm", "add_rms_norm")
-    return [*parts, *(offer(name, name) for name in FUSED)]
+    parts = (offer(name, name) for name in ("rms_norm", "add_rms_norm", "silu_mul"))
+    attention = offer("mha_prefill", "mha_prefill", contract=2)
+    return [attention, *parts, *(offer(name, name) for name in FUSED)]

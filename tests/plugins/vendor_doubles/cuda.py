@@ -112,10 +112,10 @@ def get_mla_metadata():
 
 def get_mla_decoding_metadata(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, use_legacy):
     assert use_legacy and seqlens_k.dtype == torch.int32 and h_k == 1
-    assert num_q_tokens_per_head_k == h_q and seqlens_k.tolist() == [1], "asked for its parts alone"
-    tiles = torch.zeros(4, 8, dtype=torch.int32)  # the first part has the one block
-    tiles[1:, 0], tiles[0, 3] = 1, 1
-    return tiles, torch.tensor([0, 1], dtype=torch.int32)
+    assert num_q_tokens_per_head_k == h_q and seqlens_k.tolist() == [1, 1], "asked for its parts"
+    tiles = torch.zeros(4, 8, dtype=torch.int32)  # one block for each of two parts
+    tiles[1, :2], tiles[2:, 0], tiles[:2, 3] = 1, 2, 1
+    return tiles, torch.tensor([0, 1, 2], dtype=torch.int32)
 
 
 def flash_mla_with_kvcache(
