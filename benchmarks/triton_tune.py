@@ -347,7 +347,7 @@ def problems(wanted: set[str]) -> Iterator[Problem]:
     for op, shapes in EXPERTS.items():
         for count, inter, hidden, top_k in shapes if op in wanted else ():
             fp8 = op == "experts_fp8"
-            for m in (512,) if inter == 256 else (1, 4, 8, 32, 128, 512, 1024, 4096):
+            for m in (512,) if inter == 256 else (1, 4, 8, 32, 128, 512, 1024, 4096, 16384):
                 if TOKENS and m not in TOKENS:
                     continue
                 distinct = count * (1 - (1 - top_k / count) ** m)
