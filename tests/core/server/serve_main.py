@@ -6,10 +6,11 @@ Arguments: folder, port, mode, and settings of the server as JSON.
 from __future__ import annotations
 
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,13 @@ from ds_runtime.server.serve import serve
 from ds_runtime.text.tokenizer import Tokenizer
 
 
+def leave_with_parent():
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
 def engine_main(model, to_engine, from_engine, mode):
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
