@@ -7,10 +7,13 @@ and `dot` multiplies the bits of bfloat16 as integers. `faithful` puts torch's c
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +38,23 @@ DEVICE = DeviceInfo(
     fast_dtypes=frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn"}),
     cores=4,
 )
+
+
+def run_apart(checks: str) -> None:
+    """Checks in a process of their own: with the interpreter, or compiled where a GPU is here."""
+    done = subprocess.run(
+        [sys.executable, "-c", checks],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def _torch_dtypes(tl: Any) -> dict[Any, torch.dtype]:

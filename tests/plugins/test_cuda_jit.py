@@ -6,14 +6,10 @@ values are compared by what they stand for.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-import torch
+from interpreter import run_apart
 
 CHECKS = """
 from contextlib import nullcontext
@@ -89,16 +85,4 @@ for tokens, experts, top_k, align in (
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_agree_with_torch():
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_apart(CHECKS)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from interpreter import run_apart
 from vendor_doubles.flash_plan import check_plan
 
 from ds_runtime.api import Limits, UnsupportedError
@@ -114,16 +111,4 @@ for lens, parts in cases:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_plans_the_same():
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS],
-        env={
-            **os.environ,
-            "TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_apart(CHECKS)
