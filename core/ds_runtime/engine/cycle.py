@@ -21,7 +21,7 @@ from torch import Tensor
 from ds_runtime.engine.graphs import PageTable, Place, captured, decode_step, prepare_kernels
 from ds_runtime.engine.sampler import Draw, Sampler
 from ds_runtime.engine.step import Work
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.transfer import Buffer, Upload
 from ds_runtime.engine.tree import Trees, seen_by
 from ds_runtime.engine.verify import Branch
 from ds_runtime.model.deepseek import DeepSeekModel
@@ -128,7 +128,7 @@ class Rows:
         self._states = {key: kernel.state(bounds) for key, kernel in base.stateful.items()}
         self._table = place.table(size)
         room = rows * 256 + size * (256 + 4 * base.limits.max_pages_per_sequence) + (1 << 13)
-        self.buffer = torch.zeros(room, dtype=torch.uint8, device=base.device)
+        self.buffer = Buffer(room, base.device)
         self._every = torch.arange(rows, device=base.device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=base.device)  # of trees
         self._seen = torch.full((rows,), -1, dtype=torch.int64, device=base.device)
@@ -293,7 +293,7 @@ class ChainGraph:
         ]
         self._table = place.table(size)
         room = size * (drafts * 64 + 128) + (1 << 10) * (drafts + 1)
-        self._buffer = torch.zeros(room, dtype=torch.uint8, device=base.device)
+        self._buffer = Buffer(room, base.device)
         self._replay: Callable[[], None] | None = None
 
     def _send(

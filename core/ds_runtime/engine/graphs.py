@@ -26,7 +26,7 @@ from ds_runtime.engine.rehearse import Rehearsed
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.spread import by_rank, logit_places
 from ds_runtime.engine.step import StepPlan, Work
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.transfer import Buffer, Upload
 from ds_runtime.errors import ConfigError, DsRuntimeError, PluginError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.spec import GraphBackend
@@ -206,7 +206,7 @@ class DecodeGraph:
         # Inputs, the table as narrow as a step needs it, and what the draws of all ranks need: at
         # most 40 bytes a row each, and 20 more where there are several.
         room = size * (32 + 60 * place.ranks + 4 * limits.max_pages_per_sequence) + (1 << 12)
-        self.buffer = torch.zeros(room, dtype=torch.uint8, device=place.device)
+        self.buffer = Buffer(room, place.device)
         sampler = place.sampler
         self.masked = None if sampler is None else MaskedDraw(sampler.ops, logits)
         self._every = torch.arange(size, device=place.device)
@@ -217,16 +217,17 @@ class DecodeGraph:
         works of all ranks, where there are several.
         """
         place, count, size = self._place, len(works), self.size
-        page_size = place.limits.page_size
-        rows = np.full(size, place.last_tokens.shape[0] - 1, np.int64)
-        positions = np.zeros(size, np.int64)
-        slots = np.full(size, -1, np.int64)
-        rows[:count] = [w.row for w in works]
-        positions[:count] = [w.start for w in works]
+        page_size, spare = place.limits.page_size, size - count
+        starts = [w.start for w in works]
+        rows = np.array([w.row for w in works] + [place.last_tokens.shape[0] - 1] * spare, np.int64)
+        positions = np.array(starts + [0] * spare, np.int64)
+        lens = np.array([n + 1 for n in starts] + [1] * spare, np.int32)
+        last = [
+            w.pages[n // page_size] * page_size + n % page_size
+            for w, n in zip(works, starts, strict=True)
+        ]
+        slots = np.array(last + [-1] * spare, np.int64)
         table = page_table(works, page_size, place.limits.max_pages_per_sequence)
-        at = positions[:count]
-        pages = table[np.arange(count), at // page_size].astype(np.int64)
-        slots[:count] = pages * page_size + at % page_size
         adapters = None
         if place.adapts:
             own = np.full(size, -1, np.int32)
@@ -236,16 +237,18 @@ class DecodeGraph:
         if place.adapts and place.ranks > 1:
             gathered = np.full(place.ranks * size, -1, np.int32)
             gathered[logit_places(every, place.ranks, size)] = [w.adapter for w in every]
-        filled = np.full((size, table.shape[1]), place.spare_page, np.int32)
-        filled[:count] = table
+        if spare:
+            filled = np.full((size, table.shape[1]), place.spare_page, np.int32)
+            filled[:count] = table
+            table = filled
         return _Numbers(
             rows=upload.add(rows),
             positions=upload.add(positions),
             slots=upload.add(slots),
-            kv_lens=upload.add((positions + 1).astype(np.int32)),
+            kv_lens=upload.add(lens),
             adapters=None if adapters is None else upload.add(adapters),
             every=None if gathered is None else upload.add(gathered),
-            table=self._table.add(filled, upload),
+            table=self._table.add(table, upload),
         )
 
     def _prepare(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Batch:

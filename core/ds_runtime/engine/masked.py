@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.transfer import Buffer, Upload
 from ds_runtime.ops.bind import Binding
 from ds_runtime.ops.table import Ops
 
@@ -47,7 +47,7 @@ class MaskedDraw:
         self.size, vocab = logits.shape
         self._words = -(-vocab // 32)
         room = self.size * (64 + 4 * self._words) + (1 << 10)
-        self._buffer = torch.zeros(room, dtype=torch.uint8, device=logits.device)
+        self._buffer = Buffer(room, logits.device)
         self._tokens = torch.zeros(self.size, dtype=torch.int64, device=logits.device)
         self._replay: Callable[[], None] | None = None
 

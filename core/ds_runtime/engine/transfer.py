@@ -6,8 +6,8 @@ device's memory is the host's own, nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ds_runtime.model.staging import shares_memory
 
+Array = npt.NDArray[Any]
 _ALIGN = 64  # bytes: kernels choose wide loads by the alignment of what they get
+_LAYOUTS = 64  # of a buffer that are remembered
 _DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -35,46 +37,102 @@ class Upload:
     def __init__(self, device: torch.device, packed: bool | None = None) -> None:
         self._device = device
         self._packed = not shares_memory(device) if packed is None else packed
-        self._arrays: list[npt.NDArray[Any]] = []
+        self._arrays: list[Array] = []
         self._tensors: list[Tensor] = []
 
-    def add(self, array: npt.NDArray[Any]) -> int:
+    def add(self, array: Array) -> int:
         """Of int32, int64, float32 or float64."""
         self._arrays.append(array)
         return len(self._arrays) - 1
 
-    def send(self, into: Tensor | None = None) -> None:
-        """Queue the transfer; the arrays may change afterwards, unless memory is shared.
-
-        into: a buffer of bytes on the device. Arrays of the same sizes in the same order always
-        come to lie at the same places in it.
+    def send(self, into: Buffer | None = None) -> None:
+        """Queue the transfer; the arrays may change afterwards, unless memory is shared and they
+        go into no buffer.
         """
-        if self._packed or into is not None:
-            self._tensors = self._send_packed(into)
+        if into is not None:
+            self._tensors = into.receive(self._arrays)
+        elif self._packed:
+            begins, end = _places(self._arrays)
+            there = _staged(self._arrays, begins, end, self._device)
+            there = there.to(self._device, non_blocking=True)
+            self._tensors = _views(there, self._arrays, begins)
         else:
             self._tensors = [torch.from_numpy(np.ascontiguousarray(a)) for a in self._arrays]
 
     def __getitem__(self, number: int) -> Tensor:
         return self._tensors[number]
 
-    def _send_packed(self, into: Tensor | None) -> list[Tensor]:
-        begins, end = [], 0
-        for array in self._arrays:
-            begins.append(end)
-            end += -(-array.nbytes // _ALIGN) * _ALIGN
-        staged = torch.empty(end, dtype=torch.uint8, pin_memory=not shares_memory(self._device))
-        raw = staged.numpy()
-        for array, begin in zip(self._arrays, begins, strict=True):
-            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            raw[begin : begin + array.nbytes] = flat
-        if into is None:
-            there = staged.to(self._device, non_blocking=True)
+
+class Buffer:
+    """Bytes on the device that uploads go into, one after the other.
+
+    Arrays of the same dtypes and shapes in the same order always come to lie at the same places in
+    it, and are the same tensors.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._host = self._bytes.numpy() if shares_memory(device) else None
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+
+    def receive(self, arrays: Sequence[Array]) -> list[Tensor]:
+        """The arrays, once what is queued here has run."""
+        key = tuple((array.dtype, array.shape) for array in arrays)
+        if (layout := self._layouts.get(key)) is None:
+            if len(self._layouts) >= _LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._layout(arrays)
+        if self._host is None:
+            staged = _staged(arrays, layout.begins, layout.end, self._bytes.device)
+            self._bytes[: layout.end].copy_(staged, non_blocking=True)
         else:
-            there = into[:end].copy_(staged, non_blocking=True)
-        return [
-            there[begin : begin + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
-            for array, begin in zip(self._arrays, begins, strict=True)
-        ]
+            for array, place in zip(arrays, layout.host, strict=True):
+                place[...] = array
+        return layout.tensors
+
+    def _layout(self, arrays: Sequence[Array]) -> _Layout:
+        begins, end = _places(arrays)
+        host = [] if self._host is None else _views(self._host, arrays, begins)
+        return _Layout(begins, end, _views(self._bytes, arrays, begins), host)
+
+
+class _Layout(NamedTuple):
+    """Where arrays begin in a buffer, and the last one ends; as tensors, and as the host writes
+    them where it can."""
+
+    begins: list[int]
+    end: int
+    tensors: list[Tensor]
+    host: list[Array]
+
+
+def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
+    """(where each begins, behind the last)."""
+    begins, end = [], 0
+    for array in arrays:
+        begins.append(end)
+        end += -(-array.nbytes // _ALIGN) * _ALIGN
+    return begins, end
+
+
+@overload
+def _views(there: Tensor, arrays: Sequence[Array], begins: list[int]) -> list[Tensor]: ...
+@overload
+def _views(there: Array, arrays: Sequence[Array], begins: list[int]) -> list[Array]: ...
+def _views(there: Any, arrays: Sequence[Array], begins: list[int]) -> list[Any]:
+    found = []
+    for array, begin in zip(arrays, begins, strict=True):
+        dtype = _DTYPES[array.dtype] if isinstance(there, Tensor) else array.dtype
+        found.append(there[begin : begin + array.nbytes].view(dtype).reshape(array.shape))
+    return found
+
+
+def _staged(arrays: Sequence[Array], begins: list[int], end: int, device: torch.device) -> Tensor:
+    """Bytes of the host, of which a device may take them by itself."""
+    staged = torch.empty(end, dtype=torch.uint8, pin_memory=not shares_memory(device))
+    for array, place in zip(arrays, _views(staged.numpy(), arrays, begins), strict=True):
+        place[...] = array
+    return staged
 
 
 def put(values: Any, dtype: type[np.generic], device: torch.device) -> Tensor:

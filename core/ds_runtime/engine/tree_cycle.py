@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_runtime.engine.cycle import CyclePlace, Rows, VerifyGraph
 from ds_runtime.engine.graphs import captured, decode_step, prepare_kernels
 from ds_runtime.engine.step import Work
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.transfer import Buffer, Upload
 from ds_runtime.engine.tree import Drafted, Growth
 from ds_runtime.engine.verify import Branch, moves
 from ds_runtime.model.deepseek import Moves
@@ -110,7 +110,7 @@ class TreeGraph:
         ]
         self._table = place.table(size)
         room = (levels + 1) * (rows * 24 + (1 << 10)) + size * 16
-        self._buffer = torch.zeros(room, dtype=torch.uint8, device=base.device)
+        self._buffer = Buffer(room, base.device)
         self._grown: list[tuple[Growth, Tensor]] = []  # behind each level, with `hidden` in front
         self._drafted: Drafted | None = None
         self._replays: list[Callable[[], None]] = []

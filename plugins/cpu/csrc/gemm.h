@@ -17,6 +17,7 @@
 //   static constexpr int TILE;         // most tokens of a tile
 //   static constexpr int ONE_PASS;     // up to so many tokens a tile may take the whole of k at
 //                                      // once, for it reads every byte of the panel once
+//   static constexpr bool looks_ahead(int64_t m);  // whether such a tile of m tokens fetches ahead
 //   static constexpr int64_t TOKENS;   // tokens of a unit: sums of TOKENS x 64 stay in a cache
 //   struct Panel;                      // one panel: pointers to its bytes, scales, column sums
 //   struct Tokens;                     // prepared activations of all tokens of this call: Rows<T>
@@ -95,15 +96,21 @@ struct Ahead {
 };
 constexpr int64_t AHEAD_STEP = 16;  // elements of k of a step
 // Bytes that a tile which streams a whole panel fetches ahead: as it lies, and of one that it widens,
-// where more is computed between two loads, from so many tokens on: below, an AMD EPYC (Zen 4) fetches
-// better by itself. Processors with matrix units want others, and so do Intel's without (avx512 runs
-// there: score.cpp).
+// where more is computed between two loads. Processors with matrix units want others, and so do
+// Intel's without (avx512 runs there: score.cpp).
 #if defined(__AMX_TILE__)
-constexpr int64_t STREAM_AHEAD = 4096, WIDEN_AHEAD = 2048, WIDEN_AHEAD_FROM = 1;
+constexpr int64_t STREAM_AHEAD = 4096, WIDEN_AHEAD = 2048;
 #elif defined(__AVX512BW__) && !DS_BF16_DOTS
-constexpr int64_t STREAM_AHEAD = 8192, WIDEN_AHEAD = 8192, WIDEN_AHEAD_FROM = 1;
+constexpr int64_t STREAM_AHEAD = 8192, WIDEN_AHEAD = 8192;
 #else
-constexpr int64_t STREAM_AHEAD = 512, WIDEN_AHEAD = 8192, WIDEN_AHEAD_FROM = DS_BF16_DOTS ? 3 : 1;
+constexpr int64_t STREAM_AHEAD = 512, WIDEN_AHEAD = 8192;
+#endif
+// Whether the processor fetches better by itself what such a tile of some tokens reads: an AMD EPYC
+// (Zen 4) does for one or two whose weights are widened, and for more than one of int8.
+#if DS_BF16_DOTS && !defined(__AMX_TILE__)
+constexpr int64_t WIDENS_ALONE_TO = 2, INT8_ALONE_FROM = 2;
+#else
+constexpr int64_t WIDENS_ALONE_TO = 0, INT8_ALONE_FROM = INT64_MAX;
 #endif
 constexpr int64_t UNPACK_AHEAD = 16384;  // and unpacking, between whose turns nothing is fetched
 
@@ -168,7 +175,7 @@ inline void panel_sums(const typename Fmt::Panel& p, const typename Fmt::Tokens&
     const int64_t bytes = Fmt::at(p, k) - Fmt::at(p, 0);
     const int64_t early = Fmt::UNPACKS ? WIDEN_AHEAD : STREAM_AHEAD;
     Ahead ahead = Ahead::over(Fmt::at(p, 0) + early, bytes, (k + AHEAD_STEP - 1) / AHEAD_STEP);
-    if (Fmt::UNPACKS && m < WIDEN_AHEAD_FROM) ahead.lines = 0;
+    if (!Fmt::looks_ahead(m)) ahead.lines = 0;
     detail::tile<Fmt, Fmt::TILE>(p, nullptr, 0, k, x, t0, int(m), sums, false, ahead);
     return;
   }

@@ -22,6 +22,7 @@ struct Int4 : TilesOf8<TilesInt4> {
   static constexpr int TILE = TILE8, ONE_PASS = ONE_PASS8;
   static constexpr int64_t TOKENS = 96, MAX_BLOCK = 256;
   static constexpr bool UNPACKS = true, FETCHES = false;
+  static constexpr bool looks_ahead(int64_t m) { return m > WIDENS_ALONE_TO; }
   struct Panel {
     const uint8_t* data;
     int64_t group;  // a multiple of 16, at most MAX_BLOCK

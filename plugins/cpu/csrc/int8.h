@@ -122,6 +122,7 @@ struct Int8 : TilesOf8<TilesInt8> {
   static constexpr int64_t TOKENS = 96;
   static constexpr int64_t HEAD = 8 * NB;  // bytes before the weights
   static constexpr bool UNPACKS = false, FETCHES = false;
+  static constexpr bool looks_ahead(int64_t m) { return m < INT8_ALONE_FROM; }
   struct Panel {
     const uint8_t* data;
     const float* scales() const { return (const float*)data; }

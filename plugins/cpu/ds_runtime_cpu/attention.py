@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from ds_runtime.api import Batch, Facts, Limits, Segments, rows_of, seen_of, wit
 from ds_runtime_cpu.native import active, calls
 from ds_runtime_cpu.small import CODE
 
+Ints = npt.NDArray[np.int32]
 _QUERIES = 128  # queries of one tile: scores of a tile stay in the second-level cache
 
 
@@ -102,13 +105,17 @@ def _sequence(
 
 @dataclass
 class DecodeState:
-    """One step: page table, lengths and first rows [sequences + 1] at fixed addresses."""
+    """One step: page table, lengths and first rows [sequences + 1] at fixed addresses.
 
-    page_table: Tensor
-    lens: Tensor
-    starts: Tensor
+    Written as numpy's arrays: behind a step of streamed weights a copy by torch takes 50 us.
+    """
+
+    page_table: Ints
+    lens: Ints
+    starts: Ints
     page_size: int
     sequences: int = 0
+    single: bool = True  # a row for each sequence, as the first rows are
     tree: Tensor | None = None  # [rows] int64
 
 
@@ -124,9 +131,9 @@ class MlaDecodeNative:
         self.call = calls().mla_decode
 
     def state(self, limits: Limits) -> DecodeState:
-        table = torch.zeros(limits.max_sequences, limits.max_pages_per_sequence, dtype=torch.int32)
-        lens, starts = (torch.zeros(limits.max_sequences + i, dtype=torch.int32) for i in (0, 1))
-        return DecodeState(table, lens, starts, limits.page_size)
+        rows, pages = limits.max_sequences, limits.max_pages_per_sequence
+        table, lens = np.zeros((rows, pages), np.int32), np.zeros(rows, np.int32)
+        return DecodeState(table, lens, np.arange(rows + 1, dtype=np.int32), limits.page_size)
 
     def prepare(self, state: DecodeState, batch: Batch) -> None:
         part = batch.decode
@@ -134,13 +141,15 @@ class MlaDecodeNative:
         state.tree = None if part is None else part.tree
         if part is None or not part.size:
             return
-        table = part.page_table
+        table = part.page_table.numpy()
         most = max(part.host_kv_lens)
         assert most <= table.shape[1] * state.page_size, f"no page for all of {most} tokens"
-        state.page_table[: table.shape[0], : table.shape[1]].copy_(table)
-        state.lens[: part.size].copy_(part.kv_lens)
-        first = list(accumulate(part.q_lens or (1,) * part.size, initial=0))
-        state.starts[: part.size + 1].copy_(torch.tensor(first, dtype=torch.int32))
+        state.page_table[: table.shape[0], : table.shape[1]] = table
+        state.lens[: part.size] = part.host_kv_lens
+        if part.q_lens or not state.single:
+            state.single = not part.q_lens
+            rows = part.q_lens or (1,) * (len(state.starts) - 1)
+            state.starts[: len(rows) + 1] = list(accumulate(rows, initial=0))
 
     def run(self, state: DecodeState, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         if q.stride(2) != 1:
@@ -158,10 +167,10 @@ class MlaDecodeNative:
             cache.shape[1],
             width,
             self.kv_lora,
-            state.page_table.data_ptr(),
-            state.page_table.stride(0),
-            state.lens.data_ptr(),
-            state.starts.data_ptr(),
+            state.page_table.ctypes.data,
+            state.page_table.shape[1],
+            state.lens.ctypes.data,
+            state.starts.ctypes.data,
             scale,
             out.data_ptr(),
             state.sequences,

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_runtime.engine.transfer import Download, Upload, put
+from ds_runtime.engine import transfer
+from ds_runtime.engine.transfer import Buffer, Download, Upload, put
 
 CPU = torch.device("cpu")
 ARRAYS = (
@@ -40,6 +41,50 @@ def test_packed_arrays_share_one_aligned_buffer():
     ARRAYS[0][:1] = 99
     assert upload[0][0] != 99
     ARRAYS[0][:1] = 0
+
+
+def sent(buffer, arrays):
+    upload = Upload(CPU)
+    numbers = [upload.add(array) for array in arrays]
+    upload.send(buffer)
+    return [upload[n] for n in numbers]
+
+
+def test_a_buffer_gives_arrays_of_the_same_kinds_the_same_tensors():
+    buffer = Buffer(1024, CPU)
+    first = sent(buffer, ARRAYS)
+    addresses = [t.data_ptr() for t in first]
+    changed = [array + 1 for array in ARRAYS]
+    second = sent(buffer, changed)
+    assert all(a is b for a, b in zip(first, second, strict=True))
+    assert all(a % 64 == addresses[0] % 64 for a in addresses)
+    for tensor, array in zip(second, changed, strict=True):
+        assert tensor.is_contiguous() and tensor.numpy().dtype == array.dtype
+        assert np.array_equal(tensor.numpy(), array)
+    changed[0][:1] = 99  # once sent, the array is the caller's again
+    assert second[0][0] == 1
+
+
+def test_a_buffer_lays_other_shapes_and_dtypes_out_anew():
+    buffer = Buffer(1024, CPU)
+    five = np.arange(5, dtype=np.int64)
+    for array in (five, five[:4], five.reshape(5, 1), five.astype(np.float64), five):
+        (tensor,) = sent(buffer, [array])
+        assert tensor.shape == array.shape and np.array_equal(tensor.numpy(), array)
+        assert tensor.numpy().dtype == array.dtype
+
+
+def test_a_buffer_remembers_some_layouts_and_serves_any_number(monkeypatch):
+    monkeypatch.setattr(transfer, "_LAYOUTS", 3)
+    buffer = Buffer(1024, CPU)
+    for n in (*range(1, 9), *range(1, 9)):
+        (tensor,) = sent(buffer, [np.arange(n, dtype=np.int32)])
+        assert tensor.tolist() == list(range(n)) and len(buffer._layouts) <= 3
+
+
+def test_more_than_a_buffer_holds_is_refused():
+    with pytest.raises((RuntimeError, ValueError)):
+        sent(Buffer(64, CPU), [np.zeros(4, np.int64), np.zeros(9, np.int64)])
 
 
 def test_values_and_back():
