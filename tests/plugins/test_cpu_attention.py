@@ -7,6 +7,7 @@ beside a slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -85,18 +86,23 @@ class Step:
             )
             own.append((torch.randn(length, width) * scale).to(kv_dtype))
             cache.view(torch.uint8)[slots[:length]] = own[-1].view(torch.uint8)
-        q = torch.randn(sum(q_lens), heads + 2, width).to(dtype)[:, 1 : heads + 1]
+        q = torch.randn(sum(q_lens) or len(lens), heads + 2, width).to(dtype)[:, 1 : heads + 1]
         return cls(inside(q), cache.view(-1, page, width), lens, q_lens, table, own, lora)
 
-    def run(self) -> Tensor:
+    def kernel(self, sequences: int, pages: int, most: int) -> tuple[Any, Any]:
+        """(the kernel, a state for steps of so many sequences with so many queries each)."""
         page, heads = self.cache.shape[1], self.q.shape[1]
         dims = {"heads": heads, "kv_lora": self.lora, "qk_rope": self.q.shape[2] - self.lora}
         facts = facts_for(
             CpuPlatform().info(), name(self.q.dtype), Dims(dims), page, name(self.cache.dtype)
         )
         kernel = attention.MlaDecodeNative(facts)
-        pages, most = self.table.shape[1], max(self.q_lens)
-        state = kernel.state(Limits(99, len(self.lens) + 1, pages + 2, page, heads, "cpu", most))
+        return kernel, kernel.state(Limits(99, sequences, pages, page, heads, "cpu", most))
+
+    def run(self, kernel: Any = None, state: Any = None) -> Tensor:
+        if kernel is None:
+            pages, most = self.table.shape[1] + 2, max(self.q_lens, default=1)
+            kernel, state = self.kernel(len(self.lens) + 1, pages, most)
         lens = torch.tensor(self.lens, dtype=torch.int32)
         part = DecodePart(self.table, lens, self.lens, self.q_lens)
         none = torch.empty(0, dtype=torch.int64)
@@ -105,12 +111,22 @@ class Step:
 
     def expected(self) -> Tensor:
         want, row = [], 0
-        for keys, length, count in zip(self.own, self.lens, self.q_lens, strict=True):
+        counts = self.q_lens or (1,) * len(self.lens)
+        for keys, length, count in zip(self.own, self.lens, counts, strict=True):
             for j in range(count):
                 k = keys[: length - (count - 1 - j)].double()
                 want.append((self.q[row].double() @ k.T * 0.07).softmax(-1) @ k[:, : self.lora])
                 row += 1
         return torch.stack(want)
+
+
+def test_one_state_serves_steps_of_several_queries_and_of_one():
+    torch.manual_seed(0)
+    sizes = [((30, 40), (2, 3)), ((5, 17, 33, 64, 1), ()), ((20, 50, 9), (1, 4, 2)), ((7, 90), ())]
+    steps = [Step.make(KINDS[0], 4, 64, 16, 16, *each) for each in sizes]
+    kernel, state = steps[0].kernel(6, 8, 4)
+    for step in (*steps, *reversed(steps)):
+        close(step.run(kernel, state), step.expected())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: f"{name(k[0])}-{name(k[1])}")

@@ -222,11 +222,11 @@ class DecodeGraph:
         rows = np.array([w.row for w in works] + [place.last_tokens.shape[0] - 1] * spare, np.int64)
         positions = np.array(starts + [0] * spare, np.int64)
         lens = np.array([n + 1 for n in starts] + [1] * spare, np.int32)
-        last = [
+        own_slots = [
             w.pages[n // page_size] * page_size + n % page_size
             for w, n in zip(works, starts, strict=True)
         ]
-        slots = np.array(last + [-1] * spare, np.int64)
+        slots = np.array(own_slots + [-1] * spare, np.int64)
         table = page_table(works, page_size, place.limits.max_pages_per_sequence)
         adapters = None
         if place.adapts:

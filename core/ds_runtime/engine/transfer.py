@@ -64,19 +64,21 @@ class Upload:
 
 
 class Buffer:
-    """Bytes on the device that uploads go into, one after the other.
+    """Bytes on the device that uploads go into, each over the last one.
 
     Arrays of the same dtypes and shapes in the same order always come to lie at the same places in
-    it, and are the same tensors.
+    it. in_place: the host writes them there (default: where memory is shared).
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._host = self._bytes.numpy() if shares_memory(device) else None
+    def __init__(self, nbytes: int, device: torch.device, in_place: bool | None = None) -> None:
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        self._bytes = torch.zeros(size, dtype=torch.uint8, device=device)
+        in_place = shares_memory(device) if in_place is None else in_place
+        self._host = self._bytes.numpy() if in_place else None
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def receive(self, arrays: Sequence[Array]) -> list[Tensor]:
-        """The arrays, once what is queued here has run."""
+        """The arrays, once what is queued here has run, and until the next ones come."""
         key = tuple((array.dtype, array.shape) for array in arrays)
         if (layout := self._layouts.get(key)) is None:
             if len(self._layouts) >= _LAYOUTS:
@@ -92,6 +94,8 @@ class Buffer:
 
     def _layout(self, arrays: Sequence[Array]) -> _Layout:
         begins, end = _places(arrays)
+        size = len(self._bytes)
+        assert end <= size, f"arrays of {end} bytes for a buffer of {size}"
         host = [] if self._host is None else _views(self._host, arrays, begins)
         return _Layout(begins, end, _views(self._bytes, arrays, begins), host)
 

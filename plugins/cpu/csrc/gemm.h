@@ -106,7 +106,8 @@ constexpr int64_t STREAM_AHEAD = 8192, WIDEN_AHEAD = 8192;
 constexpr int64_t STREAM_AHEAD = 512, WIDEN_AHEAD = 8192;
 #endif
 // Whether the processor fetches better by itself what such a tile of some tokens reads: an AMD EPYC
-// (Zen 4) does for one or two whose weights are widened, and for more than one of int8.
+// (Zen 4) does for one or two whose weights are widened, and for more than one of int8. (Zen 5 was not
+// asked. Matrix units and FP8 by vectors beside them do not ask: FETCHES in amx.h, WIDEN_AHEAD.)
 #if DS_BF16_DOTS && !defined(__AMX_TILE__)
 constexpr int64_t WIDENS_ALONE_TO = 2, INT8_ALONE_FROM = 2;
 #else
