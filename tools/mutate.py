@@ -193,8 +193,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "spare rows write to a page",
         GRAPHS,
-        "slots = np.full(size, -1, np.int64)",
-        "slots = np.full(size, 0, np.int64)",
+        "slots = np.array(own_slots + [-1] * spare, np.int64)",
+        "slots = np.array(own_slots + [0] * spare, np.int64)",
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(
@@ -235,8 +235,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a captured step takes the wrong rows",
         GRAPHS,
-        "rows[:count] = [w.row for w in works]",
-        "rows[:count] = range(count)",
+        "rows = np.array([w.row for w in works] + [",
+        "rows = np.array([*range(count)] + [",
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(
