@@ -20,6 +20,7 @@ from ds_runtime.ops.linear import Groups
 from ds_runtime.ops.spec import (
     API_VERSION,
     DENSE_EXPERTS,
+    DENSE_ROWS,
     FP8_EXPERTS,
     FP8_GROUPS,
     FP8_ROWS,
@@ -119,6 +120,7 @@ _MODULES = ("ceilings", "fp8_blocks")  # those that are modules themselves
 __all__ = [
     "API_VERSION",
     "DENSE_EXPERTS",
+    "DENSE_ROWS",
     "FP8_EXPERTS",
     "FP8_GROUPS",
     "FP8_ROWS",

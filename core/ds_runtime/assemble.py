@@ -17,7 +17,7 @@ from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.estimate import packed_bytes
+from ds_runtime.model.estimate import beside, packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
@@ -186,6 +186,9 @@ def assemble(
         # The kernel in front of attention makes no index keys: their weight is one of its own.
         sites = sites_of(apart | {INDEX_KEYS})
         binding, uncaptured = _decide(sites, offers, facts, pins, apart)
+    if not _has_room(binding, config, model, info.memory):
+        facts = replace(facts, room=False)
+        binding, uncaptured = _decide(sites, offers, facts, pins, apart)
     if not _fits(binding, config, model, info.memory):
         binding, uncaptured = _decide(sites, offers, facts, pins, apart, compact=True)
     if uncaptured:
@@ -253,13 +256,25 @@ def _decide(
     return decide_all(sites, offers, facts, pins, apart, compact), ""
 
 
+_ROOM = 0.7  # of a device's memory, that weights with second forms may take
+
+
+def _has_room(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> bool:
+    """Whether second forms of weights leave room for caches. memory: bytes of a device."""
+    if not memory or not any(beside(binding, *choice) for choice in binding.choices):
+        return True
+    return _held(binding, config, model) <= _ROOM * memory
+
+
+def _held(binding: Binding, config: EngineConfig, model: ModelConfig) -> int:
+    return packed_bytes(model, binding, config.dtype, config.tp, 0, config.attention_tp)
+
+
 def _fits(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> bool:
     """Whether the weights fit, or would as well without conversions. memory: bytes of a device."""
     if not memory or not any(d.converts for d in binding.decisions):
         return True
-    ranks = (config.tp, config.attention_tp)
-    held = packed_bytes(model, binding.choices, config.dtype, ranks[0], 0, ranks[1])
-    return held <= memory
+    return _held(binding, config, model) <= memory
 
 
 def _uncaptured(binding: Binding) -> str:
@@ -335,6 +350,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         page_size=config.page_size,
         tp=config.tp,
         deterministic=config.deterministic,
+        quantized=bool(model.quantization or config.quantize),
     )
 
 

@@ -121,7 +121,7 @@ def test_where_dense_weights_do_not_fit_they_are_rounded(
 ) -> None:
     write_blocks(tmp_path)
     dense = assemble(config(tmp_path))
-    needed = packed_bytes(dense.model, dense.binding.choices, "float32", 1, 0)
+    needed = packed_bytes(dense.model, dense.binding, "float32", 1, 0)
     device = assembling._device
     for memory, held in ((needed, "dense"), (needed - 1, "int8_channel"), (0, "dense")):
         small = partial(replace, memory=memory)

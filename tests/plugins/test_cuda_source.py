@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from importlib.resources import files
 from types import SimpleNamespace
@@ -10,7 +11,15 @@ import pytest
 import torch
 
 from ds_runtime.errors import PluginError
-from ds_runtime_cuda import attention, grouped_fp8, nvrtc, streamed
+from ds_runtime_cuda import (
+    attention,
+    dense12,
+    grouped_fp8,
+    linear12,
+    nvrtc,
+    streamed,
+    token_experts,
+)
 from ds_runtime_cuda.driver import DriverError
 
 
@@ -26,19 +35,19 @@ def whole(code: bytes) -> bool:
     return code.startswith(b"\x7fELF") and named
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_experts_compile(home, fp8):
-    code = nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8))
+@pytest.mark.parametrize("form", sorted(streamed._TILES))
+def test_experts_compile(home, form):
+    code = nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form))
     assert whole(code)
     (kept,) = home.iterdir()
     assert whole(kept.read_bytes())
     again = nvrtc._MAGIC + b" as it was"
     kept.write_bytes(again)
-    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8)) == again
-    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8), anew=True) != again
+    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form)) == again
+    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form), anew=True) != again
     for torn in (b"", b"garbage"):
         kept.write_bytes(torn)
-        assert whole(nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(fp8)))
+        assert whole(nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form)))
         assert whole(kept.read_bytes())
 
 
@@ -52,6 +61,18 @@ def test_grouped_experts_compile(home):
     assert code.startswith(b"\x7fELF") and b"gate_up" in code and b"down" in code
 
 
+def test_kernels_of_12_bits_compile(home):
+    tiles = {*linear12._TILES, *linear12._UNEVEN.values()}
+    made = [("linear12.cu", linear12._defines(tile), (b"linear",)) for tile in tiles]
+    size = {"ARGS": ctypes.sizeof(dense12._Args)}
+    made += [("dense12.cu", size, (b"count", b"encode"))]
+    made += [("few12.cu", linear12.few_defines(), (b"few",))]
+    made += [("token_experts.cu", token_experts.defines(), (b"gate_up", b"down"))]
+    for source, defines, names in made:
+        code = nvrtc.compile_for("sm_90a", source, defines)
+        assert code.startswith(b"\x7fELF") and all(name in code for name in names)
+
+
 def test_another_header_is_compiled_anew(home):
     options, source = ("--gpu-architecture=sm_90a",), '#include "a.cuh"\n__global__ void f() {N;}'
     for text in ("#define N", "#define N return", "#define N"):
@@ -60,7 +81,7 @@ def test_another_header_is_compiled_anew(home):
 
 
 def test_another_layout_of_the_arguments_does_not_compile():
-    defines = {**streamed._defines(True), "ARGS": 640}
+    defines = {**streamed._defines("fp8"), "ARGS": 640}
     with pytest.raises(DriverError, match="as the caller lays them out"):
         nvrtc.compile_for("sm_90a", "experts.cu", defines)
 
@@ -96,10 +117,10 @@ def test_what_was_kept_and_does_not_load_is_made_again(home, monkeypatch):
     _, compiler = nvrtc._library()
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, compiler))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
-    nvrtc.compile_for_device("experts.cu", streamed._defines(True))
+    nvrtc.compile_for_device("experts.cu", streamed._defines("fp8"))
     (kept,) = home.iterdir()
     kept.write_bytes(b"\x7fELF damaged")
-    nvrtc.Module("experts.cu", streamed._defines(True))
+    nvrtc.Module("experts.cu", streamed._defines("fp8"))
     assert whole(kept.read_bytes())
 
 
@@ -110,7 +131,7 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, None))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
-        streamed._module(True, torch.device("cuda", 0))
+        streamed._module("fp8", torch.device("cuda", 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
         grouped_fp8._module(torch.device("cuda", 0))
 
@@ -121,17 +142,22 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("experts.cu", streamed._Args, ["gate_up", "down", "x", "h"]),
         ("grouped.cu", grouped_fp8._Args, ["x", "w"]),
         ("attention.cu", attention._Args, ["q", "q_rope", "k", "k_rope", "v"]),
+        ("linear12.cu", linear12._Args, ["x"]),
+        ("few12.cu", linear12._FewArgs, []),
+        ("dense12.cu", dense12._Args, []),
+        ("token_experts.cu", token_experts._Args, []),
     ],
 )
 def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
     text = (files("ds_runtime_cuda") / "csrc" / source).read_text()
-    body = re.search(r"struct alignas\(64\) Args \{(.*?)\n\};", text, re.S).group(1)
+    body = re.search(r"struct (?:alignas\(64\) )?Args \{(.*?)\n\};", text, re.S).group(1)
     body = re.sub(r"//.*", "", body)
     names = [n.strip(" *\n") for part in re.findall(
-        r"(?:const )?(?:TensorMap|float|void|u8|u16|int|long long)\b\*? ([^;]*);", body
+        r"(?:const )?(?:TensorMap|float|void|u8|u16|u32|int|long long)\b\*? ([^;]*);", body
     ) for n in part.split(",")]  # fmt: skip
     assert names[: len(maps)] == maps
-    assert names[len(maps) :] == [name for name, *_ in args._fields_[1:-1]]
+    fields = [name for name, *_ in args._fields_ if name not in ("maps", "_end")]
+    assert names[len(maps) :] == fields[source == "linear12.cu" :]
 
 
 def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
@@ -142,3 +168,11 @@ def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
     grouped_fp8.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
     attention.compile_attention(SimpleNamespace(), (8,))
     assert len(list(home.iterdir())) == 4
+    streamed.compile_coded(SimpleNamespace(), (1, 3, 8, 64, 128))
+    assert len(list(home.iterdir())) == 8
+    monkeypatch.setattr(nvrtc, "cores", lambda device: 132)
+    monkeypatch.setattr(nvrtc.torch.cuda, "current_device", lambda: 0)
+    linear12.compile_linear(SimpleNamespace(shape=(102400, 2048)), (0, 1, 8, 64, 128, 200))
+    assert len(list(home.iterdir())) == 10
+    linear12.compile_few(SimpleNamespace(), (8,))
+    assert len(list(home.iterdir())) == 11

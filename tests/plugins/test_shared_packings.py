@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import DEVICE, needs_triton
-from vendor_doubles import cuda, grouped, install, streamed
+from vendor_doubles import coded12, cuda, grouped, install, streamed
 
 from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
 from ds_runtime.assemble import assemble
@@ -20,7 +20,7 @@ from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.ops.shares import asks_for
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime.testing.numerics import relative_error
-from ds_runtime_cuda import grouped_fp8
+from ds_runtime_cuda import dense12, grouped_fp8, linear12, token_experts
 from ds_runtime_cuda import streamed as own
 
 pytestmark = needs_triton
@@ -33,11 +33,15 @@ def libraries(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
     monkeypatch.setattr(own, "nvrtc", streamed)
     monkeypatch.setattr(grouped_fp8, "nvrtc", grouped)
-    for each in (own, grouped_fp8):
-        each._module.cache_clear()
+    kept = [own._module, grouped_fp8._module, linear12._few_module, linear12._tile]
+    for each in (dense12, linear12, token_experts):
+        monkeypatch.setattr(each, "nvrtc", coded12)
+        kept.append(each._module)
+    for each in kept:
+        each.cache_clear()
     yield
-    for each in (own, grouped_fp8):  # they hold stand-ins
-        each._module.cache_clear()
+    for each in kept:  # they hold stand-ins
+        each.cache_clear()
 
 
 def test_rows():
@@ -153,7 +157,7 @@ def test_dense_experts():
     ("model", "note"),
     [
         ("deepseek-v3", "cuda.ExpertsFp8 from 3 to 16 rows"),
-        ("deepseek-v2-lite", "cuda.ExpertsDense from 3 to 32 rows"),
+        ("deepseek-v2-lite", "cuda.ExpertsDense12 from 1 to 320 rows"),
     ],
 )
 def test_the_plan_says_which_rows_each_serves(tmp_path, model, note):

@@ -85,18 +85,30 @@ def compare_replays(kernel, packed: Packed, top_k: int, counts: tuple[int, ...],
             assert torch.equal(out, kernel.apply(strided, chosen, ids, packed))
 
 
+KERNELS = {
+    "fp8": streamed.ExpertsFp8,
+    "dense": streamed.ExpertsDense,
+    "12 bits": streamed.ExpertsDense12,
+}
+
+
 @pytest.mark.parametrize("cores", [None, 1, 3])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("form", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_replays_compute_new_inputs(monkeypatch, shape, fp8, cores):
+def test_replays_compute_new_inputs(monkeypatch, shape, form, cores):
     """cores: so few blocks that each takes units of both matmuls, one behind the other."""
     if cores is not None:
         monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
     torch.manual_seed(0)
     experts, inter, hidden, top_k = shape
+    fp8 = form == "fp8"
     packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
-    kernel = (streamed.ExpertsFp8 if fp8 else streamed.ExpertsDense)(FACTS)
-    compare_replays(kernel, packed, top_k, (1, 2, 7, 33, 100, 300), limit)
+    kernel = KERNELS[form](FACTS)
+    if form == "12 bits":
+        dense = packed.nbytes
+        packed = kernel.hold_beside(packed)
+        assert packed.nbytes > dense, "they fit"
+    compare_replays(kernel, packed, top_k, (1, 2, 3, 4, 7, 33, 100, 300), limit)
 
 
 @pytest.mark.parametrize("powers", [False, True])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.sites import INDEXER, vocab_rows
-from ds_runtime.ops.bind import site_facts
+from ds_runtime.ops.bind import Binding, site_facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.sparse import scored_rows
 from ds_runtime.ops.spec import Kernel, Site
@@ -25,7 +24,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def packed_bytes(
     config: ModelConfig,
-    choices: Iterable[tuple[Site, Kernel | None]],
+    binding: Binding,
     dtype: str,
     tp: int,
     positions: int,
@@ -33,13 +32,13 @@ def packed_bytes(
 ) -> int:
     """Bytes of one rank's packed weights, embedding, routers and rotation table.
 
-    choices: sites with their kernels, as `Binding.choices`. A kernel holds a weight in the
-    compute dtype unless it keeps the format, as often as it says. Padding is not counted; scales
-    are, one per row and group of columns.
+    A kernel holds a weight in the compute dtype unless it keeps the format, as often as it says,
+    and those that share it what they say of forms beside that. Padding is not counted; scales are,
+    one per row and group of columns.
     """
     item = ITEM_BYTES[dtype]
     total: float = vocab_rows(config, tp) * config.hidden * item + rotation_bytes(config, positions)
-    for site, kernel in choices:
+    for site, kernel in binding.choices:
         if site.op == "router_logits":
             rows = config.experts
             if config.indexing is not None and site.module == INDEXER:
@@ -62,9 +61,16 @@ def packed_bytes(
             group = min(form.block[1] or _GROUP, _GROUP)
             scales = count // cols * -(-cols // group) * form.scale_bytes
             size = count * form.bits / 8 + scales
-        copies = 1 if kernel is None else kernel.copies
+        copies = 1.0 if kernel is None else kernel.copies + beside(binding, site, kernel)
         total += copies * matrices * size
     return int(total)
+
+
+def beside(binding: Binding, site: Site, kernel: Kernel | None) -> float:
+    """What second forms of a site's weight take, as a share of it."""
+    shares = binding.shares.get((site.op, site.layer, site.module))
+    kernels = (kernel,) if shares is None else shares.kernels
+    return sum(each.beside for each in kernels if each is not None)
 
 
 def rotation_bytes(config: ModelConfig, positions: int) -> int:
@@ -122,10 +128,9 @@ def positions_of(assembly: Assembly) -> int:
 
 def needed_bytes(assembly: Assembly) -> int:
     """What one rank's packed weights will take."""
-    config, choices = assembly.config, assembly.binding.choices
-    positions = positions_of(assembly)
+    config, positions = assembly.config, positions_of(assembly)
     weights = packed_bytes(
-        assembly.model, choices, config.dtype, config.tp, positions, config.attention_tp
+        assembly.model, assembly.binding, config.dtype, config.tp, positions, config.attention_tp
     )
     ranks = (config.tp, config.attention_tp)
     return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, *ranks)

@@ -29,7 +29,15 @@ class _ByRows:
         self._rest = next(one for kernel, one in made if kernel is shares.rest)
         self._some = [(kernel, one) for kernel, one in made if kernel in shares.some]
         self._packing = shares.rest.packing
-        self.pack = self._rest.pack
+        self._holding = [one for kernel, one in self._some if kernel.beside]
+
+    def pack(self, *source: Any) -> Packed:
+        """(weight or ExpertSource, facts)."""
+        packed: Packed = self._rest.pack(*source)
+        if packed.tag == self._packing:
+            for kernel in self._holding:
+                packed = kernel.hold_beside(packed)
+        return packed
 
     def apply(self, x: Tensor, *rest: Any) -> Tensor:
         """x [rows, …] and what else the op's contract says, the Packed last."""

@@ -27,6 +27,7 @@ FP8_EXPERTS = "fp8_experts.v1"  # gate_up [experts, 2 · I, H] (gate rows first)
 # down [experts, H, I], down_scale; H and I in whole blocks. ue8m0, where it is there: whether all
 # scales are powers of two, so that those of activations are, too
 DENSE_EXPERTS = "dense_experts.v1"  # gate_up and down, as FP8_EXPERTS, in the compute dtype
+DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
 
 Phase = Literal["any", "prefill", "decode", "verify", "tree"]
 RefusalKind = Literal["absent", "not installed", "unsupported", "not allowed", "broken"]
@@ -99,7 +100,9 @@ class Facts:
     The first block describes the process, the second one site (an op at a place in the model).
     `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
     calls are recorded and replayed with other contents of the same tensors, so a call may not wait
-    for the device, and what it launches may depend on shapes and limits, but on no length.
+    for the device, and what it launches may depend on shapes and limits, but on no length. `room`:
+    memory has room for second forms of weights (`Kernel.beside`). `quantized`: weights of the
+    checkpoint are, or are rounded when they are loaded.
     """
 
     device: DeviceInfo
@@ -111,6 +114,8 @@ class Facts:
     deterministic: bool = False
     graph_capture: bool = False
     index_dtype: str = "float32"  # of the index cache, where attention is sparse
+    room: bool = True
+    quantized: bool = False
 
     role: str = "target"
     layer: int = -1
@@ -271,7 +276,10 @@ class Kernel:
     kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
     the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest
     (without one, the best of them does). `by_rows` names the methods of which that holds; empty:
-    all. Others are served by the one that packs, for any number of rows.
+    all. Others are served by the one that packs, for any number of rows. `beside`, of a kernel that
+    reads such a weight in a form of its own, is how much that takes as a share of the weight: what
+    `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called once the weight is
+    packed, by whichever kernel, and adds the form. Where memory has no room, it is refused.
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the
@@ -306,6 +314,7 @@ class Kernel:
     below_rows: int = 0
     rehearsal: str = ""
     by_rows: frozenset[str] = frozenset()
+    beside: float = 0
 
     @property
     def name(self) -> str:

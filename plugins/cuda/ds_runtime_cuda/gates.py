@@ -20,7 +20,9 @@ BLOCK = 128
 _DISTRIBUTION = {library.module: library.distributions[0] for library in LIBRARIES}
 
 
-OWN = frozenset({"torch_ops", "streamed", "attention", "grouped_fp8"})  # adapters of no library
+OWN = frozenset(  # adapters of no library
+    {"torch_ops", "streamed", "attention", "grouped_fp8", "linear12"}
+)
 
 
 def gpu(facts: Facts) -> str | None:
@@ -103,6 +105,29 @@ def multiplies_fp8(facts: Facts) -> str | None:
     return f"{facts.device.name} does not multiply float8_e4m3fn"
 
 
+TILE, ROWS, COLUMNS = 12_416, 128, 64  # bytes, rows and columns of a tile of dense12.cuh
+CODED = TILE / (ROWS * COLUMNS * 2)  # of bfloat16 weights, that they take in such tiles
+_LARGE = 100_000_000  # elements of a weight that is worth a second form: a head's
+
+
+def large(facts: Facts) -> str | None:
+    rows, columns = facts.shape or (_LARGE, COLUMNS)
+    if rows * columns < _LARGE:
+        return f"is for weights of {_LARGE:,} elements and more, not of {rows} × {columns}"
+    return _whole_tiles(columns)
+
+
+def not_large(facts: Facts) -> str | None:
+    rows, columns = facts.shape or (0, COLUMNS)
+    if rows * columns >= _LARGE:
+        return f"is for weights of fewer than {_LARGE:,} elements, not of {rows} × {columns}"
+    return _whole_tiles(columns)
+
+
+def _whole_tiles(columns: int) -> str | None:
+    return None if columns % COLUMNS == 0 else f"needs rows of whole 64 values, not of {columns}"
+
+
 EXPANDED = 256  # tokens from which kv_b is quicker multiplied in FP8
 COPIED_KEYS = 1 << 20  # of an index, that are scored in a copy, at most
 
@@ -127,6 +152,7 @@ def offer(
     ahead: str = "",
     by_rows: frozenset[str] = frozenset(),
     copies: float = 1,
+    beside: float = 0,
     workspace: Callable[[Facts, int], int] | None = None,
 ) -> Kernel:
     fp8, module = formats == FP8, fn.partition(":")[0]
@@ -150,6 +176,7 @@ def offer(
         ahead=ahead and f"ds_runtime_cuda.{ahead}",
         by_rows=by_rows,
         copies=copies,
+        beside=beside,
         workspace=workspace,
     )
 

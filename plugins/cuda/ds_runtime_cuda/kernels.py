@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ds_runtime.api import (
     DENSE_EXPERTS,
+    DENSE_ROWS,
     FP8_EXPERTS,
     FP8_ROWS,
     RANK_PLATFORM,
@@ -26,6 +27,7 @@ from ds_runtime.api import (
 from ds_runtime_cuda.gates import (
     BF16,
     BLOCK,
+    CODED,
     DENSE,
     EXPANDED,
     EXPERT_BLOCKS,
@@ -41,8 +43,10 @@ from ds_runtime_cuda.gates import (
     few_experts,
     fp8_keys,
     in_fours,
+    large,
     library,
     multiplies_fp8,
+    not_large,
     offer,
     scaled_kv,
     scales_on_chip,
@@ -50,7 +54,7 @@ from ds_runtime_cuda.gates import (
 )
 
 RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
-RANK_BESIDE = RANK_BEHIND - 1  # for some sizes, beside a kernel that serves the others
+RANK_BESIDE = RANK_BEHIND - 2  # for some sizes, beside a kernel that serves the others
 
 
 _FA3 = library("sgl_kernel", "flash_attn.flash_attn_varlen_func")
@@ -198,13 +202,19 @@ ATTENTION: tuple[Kernel, ...] = (
 
 
 def _streamed(
-    name: str, formats: frozenset[str], packing: str, below_rows: int, *each: Gate
+    name: str,
+    formats: frozenset[str],
+    packing: str,
+    rows: tuple[int, int],
+    *each: Gate,
+    rank: int = RANK_BESIDE,
+    beside: float = 0,
 ) -> Kernel:
     """Own kernels, for sizes at which they were faster than portable ones."""
     return offer(
         "experts",
         f"streamed:{name}",
-        RANK_BESIDE,
+        rank,
         arch("sm90"),
         library("cuda.bindings"),
         BF16,
@@ -214,9 +224,29 @@ def _streamed(
         formats=formats,
         note="compiled by NVRTC when it is first needed",
         packing=packing,
-        from_rows=3,
+        from_rows=rows[0],
+        below_rows=rows[1],
+        beside=beside,
+        ahead="streamed:compile_coded" if beside else "streamed:compile_experts",
+    )
+
+
+def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
+    return offer(
+        "linear",
+        f"linear12:{name}",
+        RANK_BESIDE,
+        arch("sm90"),
+        library("cuda.bindings"),
+        BF16,
+        size,
+        formats=DENSE,
+        note="compiled by NVRTC when it is first needed",
+        packing=DENSE_ROWS,
+        from_rows=1,
         below_rows=below_rows,
-        ahead="streamed:compile_experts",
+        beside=CODED,
+        ahead=f"linear12:{ahead}",
     )
 
 
@@ -272,10 +302,13 @@ MOE: tuple[Kernel, ...] = (
         sixteen_bytes,
         formats=DENSE,
     ),
-    _streamed("ExpertsFp8", FP8, FP8_EXPERTS, 17, scales_on_chip),
-    _streamed("ExpertsDense", DENSE, DENSE_EXPERTS, 33),
+    _streamed("ExpertsFp8", FP8, FP8_EXPERTS, (3, 17), scales_on_chip),
+    _streamed("ExpertsDense", DENSE, DENSE_EXPERTS, (3, 33)),
+    _streamed("ExpertsDense12", DENSE, DENSE_EXPERTS, (1, 321), rank=RANK_BESIDE + 1, beside=CODED),
 )
 LINEAR: tuple[Kernel, ...] = (
+    _dense12("LinearDense12", "compile_linear", 129, large),
+    _dense12("LinearFew12", "compile_few", 9, not_large),
     offer(
         "linear",
         "deep_gemm:LinearFp8",

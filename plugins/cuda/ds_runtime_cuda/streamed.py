@@ -1,14 +1,15 @@
 """Routed experts for few tokens, about as fast as their weights can be read: csrc/experts.cu.
 
 Both matmuls are one launch whose blocks fetch weights all the time. Weights lie as FP8_EXPERTS and
-DENSE_EXPERTS say, so that kernels for more tokens read them, too.
+DENSE_EXPERTS say, so that kernels for more tokens read them, too; of bfloat16 there may be a second
+form in 12 bits beside (dense12.py), which is read instead.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -22,10 +23,11 @@ from ds_runtime.api import (
     Packed,
     ReferenceExperts,
 )
-from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda import nvrtc, token_experts
+from ds_runtime_cuda.dense12 import Coded, encode
 from ds_runtime_cuda.expert_weights import pack_blocks
 
-_SOURCE = "experts.cu"
+_SOURCE, _PIN = "experts.cu", "experts=triton"
 _THREADS = 64 + 256
 _ON_CHIP = {1: 232_448, 2: 115_712}  # bytes for each block, by the blocks of a multiprocessor
 _BOX, _EIGHT = 128, 8  # rows that are fetched together: of weights, of pairs
@@ -44,7 +46,12 @@ class Tile:
 
 
 # By measurement on an H200, benchmarks/results/device_decode.md.
-_DENSE_TILE, _FP8_TILE = Tile(32, 1, 6), Tile(16, 2, 4)
+_FP8, _DENSE = "fp8", "dense"
+_TILES = {_FP8: Tile(16, 2, 4), _DENSE: Tile(32, 1, 6)}
+# Of weights in 12 bits, by the most tokens.
+_CODED = {4: "coded, 32 x 1", 96: "coded, 16 x 2", 1 << 30: "coded, 32 x 2"}
+_TILES |= dict(zip(_CODED.values(), (Tile(32, 1, 6), Tile(16, 2, 4), Tile(32, 2, 4)), strict=True))
+_HELD = "tiles of 12 bits"  # in Packed.tensors
 _MOST = 16384  # tokens of a launch: experts' pairs and tiles are counted in 16 bits
 
 
@@ -66,31 +73,49 @@ class _Args(ctypes.Structure):
             for name in ("tokens", "top_k", "experts", "hidden", "inter", "rows", "most",
                          "powers")
         ),
-        ("_end", ctypes.c_char * 32),  # the struct is a multiple of 64 bytes
+        *((name, ctypes.c_void_p) for name in ("gate_up_tiles", "down_tiles")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("gate_up_back", "gate_up_lift", "down_back", "down_lift")
+        ),  # a multiple of 64 bytes
     )  # fmt: skip
 
 
-def _defines(fp8: bool) -> dict[str, int]:
-    tile = (_DENSE_TILE, _FP8_TILE)[fp8]
-    return {"FP8": int(fp8), "BM": tile.pairs, "BLOCKS": tile.blocks,
-            "BYTES": _ON_CHIP[tile.blocks], "STAGES": tile.stages,
+def _defines(form: str) -> dict[str, int]:
+    tile = _TILES[form]
+    return {"FP8": int(form == _FP8), "CODED": int(form in _CODED.values()), "BM": tile.pairs,
+            "BLOCKS": tile.blocks, "BYTES": _ON_CHIP[tile.blocks], "STAGES": tile.stages,
             "ARGS": ctypes.sizeof(_Args)}  # fmt: skip
 
 
 @cache
-def _module(fp8: bool, device: torch.device) -> nvrtc.Module:
+def _module(form: str, device: torch.device) -> nvrtc.Module:
     """Of the current device, which `device` is."""
-    return nvrtc.module(_SOURCE, _defines(fp8), "experts=triton")
+    return nvrtc.module(_SOURCE, _defines(form), _PIN)
 
 
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of both."""
-    nvrtc.compile_for_device(_SOURCE, _defines(facts.weight_format == "fp8_block"))
+    """`Kernel.ahead` of ExpertsFp8 and ExpertsDense."""
+    form = _FP8 if facts.weight_format == "fp8_block" else _DENSE
+    nvrtc.compile_for_device(_SOURCE, _defines(form))
+
+
+def compile_coded(facts: Facts, rows: Sequence[int]) -> None:
+    """`Kernel.ahead` of ExpertsDense12."""
+    for form in sorted({_coded_form(count) for count in rows if count}):
+        nvrtc.compile_for_device(_SOURCE, _defines(form))
+    if any(0 < count <= token_experts.MOST_TOKENS for count in rows):
+        nvrtc.compile_for_device(token_experts.SOURCE, token_experts.defines())
+
+
+def _coded_form(tokens: int) -> str:
+    return next(form for most, form in _CODED.items() if tokens <= most)
 
 
 def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     held, (experts, hidden, inter) = packed.tensors, packed.shape
     upper, lower = held["gate_up"], held["down"]
+    coded: tuple[Coded, Coded] | None = held.get(_HELD)
     dtype, device, (tokens, top_k) = upper.dtype, x.device, ids.shape
     if tokens > _MOST:
         cut = [slice(begin, begin + _MOST) for begin in range(0, tokens, _MOST)]
@@ -99,12 +124,15 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     pairs, fp8 = tokens * top_k, dtype == torch.float8_e4m3fn
     if not pairs:
         return out.zero_()
-    tile = (_DENSE_TILE, _FP8_TILE)[fp8]
-    most = pairs // tile.pairs + min(experts, pairs)  # tiles
-    rows = most * tile.pairs
-    if x.stride(1) != 1 or x.stride(0) % 4 or x.data_ptr() % 8:
+    form = _FP8 if fp8 else _DENSE if coded is None else _coded_form(tokens)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
     weights, ids = weights.contiguous(), ids.contiguous()
+    if coded is not None and token_experts.fits(tokens, top_k, inter):
+        return token_experts.run(x, weights, ids, coded, inter)
+    tile = _TILES[form]
+    most = pairs // tile.pairs + min(experts, pairs)  # tiles
+    rows = most * tile.pairs
     x_rows = torch.empty(rows, hidden, dtype=dtype, device=device)
     h_rows = torch.empty(rows, inter, dtype=dtype, device=device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
@@ -123,6 +151,10 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         args.gate_up_scale = held["gate_up_scale"].data_ptr()
         args.down_scale = held["down_scale"].data_ptr()
         args.x_scale, args.h_scale = scales.data_ptr(), scales[hidden // 128 :].data_ptr()
+    if coded is not None:
+        args.gate_up_tiles, args.down_tiles = (each.tiles.data_ptr() for each in coded)
+        args.gate_up_back, args.gate_up_lift = coded[0].back, coded[0].lift
+        args.down_back, args.down_lift = coded[1].back, coded[1].lift
     args.x_rows, args.h_rows, args.y = x_rows.data_ptr(), h_rows.data_ptr(), y.data_ptr()
     args.pair_of, args.weight_of = of.data_ptr(), of[1].data_ptr()
     args.state, args.begins = counts.data_ptr(), counts[1 + most :].data_ptr()
@@ -131,7 +163,7 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     args.tokens, args.top_k, args.experts = tokens, top_k, experts
     args.hidden, args.inter, args.rows, args.most = hidden, inter, rows, most
     args.powers = int(held.get("ue8m0", False))
-    module, room = _module(fp8, device), _ON_CHIP[tile.blocks]
+    module, room = _module(form, device), _ON_CHIP[tile.blocks]
     parts = -(-hidden // _PART)
     arranging = (tokens, parts if tokens <= _FEW else 1)
     nvrtc.launch(module.function("arrange"), arranging, 256, 0, args)
@@ -163,3 +195,20 @@ class ExpertsDense(ReferenceExperts):
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         return _run(x, weights, ids, packed)
+
+
+class ExpertsDense12(ExpertsDense):
+    """The same, read in 12 bits each, where they can be held so."""
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        return self.hold_beside(super().pack(source, facts))
+
+    def hold_beside(self, packed: Packed) -> Packed:
+        """See Kernel.beside."""
+        upper = encode(packed.tensors["gate_up"], _PIN, halves=2)
+        lower = None if upper is None else encode(packed.tensors["down"], _PIN)
+        if upper is None or lower is None:
+            return packed
+        tensors = {**packed.tensors, _HELD: (upper, lower)}
+        nbytes = packed.nbytes + upper.tiles.nbytes + lower.tiles.nbytes
+        return replace(packed, tensors=tensors, nbytes=nbytes)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ds_runtime.api import (
     DENSE_EXPERTS,
+    DENSE_ROWS,
     FP8_EXPERTS,
     FP8_GROUPS,
     FP8_ROWS,
@@ -240,7 +241,7 @@ LINEAR: tuple[Kernel, ...] = (
     _offer_kept("linear", "linear:linear_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_ROWS),
     _offer_kept("linear", "linear:linear_int8", _INT8, _int8, "int8_w8a8"),
     _offer_kept("linear", "weight_only:linear_weight_only", _CODED),
-    _offer("linear", "linear:linear_dense", note=_CONVERTED),
+    _offer("linear", "linear:linear_dense", note=_CONVERTED, packing=DENSE_ROWS),
 )
 TOPK: tuple[Kernel, ...] = (
     _offer("router_logits", "router:router_logits"),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import (
+    DENSE_ROWS,
     FP8_ROWS,
     Facts,
     Groups,
@@ -45,7 +46,7 @@ def pieces(config: Config, tiles: int, split: int, like: Tensor) -> Tensor:
 class LinearDense:
     """Weights in the compute dtype. Few tokens: split over the inner dimension."""
 
-    tag = "triton.linear_dense"
+    tag = packing = DENSE_ROWS
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = torch_dtype(facts.dtype)

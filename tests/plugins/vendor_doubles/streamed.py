@@ -1,7 +1,8 @@
 """What csrc/experts.cu does, for a host: over the addresses that its launches are given.
 
 Stands in for ds_runtime_cuda.nvrtc. A map of boxes is the address, rows, columns and bytes of an
-element of its matrix. Each of the three launches reads what the ones before it have written.
+element of its matrix, rows of a box, and elements from one row to the next. Each of the three
+launches reads what the ones before it have written.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ def at(address: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.frombuffer(held, dtype=dtype, count=size).view(shape)
 
 
-def box_map(address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int):
+def box_map(
+    address: int, dtype: torch.dtype, rows: int, columns: int, box_rows: int, pitch: int = 0
+):
     require(address % 16 == 0 and columns * dtype.itemsize % 128 == 0, "whole lines of 128 bytes")
-    return (address, rows, columns, dtype.itemsize, box_rows, *(0 for _ in range(11)))
+    known = (address, rows, columns, dtype.itemsize, box_rows, pitch or columns)
+    return (*known, *(0 for _ in range(16 - len(known))))
 
 
 def cores(device: torch.device) -> int:
@@ -50,7 +54,13 @@ def module(source: str, defines: dict[str, int], pin: str) -> Module:
 
 
 def launch(function, grid, threads: int, shared: int, a: ctypes.Structure) -> None:
-    (name, defines, room), fp8 = function, function[1]["FP8"]
+    name, defines, room = function
+    if name not in ("arrange", "experts", "combine"):
+        from vendor_doubles import coded12
+
+        coded12.launch(function, grid, threads, shared, a)
+        return
+    fp8 = defines["FP8"]
     require(room == shared and ctypes.sizeof(a) == defines["ARGS"], "as it was prepared")
     {"arrange": arrange, "experts": experts, "combine": combine}[name](a, defines["BM"], fp8, grid)
 
@@ -104,6 +114,10 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
 
 def _weights(a, fp8: int) -> tuple[Tensor, Tensor]:
     """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter]."""
+    if a.gate_up_tiles:
+        from vendor_doubles import coded12
+
+        return coded12.experts_of(a)
     wide = []
     for i, (rows, columns, scales) in enumerate(
         ((2 * a.inter, a.hidden, a.gate_up_scale), (a.hidden, a.inter, a.down_scale))

@@ -14,18 +14,19 @@
 // rings are as deep as bandwidth needs, and nothing that multiplies waits for a read of its own.
 //
 // Compiled at run time with: FP8 (1: e4m3 in 128 x 128 blocks, activations in groups of 128; 0:
-// bfloat16), BM (pairs of a tile: 16; of bfloat16 32, too), BLOCKS (per multiprocessor), BYTES (of on-chip
-// memory for each block), STAGES (of weights, at most), ARGS
-// (bytes of the arguments).
+// bfloat16), CODED (1: bfloat16 as tiles of dense12.cuh), BM (pairs of a tile: 16; of bfloat16 32, too),
+// BLOCKS (per multiprocessor), BYTES (of on-chip memory for each block), STAGES (of weights, at most),
+// ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
+#include "dense12.cuh"
 
 namespace {
 
 constexpr int kRows = 128;    // of a matrix in a stage
 constexpr int kWidth = 128;   // bytes of each row in a stage: one swizzled line
 constexpr int kColumns = FP8 ? 128 : 64;  // the values that they are
-constexpr int kStage = kRows * kWidth;
+constexpr int kStage = CODED ? dense12::kTile : kRows * kWidth;
 constexpr int kXStages = 4;
 constexpr int kXStage = BM * kWidth;
 constexpr int kGroups = 2;                // warpgroups that multiply: the first eight warps
@@ -63,6 +64,11 @@ struct alignas(64) Args {
   u16* out;                 // bfloat16 [tokens, hidden]
   long long stride;         // between rows of the input
   int tokens, top_k, experts, hidden, inter, rows, most, powers;
+  // CODED: [experts][inter / 128][hidden / 64][gate, up], [experts][hidden / 128][inter / 64] tiles
+  const u8* gate_up_tiles;
+  const u8* down_tiles;
+  float gate_up_back, gate_up_lift;  // powers of two: what sums are multiplied by, and weights were
+  float down_back, down_lift;
 };
 
 static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
@@ -76,8 +82,8 @@ struct Unit {
 };
 
 struct alignas(1024) Shared {
-  u8 w[kStages][kStage];
   u8 x[kXStages][kXStage];
+  u8 w[kStages][kStage];
   u8 result[BM][kLine];
   float scales[kXStages][BM];
   float peaks[kWarps][BM];
@@ -129,6 +135,15 @@ __device__ __forceinline__ void stage(float (&d)[N / 2], u32 w, u32 x, bool add)
   commit();
 }
 
+// The same with weights from registers.
+template <int N>
+__device__ __forceinline__ void stage(float (&d)[N / 2], const u32 (&w)[16], u32 x, bool add) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    dense12::multiply<N>(d, w + 4 * k, operand(x + 32 * k), k > 0 || add);
+  commit();
+}
+
 __device__ __forceinline__ void meet() {  // of all that multiply
   asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory");
 }
@@ -160,6 +175,11 @@ struct Place {
   __device__ __forceinline__ u32 full_x() { return shared_address(&s.x_full[x.at]); }
   __device__ __forceinline__ u32 rows() {
     return shared_address(s.w[w.at]) + (warp / 4) * 64 * kWidth;
+  }
+  __device__ __forceinline__ void read_w(dense12::Codes& codes) {
+    wait(full_w(), w.parity);
+    codes.read(s.w[w.at], warp, lane);
+    release_w();
   }
   __device__ __forceinline__ void release_w() {
     __syncwarp();
@@ -226,6 +246,28 @@ __device__ void gate_up(Place& p, const Unit& unit) {
       p.release_w();
       p.release_x();
       add_scaled<N>(up, second, pairs, unit.scales[1][k]);
+    } else if constexpr (CODED) {
+      dense12::Codes of_gate, of_up;
+      u32 first[16], second[16];
+      p.read_w(of_gate);
+      widen(of_gate, first);
+      hold(gate);
+      hold(up);
+      begin();
+      stage<N>(gate, first, x, k > 0);
+      p.read_w(of_up);
+      widen(of_up, second);
+      begin();
+      stage<N>(up, second, x, k > 0);
+      settle<0>();
+      hold(gate);
+      hold(up);
+      dense12::hold(first);
+      dense12::hold(second);
+      const u8* lines = p.s.x[p.x.at];
+      dense12::add_others<N>(gate, of_gate.other, p.warp, p.lane, lines, a.gate_up_lift);
+      dense12::add_others<N>(up, of_up.other, p.warp, p.lane, lines, a.gate_up_lift);
+      p.release_x();
     } else {
       wait(p.full_w(), p.w.parity);
       hold(gate);
@@ -248,6 +290,10 @@ __device__ void gate_up(Place& p, const Unit& unit) {
     }
   }
   const int row = row_of(p.warp, p.lane), thread = p.warp * 32 + p.lane;
+  if constexpr (CODED) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) gate[i] *= a.gate_up_back, up[i] *= a.gate_up_back;
+  }
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) gate[i] = gate[i] / (1.f + __expf(-gate[i])) * up[i];
   if constexpr (FP8) {
@@ -308,6 +354,21 @@ __device__ void down(Place& p, const Unit& unit) {
   for (int k = 0; k < steps; ++k) {
     wait(p.full_x(), p.x.parity);
     const u32 x = shared_address(p.s.x[p.x.at]);
+    if constexpr (CODED) {
+      dense12::Codes codes;
+      u32 words[16];
+      p.read_w(codes);
+      widen(codes, words);
+      hold(sum);
+      begin();
+      stage<N>(sum, words, x, k > 0);
+      settle<0>();
+      hold(sum);
+      dense12::hold(words);
+      dense12::add_others<N>(sum, codes.other, p.warp, p.lane, p.s.x[p.x.at], a.down_lift);
+      p.release_x();
+      continue;
+    }
     wait(p.full_w(), p.w.parity);
     if constexpr (FP8) {
       float product[N / 2], pairs[N / 4];
@@ -334,7 +395,7 @@ __device__ void down(Place& p, const Unit& unit) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     const int pair = 8 * (i >> 2) + 2 * (p.lane & 3) + (i & 1);
-    const float weight = unit.weights[pair];
+    const float weight = unit.weights[pair] * (CODED ? a.down_back : 1.f);
     u16* line = reinterpret_cast<u16*>(p.s.result[pair]);
     line[row + 8 * (i >> 1 & 1)] = bfloat16_pair(sum[i] * weight, 0.f) & 0xFFFF;
   }
@@ -526,13 +587,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int steps = (first ? a.hidden : a.inter) / kColumns;
       const TensorMap* map = first ? &a.gate_up : &a.down;
       const int row = expert * (first ? 2 * a.inter : a.hidden) + part * kRows;
+      const u8* tiles = (first ? a.gate_up_tiles : a.down_tiles) +
+                        (long long)(expert * per + part) * steps * (first ? 2 : 1) * kStage;
       for (int k = 0; k < steps; ++k) {
         for (int half = 0; half < (first ? 2 : 1); ++half) {
           wait(shared_address(&s.w_empty[w.at]), w.parity ^ 1);
           const u32 full = shared_address(&s.w_full[w.at]);
           expect(full, kStage);
-          fetch_box(shared_address(s.w[w.at]), map, k * kColumns, row + half * a.inter, full,
-                    policy);
+          if constexpr (CODED)
+            fetch_line(shared_address(s.w[w.at]), tiles + (k * (first ? 2 : 1) + half) * kStage,
+                       kStage, full, policy);
+          else
+            fetch_box(shared_address(s.w[w.at]), map, k * kColumns, row + half * a.inter, full,
+                      policy);
           w.step<kStages>();
         }
       }

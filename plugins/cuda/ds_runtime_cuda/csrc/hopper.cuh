@@ -72,6 +72,15 @@ __device__ __forceinline__ void fetch_line(u32 to, const void* from, u32 bytes, 
       : "memory");
 }
 
+__device__ __forceinline__ void fetch_line(u32 to, const void* from, u32 bytes, u32 barrier,
+                                           u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void arrive_warp(u64& barrier, int lane) {
   __syncwarp();
   if (lane == 0) arrive(shared_address(&barrier));
