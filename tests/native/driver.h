@@ -39,6 +39,7 @@ namespace driver {
   X(mask_logits)            \
   X(logprobs)               \
   X(pack)                   \
+  X(narrow)                 \
   X(unpack)                 \
   X(linear)                 \
   X(experts)                \
