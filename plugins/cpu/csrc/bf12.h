@@ -215,7 +215,9 @@ struct Bf12 : TilesOf<bf16> {
       pairs_dots(block.w + 2 * c0, k1 - k0, rows, acc, fetch);
     });
   }
-  static void finish(const Panel& p, const Tokens& x, int64_t t, float*, float* out) {
+  // One function for all callers, so that their sums have the same bits. (Where an activation is
+  // infinite an exception makes NaN: its column has met a 0, too.)
+  DS_NOINLINE static void finish(const Panel& p, const Tokens& x, int64_t t, float*, float* out) {
     const bf16* row = x.row(t);
     const Bf12Rest *rest = p.rest(), *end = rest + p.head().count;
     for (; rest < end; ++rest)
