@@ -40,6 +40,7 @@ namespace driver {
   X(logprobs)               \
   X(pack)                   \
   X(narrow)                 \
+  X(narrows)                \
   X(unpack)                 \
   X(linear)                 \
   X(experts)                \
