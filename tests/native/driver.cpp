@@ -33,6 +33,7 @@ Library open(const char* path) {
   if (library.abi_version() != DS_CPU_ABI) fail("has another interface", path);
   if (!library.score()) fail("cannot run here", path);
   if (library.threads() < 1) fail("has no thread", path);
+  if (library.narrows() != 0 && library.narrows() != 1) fail("says neither yes nor no", path);
   return library;
 }
 

@@ -39,6 +39,8 @@ namespace driver {
   X(mask_logits)            \
   X(logprobs)               \
   X(pack)                   \
+  X(narrow)                 \
+  X(narrows)                \
   X(unpack)                 \
   X(linear)                 \
   X(experts)                \

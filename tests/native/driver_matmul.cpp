@@ -15,6 +15,7 @@ struct Form {
     const int64_t panels = (n + width - 1) / width, step = bytes8() ? 64 : 32;
     const int64_t padded = (k + step - 1) / step * step;
     if (code == DS_DENSE) return panels * 64 * size * (size < 4 ? padded : k);
+    if (code == DS_BF12) return panels * (64 + padded * 96 + (padded + 63) / 64 * 64);
     if (code == DS_INT8) return panels * 64 * (padded + 8);
     const int64_t heads = 4 * groups(k) * (code == DS_INT4_ZEROS ? 2 : 1);
     return panels * 64 * ((code == DS_FP8 ? padded : padded / 2) + heads);
@@ -56,6 +57,19 @@ void pack(const Library& library, Random& random, const Form& form, char* panels
   }
 }
 
+// What `fill` packs of a matrix: into `panels`, or in bfloat16 and then into 12 bits of it.
+template <class Fill>
+void filled(const Library& library, const Form& form, char* panels, int64_t n, int64_t k,
+            int64_t width, Fill fill) {
+  if (form.code != DS_BF12) return fill(form, panels);
+  const Form dense{DS_DENSE, 0};
+  Matrix<char> wide(1, dense.bytes(2, n, k, width));
+  fill(dense, wide.data);
+  int64_t left = -1;
+  library.narrow(wide.data, panels, (n + width - 1) / width, k, &left);
+  if (left != 0) fail("does not fit", "narrow");
+}
+
 struct Weights {
   int64_t heads, n, k;
 };
@@ -67,9 +81,11 @@ void linear(std::vector<Case>& to, const Weights& w, int64_t m, const Form& form
                   const int64_t bytes = form.bytes(sizeof(T), w.n, w.k), first = w.n / 3;
                   Matrix<char> panels(1, w.heads * bytes);
                   for (int64_t h = 0; h < w.heads; ++h) {
-                    char* at = panels.data + h * bytes;
-                    pack<T>(library, random, form, at, 0, first, w.n, w.k);
-                    pack<T>(library, random, form, at, first, w.n - first, w.n, w.k, true);
+                    filled(library, form, panels.data + h * bytes, w.n, w.k, 64,
+                           [&](const Form& own, char* at) {
+                             pack<T>(library, random, own, at, 0, first, w.n, w.k);
+                             pack<T>(library, random, own, at, first, w.n - first, w.n, w.k, true);
+                           });
                   }
                   Matrix<float> values(w.heads * w.n, w.k);
                   for (int64_t h = 0; h < w.heads; ++h)
@@ -104,11 +120,16 @@ void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
                   const int64_t size2 = form.bytes(sizeof(T), e.hidden, e.inter);
                   Matrix<char> w13(1, e.experts * size13), w2(1, e.experts * size2);
                   for (int64_t i = 0; i < e.experts; ++i) {
-                    char* up = w13.data + i * size13;
-                    pack<T>(library, random, form, up, 0, e.inter, e.inter, e.hidden, false, 0);
-                    pack<T>(library, random, form, up, 0, e.inter, e.inter, e.hidden, false, 1);
-                    pack<T>(library, random, form, w2.data + i * size2, 0, e.hidden, e.hidden,
-                            e.inter);
+                    filled(library, form, w13.data + i * size13, e.inter, e.hidden, 32,
+                           [&](const Form& own, char* up) {
+                             for (const int32_t half : {0, 1})
+                               pack<T>(library, random, own, up, 0, e.inter, e.inter, e.hidden,
+                                       false, half);
+                           });
+                    filled(library, form, w2.data + i * size2, e.hidden, e.inter, 64,
+                           [&](const Form& own, char* down) {
+                             pack<T>(library, random, own, down, 0, e.hidden, e.hidden, e.inter);
+                           });
                   }
                   Matrix<T> x(e.tokens, e.hidden, e.hidden + 1, 1), out(e.tokens, e.hidden);
                   Matrix<float> weights(e.tokens, e.top_k);
@@ -135,7 +156,7 @@ void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
 
 void matmul_cases(std::vector<Case>& to, bool large) {
   const Form forms[] = {{DS_DENSE, 0}, {DS_FP8, 32},  {DS_FP8, 128},       {DS_INT8, 0},
-                        {DS_INT4, 32}, {DS_INT4, 96}, {DS_INT4_ZEROS, 128}};
+                        {DS_INT4, 32}, {DS_INT4, 96}, {DS_INT4_ZEROS, 128}, {DS_BF12, 0}};
   std::vector<Weights> weights = {{1, 1, 1},   {1, 9, 31},   {2, 70, 129},
                                   {1, 64, 64}, {3, 130, 33}, {1, 70, 0}};
   std::vector<int64_t> tokens = {0, 1, 2, 7, 37};
@@ -152,11 +173,11 @@ void matmul_cases(std::vector<Case>& to, bool large) {
   for (const Form& form : forms) {
     for (const Weights& w : weights)
       for (const int64_t m : tokens) {
-        linear<float>(to, w, m, form);
+        if (form.code != DS_BF12) linear<float>(to, w, m, form);
         linear<Half>(to, w, m, form);
       }
     for (const Experts& e : layers) {
-      experts<float>(to, e, form);
+      if (form.code != DS_BF12) experts<float>(to, e, form);
       experts<Half>(to, e, form);
     }
   }

@@ -48,6 +48,7 @@ INTERFACES = {
     8: "2bcf5a1afb34aebb",
     9: "4026d80e7e9ea353",
     10: "16edb450ff6bd866",
+    11: "15ce354e520dd2bb",
 }
 
 

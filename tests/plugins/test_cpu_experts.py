@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from narrowing import using
 
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
@@ -15,7 +16,7 @@ from ds_runtime_cpu import native
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.platform import CpuPlatform
 
-FORMATS = ("dense", "fp8_block", "int8_channel", "int4_group", "int4_group zeros")
+FORMATS = ("dense", "dense 12", "fp8_block", "int8_channel", "int4_group", "int4_group zeros")
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # of what is stored
 SUMMING = 3e-6  # relative to the sum of magnitudes: float32 in any order
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}  # of a norm, as in conformance
@@ -31,7 +32,7 @@ def make(rows: int, cols: int, fmt: str, group: int, dtype: torch.dtype) -> Weig
     """A random weight whose product with unit inputs has unit size."""
     values = torch.randn(rows, cols) / cols**0.5
     dense = WeightPart("w", "dense", (rows, cols), {"weight": values.to(dtype)})
-    if fmt == "dense":
+    if fmt.startswith("dense"):  # in 16 bits or, where that is bfloat16, in 12
         return Weight((dense,))
     if fmt == "fp8_block":
         scale = torch.rand(-(-rows // 128), -(-cols // 128)) * 0.02 / cols**0.5 + 1e-4
@@ -143,7 +144,7 @@ def test_shapes(isa, data):
     weights[:, : draw(st.integers(0, 1))] = 0
     x = torch.full((tokens, hidden + left + 2), float("nan")).to(dtype)[:, left : left + hidden]
     x.copy_(torch.randn(tokens, hidden) * draw(st.sampled_from((1e-3, 1.0, 30.0))))
-    with native.using(isa):
+    with using(isa, fmt == "dense 12"):
         kernel = ExpertsNative(facts(dtype))
         packed = kernel.pack(source, facts(dtype))
         close(kernel.apply(x, weights, ids, packed), reference(x, weights, ids, source))
@@ -188,7 +189,7 @@ def test_many_tokens(isa, fmt, dtype):
     ids = route(230, 3, 2)
     ids[:200, 0], ids[:200, 1] = 1, 2
     x, weights = torch.randn(230, 256).to(dtype), torch.rand(230, 2)
-    with native.using(isa):
+    with using(isa, fmt == "dense 12"):
         kernel = ExpertsNative(facts(dtype))
         got = kernel.apply(x, weights, ids, kernel.pack(source, facts(dtype)))
     want, off = reference(x, weights, ids, source)
@@ -208,7 +209,7 @@ def test_results_do_not_depend_on_threads_or_on_other_tokens(isa, fmt, tokens):
     source = Source(4, hidden, inter, fmt, 128, dtype)
     x, weights = torch.randn(tokens, hidden).to(dtype), torch.rand(tokens, 3)
     ids, before, results = route(tokens, 4, 3), torch.get_num_threads(), []
-    with native.using(isa):
+    with using(isa, fmt == "dense 12"):
         kernel = ExpertsNative(facts(dtype))
         packed = kernel.pack(source, facts(dtype))
         try:
@@ -230,6 +231,7 @@ def test_extremes(isa, fmt):
     source = Source(2, hidden, inter, fmt)
     low, high = {
         "dense": (-1 / 64, 1 / 64),
+        "dense 12": (-1 / 64, 1 / 64),
         "fp8_block": (-448, 448),
         "int8_channel": (-128, 127),
         "int4_group": (-8, 7),
@@ -242,7 +244,7 @@ def test_extremes(isa, fmt):
     x = torch.ones(6, hidden)
     x[1], x[2], x[3], x[4] = -1, 0, 1e-40, x[4] * 2.0**-40
     ids, weights = torch.tensor([[0, 1]] * 6, dtype=torch.int32), torch.tensor([[0.5, 0.0]] * 6)
-    with native.using(isa):
+    with using(isa, fmt == "dense 12"):
         kernel = ExpertsNative(facts(torch.float32))
         got = kernel.apply(x, weights, ids, kernel.pack(source, facts(torch.float32)))
     close(got, reference(x, weights, ids, source))
@@ -256,12 +258,12 @@ def test_what_is_not_a_number_shows(isa, fmt, bad, tokens):
     source = Source(3, 130, 70, fmt)
     x = torch.randn(tokens, 130)
     x[0, 77] = bad
-    with native.using(isa):
+    with using(isa, fmt == "dense 12"):
         kernel = ExpertsNative(facts(torch.float32))
         got = kernel.apply(
             x, torch.rand(tokens, 2), route(tokens, 3, 2), kernel.pack(source, facts(torch.float32))
         )
-    assert not got[0].isfinite().any() if fmt == "dense" else got[0].isnan().all()
+    assert not got[0].isfinite().any() if fmt.startswith("dense") else got[0].isnan().all()
     assert got[1:].isfinite().all()
 
 

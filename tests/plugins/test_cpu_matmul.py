@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from narrowing import using
 
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.testing.conformance import facts_for
@@ -22,6 +23,7 @@ BLOCK = 128
 ISAS = native.runnable()
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_form = pytest.mark.parametrize("form", ["dense", "dense12", "fp8"])
 fuzz = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -83,7 +85,7 @@ def test_dense(isa, dtype, data):
     k = data.draw(st.integers(1, 700))
     values = (torch.randn(n, k) / k**0.5).to(dtype)
     x = between_nans(tokens, k, dtype, data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5)))
-    with native.using(isa):
+    with using(isa, narrow=data.draw(st.booleans())):
         packed = check_linear(dense(values), x)
         assert torch.equal(packed.dequantise(), values.float())
 
@@ -93,9 +95,11 @@ def test_dense(isa, dtype, data):
 @pytest.mark.parametrize("tokens", [1, 2, 6, 7, 16, 17, 31, 95, 97, 257, 300])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 1024), (130, 1409)])
 def test_many_tokens(isa, dtype, tokens, n, k):
+    values = (torch.randn(n, k) / k**0.5).to(dtype)
+    for narrow in (False, True):
+        with using(isa, narrow):
+            check_linear(dense(values), between_nans(tokens, k, dtype, 1, 2))
     with native.using(isa):
-        values = (torch.randn(n, k) / k**0.5).to(dtype)
-        check_linear(dense(values), between_nans(tokens, k, dtype, 1, 2))
         check_linear(Weight((fp8_part(n, k),)), between_nans(tokens, k, dtype, 1, 2))
 
 
@@ -166,11 +170,12 @@ def test_every_fp8_code(isa, dtype, tokens):
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("tokens", [1, 3, 20])
-def test_nan_comes_through(isa, dtype, tokens):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_nan_comes_through(isa, dtype, tokens, narrow):
     """A fault in one weight or one activation spoils its column or its row alone."""
     values, x = torch.randn(70, 129).to(dtype), torch.randn(tokens, 129).to(dtype)
     values[66, 128] = x[-1, 3] = float("nan")
-    with native.using(isa):
+    with using(isa, narrow):
         kernel = linear.LinearNative(facts(dtype))
         y = kernel.apply(x, kernel.pack(dense(values), facts(dtype)))
     spoilt = torch.zeros(tokens, 70, dtype=torch.bool)
@@ -180,16 +185,16 @@ def test_nan_comes_through(isa, dtype, tokens):
 
 @every_isa
 @every_dtype
-@pytest.mark.parametrize("form", ["dense", "fp8"])
+@every_form
 @pytest.mark.parametrize(("n", "k"), [(515, 2048), (36, 8192), (1100, 30)])
 def test_a_row_depends_on_nothing_but_itself(isa, dtype, form, n, k):
     """Neither on the number of threads nor on the other tokens of the batch, to the bit."""
-    weight = dense(torch.randn(n, k).to(dtype)) if form == "dense" else Weight((fp8_part(n, k),))
+    weight = Weight((fp8_part(n, k),)) if form == "fp8" else dense(torch.randn(n, k).to(dtype))
     x = torch.randn(130, k).to(dtype)
     x[0] *= 1e-39  # subnormal, which some units take for zeros: then all must
     before = torch.get_num_threads()
     try:
-        with native.using(isa):
+        with using(isa, form == "dense12"):
             kernel = linear.LinearNative(facts(dtype))
             packed = kernel.pack(weight, facts(dtype))
             want = kernel.apply(x, packed)
@@ -248,14 +253,14 @@ DIMS = [
 
 @every_isa
 @every_dtype
-@pytest.mark.parametrize("form", ["dense", "fp8"])
+@every_form
 @pytest.mark.parametrize("dims", DIMS, ids=lambda d: str(d["kv_lora"]))
 @pytest.mark.parametrize("tokens", [0, 1, 4, 37])
 def test_absorb(isa, dtype, form, dims, tokens):
     heads, nope, v, lora = (dims[n] for n in ("heads", "qk_nope", "v", "kv_lora"))
     rows = heads * (nope + v)
     weight = Weight((fp8_part(rows, lora, (0, 0)),))
-    if form == "dense":
+    if form != "fp8":
         weight = dense((torch.randn(rows, lora) / lora**0.5).to(dtype))
     kept = form == "fp8" and (nope + v) % 32 == 0
     values = weight.dequantise(torch.float64 if kept else dtype).view(heads, nope + v, lora)
@@ -264,7 +269,7 @@ def test_absorb(isa, dtype, form, dims, tokens):
     q_rope = between_nans(tokens * heads, rope, dtype, 1, 2).unflatten(0, (tokens, heads))
     x = torch.randn(heads, tokens, lora).to(dtype).transpose(0, 1)
     latent = between_nans(tokens, lora, dtype, 1, 0)
-    with native.using(isa):
+    with using(isa, form == "dense12"):
         kernel = absorb.MlaAbsorbNative(facts(dtype, **dims))
         packed = kernel.pack(weight, facts(dtype, **dims))
         whole, got_v = kernel.apply_q(q, q_rope, packed), kernel.apply_v(x, packed)
@@ -280,7 +285,11 @@ def test_absorb(isa, dtype, form, dims, tokens):
     check_dots(got_e.transpose(0, 1), latent, uv)
     if lora == 512:  # padding is little
         size = 1 + 4 / gcd(BLOCK, nope + v) if form == "fp8" else dtype.itemsize
-        assert packed.nbytes == heads * (2 * nope + v) * lora * size  # W_UK twice, W_UV once
+        weights = heads * (2 * nope + v) * lora  # W_UK twice, W_UV once
+        if form == "dense12" and dtype == torch.bfloat16:
+            assert 1.5 * weights < packed.nbytes < 1.53 * weights
+        else:
+            assert packed.nbytes == weights * size
 
 
 def test_absorb_follows_the_blocks_of_a_shard():

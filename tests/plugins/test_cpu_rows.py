@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from narrowing import using
 
 from ds_runtime.ops.spec import Dims, Facts
 from ds_runtime.ops.weight import Weight, WeightPart
@@ -21,23 +22,24 @@ COUNTS = (1, 2, 3, 5, 8, 15, 16, 17, 32, 33, 64, 100, 129, 300)
 
 def weight(dtype: torch.dtype, fmt: str) -> Weight:
     values = torch.randn(OUT, IN) / 16
-    if fmt == "dense":
-        part = WeightPart("w", fmt, (OUT, IN), {"weight": values.to(dtype)})
+    if fmt != "fp8_block":
+        part = WeightPart("w", "dense", (OUT, IN), {"weight": values.to(dtype)})
     else:
         tensors = {"weight": values.to(torch.float8_e4m3fn), "scale": torch.rand(1, 2) + 0.5}
         part = WeightPart("w", fmt, (OUT, IN), tensors, (128, 128))
     return Weight((part,))
 
 
-@pytest.mark.parametrize("fmt", ["dense", "fp8_block"])
+@pytest.mark.parametrize("fmt", ["dense", "dense 12", "fp8_block"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("isa", native.runnable())
 def test_rows_of_a_linear(isa: str, dtype: torch.dtype, fmt: str) -> None:
     torch.manual_seed(3)
     device, named = CpuPlatform().info(), str(dtype)[6:]
-    facts = Facts(device, Dims({}), dtype=named, weight_format=fmt, shape=(OUT, IN))
+    held = fmt.split()[0]
+    facts = Facts(device, Dims({}), dtype=named, weight_format=held, shape=(OUT, IN))
     x = torch.randn(max(COUNTS), IN).to(dtype)
-    with native.using(isa):
+    with using(isa, fmt == "dense 12"):
         kernel = linear.linear_native(facts)
         packed = kernel.pack(weight(dtype, fmt), facts)
         whole = kernel.apply(x, packed)

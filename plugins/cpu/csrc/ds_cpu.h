@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#define DS_CPU_ABI 10
+#define DS_CPU_ABI 11
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -27,6 +27,7 @@ enum DsFormat : int32_t {  // of packed weights
   DS_INT8 = 2,
   DS_INT4 = 3,
   DS_INT4_ZEROS = 4,
+  DS_BF12 = 5,  // bfloat16 in 12 bits, by ds_cpu_narrow
 };
 
 DS_EXPORT int32_t ds_cpu_abi_version();
@@ -125,6 +126,12 @@ DS_EXPORT void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, in
 // out [n, k]: the values of a packed matrix.
 DS_EXPORT void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out,
                              int64_t n, int64_t k, int64_t group);
+// Panels in bfloat16 (DS_DENSE) as DS_BF12, without loss. *left gets how many of them have too many
+// different exponents for that: what is written of those means nothing.
+DS_EXPORT void ds_cpu_narrow(const void* dense, void* panels, int64_t count, int64_t k,
+                             int64_t* left);
+// Whether that is worth it for this library: its kernels stream the fewer bytes as fast.
+DS_EXPORT int32_t ds_cpu_narrows();
 // For every head h: y [m, n] = x [m, k] * w [n, k]^T, accumulated in float32, at x + h * sxh and
 // y + h * syh; w packed, one head after the other. Zeros if k is 0.
 DS_EXPORT void ds_cpu_linear(int32_t format, int32_t dtype, const void* x, int64_t ldx,

@@ -1,6 +1,7 @@
 // All formats of gemm.h behind the codes of the C interface.
 #pragma once
 
+#include "bf12.h"
 #include "ds_cpu.h"
 #include "fp8.h"
 #include "int4.h"
@@ -21,6 +22,7 @@ struct Panels {
  private:
   static DenseF32::Panel panel(DenseF32, const char* p) { return {(const float*)p}; }
   static DenseBf16::Panel panel(DenseBf16, const char* p) { return {(const bf16*)p}; }
+  Bf12::Panel panel(Bf12, const char* p) const { return {(const uint8_t*)p, k}; }
   template <class X>
   typename Fp8<X>::Panel panel(Fp8<X>, const char* p) const {
     return {(const uint8_t*)p, group};
@@ -30,6 +32,7 @@ struct Panels {
 
   int64_t size(DenseF32) const { return DenseF32::bytes(k); }
   int64_t size(DenseBf16) const { return DenseBf16::bytes(k); }
+  int64_t size(Bf12) const { return Bf12::bytes(k); }
   template <class X>
   int64_t size(Fp8<X>) const {
     return Fp8<X>::bytes(k, group);
@@ -45,6 +48,7 @@ inline void with_format(int32_t format, int32_t dtype, Body body) {
   if (format == DS_INT8) return dtype == DS_F32 ? body(Int8{}, float{}) : body(Int8{}, bf16{});
   if (format == DS_INT4 || format == DS_INT4_ZEROS)
     return dtype == DS_F32 ? body(Int4{}, float{}) : body(Int4{}, bf16{});
+  if (format == DS_BF12) return body(Bf12{}, bf16{});
   return dtype == DS_F32 ? body(DenseF32{}, float{}) : body(DenseBf16{}, bf16{});
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_runtime.api import Facts, Packed, Weight, WeightPart
 from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear, whole_tiles
-from ds_runtime_cpu.panels import Form, Matmul, dense, fp8, grid
+from ds_runtime_cpu.panels import Form, Matmul, Stack, dense, fp8, grid
 
 
 class _MlaAbsorb:
@@ -39,27 +39,28 @@ class MlaAbsorbNative(_MlaAbsorb):
         scale = _Scales(weight.parts[0], form.group) if form else None
         form = form or dense(self.dtype)
         heads, per_head = self.heads, self.nope + self.v
-        packed = {
-            "uk": form.empty(heads, self.nope, self.kv_lora),
-            "uv": form.empty(heads, self.v, self.kv_lora),
-            "q": form.empty(heads, self.kv_lora, self.nope),
-        }
+        sizes = {"uk": (self.nope, self.kv_lora), "uv": (self.v, self.kv_lora)}
+        sizes["q"] = (self.kv_lora, self.nope)
+        stacks = {m: Stack(form, heads, *size) for m, size in sizes.items()}
         for h in range(heads):
             row = h * per_head
             k_scale = scale.rows(row, self.nope, self.kv_lora) if scale else None
             v_scale = scale.rows(row + self.nope, self.v, self.kv_lora) if scale else None
             q_scale = scale.columns(row, self.nope, self.kv_lora) if scale else None
-            form.pack(packed["uk"][h], uk[h], k_scale)
-            form.pack(packed["uv"][h], uv[h], v_scale)
-            form.pack(packed["q"][h], uk[h].T, q_scale)  # [kv_lora, nope]
+            form.pack(stacks["uk"].room(), uk[h], k_scale)
+            form.pack(stacks["uv"].room(), uv[h], v_scale)
+            form.pack(stacks["q"].room(), uk[h].T, q_scale)  # [kv_lora, nope]
+            for stack in stacks.values():
+                stack.close()
+        packed = {m: stack.panels for m, stack in stacks.items()}
         nbytes = sum(t.nbytes for t in packed.values())
-        sizes = {"uk": (self.nope, self.kv_lora), "uv": (self.v, self.kv_lora)}
-        sizes["q"] = (self.kv_lora, self.nope)
         rest = {"q": self.rope}  # behind absorbed queries comes their rope part
         matmuls = {
-            m: Matmul(form, packed[m], *size, heads, rest.get(m, 0)) for m, size in sizes.items()
+            m: Matmul(stacks[m].form, packed[m], *size, heads, rest.get(m, 0))
+            for m, size in sizes.items()
         }
-        tensors = {**packed, "form": form, "dims": (self.nope, self.v), "matmul": matmuls}
+        forms = (stacks["uk"].form, stacks["uv"].form)
+        tensors = {**packed, "forms": forms, "dims": (self.nope, self.v), "matmul": matmuls}
         return Packed(self.tag, weight.shape, tensors, nbytes, restore=_restore_panels)
 
     def _fp8_form(self, parts: tuple[WeightPart, ...]) -> Form | None:
@@ -107,12 +108,13 @@ class _Scales:
 
 
 def _restore_panels(packed: Packed) -> Tensor:
-    form: Form = packed.tensors["form"]
+    forms: tuple[Form, Form] = packed.tensors["forms"]
     k = packed.shape[1]
-    nope, v = packed.tensors["dims"]
     heads = zip(packed.tensors["uk"], packed.tensors["uv"], strict=True)
-    parts = [form.unpack(m, n, k) for uk, uv in heads for m, n in ((uk, nope), (uv, v))]
-    return torch.cat(parts)
+    kinds = tuple(zip(forms, packed.tensors["dims"], strict=True))
+    return torch.cat(
+        [form.unpack(m, n, k) for head in heads for m, (form, n) in zip(head, kinds, strict=True)]
+    )
 
 
 class MlaAbsorbMatmul(_MlaAbsorb):

@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_runtime.api import ExpertSource, Facts, Packed, UnsupportedError, Weight, WeightPart
 from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear
 from ds_runtime_cpu.native import calls
-from ds_runtime_cpu.panels import COLUMNS, Form, forms_of
+from ds_runtime_cpu.panels import COLUMNS, Form, Stack, forms_of
 from ds_runtime_cpu.small import CODE
 
 
@@ -34,15 +34,21 @@ class ExpertsNative:
             gate, up, down = (_one_part(w) for w in source.expert(e))
             if forms is None:
                 forms = _forms(gate, up, down, self.dtype)
-                w13 = forms[0].empty(count, inter, hidden, COLUMNS // 2)
-                w2 = forms[1].empty(count, hidden, inter)
+                both = Stack(forms[0], count, inter, hidden, COLUMNS // 2)
+                one = Stack(forms[1], count, hidden, inter)
             elif forms != _forms(gate, up, down, self.dtype):
                 raise UnsupportedError(f"{gate.name}: not held like the experts before it")
-            forms[0].pack_part(w13[e], gate, half=0)
-            forms[0].pack_part(w13[e], up, half=1)
-            forms[1].pack_part(w2[e], down)
+            forms[0].pack_part(both.room(), gate, half=0)
+            forms[0].pack_part(both.room(), up, half=1)
+            forms[1].pack_part(one.room(), down)
+            both.close()
+            one.close()
         assert forms is not None, "a layer has at least one expert"
-        shape = (count, hidden, inter)
+        if both.form.code != one.form.code:  # one kernel reads both
+            both.widen()
+            one.widen()
+        forms, shape = (both.form, one.form), (count, hidden, inter)
+        w13, w2 = both.panels, one.panels
         run = _Run(forms, self.dtype, w13, w2, shape)
         tensors = {"w13": w13, "w2": w2, "forms": forms, "run": run}
         nbytes = w13.nbytes + w2.nbytes

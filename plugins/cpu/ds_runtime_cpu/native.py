@@ -27,7 +27,7 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -57,6 +57,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "mask_logits": (_P, _I, _P, _P, _P, _I, _I),
     "logprobs": (_P, _I, _P, _I, _P, _P, _P, _I, _I),
     "pack": (_T, _T, _P, _I, _I, _P, _P, _I, _P, _I, _I, _I, _I, _I, _T),
+    "narrow": (_P, _P, _I, _I, _P),
     "unpack": (_T, _T, _P, _P, _I, _I, _I),
     "linear": (_T, _T, _P, _I, _I, _P, _I, _P, _I, _I, _I, _I, _I, _I),
     "mla_decode": (_T, _T, _P, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _D, _P, _I, _I, _P),
@@ -84,6 +85,7 @@ class Library:
     score: int
     call: Any
     threads: Callable[[], int]  # that a kernel called from this thread may use
+    narrows: bool  # whether it streams bfloat16 in 12 bits faster than in 16
 
 
 @dataclass(frozen=True)
@@ -202,12 +204,13 @@ def open_library(path: Path) -> Library | NotAvailable:
                 f"{path.name}: interface {version}, this release reads {ABI_VERSION}; install again"
             )
         threads = dll.ds_cpu_threads
+        narrows = bool(dll.ds_cpu_narrows())
         typed = _Calls(dll)
     except (OSError, AttributeError) as error:
         return NotAvailable(f"{path.name}: {error}")
     if score <= 0:
         return NotAvailable(f"{path.name}: needs instructions that cannot be used here")
-    return Library(str(path), _isa(path), score, typed, threads)
+    return Library(str(path), _isa(path), score, typed, threads, narrows)
 
 
 def _share_threads_with_torch() -> None:

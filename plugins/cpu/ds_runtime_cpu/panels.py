@@ -1,7 +1,8 @@
 """Weights in panels, the layout of the native matmuls (csrc/gemm.h), made once at load.
 
 `Form` says how the values are held: in the compute dtype, or as the codes of the checkpoint's own
-format with its scales. int8 and int4 weights meet activations that are rounded to 8 bits.
+format with its scales. int8 and int4 weights meet activations that are rounded to 8 bits. bfloat16
+takes 12 bits a weight, without loss, where that streams faster and all panels fit (`Stack`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Weight, WeightPart, decode_scale
-from ds_runtime_cpu.native import calls
+from ds_runtime_cpu.native import calls, library
 from ds_runtime_cpu.small import CODE
 
 COLUMNS = 64  # of a panel
-_DENSE, _FP8, _INT8, _INT4, _INT4_ZEROS = range(5)  # DsFormat
+_DENSE, _FP8, _INT8, _INT4, _INT4_ZEROS, _BF12 = range(6)  # DsFormat
 _CODES = {
     "fp8_block": torch.float8_e4m3fn,
     "int8_channel": torch.int8,
@@ -46,6 +47,8 @@ class Form:
         if self.code == _DENSE:
             size = self.dtype.itemsize
             return panels * COLUMNS * size * (padded if size < 4 else k)
+        if self.code == _BF12:  # head, lines and room for exceptions
+            return panels * (64 + COLUMNS * padded // 2 * 3 + -(-padded // 64) * 64)
         if self.code == _INT8:
             return panels * COLUMNS * (padded + 8)
         heads = 4 * -(-k // self.group) * (2 if self.code == _INT4_ZEROS else 1)
@@ -76,6 +79,7 @@ class Form:
         of = rows if of is None else of
         width = COLUMNS if half < 0 else COLUMNS // 2
         assert panels.nbytes == self.nbytes(of, k, width) and panels.is_contiguous()
+        assert self.code != _BF12, "packed as dense first"
         assert self.code == _DENSE or values.dtype.itemsize == 1
         assert self.code != _DENSE or values.dtype == self.dtype
         grids = [None if g is None else g.contiguous() for g in (scales, zeros)]
@@ -132,6 +136,59 @@ class Form:
 def dense(dtype: torch.dtype) -> Form:
     """Values in the compute dtype."""
     return Form(_DENSE, dtype)
+
+
+class Stack:
+    """Packed matrices [n, k], filled one after the other: `room`, `form.pack` into it, `close`.
+
+    bfloat16 is narrowed to 12 bits a weight when a matrix is closed. The first one with a panel of
+    too many different exponents widens those before it, and all stay in 16.
+    """
+
+    def __init__(self, form: Form, count: int, n: int, k: int, width: int = COLUMNS) -> None:
+        """form: how matrices are filled. `width` rows to a panel, as in `Form.nbytes`."""
+        self._filled = 0
+        self._wide, self._count = form, count
+        self._rows, self._k = -(-n // width) * COLUMNS, k  # of panels, whoever shares them
+        narrows = form == dense(torch.bfloat16) and library().narrows
+        self.form = Form(_BF12, form.dtype) if narrows else form
+        self.panels = self.form.empty(count, self._rows, k)
+        self._one = form.empty(1, self._rows, k)[0] if narrows else None
+
+    def room(self) -> Tensor:
+        """Where the next matrix goes."""
+        return self.panels[self._filled] if self._one is None else self._one
+
+    def close(self) -> None:
+        """The matrix in `room` is complete."""
+        one = self._one
+        if one is not None and not narrow(one, self.panels[self._filled], self._rows, self._k):
+            self.widen()
+            self.panels[self._filled].copy_(one)
+        self._filled += 1
+        if self._filled == self._count:
+            self._one = None
+
+    def widen(self) -> None:
+        """Hold all matrices as they are filled."""
+        if self.form == self._wide:
+            return
+        form, before = self.form, self.panels
+        self.form, self._one = self._wide, None
+        self.panels = self.form.empty(self._count, self._rows, self._k)
+        for i in range(self._filled):
+            bits = form.unpack(before[i], self._rows, self._k).view(torch.int32) >> 16
+            self.form.pack(self.panels[i], bits.to(torch.int16).view(torch.bfloat16))
+
+
+def narrow(wide: Tensor, panels: Tensor, n: int, k: int) -> bool:
+    """Whether a packed bfloat16 [n, k] fits 12 bits a weight; then `panels` holds it so."""
+    left = torch.empty(1, dtype=torch.int64)
+    count = -(-n // COLUMNS)
+    assert wide.nbytes == dense(torch.bfloat16).nbytes(n, k)
+    assert panels.nbytes == Form(_BF12, torch.bfloat16).nbytes(n, k)
+    calls().narrow(wide.data_ptr(), panels.data_ptr(), count, k, left.data_ptr())
+    return not left.item()
 
 
 def fp8(parts: Iterable[WeightPart], dtype: torch.dtype, *along: int) -> Form | None:
@@ -194,11 +251,12 @@ def pack_weight(weight: Weight, dtype: torch.dtype) -> tuple[Form, Tensor]:
     """A whole weight: (form, packed uint8 [bytes])."""
     n, k = weight.shape
     form = form_of(weight.parts, dtype)
-    panels, first = form.empty(1, n, k)[0], 0
+    stack, first = Stack(form, 1, n, k), 0
     for part in weight.parts:
-        form.pack_part(panels, part, first, n)
+        form.pack_part(stack.room(), part, first, n)
         first += part.shape[0]
-    return form, panels
+    stack.close()
+    return stack.form, stack.panels[0]
 
 
 class Matmul:
