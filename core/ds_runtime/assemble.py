@@ -350,7 +350,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         page_size=config.page_size,
         tp=config.tp,
         deterministic=config.deterministic,
-        quantized=bool(model.quantization or config.quantize),
+        quantized=bool(model.quantization) or config.quantize != "none",
     )
 
 

@@ -96,7 +96,9 @@ def test_the_tile_of_a_call():
 
     head, small_head = 129_280, 102_400  # the latter's units of two tiles end unevenly
     assert [tile(n, head) for n in (1, 8, 9, 33, 65, 128)] == [
-        (8, 1), (8, 1), (16, 1), (64, 2), (128, 2), (128, 2)
+        (8, 2), (8, 2), (16, 1), (64, 2), (128, 2), (128, 2)
     ]  # fmt: skip
-    assert [tile(n, small_head) for n in (32, 64, 128)] == [(32, 1), (64, 1), None]
+    assert [tile(n, small_head) for n in (8, 32, 64, 128)] == [
+        (8, 1), (32, 1), (64, 1), None
+    ]  # fmt: skip
     assert tile(129, head) is None

@@ -9,7 +9,7 @@ from vendor_doubles import coded12
 from ds_runtime_cuda import dense12, linear12, nvrtc
 
 pytestmark = pytest.mark.gpu
-TILES = (*linear12._TILES, *linear12._UNEVEN.values(), linear12.Tile(8, 2, 1))
+TILES = (*linear12._TILES, *linear12._UNEVEN.values())
 
 
 def weight(rows: int, columns: int, others: int = 700) -> torch.Tensor:

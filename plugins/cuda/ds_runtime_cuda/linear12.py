@@ -38,8 +38,8 @@ class Tile:
 
 # By measurement on an H200, benchmarks/results/device_decode.md. Where units of two tiles leave
 # multiprocessors idle in the end, those of one are faster, of 128 tokens torch.
-_TILES = (Tile(8, 1, 2), Tile(16, 1, 2), Tile(32, 1, 2), Tile(64, 2, 1), Tile(128, 2, 1))
-_UNEVEN = {64: Tile(64, 1, 2)}
+_TILES = (Tile(8, 2, 1), Tile(16, 1, 2), Tile(32, 2, 1), Tile(64, 2, 1), Tile(128, 2, 1))
+_UNEVEN = {8: Tile(8, 1, 2), 32: Tile(32, 1, 2), 64: Tile(64, 1, 2)}
 _BUSY = 0.9
 
 
