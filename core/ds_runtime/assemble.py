@@ -17,7 +17,7 @@ from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.estimate import beside, packed_bytes
+from ds_runtime.model.estimate import beside_of, packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
@@ -261,9 +261,11 @@ _ROOM = 0.7  # of a device's memory, that weights with second forms may take
 
 def _has_room(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> bool:
     """Whether second forms of weights leave room for caches. memory: bytes of a device."""
-    if not memory or not any(beside(binding, *choice) for choice in binding.choices):
+    if not memory or not any(beside_of(binding, *choice) for choice in binding.choices):
         return True
-    return _held(binding, config, model) <= _ROOM * memory
+    share = config.mem_fraction_static or 1.0
+    most = min(_ROOM * memory, share * memory - (config.kv_memory or 0))
+    return _held(binding, config, model) <= most
 
 
 def _held(binding: Binding, config: EngineConfig, model: ModelConfig) -> int:

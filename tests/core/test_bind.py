@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.model.estimate import beside
+from ds_runtime.model.estimate import beside_of
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import INPUTS, model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all, refusal
@@ -480,6 +480,9 @@ class _Beside(_Marked):
     def hold_beside(self, packed: Packed) -> Packed:
         return replace(packed, tensors={"by": packed.tensors["by"] + " and " + self.name})
 
+    def serves(self, rows: int, packed: Packed) -> bool:
+        return rows < 5
+
 
 def marked_beside(facts: Facts) -> _Beside:
     return _Beside("beside")
@@ -491,19 +494,20 @@ def test_a_kernel_may_hold_a_form_of_its_own_beside(sites) -> None:
     few, many = _pair(20, 10)
     many = replace(many, fn=f"{__name__}:marked_beside", beside=0.75)
     binding = bind(sites, few, many)
-    assert _served(binding, 2, 3) == ["few of few and beside", "beside of few and beside"]
+    said = [f"{name} of few and beside" for name in ("few", "beside", "few")]
+    assert _served(binding, 2, 3, 5) == said
     linear = BoundOps(binding).at(0, "self_attn.o_proj").linear
     packed = linear.pack("its own", BASE)  # which is no shared packing
     assert linear.apply(torch.zeros(3, 4), packed) == "few of few"
     site = next(s for s, _ in binding.choices if s.op == "linear")
-    assert beside(binding, site, few) == 0.75
+    assert beside_of(binding, site, few) == 0.75
 
 
 def test_without_room_nothing_is_held_beside(sites) -> None:
     few, many = _pair(20, 10)
     many = replace(many, fn=f"{__name__}:marked_beside", beside=0.75)
     facts = replace(BASE, room=False)
-    said = "holds 75% of the weight besides, for which memory has no room"
+    said = "holds 75% of the weight beside, for which memory has no room"
     assert refusal(many, facts) == said and refusal(few, facts) is None
     assert refusal(many, BASE) is None
 

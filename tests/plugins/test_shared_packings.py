@@ -15,6 +15,7 @@ from vendor_doubles import coded12, cuda, grouped, install, streamed
 from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.ops.shares import asks_for
@@ -171,6 +172,26 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, note):
         "deep_gemm.ExpertsFp8 from 10240 rows on",
     ]
     assert (set(more) <= set(row.note.split("; "))) == (model == "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "room"),
+    [({}, True), ({"kv_memory": 100 << 30}, False), ({"mem_fraction_static": 0.3}, False)],
+)
+def test_second_forms_of_weights_need_room(tmp_path, settings, room):
+    """Of V2-Lite's 31 GB in bfloat16; shared experts are slots, as they are not quantised."""
+    shutil.copy(FIXTURES / "deepseek-v2-lite.json", tmp_path / "config.json")
+    config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"), **settings)
+    assembly = assemble(config, tuple(settings), device="h200")
+    notes = [r.note for r in assembly.plan.rows if r.op in ("linear", "experts")]
+    assert all(("12 from 1 to" in note) == room for note in notes), notes
+    forms = {k.name for s in assembly.binding.shares.values() for k in s.kernels if k.beside}
+    assert forms == (
+        {f"cuda.{n}12" for n in ("LinearDense", "LinearFew", "ExpertsDense")} if room else set()
+    )
+    assert not any("shared_experts" in site for r in assembly.plan.rows for site in r.sites)
+    needed = packed_bytes(assembly.model, assembly.binding, "bfloat16", 1, 0)
+    assert round(needed / 1e9) == (55 if room else 31)
 
 
 @pytest.mark.parametrize(

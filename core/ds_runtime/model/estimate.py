@@ -61,12 +61,12 @@ def packed_bytes(
             group = min(form.block[1] or _GROUP, _GROUP)
             scales = count // cols * -(-cols // group) * form.scale_bytes
             size = count * form.bits / 8 + scales
-        copies = 1.0 if kernel is None else kernel.copies + beside(binding, site, kernel)
+        copies = 1.0 if kernel is None else kernel.copies + beside_of(binding, site, kernel)
         total += copies * matrices * size
     return int(total)
 
 
-def beside(binding: Binding, site: Site, kernel: Kernel | None) -> float:
+def beside_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:
     """What second forms of a site's weight take, as a share of it."""
     shares = binding.shares.get((site.op, site.layer, site.module))
     kernels = (kernel,) if shares is None else shares.kernels

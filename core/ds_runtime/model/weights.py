@@ -13,6 +13,7 @@ from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.model.estimate import (
+    beside_of,
     needed_bytes,
     page_table_bytes,
     positions_of,
@@ -121,6 +122,11 @@ def _remedy(assembly: Assembly, needed: int) -> str:
     shorter = "" if config.dtype != "float32" else "--dtype bfloat16 halves that, "
     if config.enable_dp_attention:
         shorter += "without --enable-dp-attention weights of attention are divided, too, "
+    binding = assembly.binding
+    twice = sorted({site.op for site, k in binding.choices if beside_of(binding, site, k)})
+    if twice:
+        pins = " and ".join(f"--pin {op}=KERNEL" for op in twice)
+        shorter += f"{pins} (see --explain) leaves second forms of weights out, "
     return (
         f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "
         "(--kv-memory comes on top and does not help)"

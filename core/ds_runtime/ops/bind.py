@@ -95,7 +95,7 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
     if facts.deterministic and not kernel.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
     if kernel.beside and not facts.room:
-        yield f"holds {kernel.beside:.0%} of the weight besides, for which memory has no room"
+        yield f"holds {kernel.beside:.0%} of the weight beside, for which memory has no room"
     if facts.graph_capture and not kernel.graph_safe:
         yield Fixable("not safe under graph capture", "pass --disable-graph")
     checks = kernel.refuse.checks if isinstance(kernel.refuse, Gates) else (kernel.refuse,)

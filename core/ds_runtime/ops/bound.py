@@ -63,7 +63,9 @@ class _ByRows:
     def _of(self, rows: int, packed: Packed, method: str = "apply") -> Any:
         if packed.tag == self._packing:
             for kernel, loaded in self._some:
-                if asks_for(kernel, rows) and method in (kernel.by_rows or (method,)):
+                if not asks_for(kernel, rows) or method not in (kernel.by_rows or (method,)):
+                    continue
+                if not kernel.beside or loaded.serves(rows, packed):
                     return loaded
         return self._rest
 

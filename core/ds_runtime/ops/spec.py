@@ -279,7 +279,8 @@ class Kernel:
     all. Others are served by the one that packs, for any number of rows. `beside`, of a kernel that
     reads such a weight in a form of its own, is how much that takes as a share of the weight: what
     `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called once the weight is
-    packed, by whichever kernel, and adds the form. Where memory has no room, it is refused.
+    packed, by whichever kernel, and adds the form if it can, and `serves(rows, packed)`, which says
+    whether a call within its bounds is one for it. Where memory has no room, it is refused.
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the

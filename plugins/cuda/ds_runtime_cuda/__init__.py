@@ -63,9 +63,10 @@ def _step_tokens(facts: Facts) -> Change:
 
 
 def _beside(facts: Facts) -> list[Change]:
-    """By `branch`, which gained on an H200 (benchmarks/results/device_decode.md), but not where
-    experts are read in 12 bits. Where nothing is captured they are apart, too, so that a plan does
-    not hang on that."""
+    """By `branch`, which gained on an H200 (benchmarks/results/device_decode.md), but for weights
+    that are not quantised: experts in 12 bits are faster with slots for few requests. Whether they
+    are held so is not known yet, and where nothing is captured they are apart, too: a plan does not
+    hang on that."""
     if facts.device.arch != "sm90" or not facts.quantized:
         return []
     why = "shared experts run beside the choice of routed ones, which leaves the memory idle"

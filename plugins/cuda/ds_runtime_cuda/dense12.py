@@ -15,7 +15,7 @@ from ds_runtime_cuda.gates import COLUMNS, ROWS, TILE
 _SOURCE = "dense12.cu"
 _WINDOW = 16  # exponents that have a code
 _FIRST = 112  # what the lowest of them becomes
-_MOST = 254 - _FIRST  # how far above it another exponent may lie
+_MOST = 64  # how far above it another exponent may lie: sums of such weights stay float32 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,14 @@ class _Args(ctypes.Structure):
     )
 
 
+def readable(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose rows the kernels of tiles can read: contiguous, at multiples of 16
+    bytes."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 @cache
 def _module(device: torch.device, pin: str) -> nvrtc.Module:
     """Of the current device, which `device` is."""
@@ -61,7 +69,7 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
     rows = values.numel() // columns
     assert values.dtype == torch.bfloat16 and values.is_contiguous() and columns % COLUMNS == 0
     blocks = -(-rows // ROWS)
-    counts = torch.zeros(256, dtype=torch.int32, device=device)
+    counts = torch.zeros(256, dtype=torch.int64, device=device)
     crowded = torch.zeros(1, dtype=torch.int32, device=device)
     half = values.shape[-2] // halves // ROWS if halves > 1 else 1
     args = _Args(values.data_ptr(), None, counts.data_ptr(), crowded.data_ptr(), rows, columns)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_runtime.api import DENSE_ROWS, Facts, Packed, Weight, float32_product, sums_in_float32
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.dense12 import Coded, encode
+from ds_runtime_cuda.dense12 import Coded, encode, readable
 from ds_runtime_cuda.gates import ROWS
 
 _SOURCE, _FEW_SOURCE, _PIN = "linear12.cu", "few12.cu", "linear=triton"
@@ -116,16 +116,18 @@ def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
 
 def compile_few(facts: Facts, rows: Sequence[int]) -> None:
     """`Kernel.ahead` of LinearFew12."""
-    nvrtc.compile_for_device(_FEW_SOURCE, few_defines())
+    if any(0 < count <= MOST_FEW for count in rows):
+        nvrtc.compile_for_device(_FEW_SOURCE, few_defines())
 
 
 def multiply(x: Tensor, coded: Coded, out: Tensor, tile: Tile) -> None:
     """out [tokens, rows] = x · Wᵀ, bfloat16 or float32, for up to `tile.tokens`."""
     tokens, columns = x.shape
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    x = readable(x)
     args = _Args()
-    args.x[:] = nvrtc.box_map(x.data_ptr(), x.dtype, tokens, columns, tile.tokens, x.stride(0))
+    args.x[:] = nvrtc.box_map(
+        x.data_ptr(), x.dtype, tokens, columns, tile.tokens, x.stride(0) if tokens > 1 else 0
+    )
     args.tiles, args.out = coded.tiles.data_ptr(), out.data_ptr()
     args.back, args.lift = coded.back, coded.lift
     args.tokens, args.rows, args.columns = tokens, out.shape[1], columns
@@ -138,8 +140,7 @@ def multiply(x: Tensor, coded: Coded, out: Tensor, tile: Tile) -> None:
 def multiply_few(x: Tensor, coded: Coded, out: Tensor) -> None:
     """The same for up to eight tokens."""
     tokens, columns = x.shape
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    x = readable(x)
     rows, wide = out.shape[1], int(out.dtype == torch.float32)
     pointers = coded.tiles.data_ptr(), x.data_ptr(), out.data_ptr()
     args = _FewArgs(
@@ -173,51 +174,64 @@ class _Dense12:
 
     def apply(self, x: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
-        coded: Coded | None = packed.tensors.get(_HELD)
+        if not self.serves(x.shape[0], packed):
+            return F.linear(x, packed.tensors["weight"])
         out = torch.empty(x.shape[0], packed.shape[0], dtype=x.dtype, device=x.device)
-        if not x.shape[0] or (coded is not None and self._multiply(x, coded, out)):
-            return out
-        return F.linear(x, packed.tensors["weight"])
+        self._multiply(x, packed.tensors[_HELD], out)
+        return out
 
     def gives_float32(self, rows: int, packed: Packed) -> bool:
         """See Float32Linear."""
         weight: Tensor = packed.tensors["weight"]
-        return sums_in_float32(weight.dtype, weight.device)
+        return self.serves(rows, packed) or sums_in_float32(weight.dtype, weight.device)
 
     def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
         """See Float32Linear."""
         packed.expect(self.tag)
-        coded: Coded | None = packed.tensors.get(_HELD)
+        if not self.serves(x.shape[0], packed):
+            return float32_product(x, packed.tensors["weight"], out)
         if out is None:
             out = torch.empty(x.shape[0], packed.shape[0], dtype=torch.float32, device=x.device)
-        if not x.shape[0] or (coded is not None and self._multiply(x, coded, out)):
-            return out
-        return float32_product(x, packed.tensors["weight"], out)
+        self._multiply(x, packed.tensors[_HELD], out)
+        return out
 
-    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> bool:
-        """False if torch is to do so."""
+    def serves(self, rows: int, packed: Packed) -> bool:
+        """See Kernel.beside."""
+        raise NotImplementedError
+
+    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
         raise NotImplementedError
 
 
 class LinearDense12(_Dense12):
     """For large weights, such as a head."""
 
-    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> bool:
-        tile = _tile(x.shape[0], out.shape[1], nvrtc.cores(x.device))
-        if tile is not None:
-            multiply(x, coded, out, tile)
-        return tile is not None
+    def serves(self, rows: int, packed: Packed) -> bool:
+        """See Kernel.beside."""
+        return self._tile(rows, packed.shape[0], packed.tensors["weight"].device) is not None and (
+            _HELD in packed.tensors
+        )
+
+    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
+        tile = self._tile(x.shape[0], out.shape[1], x.device)
+        assert tile is not None, "see serves"
+        multiply(x, coded, out, tile)
+
+    @staticmethod
+    def _tile(tokens: int, rows: int, device: torch.device) -> Tile | None:
+        return _tile(tokens, rows, nvrtc.cores(device)) if tokens else None
 
 
 class LinearFew12(_Dense12):
     """For others, and up to eight tokens."""
 
-    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> bool:
-        tokens, columns = x.shape
-        fits = tokens <= MOST_FEW and _few_bytes(tokens, columns) <= _ON_CHIP_FEW
-        if fits:
-            multiply_few(x, coded, out)
-        return fits
+    def serves(self, rows: int, packed: Packed) -> bool:
+        """See Kernel.beside."""
+        fits = 0 < rows <= MOST_FEW and _few_bytes(rows, packed.shape[1]) <= _ON_CHIP_FEW
+        return fits and _HELD in packed.tensors
+
+    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
+        multiply_few(x, coded, out)
 
 
 def _restore(packed: Packed) -> Tensor:

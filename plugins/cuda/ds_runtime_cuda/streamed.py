@@ -24,7 +24,7 @@ from ds_runtime.api import (
     ReferenceExperts,
 )
 from ds_runtime_cuda import nvrtc, token_experts
-from ds_runtime_cuda.dense12 import Coded, encode
+from ds_runtime_cuda.dense12 import Coded, encode, readable
 from ds_runtime_cuda.expert_weights import pack_blocks
 
 _SOURCE, _PIN = "experts.cu", "experts=triton"
@@ -125,10 +125,9 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     if not pairs:
         return out.zero_()
     form = _FP8 if fp8 else _DENSE if coded is None else _coded_form(tokens)
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-        x = x.contiguous()
+    x = readable(x)
     weights, ids = weights.contiguous(), ids.contiguous()
-    if coded is not None and token_experts.fits(tokens, top_k, inter):
+    if coded is not None and token_experts.fits(tokens, top_k, hidden, inter):
         return token_experts.run(x, weights, ids, coded, inter)
     tile = _TILES[form]
     most = pairs // tile.pairs + min(experts, pairs)  # tiles
@@ -199,6 +198,10 @@ class ExpertsDense(ReferenceExperts):
 
 class ExpertsDense12(ExpertsDense):
     """The same, read in 12 bits each, where they can be held so."""
+
+    def serves(self, rows: int, packed: Packed) -> bool:
+        """See Kernel.beside."""
+        return _HELD in packed.tensors
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return self.hold_beside(super().pack(source, facts))

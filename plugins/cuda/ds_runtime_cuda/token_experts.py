@@ -13,7 +13,7 @@ from ds_runtime_cuda.dense12 import Coded
 
 SOURCE, _PIN = "token_experts.cu", "experts=triton"
 MOST_TOKENS, _MOST_CHOICES = 3, 8
-_ROWS = 16  # of a warp
+_ROWS = 16  # of a block
 _ON_CHIP = 49_152  # bytes that a block may have without asking
 
 
@@ -44,9 +44,12 @@ def _module(device: torch.device) -> nvrtc.Module:
     return nvrtc.module(SOURCE, defines(), _PIN)
 
 
-def fits(tokens: int, top_k: int, inter: int) -> bool:
+def fits(tokens: int, top_k: int, hidden: int, inter: int) -> bool:
     """Whether it can, and is faster than kernels that sort pairs by expert."""
-    return tokens <= MOST_TOKENS and top_k <= _MOST_CHOICES and top_k * inter * 2 <= _ON_CHIP - 2048
+    room = (_ON_CHIP - 2048) // 2
+    if tokens > MOST_TOKENS or top_k > _MOST_CHOICES:
+        return False
+    return max(hidden, top_k * inter) <= room
 
 
 def run(x: Tensor, weights: Tensor, ids: Tensor, coded: tuple[Coded, Coded], inter: int) -> Tensor:

@@ -110,7 +110,7 @@ def _bits(a) -> Tensor:
 
 def _count(a, defines, grid, threads, shared) -> None:
     found = torch.bincount((_bits(a) >> 7 & 255).flatten(), minlength=256)
-    at(a.counts, I32, 256).add_(found.int())
+    at(a.counts, torch.int64, 256).add_(found)
 
 
 def _encode(a, defines, grid, threads, shared) -> None:

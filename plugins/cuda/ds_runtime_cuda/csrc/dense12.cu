@@ -12,7 +12,7 @@ namespace {
 struct Args {
   const u16* weight;   // bfloat16 [rows, columns]
   u8* tiles;           // [row block][columns / 64][of `halves`] of kTile bytes
-  u32* counts;         // [256] of each exponent
+  u64* counts;         // [256] of each exponent
   int* crowded;        // 1 if a tile has more others than it has room for
   long long rows;      // of all matrices
   int columns, lowest; // exponent of the 16
@@ -24,6 +24,7 @@ static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
 
 // How often each exponent comes.
 extern "C" __global__ void __launch_bounds__(256) count(const __grid_constant__ Args a) {
+  await();
   __shared__ u32 own[8][256];
   for (int i = threadIdx.x; i < 8 * 256; i += 256) own[i / 256][i % 256] = 0;
   __syncthreads();
@@ -42,11 +43,12 @@ extern "C" __global__ void __launch_bounds__(256) count(const __grid_constant__ 
   __syncthreads();
   u32 sum = 0;
   for (int w = 0; w < 8; ++w) sum += own[w][threadIdx.x];
-  if (sum) atomicAdd(a.counts + threadIdx.x, sum);
+  if (sum) atomicAdd(reinterpret_cast<unsigned long long*>(a.counts) + threadIdx.x, sum);
 }
 
 // A block makes a tile: grid (row blocks, columns / 64).
 extern "C" __global__ void __launch_bounds__(256) encode(const __grid_constant__ Args a) {
+  await();
   __shared__ u16 bits[kTileRows][kTileColumns + 8];
   __shared__ u32 others[kOthers];
   __shared__ int found;

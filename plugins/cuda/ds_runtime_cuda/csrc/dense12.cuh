@@ -90,7 +90,7 @@ MULTIPLY(128, F64_, R64, "%64", "%65", "%66", "%67", "%68", "%69")
 #undef INSTRUCTION
 
 // Adds what is missing of the weights of 16 rows that were taken for kSmallest. x: lines of 128 bytes,
-// swizzled, one per token. lift: what weights have been multiplied by.
+// swizzled, one per token. lift: what weights have been multiplied by. An infinite token gives NaN there.
 template <int N>
 __device__ __forceinline__ void add_others(float (&d)[N / 2], u32 other, int sixteen, int lane, const u8* x,
                                            float lift) {

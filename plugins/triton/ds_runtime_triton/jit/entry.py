@@ -2,8 +2,8 @@
 
 Where configs/<arch>/launch.json says PDL, a kernel may be launched before the one in front of it
 has ended (programmatic dependent launch): its programs take the places that become free, and wait
-for the other's writes. Every kernel waits before it reads or writes anything, so that the end of
-one is the end of all before it.
+for the other's writes. Every kernel waits before it writes, or reads anything but weights, so that
+the end of one is the end of all before it.
 """
 
 from __future__ import annotations
