@@ -153,7 +153,7 @@ def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
     body = re.search(r"struct (?:alignas\(64\) )?Args \{(.*?)\n\};", text, re.S).group(1)
     body = re.sub(r"//.*", "", body)
     names = [n.strip(" *\n") for part in re.findall(
-        r"(?:const )?(?:TensorMap|float|void|u8|u16|u32|int|long long)\b\*? ([^;]*);", body
+        r"(?:const )?(?:TensorMap|float|void|u8|u16|u64|int|long long)\b\*? ([^;]*);", body
     ) for n in part.split(",")]  # fmt: skip
     assert names[: len(maps)] == maps
     fields = [name for name, *_ in args._fields_ if name not in ("maps", "_end")]

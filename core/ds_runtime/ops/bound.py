@@ -63,9 +63,8 @@ class _ByRows:
     def _of(self, rows: int, packed: Packed, method: str = "apply") -> Any:
         if packed.tag == self._packing:
             for kernel, loaded in self._some:
-                if not asks_for(kernel, rows) or method not in (kernel.by_rows or (method,)):
-                    continue
-                if not kernel.beside or loaded.serves(rows, packed):
+                asked = asks_for(kernel, rows) and method in (kernel.by_rows or (method,))
+                if asked and (not kernel.beside or loaded.serves(rows, packed)):
                     return loaded
         return self._rest
 

@@ -111,14 +111,14 @@ _LARGE = 100_000_000  # elements of a weight that is worth a second form: a head
 
 
 def large(facts: Facts) -> str | None:
-    rows, columns = facts.shape or (_LARGE, COLUMNS)
+    rows, columns = facts.shape[-2:] or (_LARGE, COLUMNS)
     if rows * columns < _LARGE:
         return f"is for weights of {_LARGE:,} elements and more, not of {rows} × {columns}"
     return _whole_tiles(columns)
 
 
 def not_large(facts: Facts) -> str | None:
-    rows, columns = facts.shape or (0, COLUMNS)
+    rows, columns = facts.shape[-2:] or (0, COLUMNS)
     if rows * columns >= _LARGE:
         return f"is for weights of fewer than {_LARGE:,} elements, not of {rows} × {columns}"
     return _whole_tiles(columns)

@@ -72,8 +72,9 @@ def test_adapted_shared_experts_stay_apart(lite, name):
 @pytest.mark.parametrize(
     ("device", "given", "slots"),
     [
-        ("h200", {}, 0),
-        ("h200", {"disable_graph": True}, 0),
+        ("h200", {}, 2),
+        ("h200", {"quantize": "int8"}, 0),
+        ("h200", {"quantize": "int8", "disable_graph": True}, 0),
         ("h200", {"disable_fusion": ()}, 2),
         ("h200", {"disable_fusion": ("qkv_a",)}, 2),
         ("a100", {}, 2),
@@ -86,7 +87,7 @@ def test_a_plugin_may_wish_them_apart(lite, device, given, slots):
     apart = any("mlp.shared_experts" in site for row in plan.rows for site in row.sites)
     assert apart == (slots == 0)
     wished = [change for change in plan.changes if change[0] == "disable_fusion"]
-    assert bool(wished) == (device == "h200" and "disable_fusion" not in given)
+    assert bool(wished) == ("quantize" in given and "disable_fusion" not in given)
 
 
 def test_a_plan_of_captured_steps_holds_for_steps_op_by_op(lite, tmp_path):
