@@ -1,4 +1,4 @@
-"""Loading 9.2 GB must not hold more than what is packed, plus a sixth and a gigabyte."""
+"""Loading 9.2 GB must not hold more than what is packed, plus a seventh and a gigabyte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ assembly = assemble(config)
 model = load_model(assembly, BoundOps(assembly.binding), SoloCommunicator(), torch.device("cpu"))
 assert len(model.blocks) == 8
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"packed": needed_bytes(assembly), "peak": peak}))
+found = {"needed": needed_bytes(assembly), "packed": model.packed_bytes, "peak": peak}
+print(json.dumps(found))
 """
 
 
@@ -46,5 +47,6 @@ def test_lite_8(tmp_path: Path) -> None:
         shutil.rmtree(folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["packed"] == pytest.approx(9.19e9, rel=0.01)
+    assert found["needed"] == pytest.approx(9.19e9, rel=0.01)  # in 16 bits, or 12 (csrc/bf12.h)
+    assert 0.75 * found["needed"] < found["packed"] < 1.01 * found["needed"]
     assert found["packed"] <= found["peak"] <= 1.15 * found["packed"] + 1e9
