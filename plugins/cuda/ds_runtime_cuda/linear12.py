@@ -7,6 +7,7 @@ They lie in bfloat16 as DENSE_ROWS says, too, for kernels of more tokens.
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import DENSE_ROWS, Facts, Packed, Weight, float32_product, sums_in_float32
+from ds_runtime.api import (
+    DENSE_ROWS,
+    Facts,
+    Packed,
+    Weight,
+    float32_product,
+    sums_in_float32,
+    torch_dtype,
+)
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.dense12 import Coded, encode, readable
 from ds_runtime_cuda.gates import ROWS
@@ -151,16 +160,16 @@ def multiply_few(x: Tensor, coded: Coded, out: Tensor) -> None:
     nvrtc.launch(function, (-(-rows // 16), 1), 256, room, args)
 
 
-class _Dense12:
+class _Dense12(ABC):
     """bfloat16 weights, read in 12 bits each where they can be held so and that is faster."""
 
     tag = DENSE_ROWS
 
     def __init__(self, facts: Facts) -> None:
-        pass
+        self.dtype = torch_dtype(facts.dtype)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
-        values = weight.dequantise(torch.bfloat16).contiguous()
+        values = weight.dequantise(self.dtype).contiguous()
         held = {"weight": values}
         return self.hold_beside(Packed(self.tag, weight.shape, held, values.nbytes, _restore))
 
@@ -195,12 +204,13 @@ class _Dense12:
         self._multiply(x, packed.tensors[_HELD], out)
         return out
 
+    @abstractmethod
     def serves(self, rows: int, packed: Packed) -> bool:
         """See Kernel.beside."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
-        raise NotImplementedError
+        """out = x · Wᵀ, for what it serves."""
 
 
 class LinearDense12(_Dense12):
@@ -208,9 +218,8 @@ class LinearDense12(_Dense12):
 
     def serves(self, rows: int, packed: Packed) -> bool:
         """See Kernel.beside."""
-        return self._tile(rows, packed.shape[0], packed.tensors["weight"].device) is not None and (
-            _HELD in packed.tensors
-        )
+        tile = self._tile(rows, packed.shape[0], packed.tensors["weight"].device)
+        return tile is not None and _HELD in packed.tensors
 
     def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
         tile = self._tile(x.shape[0], out.shape[1], x.device)
