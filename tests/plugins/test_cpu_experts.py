@@ -64,7 +64,8 @@ def rounded(
     x: torch.Tensor, error: torch.Tensor, weight: Weight
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Activations [n] as a matmul with this weight sees them, in float64, and how far off its own
-    may be, of which it knows x up to `error`: near a tie it may round the other way."""
+    may be, of which it knows x up to `error`: near a tie it may round the other way, and where the
+    error is larger than a step, several steps off."""
     if not weight.format.startswith("int"):
         return x, error
     assert weight.parts[0].block is not None
@@ -80,8 +81,9 @@ def rounded(
         scaled = values / step
         # the quotient's own error, and that of the step
         unsure = errors / step + scaled.abs() * (1e-6 + errors.max() / (127 * step))
-        tie = (scaled - scaled.floor() - 0.5).abs() <= unsure
-        wrong += tie * step + scaled.abs() * errors.max() / 127
+        most, least = (scaled + unsure + 0.5).floor(), (scaled - unsure - 0.5).ceil()
+        steps = torch.maximum(most - scaled.round(), scaled.round() - least)
+        wrong += steps * step + (scaled.abs() + steps) * errors.max() / 127
     for values in seen.split(group):
         step = values.abs().max() / 127
         if step > 0:
