@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 import torch
-from vendor_doubles import attention, coded12, cuda, grouped, install, streamed
+from vendor_doubles import cuda, install
+from vendor_doubles.compiled import standing_in
 
 from ds_runtime import api
 from ds_runtime.ops.bind import refusal
@@ -15,10 +16,7 @@ from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
-from ds_runtime_cuda import attention as prompts
-from ds_runtime_cuda import blackwell, dense12, gates, kernels, linear12, token_experts
-from ds_runtime_cuda import grouped_fp8 as many
-from ds_runtime_cuda import streamed as own
+from ds_runtime_cuda import blackwell, gates, kernels
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR, *blackwell.ALL)
 PLUGINS = load_plugins(["cuda"])
@@ -28,18 +26,8 @@ PLUGINS = load_plugins(["cuda"])
 def doubles(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
     monkeypatch.setattr(torch, "_scaled_mm", cuda._scaled_mm)
-    monkeypatch.setattr(own, "nvrtc", streamed)
-    monkeypatch.setattr(prompts, "nvrtc", attention)
-    monkeypatch.setattr(many, "nvrtc", grouped)
-    kept = [own._module, many._module, prompts._function, linear12._few_module, linear12._tile]
-    for each in (dense12, linear12, token_experts):
-        monkeypatch.setattr(each, "nvrtc", coded12)
-        kept.append(each._module)
-    for each in kept:
-        each.cache_clear()
-    yield
-    for each in kept:  # they hold stand-ins
-        each.cache_clear()
+    with standing_in(monkeypatch):
+        yield
 
 
 def device(arch: str, **changes) -> DeviceInfo:

@@ -13,6 +13,7 @@ import torch
 from ds_runtime.errors import PluginError
 from ds_runtime_cuda import (
     attention,
+    block7,
     dense12,
     grouped_fp8,
     linear12,
@@ -35,7 +36,10 @@ def whole(code: bytes) -> bool:
     return code.startswith(b"\x7fELF") and named
 
 
-@pytest.mark.parametrize("form", sorted(streamed._TILES))
+FORMS = [form for each in streamed._FORMS.values() for form in each.values()]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_compile(home, form):
     code = nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form))
     assert whole(code)
@@ -61,11 +65,12 @@ def test_grouped_experts_compile(home):
     assert code.startswith(b"\x7fELF") and b"gate_up" in code and b"down" in code
 
 
-def test_kernels_of_12_bits_compile(home):
+def test_kernels_of_fewer_bits_compile(home):
     tiles = {*linear12._TILES, *linear12._UNEVEN.values()}
     made = [("linear12.cu", linear12._defines(tile), (b"linear",)) for tile in tiles]
     size = {"ARGS": ctypes.sizeof(dense12._Args)}
     made += [("dense12.cu", size, (b"count", b"encode"))]
+    made += [("block7.cu", {"ARGS": ctypes.sizeof(block7._Args)}, (b"measure", b"encode"))]
     made += [("few12.cu", linear12.few_defines(), (b"few",))]
     made += [("token_experts.cu", token_experts.defines(), (b"gate_up", b"down"))]
     for source, defines, names in made:
@@ -81,7 +86,7 @@ def test_another_header_is_compiled_anew(home):
 
 
 def test_another_layout_of_the_arguments_does_not_compile():
-    defines = {**streamed._defines("fp8"), "ARGS": 640}
+    defines = {**streamed._defines(FORMS[0]), "ARGS": 640}
     with pytest.raises(DriverError, match="as the caller lays them out"):
         nvrtc.compile_for("sm_90a", "experts.cu", defines)
 
@@ -117,10 +122,10 @@ def test_what_was_kept_and_does_not_load_is_made_again(home, monkeypatch):
     _, compiler = nvrtc._library()
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, compiler))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
-    nvrtc.compile_for_device("experts.cu", streamed._defines("fp8"))
+    nvrtc.compile_for_device("experts.cu", streamed._defines(FORMS[0]))
     (kept,) = home.iterdir()
     kept.write_bytes(b"\x7fELF damaged")
-    nvrtc.Module("experts.cu", streamed._defines("fp8"))
+    nvrtc.Module("experts.cu", streamed._defines(FORMS[0]))
     assert whole(kept.read_bytes())
 
 
@@ -131,7 +136,7 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, None))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
-        streamed._module("fp8", torch.device("cuda", 0))
+        streamed._module(FORMS[0], torch.device("cuda", 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
         grouped_fp8._module(torch.device("cuda", 0))
 
@@ -145,6 +150,7 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("linear12.cu", linear12._Args, ["x"]),
         ("few12.cu", linear12._FewArgs, []),
         ("dense12.cu", dense12._Args, []),
+        ("block7.cu", block7._Args, []),
         ("token_experts.cu", token_experts._Args, []),
     ],
 )
@@ -168,11 +174,13 @@ def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
     grouped_fp8.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
     attention.compile_attention(SimpleNamespace(), (8,))
     assert len(list(home.iterdir())) == 4
-    streamed.compile_coded(SimpleNamespace(), (1, 3, 8, 64, 128))
+    streamed.compile_coded(SimpleNamespace(weight_format="dense"), (1, 3, 8, 64, 128))
     assert len(list(home.iterdir())) == 8
+    streamed.compile_coded(SimpleNamespace(weight_format="fp8_block"), (1, 3, 8, 64, 128))
+    assert len(list(home.iterdir())) == 9
     monkeypatch.setattr(nvrtc, "cores", lambda device: 132)
     monkeypatch.setattr(nvrtc.torch.cuda, "current_device", lambda: 0)
     linear12.compile_linear(SimpleNamespace(shape=(102400, 2048)), (0, 1, 8, 64, 128, 200))
-    assert len(list(home.iterdir())) == 10
-    linear12.compile_few(SimpleNamespace(), (8,))
     assert len(list(home.iterdir())) == 11
+    linear12.compile_few(SimpleNamespace(), (8,))
+    assert len(list(home.iterdir())) == 12

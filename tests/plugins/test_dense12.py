@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vendor_doubles import coded12
+from vendor_doubles.compiled import standing_in
 
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.spec import DeviceInfo
@@ -20,14 +21,8 @@ FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90"), "bfloat16")
 
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
-    for each in (dense12, linear12):
-        monkeypatch.setattr(each, "nvrtc", coded12)
-    caches = (dense12._module, linear12._module, linear12._few_module, linear12._tile)
-    for each in caches:
-        each.cache_clear()
-    yield
-    for each in caches:  # they hold stand-ins
-        each.cache_clear()
+    with standing_in(monkeypatch):
+        yield
 
 
 def normal(rows: int, columns: int) -> torch.Tensor:

@@ -3,6 +3,7 @@ DENSE_EXPERTS."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from interpreter import DEVICE, needs_triton
-from vendor_doubles import coded12, cuda, grouped, install, streamed
+from vendor_doubles import cuda, install
+from vendor_doubles.compiled import standing_in
 
 from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
 from ds_runtime.assemble import assemble
@@ -21,7 +23,7 @@ from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.ops.shares import asks_for
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime.testing.numerics import relative_error
-from ds_runtime_cuda import dense12, grouped_fp8, linear12, token_experts
+from ds_runtime_cuda import grouped_fp8
 from ds_runtime_cuda import streamed as own
 
 pytestmark = needs_triton
@@ -32,17 +34,8 @@ FACTS = facts_for(DEVICE, "bfloat16")
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
     install(monkeypatch, cuda.MODULES, cuda.ADAPTERS)
-    monkeypatch.setattr(own, "nvrtc", streamed)
-    monkeypatch.setattr(grouped_fp8, "nvrtc", grouped)
-    kept = [own._module, grouped_fp8._module, linear12._few_module, linear12._tile]
-    for each in (dense12, linear12, token_experts):
-        monkeypatch.setattr(each, "nvrtc", coded12)
-        kept.append(each._module)
-    for each in kept:
-        each.cache_clear()
-    yield
-    for each in kept:  # they hold stand-ins
-        each.cache_clear()
+    with standing_in(monkeypatch):
+        yield
 
 
 def test_rows():
@@ -129,6 +122,11 @@ def test_experts(scale):
     kinds = (deep_gemm.ExpertsFp8, own.ExpertsFp8, grouped_fp8.ExpertsGrouped)
     for other in (kind(FACTS) for kind in kinds):
         assert relative_error(other.apply(x, weights, ids, packed), oracle) < 6e-2
+    beside = own.ExpertsBlock7(FACTS)
+    held = beside.hold_beside(packed)
+    assert beside.serves(6, held) and held.nbytes > 1.9 * packed.nbytes
+    plain = own.ExpertsFp8(FACTS).apply(x, weights, ids, packed)
+    assert torch.equal(beside.apply(x, weights, ids, held), plain)
 
 
 def expected(triples, x, weights, ids):
@@ -155,14 +153,16 @@ def test_dense_experts():
 
 
 @pytest.mark.parametrize(
-    ("model", "note"),
+    ("model", "layers", "note"),
     [
-        ("deepseek-v3", "cuda.ExpertsFp8 from 3 to 16 rows"),
-        ("deepseek-v2-lite", "cuda.ExpertsDense12 from 1 to 320 rows"),
+        ("deepseek-v3", 61, "cuda.ExpertsFp8 from 3 to 320 rows"),
+        ("deepseek-v3", 4, "cuda.ExpertsBlock7 from 3 to 320 rows"),  # for which there is room
+        ("deepseek-v2-lite", 27, "cuda.ExpertsDense12 from 1 to 320 rows"),
     ],
 )
-def test_the_plan_says_which_rows_each_serves(tmp_path, model, note):
-    shutil.copy(FIXTURES / f"{model}.json", tmp_path / "config.json")
+def test_the_plan_says_which_rows_each_serves(tmp_path, model, layers, note):
+    said = json.loads((FIXTURES / f"{model}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "num_hidden_layers": layers}))
     config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"))
     plan = assemble(config, (), device="h200").plan
     (row,) = [r for r in plan.rows if r.op == "experts"]
@@ -208,7 +208,7 @@ def test_rows_go_to_the_kernel_that_asks_first(tmp_path, without, long, longest)
     binding = assemble(config, (), device="h200", without=without).binding
     shares = next(s for (op, *_), s in binding.shares.items() if op == "experts")
     few = "triton.experts_fp8" if "cuda.bindings" in without else "cuda.ExpertsFp8"
-    served = {1: "triton.experts_fp8", 3: few, 16: few, 17: "triton.experts_fp8"}
+    served = {1: "triton.experts_fp8", 3: few, 320: few, 321: "triton.experts_fp8"}
     served |= {1279: "triton.experts_fp8", 4096: long, 10239: long, 10240: longest}
     if "cuda.bindings" not in without:
         served[1280] = long

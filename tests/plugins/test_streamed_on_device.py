@@ -87,6 +87,7 @@ def compare_replays(kernel, packed: Packed, top_k: int, counts: tuple[int, ...],
 
 KERNELS = {
     "fp8": streamed.ExpertsFp8,
+    "7 bits": streamed.ExpertsBlock7,
     "dense": streamed.ExpertsDense,
     "12 bits": streamed.ExpertsDense12,
 }
@@ -101,13 +102,13 @@ def test_replays_compute_new_inputs(monkeypatch, shape, form, cores):
         monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
     torch.manual_seed(0)
     experts, inter, hidden, top_k = shape
-    fp8 = form == "fp8"
+    fp8, coded = form in ("fp8", "7 bits"), "bits" in form
     packed, limit = weights(fp8, experts, inter, hidden), FORMATS[fp8][1]
     kernel = KERNELS[form](FACTS)
-    if form == "12 bits":
-        dense = packed.nbytes
+    if coded:
+        plain = packed.nbytes
         packed = kernel.hold_beside(packed)
-        assert packed.nbytes > dense, "they fit"
+        assert packed.nbytes > plain, "they fit"
     compare_replays(kernel, packed, top_k, (1, 2, 3, 4, 7, 33, 100, 300), limit)
 
 

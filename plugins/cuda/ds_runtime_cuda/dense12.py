@@ -34,6 +34,11 @@ class Coded:
     def lift(self) -> float:
         return 2.0**-self.power
 
+    def fields(self) -> dict[str, float]:
+        """What csrc/experts.cu is told of a matrix."""
+        tiles = self.tiles.data_ptr()
+        return {"tiles": tiles, "stride": TILE, "back": self.back, "lift": self.lift}
+
 
 class _Args(ctypes.Structure):
     """Args of csrc/dense12.cu."""

@@ -107,6 +107,8 @@ def multiplies_fp8(facts: Facts) -> str | None:
 
 TILE, ROWS, COLUMNS = 12_416, 128, 64  # bytes, rows and columns of a tile of dense12.cuh
 CODED = TILE / (ROWS * COLUMNS * 2)  # of bfloat16 weights, that they take in such tiles
+OTHERS_AT, MOST_OTHERS = 14_352, 448  # bytes of a tile of block7.cuh before its list, and entries
+CODED_FP8 = (OTHERS_AT + 2 * MOST_OTHERS) / BLOCK**2  # of FP8 weights, that they take at most
 _LARGE = 100_000_000  # elements of a weight that is worth a second form: a head's
 
 

@@ -1,16 +1,17 @@
 """Routed experts for few tokens, about as fast as their weights can be read: csrc/experts.cu.
 
 Both matmuls are one launch whose blocks fetch weights all the time. Weights lie as FP8_EXPERTS and
-DENSE_EXPERTS say, so that kernels for more tokens read them, too; of bfloat16 there may be a second
-form in 12 bits beside (dense12.py), which is read instead.
+DENSE_EXPERTS say, so that kernels for more tokens read them, too; there may be a second form in
+fewer bits beside (dense12.py of bfloat16, block7.py of FP8), which is read instead.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from ds_runtime.api import (
     Packed,
     ReferenceExperts,
 )
-from ds_runtime_cuda import nvrtc, token_experts
-from ds_runtime_cuda.dense12 import Coded, encode, readable
+from ds_runtime_cuda import block7, dense12, nvrtc, token_experts
+from ds_runtime_cuda.dense12 import readable
 from ds_runtime_cuda.expert_weights import pack_blocks
 
 _SOURCE, _PIN = "experts.cu", "experts=triton"
@@ -35,23 +36,32 @@ _PART = 1024  # columns that a block of `arrange` or `combine` takes at a time
 _FEW = 32  # tokens up to which `arrange` has a block for every part of a row
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Pairs of an expert that are multiplied together; blocks of a multiprocessor, and stages of
-    weights that each has on their way."""
+class Form(NamedTuple):
+    """What is compiled: pairs of an expert that are multiplied together; blocks of a
+    multiprocessor, and stages of weights that each has on their way. coded: weights are held in
+    fewer bits."""
 
+    fp8: bool
+    coded: bool
     pairs: int
     blocks: int
     stages: int
 
 
-# By measurement on an H200, benchmarks/results/device_decode.md.
-_FP8, _DENSE = "fp8", "dense"
-_TILES = {_FP8: Tile(16, 2, 4), _DENSE: Tile(32, 1, 6)}
-# Of weights in 12 bits, by the most tokens.
-_CODED = {4: "coded, 32 x 1", 96: "coded, 16 x 2", 1 << 30: "coded, 32 x 2"}
-_TILES |= dict(zip(_CODED.values(), (Tile(32, 1, 6), Tile(16, 2, 4), Tile(32, 2, 4)), strict=True))
-_HELD = "tiles of 12 bits"  # in Packed.tensors
+# By measurement on an H200, benchmarks/results/device_decode.md: by the most tokens, for weights in
+# FP8 or not, as they are or in fewer bits.
+_ANY = 1 << 30
+_FORMS = {
+    (True, False): {_ANY: Form(True, False, 16, 2, 4)},
+    (True, True): {_ANY: Form(True, True, 16, 2, 4)},
+    (False, False): {_ANY: Form(False, False, 32, 1, 6)},
+    (False, True): {
+        4: Form(False, True, 32, 1, 6),
+        96: Form(False, True, 16, 2, 4),
+        _ANY: Form(False, True, 32, 2, 4),
+    },
+}
+_HELD = "tiles of fewer bits"  # in Packed.tensors: gate_up's and down's
 _MOST = 16384  # tokens of a launch: experts' pairs and tiles are counted in 16 bits
 
 
@@ -74,48 +84,55 @@ class _Args(ctypes.Structure):
                          "powers")
         ),
         *((name, ctypes.c_void_p) for name in ("gate_up_tiles", "down_tiles")),
+        *((name, ctypes.c_int32) for name in ("gate_up_stride", "down_stride",
+                                                  "gate_up_base", "down_base")),
         *(
             (name, ctypes.c_float)
             for name in ("gate_up_back", "gate_up_lift", "down_back", "down_lift")
-        ),  # a multiple of 64 bytes
+        ),
+        ("_end", ctypes.c_char * 48),  # the struct is a multiple of 64 bytes
     )  # fmt: skip
 
 
-def _defines(form: str) -> dict[str, int]:
-    tile = _TILES[form]
-    return {"FP8": int(form == _FP8), "CODED": int(form in _CODED.values()), "BM": tile.pairs,
-            "BLOCKS": tile.blocks, "BYTES": _ON_CHIP[tile.blocks], "STAGES": tile.stages,
+def _form(fp8: bool, coded: bool, tokens: int) -> Form:
+    return next(form for most, form in _FORMS[fp8, coded].items() if tokens <= most)
+
+
+def _defines(form: Form) -> dict[str, int]:
+    return {"FP8": int(form.fp8), "CODED": int(form.coded), "BM": form.pairs,
+            "BLOCKS": form.blocks, "BYTES": _ON_CHIP[form.blocks], "STAGES": form.stages,
             "ARGS": ctypes.sizeof(_Args)}  # fmt: skip
 
 
 @cache
-def _module(form: str, device: torch.device) -> nvrtc.Module:
+def _module(form: Form, device: torch.device) -> nvrtc.Module:
     """Of the current device, which `device` is."""
     return nvrtc.module(_SOURCE, _defines(form), _PIN)
 
 
+def _compile(facts: Facts, coded: bool, rows: Sequence[int]) -> None:
+    fp8 = facts.weight_format == "fp8_block"
+    for form in dict.fromkeys(_form(fp8, coded, count) for count in rows if count):
+        nvrtc.compile_for_device(_SOURCE, _defines(form))
+
+
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
     """`Kernel.ahead` of ExpertsFp8 and ExpertsDense."""
-    form = _FP8 if facts.weight_format == "fp8_block" else _DENSE
-    nvrtc.compile_for_device(_SOURCE, _defines(form))
+    _compile(facts, False, rows)
 
 
 def compile_coded(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of ExpertsDense12."""
-    for form in sorted({_coded_form(count) for count in rows if count}):
-        nvrtc.compile_for_device(_SOURCE, _defines(form))
-    if any(0 < count <= token_experts.MOST_TOKENS for count in rows):
+    """`Kernel.ahead` of ExpertsBlock7 and ExpertsDense12."""
+    _compile(facts, True, rows)
+    few = any(0 < count <= token_experts.MOST_TOKENS for count in rows)
+    if few and facts.weight_format != "fp8_block":
         nvrtc.compile_for_device(token_experts.SOURCE, token_experts.defines())
-
-
-def _coded_form(tokens: int) -> str:
-    return next(form for most, form in _CODED.items() if tokens <= most)
 
 
 def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     held, (experts, hidden, inter) = packed.tensors, packed.shape
     upper, lower = held["gate_up"], held["down"]
-    coded: tuple[Coded, Coded] | None = held.get(_HELD)
+    coded = held.get(_HELD)
     dtype, device, (tokens, top_k) = upper.dtype, x.device, ids.shape
     if tokens > _MOST:
         cut = [slice(begin, begin + _MOST) for begin in range(0, tokens, _MOST)]
@@ -124,14 +141,13 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     pairs, fp8 = tokens * top_k, dtype == torch.float8_e4m3fn
     if not pairs:
         return out.zero_()
-    form = _FP8 if fp8 else _DENSE if coded is None else _coded_form(tokens)
     x = readable(x)
     weights, ids = weights.contiguous(), ids.contiguous()
-    if coded is not None and token_experts.fits(tokens, top_k, hidden, inter):
+    if coded is not None and not fp8 and token_experts.fits(tokens, top_k, hidden, inter):
         return token_experts.run(x, weights, ids, coded, inter)
-    tile = _TILES[form]
-    most = pairs // tile.pairs + min(experts, pairs)  # tiles
-    rows = most * tile.pairs
+    form = _form(fp8, coded is not None, tokens)
+    most = pairs // form.pairs + min(experts, pairs)  # tiles
+    rows = most * form.pairs
     x_rows = torch.empty(rows, hidden, dtype=dtype, device=device)
     h_rows = torch.empty(rows, inter, dtype=dtype, device=device)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
@@ -150,10 +166,9 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         args.gate_up_scale = held["gate_up_scale"].data_ptr()
         args.down_scale = held["down_scale"].data_ptr()
         args.x_scale, args.h_scale = scales.data_ptr(), scales[hidden // 128 :].data_ptr()
-    if coded is not None:
-        args.gate_up_tiles, args.down_tiles = (each.tiles.data_ptr() for each in coded)
-        args.gate_up_back, args.gate_up_lift = coded[0].back, coded[0].lift
-        args.down_back, args.down_lift = coded[1].back, coded[1].lift
+    for name, each in zip(("gate_up", "down"), coded or (), strict=False):
+        for field, value in each.fields().items():
+            setattr(args, f"{name}_{field}", value)
     args.x_rows, args.h_rows, args.y = x_rows.data_ptr(), h_rows.data_ptr(), y.data_ptr()
     args.pair_of, args.weight_of = of.data_ptr(), of[1].data_ptr()
     args.state, args.begins = counts.data_ptr(), counts[1 + most :].data_ptr()
@@ -162,14 +177,35 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     args.tokens, args.top_k, args.experts = tokens, top_k, experts
     args.hidden, args.inter, args.rows, args.most = hidden, inter, rows, most
     args.powers = int(held.get("ue8m0", False))
-    module, room = _module(form, device), _ON_CHIP[tile.blocks]
+    module, room = _module(form, device), _ON_CHIP[form.blocks]
     parts = -(-hidden // _PART)
     arranging = (tokens, parts if tokens <= _FEW else 1)
     nvrtc.launch(module.function("arrange"), arranging, 256, 0, args)
-    grid = (nvrtc.cores(device) * tile.blocks, 1)
+    grid = (nvrtc.cores(device) * form.blocks, 1)
     nvrtc.launch(module.function("experts", room), grid, _THREADS, room, args)
     nvrtc.launch(module.function("combine"), (tokens, parts), 128, 0, args)
     return out
+
+
+class _Beside:
+    """A kernel that reads what it holds beside in fewer bits, where weights can be held so."""
+
+    _encode: Callable[..., block7.Coded | dense12.Coded | None]
+
+    def serves(self, rows: int, packed: Packed) -> bool:
+        """See Kernel.beside."""
+        return _HELD in packed.tensors
+
+    def hold_beside(self, packed: Packed) -> Packed:
+        """See Kernel.beside."""
+        encode = type(self)._encode
+        upper = encode(packed.tensors["gate_up"], _PIN, halves=2)
+        lower = None if upper is None else encode(packed.tensors["down"], _PIN)
+        if upper is None or lower is None:
+            return packed
+        tensors = {**packed.tensors, _HELD: (upper, lower)}
+        nbytes = packed.nbytes + upper.tiles.nbytes + lower.tiles.nbytes
+        return replace(packed, tensors=tensors, nbytes=nbytes)
 
 
 class ExpertsFp8:
@@ -186,6 +222,15 @@ class ExpertsFp8:
         return _run(x, weights, ids, packed)
 
 
+class ExpertsBlock7(_Beside, ExpertsFp8):
+    """The same, read in about 7.3 bits each."""
+
+    _encode = block7.encode
+
+    def pack(self, source: ExpertSource, facts: Facts) -> Packed:
+        return self.hold_beside(super().pack(source, facts))
+
+
 class ExpertsDense(ReferenceExperts):
     """Weights in bfloat16."""
 
@@ -196,22 +241,10 @@ class ExpertsDense(ReferenceExperts):
         return _run(x, weights, ids, packed)
 
 
-class ExpertsDense12(ExpertsDense):
-    """The same, read in 12 bits each, where they can be held so."""
+class ExpertsDense12(_Beside, ExpertsDense):
+    """The same, read in 12 bits each."""
 
-    def serves(self, rows: int, packed: Packed) -> bool:
-        """See Kernel.beside."""
-        return _HELD in packed.tensors
+    _encode = dense12.encode
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return self.hold_beside(super().pack(source, facts))
-
-    def hold_beside(self, packed: Packed) -> Packed:
-        """See Kernel.beside."""
-        upper = encode(packed.tensors["gate_up"], _PIN, halves=2)
-        lower = None if upper is None else encode(packed.tensors["down"], _PIN)
-        if upper is None or lower is None:
-            return packed
-        tensors = {**packed.tensors, _HELD: (upper, lower)}
-        nbytes = packed.nbytes + upper.tiles.nbytes + lower.tiles.nbytes
-        return replace(packed, tensors=tensors, nbytes=nbytes)

@@ -115,9 +115,9 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
 def _weights(a, fp8: int) -> tuple[Tensor, Tensor]:
     """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter]."""
     if a.gate_up_tiles:
-        from vendor_doubles import coded12
+        from vendor_doubles import coded7, coded12
 
-        return coded12.experts_of(a)
+        return (coded7 if fp8 else coded12).experts_of(a)
     wide = []
     for i, (rows, columns, scales) in enumerate(
         ((2 * a.inter, a.hidden, a.gate_up_scale), (a.hidden, a.inter, a.down_scale))

@@ -58,11 +58,6 @@ __device__ __forceinline__ void widen(const Codes& c, u32 (&to)[16]) {
   widen(c.low[1].z, c.low[1].w, c.high.w, to + 12);
 }
 
-__device__ __forceinline__ void hold(u32 (&words)[16]) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(words[i])::"memory");
-}
-
 // d += weights (64 rows of four warps) · tokens (N); add 0: d = …
 template <int N>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], const u32* w, u64 right, int add);

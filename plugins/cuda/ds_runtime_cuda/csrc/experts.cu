@@ -14,19 +14,21 @@
 // rings are as deep as bandwidth needs, and nothing that multiplies waits for a read of its own.
 //
 // Compiled at run time with: FP8 (1: e4m3 in 128 x 128 blocks, activations in groups of 128; 0:
-// bfloat16), CODED (1: bfloat16 as tiles of dense12.cuh), BM (pairs of a tile: 16; of bfloat16 32, too),
+// bfloat16), CODED (1: bfloat16 as tiles of dense12.cuh, FP8 as those of block7.cuh), BM (pairs of a
+// tile: 16; of bfloat16 32, too),
 // BLOCKS (per multiprocessor), BYTES (of on-chip memory for each block), STAGES (of weights, at most),
 // ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
 #include "dense12.cuh"
+#include "block7.cuh"
 
 namespace {
 
 constexpr int kRows = 128;    // of a matrix in a stage
 constexpr int kWidth = 128;   // bytes of each row in a stage: one swizzled line
 constexpr int kColumns = FP8 ? 128 : 64;  // the values that they are
-constexpr int kStage = CODED ? dense12::kTile : kRows * kWidth;
+constexpr int kStage = !CODED ? kRows * kWidth : FP8 ? block7::kTile : dense12::kTile;
 constexpr int kXStages = 4;
 constexpr int kXStage = BM * kWidth;
 constexpr int kGroups = 2;                // warpgroups that multiply: the first eight warps
@@ -37,7 +39,8 @@ constexpr int kUnits = 3;                 // units that may be handed out in a b
 constexpr int kMaxSteps = 64;             // scales of a unit's rows
 constexpr int kLine = kRows * 2 + 16;     // bytes from one pair's results to the next, on chip
 constexpr int kMaxExperts = 512;
-constexpr int kRest = kXStages * (kXStage + BM * 4) + BM * (kLine + kWarps * 4) +
+constexpr int kOwn = CODED && FP8 ? block7::kOwn : 16;  // bytes of each warp that multiplies
+constexpr int kRest = kXStages * (kXStage + BM * 4) + BM * (kLine + kWarps * 4) + kWarps * kOwn +
                       kUnits * (8 * kMaxSteps + 8 * BM + 32) + 2 * (2 * kMaxExperts + 2) + 1024 + 640;
 constexpr int kRoom = (BYTES - kRest) / kStage;
 constexpr int kStages = kRoom < STAGES ? kRoom : STAGES;  // of weights
@@ -64,10 +67,14 @@ struct alignas(64) Args {
   u16* out;                 // bfloat16 [tokens, hidden]
   long long stride;         // between rows of the input
   int tokens, top_k, experts, hidden, inter, rows, most, powers;
-  // CODED: [experts][inter / 128][hidden / 64][gate, up], [experts][hidden / 128][inter / 64] tiles
+  // CODED: [experts][inter / 128][hidden / kColumns][gate, up] tiles of gate_up_stride bytes,
+  // [experts][hidden / 128][inter / kColumns] of down_stride
   const u8* gate_up_tiles;
   const u8* down_tiles;
-  float gate_up_back, gate_up_lift;  // powers of two: what sums are multiplied by, and weights were
+  int gate_up_stride, down_stride;
+  int gate_up_base, down_base;  // of FP8, the lowest exponent
+  // Of bfloat16, powers of two: what sums are multiplied by, and weights were.
+  float gate_up_back, gate_up_lift;
   float down_back, down_lift;
 };
 
@@ -84,6 +91,7 @@ struct Unit {
 struct alignas(1024) Shared {
   u8 x[kXStages][kXStage];
   u8 w[kStages][kStage];
+  u8 own[kWarps][kOwn];
   u8 result[BM][kLine];
   float scales[kXStages][BM];
   float peaks[kWarps][BM];
@@ -135,12 +143,18 @@ __device__ __forceinline__ void stage(float (&d)[N / 2], u32 w, u32 x, bool add)
   commit();
 }
 
+#if FP8
+namespace coded = block7;
+#else
+namespace coded = dense12;
+#endif
+
 // The same with weights from registers.
 template <int N>
 __device__ __forceinline__ void stage(float (&d)[N / 2], const u32 (&w)[16], u32 x, bool add) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
-    dense12::multiply<N>(d, w + 4 * k, operand(x + 32 * k), k > 0 || add);
+    coded::multiply<N>(d, w + 4 * k, operand(x + 32 * k), k > 0 || add);
   commit();
 }
 
@@ -170,6 +184,7 @@ struct Place {
   const Args& args;
   Ring w, x;
   int lane, warp;  // of those that multiply
+  int base = -1;   // the lowest exponent of the tiles that are read
 
   __device__ __forceinline__ u32 full_w() { return shared_address(&s.w_full[w.at]); }
   __device__ __forceinline__ u32 full_x() { return shared_address(&s.x_full[x.at]); }
@@ -179,6 +194,14 @@ struct Place {
   __device__ __forceinline__ void read_w(dense12::Codes& codes) {
     wait(full_w(), w.parity);
     codes.read(s.w[w.at], warp, lane);
+    release_w();
+  }
+  __device__ __forceinline__ void begin_unit(int lowest) {
+    if (lowest != base) block7::prepare(s.own[warp], base = lowest, lane);
+  }
+  __device__ __forceinline__ void read_w(u32 (&words)[16]) {
+    wait(full_w(), w.parity);
+    block7::read(s.w[w.at], s.own[warp], base, warp, lane, words);
     release_w();
   }
   __device__ __forceinline__ void release_w() {
@@ -211,6 +234,22 @@ __device__ __forceinline__ void pair_scales(float (&to)[N / 4], const float* fro
   }
 }
 
+// sum += the next tile of block7.cuh · pairs (at x) · scales, which are those of its block and of pairs
+template <int N>
+__device__ __forceinline__ void add_block(Place& p, float (&sum)[N / 2], u32 x,
+                                          const float (&pairs)[N / 4], float scale) {
+  float product[N / 2];
+  u32 words[16];
+  p.read_w(words);
+  hold(product);
+  begin();
+  stage<N>(product, words, x, false);
+  settle<0>();
+  hold(product);
+  hold(words);
+  add_scaled<N>(sum, product, pairs, scale);
+}
+
 // Results of a thread lie at row() + 8 · (i >> 1 & 1), pair 8 · (i >> 2) + 2 · (lane & 3) + (i & 1).
 __device__ __forceinline__ int row_of(int warp, int lane) { return warp * 16 + (lane >> 2); }
 
@@ -224,7 +263,13 @@ __device__ void gate_up(Place& p, const Unit& unit) {
   for (int k = 0; k < steps; ++k) {
     wait(p.full_x(), p.x.parity);
     const u32 x = shared_address(p.s.x[p.x.at]);
-    if constexpr (FP8) {
+    if constexpr (FP8 && CODED) {
+      float pairs[N / 4];
+      pair_scales<N>(pairs, p.s.scales[p.x.at], p.lane);
+      add_block<N>(p, gate, x, pairs, unit.scales[0][k]);
+      add_block<N>(p, up, x, pairs, unit.scales[1][k]);
+      p.release_x();
+    } else if constexpr (FP8) {
       float first[N / 2], second[N / 2], pairs[N / 4];
       wait(p.full_w(), p.w.parity);
       hold(first);
@@ -262,8 +307,8 @@ __device__ void gate_up(Place& p, const Unit& unit) {
       settle<0>();
       hold(gate);
       hold(up);
-      dense12::hold(first);
-      dense12::hold(second);
+      hold(first);
+      hold(second);
       const u8* lines = p.s.x[p.x.at];
       dense12::add_others<N>(gate, of_gate.other, p.warp, p.lane, lines, a.gate_up_lift);
       dense12::add_others<N>(up, of_up.other, p.warp, p.lane, lines, a.gate_up_lift);
@@ -290,7 +335,7 @@ __device__ void gate_up(Place& p, const Unit& unit) {
     }
   }
   const int row = row_of(p.warp, p.lane), thread = p.warp * 32 + p.lane;
-  if constexpr (CODED) {
+  if constexpr (CODED && !FP8) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) gate[i] *= a.gate_up_back, up[i] *= a.gate_up_back;
   }
@@ -354,7 +399,13 @@ __device__ void down(Place& p, const Unit& unit) {
   for (int k = 0; k < steps; ++k) {
     wait(p.full_x(), p.x.parity);
     const u32 x = shared_address(p.s.x[p.x.at]);
-    if constexpr (CODED) {
+    if constexpr (FP8 && CODED) {
+      float pairs[N / 4];
+      pair_scales<N>(pairs, p.s.scales[p.x.at], p.lane);
+      add_block<N>(p, sum, x, pairs, unit.scales[0][k]);
+      p.release_x();
+      continue;
+    } else if constexpr (CODED) {
       dense12::Codes codes;
       u32 words[16];
       p.read_w(codes);
@@ -364,7 +415,7 @@ __device__ void down(Place& p, const Unit& unit) {
       stage<N>(sum, words, x, k > 0);
       settle<0>();
       hold(sum);
-      dense12::hold(words);
+      hold(words);
       dense12::add_others<N>(sum, codes.other, p.warp, p.lane, p.s.x[p.x.at], a.down_lift);
       p.release_x();
       continue;
@@ -395,7 +446,7 @@ __device__ void down(Place& p, const Unit& unit) {
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     const int pair = 8 * (i >> 2) + 2 * (p.lane & 3) + (i & 1);
-    const float weight = unit.weights[pair] * (CODED ? a.down_back : 1.f);
+    const float weight = unit.weights[pair] * (CODED && !FP8 ? a.down_back : 1.f);
     u16* line = reinterpret_cast<u16*>(p.s.result[pair]);
     line[row + 8 * (i >> 1 & 1)] = bfloat16_pair(sum[i] * weight, 0.f) & 0xFFFF;
   }
@@ -587,16 +638,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int steps = (first ? a.hidden : a.inter) / kColumns;
       const TensorMap* map = first ? &a.gate_up : &a.down;
       const int row = expert * (first ? 2 * a.inter : a.hidden) + part * kRows;
+      const int bytes = !CODED ? kStage : first ? a.gate_up_stride : a.down_stride;
       const u8* tiles = (first ? a.gate_up_tiles : a.down_tiles) +
-                        (long long)(expert * per + part) * steps * (first ? 2 : 1) * kStage;
+                        (long long)(expert * per + part) * steps * (first ? 2 : 1) * bytes;
       for (int k = 0; k < steps; ++k) {
         for (int half = 0; half < (first ? 2 : 1); ++half) {
           wait(shared_address(&s.w_empty[w.at]), w.parity ^ 1);
           const u32 full = shared_address(&s.w_full[w.at]);
-          expect(full, kStage);
+          expect(full, bytes);
           if constexpr (CODED)
-            fetch_line(shared_address(s.w[w.at]), tiles + (k * (first ? 2 : 1) + half) * kStage,
-                       kStage, full, policy);
+            fetch_line(shared_address(s.w[w.at]), tiles + (k * (first ? 2 : 1) + half) * bytes,
+                       bytes, full, policy);
           else
             fetch_box(shared_address(s.w[w.at]), map, k * kColumns, row + half * a.inter, full,
                       policy);
@@ -672,6 +724,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       const int number = unit.number, count = unit.count;
       if (number < 0) return;
       const bool first = number < ups;
+      if (CODED && FP8) p.begin_unit(first ? a.gate_up_base : a.down_base);
       if (count <= 8)
         run<8>(p, unit, first);
       else if (BM == 16 || count <= 16)
