@@ -54,32 +54,31 @@ __device__ __forceinline__ void read(const u8* tile, u8* own, int base, int sixt
                                      u32 (&to)[16]) {
   const u16* ends = reinterpret_cast<const u16*>(tile + kEnds);
   const u16* list = reinterpret_cast<const u16*>(tile + kOthers);
-  const int begin = (sixteen ? ends[sixteen - 1] : 0) + lane, end = ends[sixteen];
+  const int first = (sixteen ? ends[sixteen - 1] : 0) + lane, end = ends[sixteen];
   const u8* from = tile + sixteen * kWarpBytes;
   const uint4 a = reinterpret_cast<const uint4*>(from)[lane];
   const uint4 b = reinterpret_cast<const uint4*>(from)[32 + lane];
   const uint4 c = reinterpret_cast<const uint4*>(from)[64 + lane];
   const uint2 d = reinterpret_cast<const uint2*>(from + 3 * 512)[lane];
-  u8* at[2] = {own, own};
   auto place = [&](u32 entry) { return own + (entry & (kOwn - 1)); };
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (begin + 32 * i < end) {
-      const u32 entry = list[begin + 32 * i];
-      at[i] = place(entry);
-      *at[i] = entry >> 11 << 3;
-    }
+  auto put = [&](u32 entry) { *place(entry) = entry >> 8 & 0x78; };
+  const u32 entry = first < end ? list[first] : 0;
+  if (first < end) put(entry);
+  const bool more = __any_sync(~0u, first + 32 < end);
+  if (more) {
+#pragma unroll 1
+    for (int i = first + 32; i < end; i += 32) put(list[i]);
   }
-  for (int i = begin + 64; i < end; i += 32) *place(list[i]) = list[i] >> 11 << 3;
   __syncwarp();
   const uint4* exponents = reinterpret_cast<const uint4*>(own) + lane;
   widen({a.x, a.y, a.z, a.w, b.x, b.y, b.z}, exponents[0], exponents[32], to);
   widen({b.w, c.x, c.y, c.z, c.w, d.x, d.y}, exponents[64], exponents[96], to + 8);
   __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (begin + 32 * i < end) *at[i] = base << 3;
-  for (int i = begin + 64; i < end; i += 32) *place(list[i]) = base << 3;
+  if (first < end) *place(entry) = base << 3;
+  if (more) {
+#pragma unroll 1
+    for (int i = first + 32; i < end; i += 32) *place(list[i]) = base << 3;
+  }
 }
 
 // d += weights (64 rows of four warps) · tokens (N); add 0: d = …

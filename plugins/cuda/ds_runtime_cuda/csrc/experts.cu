@@ -154,7 +154,7 @@ template <int N>
 __device__ __forceinline__ void stage(float (&d)[N / 2], const u32 (&w)[16], u32 x, bool add) {
 #pragma unroll
   for (int k = 0; k < 4; ++k)
-    coded::multiply<N>(d, w + 4 * k, operand(x + 32 * k), k > 0 || add);
+    coded::multiply<N>(d, w + 4 * k, operand(x) + 2 * k, k > 0 || add);  // in steps of 16 bytes
   commit();
 }
 
