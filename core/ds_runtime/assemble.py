@@ -17,7 +17,7 @@ from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.estimate import beside_of, packed_bytes
+from ds_runtime.model.estimate import beside_bytes, packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
@@ -186,8 +186,8 @@ def assemble(
         # The kernel in front of attention makes no index keys: their weight is one of its own.
         sites = sites_of(apart | {INDEX_KEYS})
         binding, uncaptured = _decide(sites, offers, facts, pins, apart)
-    if not _has_room(binding, config, model, info.memory):
-        facts = replace(facts, room=False)
+    while op := _crowding(binding, config, model, info.memory):
+        facts = replace(facts, crowded=facts.crowded | {op})
         binding, uncaptured = _decide(sites, offers, facts, pins, apart)
     if not _fits(binding, config, model, info.memory):
         binding, uncaptured = _decide(sites, offers, facts, pins, apart, compact=True)
@@ -259,13 +259,15 @@ def _decide(
 _ROOM = 0.7  # of a device's memory, that weights with second forms may take
 
 
-def _has_room(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> bool:
-    """Whether second forms of weights leave room for caches. memory: bytes of a device."""
-    if not memory or not any(beside_of(binding, *choice) for choice in binding.choices):
-        return True
+def _crowding(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> str:
+    """The op whose weights' second forms take most, if all forms leave too little for caches, else
+    "". memory: bytes of a device."""
+    forms = beside_bytes(model, binding, config.dtype, config.attention_tp)
     share = config.mem_fraction_static or 1.0
     most = min(_ROOM * memory, share * memory - (config.kv_memory or 0))
-    return _held(binding, config, model) <= most
+    if not memory or not forms or _held(binding, config, model) <= most:
+        return ""
+    return max(forms, key=lambda op: forms[op])
 
 
 def _held(binding: Binding, config: EngineConfig, model: ModelConfig) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from faulty import tiny_config
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
@@ -484,6 +484,18 @@ class _Beside(_Marked):
         return rows < 5
 
 
+class _Without(_Beside):
+    def hold_beside(self, packed: Packed) -> Packed:
+        return packed
+
+    def serves(self, rows: int, packed: Packed) -> bool:
+        return False
+
+
+def marked_without(facts: Facts) -> _Without:
+    return _Without("without")
+
+
 def marked_beside(facts: Facts) -> _Beside:
     return _Beside("beside")
 
@@ -506,10 +518,20 @@ def test_a_kernel_may_hold_a_form_of_its_own_beside(sites) -> None:
 def test_without_room_nothing_is_held_beside(sites) -> None:
     few, many = _pair(20, 10)
     many = replace(many, fn=f"{__name__}:marked_beside", beside=0.75)
-    facts = replace(BASE, room=False)
+    facts = replace(BASE, crowded=frozenset({"linear"}))
     said = "holds 75% of the weight beside, for which memory has no room"
     assert refusal(many, facts) == said and refusal(few, facts) is None
-    assert refusal(many, BASE) is None
+    for other in (BASE, replace(BASE, crowded=frozenset({"experts"}))):
+        assert refusal(many, other) is None
+
+
+def test_a_weight_without_the_form_is_said_once(sites, caplog) -> None:
+    few, many = _pair(20, 10)
+    many = replace(many, fn=f"{__name__}:marked_without", beside=0.75)
+    for _ in range(2):
+        assert _served(bind(sites, few, many), 2, 3) == ["few of few"] * 2
+    said = [r.message for r in caplog.records]
+    assert said == ["many.marked_without has no form for a weight of 4 × 4: others serve its calls"]
 
 
 def test_another_packing_or_a_pin_leaves_one_kernel(sites) -> None:
@@ -543,6 +565,7 @@ def plan_of(binding: Binding, **more: object) -> Plan:
     return Plan(**{**values, **more})  # type: ignore[arg-type]
 
 
+@settings(deadline=None)  # the first one imports
 @given(seed=st.integers(0, 2**32))
 def test_a_plan_does_not_depend_on_the_order_of_loading(sites, seed: int) -> None:
     draw = random.Random(seed)

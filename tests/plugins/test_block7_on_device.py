@@ -25,7 +25,7 @@ def weight(*shape: int, std: float = 60.0, odd: int = 400) -> torch.Tensor:
     return values
 
 
-@pytest.mark.parametrize("std", [8.0, 60.0, 110.0])
+@pytest.mark.parametrize("std", [0.01, 8.0, 60.0, 110.0])
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (384, 256)])
 def test_tiles_are_what_they_are_to_be(rows, columns, std):
     torch.manual_seed(rows)
@@ -40,6 +40,21 @@ def test_tiles_are_what_they_are_to_be(rows, columns, std):
         block, k = divmod(i, steps)
         own = bits[block * 128 : block * 128 + 128, k * 128 : k * 128 + 128]
         assert torch.equal(tile, coded7.encoded(own, coded.base, coded.stride))
+
+
+def test_a_warp_may_have_all_entries_of_the_longest_list():
+    torch.manual_seed(6)
+    plain = experts(2, 128, 256)
+    bits = plain.tensors["gate_up"].view(torch.uint8)
+    bits[:, :, :128] = 0x50 + torch.randint(0, 8, bits[:, :, :128].shape, device="cuda").byte()
+    bits[:, 32:36, :112] = torch.randint(1, 7, (2, 4, 112), device="cuda").byte()  # 448 numbers
+    coded = streamed.ExpertsBlock7(None).hold_beside(plain)
+    assert coded is not plain
+    x = torch.randn(5, 256, device="cuda").bfloat16()
+    ids = torch.zeros(5, 1, dtype=torch.int32, device="cuda")
+    chosen = torch.ones(5, 1, device="cuda")
+    want = streamed.ExpertsFp8(None).apply(x, chosen, ids, plain)
+    assert torch.equal(streamed.ExpertsBlock7(None).apply(x, chosen, ids, coded), want)
 
 
 def test_stacks_of_two_matrices():

@@ -70,7 +70,7 @@ def test_kernels_of_fewer_bits_compile(home):
     made = [("linear12.cu", linear12._defines(tile), (b"linear",)) for tile in tiles]
     size = {"ARGS": ctypes.sizeof(dense12._Args)}
     made += [("dense12.cu", size, (b"count", b"encode"))]
-    made += [("block7.cu", {"ARGS": ctypes.sizeof(block7._Args)}, (b"measure", b"encode"))]
+    made += [("block7.cu", block7.defines(), (b"measure", b"encode"))]
     made += [("few12.cu", linear12.few_defines(), (b"few",))]
     made += [("token_experts.cu", token_experts.defines(), (b"gate_up", b"down"))]
     for source, defines, names in made:

@@ -167,6 +167,8 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, layers, note):
     plan = assemble(config, (), device="h200").plan
     (row,) = [r for r in plan.rows if r.op == "experts"]
     assert row.kernel.startswith("triton.") and note in row.note
+    head = next(r.note for r in plan.rows if "lm_head" in r.sites)
+    assert "cuda.LinearDense12 from 1 to 128 rows" in head or layers == 61  # far too large
     more = [
         "cuda.ExpertsGrouped from 1280 to 10239 rows",
         "deep_gemm.ExpertsFp8 from 10240 rows on",
@@ -175,23 +177,37 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, layers, note):
 
 
 @pytest.mark.parametrize(
-    ("settings", "room"),
-    [({}, True), ({"kv_memory": 100 << 30}, False), ({"mem_fraction_static": 0.3}, False)],
+    ("settings", "forms", "size"),
+    [
+        ({}, ("LinearDense", "LinearFew", "ExpertsDense"), 55),
+        ({"kv_memory": 100 << 30}, ("LinearDense", "LinearFew"), 32),
+        ({"mem_fraction_static": 0.3}, ("LinearDense", "LinearFew"), 32),
+        ({"mem_fraction_static": 0.2}, (), 31),
+    ],
 )
-def test_second_forms_of_weights_need_room(tmp_path, settings, room):
+def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):
     """Of V2-Lite's 31 GB in bfloat16; shared experts are slots, as they are not quantised."""
     shutil.copy(FIXTURES / "deepseek-v2-lite.json", tmp_path / "config.json")
     config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"), **settings)
     assembly = assemble(config, tuple(settings), device="h200")
-    notes = [r.note for r in assembly.plan.rows if r.op in ("linear", "experts")]
-    assert all(("12 from 1 to" in note) == room for note in notes), notes
-    forms = {k.name for s in assembly.binding.shares.values() for k in s.kernels if k.beside}
-    assert forms == (
-        {f"cuda.{n}12" for n in ("LinearDense", "LinearFew", "ExpertsDense")} if room else set()
-    )
+    found = {k.name for s in assembly.binding.shares.values() for k in s.kernels if k.beside}
+    assert found == {f"cuda.{name}12" for name in forms}
+    for row in assembly.plan.rows:
+        if row.op in ("linear", "experts"):
+            has = any(f"cuda.{name}12 from 1 to" in row.note for name in forms)
+            assert has == any(name.lower().startswith(row.op[:6]) for name in forms), row.note
     assert not any("shared_experts" in site for r in assembly.plan.rows for site in r.sites)
     needed = packed_bytes(assembly.model, assembly.binding, "bfloat16", 1, 0)
-    assert round(needed / 1e9) == (55 if room else 31)
+    assert round(needed / 1e9) == size
+
+
+def test_what_takes_most_gives_way_first(tmp_path):
+    """V3 on eight devices: its experts do not fit twice, its head does."""
+    shutil.copy(FIXTURES / "deepseek-v3.json", tmp_path / "config.json")
+    config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"), tp=8)
+    plan = assemble(config, (), device="h200").plan
+    notes = {r.op: r.note for r in plan.rows if r.op == "experts" or "lm_head" in r.sites}
+    assert "Block7" not in notes["experts"] and "LinearDense12" in notes["linear"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ds_runtime.model.config import ModelConfig
@@ -36,14 +37,36 @@ def packed_bytes(
     and those that share it what they say of forms beside that. Padding is not counted; scales are,
     one per row and group of columns.
     """
-    item = ITEM_BYTES[dtype]
-    total: float = vocab_rows(config, tp) * config.hidden * item + rotation_bytes(config, positions)
-    for site, kernel in binding.choices:
+    total: float = vocab_rows(config, tp) * config.hidden * ITEM_BYTES[dtype]
+    total += rotation_bytes(config, positions)
+    for site, _ in binding.choices:
         if site.op == "router_logits":
             rows = config.experts
             if config.indexing is not None and site.module == INDEXER:
                 rows = config.indexing.heads
             total += rows * config.hidden * 4
+    for site, kernel, size in _sizes(config, binding, dtype, attention_tp or tp):
+        copies = 1.0 if kernel is None else kernel.copies + beside_of(binding, site, kernel)
+        total += copies * size
+    return int(total)
+
+
+def beside_bytes(
+    config: ModelConfig, binding: Binding, dtype: str, attention_tp: int
+) -> dict[str, float]:
+    """Bytes of one rank's second forms of weights, by op, of those that have any."""
+    found: dict[str, float] = {}
+    for site, kernel, size in _sizes(config, binding, dtype, attention_tp):
+        if share := beside_of(binding, site, kernel):
+            found[site.op] = found.get(site.op, 0) + share * size
+    return found
+
+
+def _sizes(
+    config: ModelConfig, binding: Binding, dtype: str, attention_tp: int
+) -> Iterator[tuple[Site, Kernel | None, float]]:
+    """(site, kernel, bytes of its weights, held once)."""
+    for site, kernel in binding.choices:
         if not site.weight_format or not site.shape:
             continue
         if kernel is None and OPS[site.op].optional:
@@ -52,18 +75,16 @@ def packed_bytes(
         kept = kernel is not None and site.weight_format in kernel.keeps
         count = math.prod(site.shape)
         if site.op == "mla_inputs":  # beside the first projections, its shape
-            heads, inner = config.heads // (attention_tp or tp), config.q_lora or 0
+            heads, inner = config.heads // attention_tp, config.q_lora or 0
             count += heads * (config.qk_head * inner + config.qk_nope * config.kv_lora)
-        size: float = count * item
+        size: float = count * ITEM_BYTES[dtype]
         if kept and site.weight_format in FORMATS:
             cols = site.shape[-1]
             form = FORMATS[site.weight_format]
             group = min(form.block[1] or _GROUP, _GROUP)
             scales = count // cols * -(-cols // group) * form.scale_bytes
             size = count * form.bits / 8 + scales
-        copies = 1.0 if kernel is None else kernel.copies + beside_of(binding, site, kernel)
-        total += copies * matrices * size
-    return int(total)
+        yield site, kernel, matrices * size
 
 
 def beside_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:

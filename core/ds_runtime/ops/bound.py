@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from ds_runtime.ops.weight import Packed
 
 
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _say_plain(kernel: str, shape: tuple[int, ...]) -> None:
+    """Once for all weights alike."""
+    size = " × ".join(map(str, shape))
+    _log.warning("%s has no form for a weight of %s: others serve its calls", kernel, size)
+
+
 class _ByRows:
     """Kernels of one packing behind one contract: by the rows of x, where the weight could be
     packed so that all of them read it. loaded: those of `shares.kernels`, in this order.
@@ -29,14 +40,16 @@ class _ByRows:
         self._rest = next(one for kernel, one in made if kernel is shares.rest)
         self._some = [(kernel, one) for kernel, one in made if kernel in shares.some]
         self._packing = shares.rest.packing
-        self._holding = [one for kernel, one in self._some if kernel.beside]
+        self._holding = [(kernel, one) for kernel, one in self._some if kernel.beside]
 
     def pack(self, *source: Any) -> Packed:
         """(weight or ExpertSource, facts)."""
         packed: Packed = self._rest.pack(*source)
         if packed.tag == self._packing:
-            for kernel in self._holding:
-                packed = kernel.hold_beside(packed)
+            for kernel, one in self._holding:
+                plain, packed = packed, one.hold_beside(packed)
+                if packed is plain:
+                    _say_plain(kernel.name, tuple(packed.shape))
         return packed
 
     def apply(self, x: Tensor, *rest: Any) -> Tensor:

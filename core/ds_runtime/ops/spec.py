@@ -100,9 +100,9 @@ class Facts:
     The first block describes the process, the second one site (an op at a place in the model).
     `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
     calls are recorded and replayed with other contents of the same tensors, so a call may not wait
-    for the device, and what it launches may depend on shapes and limits, but on no length. `room`:
-    memory has room for second forms of weights (`Kernel.beside`). `quantized`: weights of the
-    checkpoint are, or are rounded when they are loaded.
+    for the device, and what it launches may depend on shapes and limits, but on no length.
+    `crowded`: ops for second forms of whose weights (`Kernel.beside`) memory has no room.
+    `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     """
 
     device: DeviceInfo
@@ -114,7 +114,7 @@ class Facts:
     deterministic: bool = False
     graph_capture: bool = False
     index_dtype: str = "float32"  # of the index cache, where attention is sparse
-    room: bool = True
+    crowded: frozenset[str] = frozenset()
     quantized: bool = False
 
     role: str = "target"

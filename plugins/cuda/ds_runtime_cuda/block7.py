@@ -38,17 +38,21 @@ class _Args(ctypes.Structure):
     )
 
 
+def defines() -> dict[str, int]:
+    return {"ARGS": ctypes.sizeof(_Args), "OTHERS_AT": OTHERS_AT, "MOST_OTHERS": MOST_OTHERS}
+
+
 @cache
 def _module(device: torch.device, pin: str) -> nvrtc.Module:
     """Of the current device, which `device` is."""
-    return nvrtc.module(_SOURCE, {"ARGS": ctypes.sizeof(_Args)}, pin)
+    return nvrtc.module(_SOURCE, defines(), pin)
 
 
 def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
     """values: float8_e4m3fn [rows, columns], or stacks of them, contiguous, in whole blocks of 128
     × 128. pin: what runs without. halves: 2 for stacks of two matrices, whose tiles lie in turns.
     None where too many weights of a tile have another exponent than the eight that most of them
-    have. Waits for the device.
+    have. Waits for the device to count them.
     """
     columns, device = values.shape[-1], values.device
     rows = values.numel() // columns

@@ -166,9 +166,10 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         args.gate_up_scale = held["gate_up_scale"].data_ptr()
         args.down_scale = held["down_scale"].data_ptr()
         args.x_scale, args.h_scale = scales.data_ptr(), scales[hidden // 128 :].data_ptr()
-    for name, each in zip(("gate_up", "down"), coded or (), strict=False):
-        for field, value in each.fields().items():
-            setattr(args, f"{name}_{field}", value)
+    if coded is not None:
+        for name, each in zip(("gate_up", "down"), coded, strict=True):
+            for field, value in each.fields().items():
+                setattr(args, f"{name}_{field}", value)
     args.x_rows, args.h_rows, args.y = x_rows.data_ptr(), h_rows.data_ptr(), y.data_ptr()
     args.pair_of, args.weight_of = of.data_ptr(), of[1].data_ptr()
     args.state, args.begins = counts.data_ptr(), counts[1 + most :].data_ptr()
@@ -198,9 +199,8 @@ class _Beside:
 
     def hold_beside(self, packed: Packed) -> Packed:
         """See Kernel.beside."""
-        encode = type(self)._encode
-        upper = encode(packed.tensors["gate_up"], _PIN, halves=2)
-        lower = None if upper is None else encode(packed.tensors["down"], _PIN)
+        upper = self._encode(packed.tensors["gate_up"], _PIN, halves=2)
+        lower = None if upper is None else self._encode(packed.tensors["down"], _PIN)
         if upper is None or lower is None:
             return packed
         tensors = {**packed.tensors, _HELD: (upper, lower)}
@@ -225,7 +225,7 @@ class ExpertsFp8:
 class ExpertsBlock7(_Beside, ExpertsFp8):
     """The same, read in about 7.3 bits each."""
 
-    _encode = block7.encode
+    _encode = staticmethod(block7.encode)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return self.hold_beside(super().pack(source, facts))
@@ -244,7 +244,7 @@ class ExpertsDense(ReferenceExperts):
 class ExpertsDense12(_Beside, ExpertsDense):
     """The same, read in 12 bits each."""
 
-    _encode = dense12.encode
+    _encode = staticmethod(dense12.encode)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return self.hold_beside(super().pack(source, facts))

@@ -1,6 +1,7 @@
 // Makes the tiles of block7.cuh: first how long the longest list would be, then tiles of a size for it.
 //
-// Compiled at run time with: ARGS (bytes of the arguments).
+// Compiled at run time with: ARGS (bytes of the arguments), OTHERS_AT and MOST_OTHERS (where a tile's list
+// begins, and its longest).
 
 #include "hopper.cuh"
 #include "block7.cuh"
@@ -17,6 +18,7 @@ struct Args {
   int halves, half;  // matrices of `half` row blocks each whose tiles lie in turns
 };
 static_assert(sizeof(Args) == ARGS, "as the caller lays them out");
+static_assert(kOthers == OTHERS_AT && kMostOthers == MOST_OTHERS, "as the caller counts them");
 
 constexpr int kExponents = 16, kWindow = 8;
 

@@ -1,6 +1,7 @@
 // FP8 weights (e4m3) in about 7.3 bits each, without loss: the sign and three bits of mantissa as they
 // are, and the exponent in three bits, as the distance from the lowest of eight that nearly all weights
-// of a matrix have. Those that have another are listed, with their exponent, and have the distance 0.
+// of a stack of matrices have. Those that have another are listed, with their exponent, and have the
+// distance 0.
 //
 // A tile is 128 rows by 128 columns, a block that has one scale: what eight warps need of 16 rows each,
 // then eight words of 16 bits, then the list. A lane has the operands of four matrix instructions of 32
@@ -18,7 +19,7 @@ constexpr int kWarpBytes = 14 * 4 * 32;  // of 16 rows: three vectors of 16 byte
 constexpr int kEnds = 8 * kWarpBytes;    // [8] where a warp's entries end
 constexpr int kOthers = kEnds + 16;
 constexpr int kMostOthers = 448;
-constexpr int kTile = kOthers + 2 * kMostOthers;
+constexpr int kMostTile = kOthers + 2 * kMostOthers;
 constexpr int kOwn = 16 * 4 * 32;        // bytes on chip of a warp
 
 constexpr u32 kKept = 0xBFBFBFBF;        // of a byte: all but bit 6
@@ -28,7 +29,7 @@ __device__ __forceinline__ u32 other(int lane, int word, int byte, int exponent)
   return (word >> 2) * 512 + lane * 16 + (word & 3) * 4 + byte | exponent << 11;
 }
 
-// What stands in a warp's own memory between tiles. base: the lowest exponent of the matrix.
+// What stands in a warp's own memory between tiles. base: the lowest exponent of the stack.
 __device__ __forceinline__ void prepare(u8* own, int base, int lane) {
   const u32 all = base * 0x08080808;
 #pragma unroll
@@ -101,5 +102,8 @@ MULTIPLY(8, F4_, R4, "%4", "%5", "%6", "%7", "%8", "%9")
 MULTIPLY(16, F8_, R8, "%8", "%9", "%10", "%11", "%12", "%13")
 MULTIPLY(32, F16_, R16, "%16", "%17", "%18", "%19", "%20", "%21")
 #undef MULTIPLY
+#undef F4_
+#undef F8_
+#undef F16_
 
 }  // namespace block7

@@ -83,6 +83,11 @@ MULTIPLY(64, F32_, R32, "%32", "%33", "%34", "%35", "%36", "%37")
 MULTIPLY(128, F64_, R64, "%64", "%65", "%66", "%67", "%68", "%69")
 #undef MULTIPLY
 #undef INSTRUCTION
+#undef F4_
+#undef F8_
+#undef F16_
+#undef F32_
+#undef F64_
 
 // Adds what is missing of the weights of 16 rows that were taken for kSmallest. x: lines of 128 bytes,
 // swizzled, one per token. lift: what weights have been multiplied by. An infinite token gives NaN there.

@@ -15,9 +15,8 @@
 //
 // Compiled at run time with: FP8 (1: e4m3 in 128 x 128 blocks, activations in groups of 128; 0:
 // bfloat16), CODED (1: bfloat16 as tiles of dense12.cuh, FP8 as those of block7.cuh), BM (pairs of a
-// tile: 16; of bfloat16 32, too),
-// BLOCKS (per multiprocessor), BYTES (of on-chip memory for each block), STAGES (of weights, at most),
-// ARGS (bytes of the arguments).
+// tile: 16; of bfloat16 32, too), BLOCKS (per multiprocessor), BYTES (of on-chip memory for each block),
+// STAGES (of weights, at most), ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
 #include "dense12.cuh"
@@ -28,7 +27,7 @@ namespace {
 constexpr int kRows = 128;    // of a matrix in a stage
 constexpr int kWidth = 128;   // bytes of each row in a stage: one swizzled line
 constexpr int kColumns = FP8 ? 128 : 64;  // the values that they are
-constexpr int kStage = !CODED ? kRows * kWidth : FP8 ? block7::kTile : dense12::kTile;
+constexpr int kStage = !CODED ? kRows * kWidth : FP8 ? block7::kMostTile : dense12::kTile;
 constexpr int kXStages = 4;
 constexpr int kXStage = BM * kWidth;
 constexpr int kGroups = 2;                // warpgroups that multiply: the first eight warps
@@ -197,7 +196,9 @@ struct Place {
     release_w();
   }
   __device__ __forceinline__ void begin_unit(int lowest) {
-    if (lowest != base) block7::prepare(s.own[warp], base = lowest, lane);
+    if (lowest == base) return;
+    base = lowest;
+    block7::prepare(s.own[warp], base, lane);
   }
   __device__ __forceinline__ void read_w(u32 (&words)[16]) {
     wait(full_w(), w.parity);
@@ -241,6 +242,7 @@ __device__ __forceinline__ void add_block(Place& p, float (&sum)[N / 2], u32 x,
   float product[N / 2];
   u32 words[16];
   p.read_w(words);
+  hold(words);
   hold(product);
   begin();
   stage<N>(product, words, x, false);
