@@ -155,7 +155,7 @@ def test_dense_experts():
 @pytest.mark.parametrize(
     ("model", "layers", "note"),
     [
-        ("deepseek-v3", 61, "cuda.ExpertsFp8 from 3 to 16 rows"),
+        ("deepseek-v3", 61, "cuda.ExpertsFp8 from 3 to 320 rows"),
         ("deepseek-v3", 4, "cuda.ExpertsBlock7 from 3 to 320 rows"),  # for which there is room
         ("deepseek-v2-lite", 27, "cuda.ExpertsDense12 from 1 to 320 rows"),
     ],
@@ -224,7 +224,7 @@ def test_rows_go_to_the_kernel_that_asks_first(tmp_path, without, long, longest)
     binding = assemble(config, (), device="h200", without=without).binding
     shares = next(s for (op, *_), s in binding.shares.items() if op == "experts")
     few = "triton.experts_fp8" if "cuda.bindings" in without else "cuda.ExpertsFp8"
-    served = {1: "triton.experts_fp8", 3: few, 16: few, 17: "triton.experts_fp8"}
+    served = {1: "triton.experts_fp8", 3: few, 320: few, 321: "triton.experts_fp8"}
     served |= {1279: "triton.experts_fp8", 4096: long, 10239: long, 10240: longest}
     if "cuda.bindings" not in without:
         served[1280] = long
