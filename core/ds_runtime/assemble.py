@@ -256,7 +256,8 @@ def _decide(
     return decide_all(sites, offers, facts, pins, apart, compact), ""
 
 
-_ROOM = 0.7  # of a device's memory, that weights with second forms may take
+_ROOM = 0.7  # of what --mem-fraction-static gives, that weights with second forms may take
+_STEP = 0.05  # of a device's memory, for what a step computes, where --kv-memory is given
 
 
 def _crowding(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> str:
@@ -264,7 +265,9 @@ def _crowding(binding: Binding, config: EngineConfig, model: ModelConfig, memory
     "". memory: bytes of a device."""
     forms = beside_bytes(model, binding, config.dtype, config.attention_tp)
     share = config.mem_fraction_static or 1.0
-    most = min(_ROOM * memory, share * memory - (config.kv_memory or 0))
+    most = _ROOM * share * memory
+    if config.kv_memory:
+        most = min(most, (1 - _STEP) * memory - config.kv_memory)
     if not memory or not forms or _held(binding, config, model) <= most:
         return ""
     return max(forms, key=lambda op: forms[op])

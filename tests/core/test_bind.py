@@ -18,7 +18,7 @@ from ds_runtime.model.estimate import beside_of
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import INPUTS, model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all, refusal
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.bound import BoundOps, _say_plain
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.ops.shares import shares_of
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
@@ -525,7 +525,17 @@ def test_without_room_nothing_is_held_beside(sites) -> None:
         assert refusal(many, other) is None
 
 
+def test_one_that_packs_holds_its_form_then(sites) -> None:
+    few, many = (
+        replace(k, fn=f"{__name__}:marked_beside", beside=0.75, from_rows=1) for k in _pair(20, 10)
+    )
+    linear = BoundOps(bind(sites, few, many)).at(0, "self_attn.o_proj").linear
+    packed = linear.pack("rows.v9", BASE)
+    assert packed.tensors["by"] == "beside and beside"  # of the other alone
+
+
 def test_a_weight_without_the_form_is_said_once(sites, caplog) -> None:
+    _say_plain.cache_clear()
     few, many = _pair(20, 10)
     many = replace(many, fn=f"{__name__}:marked_without", beside=0.75)
     for _ in range(2):

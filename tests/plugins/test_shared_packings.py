@@ -155,7 +155,7 @@ def test_dense_experts():
 @pytest.mark.parametrize(
     ("model", "layers", "note"),
     [
-        ("deepseek-v3", 61, "cuda.ExpertsFp8 from 3 to 320 rows"),
+        ("deepseek-v3", 61, "cuda.ExpertsFp8 from 3 to 16 rows"),
         ("deepseek-v3", 4, "cuda.ExpertsBlock7 from 3 to 320 rows"),  # for which there is room
         ("deepseek-v2-lite", 27, "cuda.ExpertsDense12 from 1 to 320 rows"),
     ],
@@ -168,7 +168,7 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, layers, note):
     (row,) = [r for r in plan.rows if r.op == "experts"]
     assert row.kernel.startswith("triton.") and note in row.note
     head = next(r.note for r in plan.rows if "lm_head" in r.sites)
-    assert "cuda.LinearDense12 from 1 to 128 rows" in head or layers == 61  # far too large
+    assert ("cuda.LinearDense12 from 1 to 128 rows" in head) == (layers < 61)  # or far too large
     more = [
         "cuda.ExpertsGrouped from 1280 to 10239 rows",
         "deep_gemm.ExpertsFp8 from 10240 rows on",
@@ -181,8 +181,8 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, layers, note):
     [
         ({}, ("LinearDense", "LinearFew", "ExpertsDense"), 55),
         ({"kv_memory": 100 << 30}, ("LinearDense", "LinearFew"), 32),
-        ({"mem_fraction_static": 0.3}, ("LinearDense", "LinearFew"), 32),
-        ({"mem_fraction_static": 0.2}, (), 31),
+        ({"mem_fraction_static": 0.35}, ("LinearDense", "LinearFew"), 32),
+        ({"mem_fraction_static": 0.3}, (), 31),
     ],
 )
 def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):
@@ -194,7 +194,7 @@ def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):
     assert found == {f"cuda.{name}12" for name in forms}
     for row in assembly.plan.rows:
         if row.op in ("linear", "experts"):
-            has = any(f"cuda.{name}12 from 1 to" in row.note for name in forms)
+            has = "12 from 1 to" in row.note
             assert has == any(name.lower().startswith(row.op[:6]) for name in forms), row.note
     assert not any("shared_experts" in site for r in assembly.plan.rows for site in r.sites)
     needed = packed_bytes(assembly.model, assembly.binding, "bfloat16", 1, 0)
@@ -224,7 +224,7 @@ def test_rows_go_to_the_kernel_that_asks_first(tmp_path, without, long, longest)
     binding = assemble(config, (), device="h200", without=without).binding
     shares = next(s for (op, *_), s in binding.shares.items() if op == "experts")
     few = "triton.experts_fp8" if "cuda.bindings" in without else "cuda.ExpertsFp8"
-    served = {1: "triton.experts_fp8", 3: few, 320: few, 321: "triton.experts_fp8"}
+    served = {1: "triton.experts_fp8", 3: few, 16: few, 17: "triton.experts_fp8"}
     served |= {1279: "triton.experts_fp8", 4096: long, 10239: long, 10240: longest}
     if "cuda.bindings" not in without:
         served[1280] = long

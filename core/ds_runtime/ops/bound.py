@@ -40,7 +40,11 @@ class _ByRows:
         self._rest = next(one for kernel, one in made if kernel is shares.rest)
         self._some = [(kernel, one) for kernel, one in made if kernel in shares.some]
         self._packing = shares.rest.packing
-        self._holding = [(kernel, one) for kernel, one in self._some if kernel.beside]
+        self._holding = [
+            (kernel, one)
+            for kernel, one in self._some
+            if kernel.beside and kernel is not shares.rest  # which holds its form when it packs
+        ]
 
     def pack(self, *source: Any) -> Packed:
         """(weight or ExpertSource, facts)."""

@@ -303,7 +303,7 @@ MOE: tuple[Kernel, ...] = (
         sixteen_bytes,
         formats=DENSE,
     ),
-    _streamed("ExpertsFp8", FP8, FP8_EXPERTS, (3, 321), scales_on_chip),
+    _streamed("ExpertsFp8", FP8, FP8_EXPERTS, (3, 17), scales_on_chip),
     _streamed(
         "ExpertsBlock7",
         FP8,
