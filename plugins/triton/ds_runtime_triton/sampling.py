@@ -15,10 +15,8 @@ from ds_runtime_triton.jit.sampling import (
     sample_kernel,
 )
 from ds_runtime_triton.launch import cdiv, pow2
-from ds_runtime_triton.machine import cores
 
 _BLOCK = 4096
-_PER_CORE = 4  # programs that share out the rows of a draw
 
 
 def _row_block(vocab: int) -> tuple[int, int]:
@@ -56,18 +54,15 @@ def sample(
     if rows:
         block, warps = _row_block(vocab)
         blocks = cdiv(vocab, block)
-        each = cdiv(blocks, max(1, _PER_CORE * cores() // rows))
-        grid = rows, cdiv(blocks, each)
-        keys = torch.empty(grid, dtype=torch.int32, device=logits.device)
-        ids = torch.empty_like(keys)  # not a part of one tensor: kernels are compiled by alignment
+        keys = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
         masses = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
-        arrived = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        peaks_kernel[grid](
-            logits, keys, ids, arrived, vocab, logits.stride(0), each, block, num_warps=warps
-        )
-        sample_kernel[grid](
-            logits, temperature, top_k, top_p, min_p, uniform, keys, ids, masses, arrived, tokens,
-            vocab, logits.stride(0), each, block, pow2(blocks), num_warps=warps,
+        peaks_kernel[(rows, blocks)](
+            logits, temperature, keys, masses, vocab, logits.stride(0), block,
+            num_warps=max(1, warps // 2),
+        )  # fmt: skip
+        sample_kernel[(rows,)](
+            logits, temperature, top_k, top_p, min_p, uniform, keys, masses, tokens, vocab,
+            logits.stride(0), blocks, block, pow2(blocks), num_warps=warps,
         )  # fmt: skip
     return tokens
 

@@ -210,36 +210,27 @@ def draw(
 @entry
 def peaks_kernel(
     logits,
+    temperatures,
     keys,
-    ids,
-    arrived,
+    masses,
     vocab,
     stride,
-    each,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`each` blocks of a row: their largest key and that key's first token, both [rows, pieces].
-    Zeroes arrived [rows]."""
+    """One block of a row: its largest key, and unless the row is greedy its mass beside a token of
+    that key: [rows, blocks], float64."""
     follow(PDL)
-    r, piece = tl.program_id(0), tl.program_id(1)
-    row = logits + r.to(tl.int64) * stride
-    first = piece * each * BLOCK
-    lane = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), LOWEST, tl.int32)
-    owner = tl.full((BLOCK,), HIGHEST, tl.int32)
-    for start in range(first, tl.minimum(first + each * BLOCK, vocab), BLOCK):
-        at = start + lane
-        key = key_of(tl.load(row + at, mask=at < vocab, other=float("-inf")))
-        better = (at < vocab) & ((key > best) | (owner == HIGHEST))
-        best = tl.where(better, key, best)
-        owner = tl.where(better, at, owner)
-    top = tl.max(best, 0)
-    place = r * tl.num_programs(1) + piece
-    tl.store(keys + place, top)
-    tl.store(ids + place, tl.min(tl.where(best == top, owner, HIGHEST), 0))
-    if piece == 0:
-        tl.store(arrived + r, 0)
+    r, block = tl.program_id(0), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + r.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf"))
+    key = tl.max(tl.where(at < vocab, key_of(x), LOWEST), 0)
+    place = r * tl.num_programs(1) + block
+    tl.store(keys + place, key)
+    temperature = tl.load(temperatures + r)
+    if temperature > 0.0:
+        mass = mass_of(x, value_of(key), temperature)
+        tl.store(masses + place, tl.sum(tl.where(at < vocab, mass, 0.0), 0))
 
 
 @triton.jit
@@ -279,64 +270,44 @@ def sample_kernel(
     min_ps,
     uniforms,
     keys,
-    ids,
     masses,
-    arrived,
     tokens,
     vocab,
     stride,
-    each,
+    blocks,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`each` blocks of a row, behind peaks_kernel; of greedy rows, and where top-k or top-p narrow
-    the choice, one program does all. Elsewhere each sums the mass of each of its blocks, and the
-    last to come draws. masses: float64 [rows, blocks]; BLOCKS ≥ blocks."""
+    """One row, by what peaks_kernel found of its blocks. Only where top-k, top-p or min-p narrow the
+    choice more than one block is read again. BLOCKS ≥ blocks."""
     follow(PDL)
-    r, piece, pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    r = tl.program_id(0)
     row = logits + r.to(tl.int64) * stride
     number = tl.arange(0, BLOCKS)
-    held = number < pieces
-    peaks = tl.load(keys + r * pieces + number, mask=held, other=LOWEST)
+    held = number < blocks
+    peaks = tl.load(keys + r * blocks + number, mask=held, other=LOWEST)
     key = tl.max(peaks, 0)
-    firsts = tl.load(ids + r * pieces + number, mask=held, other=HIGHEST)
-    best = tl.min(tl.where(peaks == key, firsts, HIGHEST), 0)
     temperature = tl.load(temperatures + r)
     if temperature > 0.0:
         top, uniform = value_of(key), tl.load(uniforms + r)
         top_k, top_p, min_p = tl.load(top_ks + r), tl.load(top_ps + r), tl.load(min_ps + r)
-        if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0):
-            if piece == 0:
-                token = narrowed(
-                    row, vocab, key, top, temperature, top_k, top_p, min_p, uniform, BLOCK, BLOCKS
-                )
-                tl.store(tokens + r, token.to(tl.int64))
+        if ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0):
+            token = narrowed(
+                row, vocab, key, top, temperature, top_k, top_p, min_p, uniform, BLOCK, BLOCKS
+            )
         else:
-            least, blocks = min_p.to(tl.float64), tl.cdiv(vocab, BLOCK)
-            for block in range(piece * each, tl.minimum(piece * each + each, blocks)):
-                at = block * BLOCK + tl.arange(0, BLOCK)
-                x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
-                mass = mass_of(x, top, temperature)
-                here = tl.sum(tl.where((at < vocab) & (mass >= least), mass, 0.0), 0)
-                tl.store(masses + r * blocks + block, here)
-            tl.debug_barrier()  # all threads have stored before one of them reports it
-            before = tl.atomic_add(arrived + r, 1, sem="acq_rel", scope="gpu")
-            if before == pieces - 1:
-                every = tl.load(
-                    masses + r * blocks + number,
-                    mask=number < blocks,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                floor, none = tl.full((), LOWEST, tl.int32), tl.zeros((BLOCKS,), tl.int32)
-                token = pick(
-                    row, vocab, every, none, floor, 0, least, uniform, top, temperature,
-                    BLOCK, BLOCKS,
-                )  # fmt: skip
-                tl.store(tokens + r, token.to(tl.int64))
-    elif piece == 0:
-        tl.store(tokens + r, best.to(tl.int64))
+            every = tl.load(masses + r * blocks + number, mask=held, other=0.0)
+            every = tl.where(held, every * mass_of(value_of(peaks), top, temperature), 0.0)
+            floor, none = tl.full((), LOWEST, tl.int32), tl.zeros((BLOCKS,), tl.int32)
+            token = pick(
+                row, vocab, every, none, floor, 0, 0.0, uniform, top, temperature, BLOCK, BLOCKS
+            )
+    else:
+        at = tl.min(tl.where(peaks == key, number, BLOCKS), 0) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+        token = tl.min(tl.where((at < vocab) & (key_of(x) == key), at, HIGHEST), 0)
+    tl.store(tokens + r, token.to(tl.int64))
 
 
 @entry
