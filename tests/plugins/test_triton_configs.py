@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from dataclasses import replace
 from importlib import import_module
 from importlib.resources import files
@@ -102,6 +103,7 @@ def test_names_are_parameters_of_the_kernels():
     from ds_runtime_triton.jit import (
         absorb,
         coded,
+        down,
         experts,
         gemm,
         index,
@@ -115,9 +117,10 @@ def test_names_are_parameters_of_the_kernels():
     routed = (
         experts.gate_up_kernel,
         experts.gate_up_vector_kernel,
-        experts.down_kernel,
-        experts.down_direct_kernel,
-        experts.down_vector_kernel,
+        down.down_kernel,
+        down.down_wide_kernel,
+        down.down_direct_kernel,
+        down.down_vector_kernel,
     )
     kernels = {
         "linear_dense": [gemm.dense_gemm_kernel],
@@ -155,7 +158,7 @@ def test_names_are_parameters_of_the_kernels():
         for function in functions:
             known |= set(inspect.signature(function.fn).parameters)
         for param in configs(op):
-            names = {name.removeprefix("UP_").removeprefix("DN_") for name in param.values[1]}
+            names = {re.sub("^(UP|DN|Q|V)_", "", name) for name in param.values[1]}
             assert names <= known, names - known
 
 

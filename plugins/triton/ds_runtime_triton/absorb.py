@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
-from ds_runtime_triton.config import folder, tuned
+from ds_runtime_triton.config import folder, part_of, tuned
 from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
@@ -86,6 +86,7 @@ class MlaAbsorb:
             behind = behind.contiguous()
         blocks: Blocks = packed.tensors["blocks"]
         config, per_head = self.sizes.at(tokens), self.nope + self.v
+        config = part_of(config, *(("V_", "Q_") if down else ("Q_", "V_")))
         tile = (config["BLOCK_N"], config["BLOCK_K"])
         rows, cols = tile if down else tile[::-1]
         group = blocks.group_n
@@ -94,12 +95,15 @@ class MlaAbsorb:
             and per_head % group == 0 == first % group
             and group % rows == 0 == blocks.group_k % cols
         )
-        grid = (self.heads, cdiv(n, config["BLOCK_N"]), cdiv(tokens, config["BLOCK_M"]))
-        absorb_kernel[grid](
+        if config.setdefault("TILES", 0) and config["BLOCK_K"] < k:
+            config["TILES"] = 0
+        steps = cdiv(tokens, config["BLOCK_M"] * max(1, config["TILES"]))
+        absorb_kernel[(self.heads, cdiv(n, config["BLOCK_N"]), steps)](
             x, blocks.values, blocks.scale, behind, out, tokens, n, k, first, per_head, self.latent,
             rest, *x.stride()[:2], *behind.stride()[:2], *out.stride()[:2],
             cdiv(self.latent, blocks.group_k or 1), GROUP_N=group, GROUP_K=blocks.group_k,
-            UNIFORM=one_block, DOWN=down, REST=pow2(rest), **config,
+            UNIFORM=one_block, DOWN=down, REST=pow2(rest),
+            EVEN=n % config["BLOCK_N"] == 0 == k % config["BLOCK_K"], **config,
         )  # fmt: skip
         return out
 

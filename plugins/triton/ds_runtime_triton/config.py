@@ -55,3 +55,9 @@ def tuned(arch: str, op: str, shape: str = "*") -> Sizes:
             ordered = sorted((int(bound), config) for bound, config in found.items())
             return Sizes(tuple(b for b, _ in ordered), tuple(c for _, c in ordered))
     raise LookupError(f"no configuration of {op} for {shape} or *")
+
+
+def part_of(config: Config, prefix: str, other: str) -> dict[str, int]:
+    """The entries for one of two matmuls: named with its prefix, or for both."""
+    own = {k.removeprefix(prefix): v for k, v in config.items() if k.startswith(prefix)}
+    return {**{k: v for k, v in config.items() if not k.startswith((prefix, other))}, **own}

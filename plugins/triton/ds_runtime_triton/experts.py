@@ -27,11 +27,14 @@ from ds_runtime_triton.blocks import (
     scale_step,
     wide_values,
 )
-from ds_runtime_triton.config import Config, Sizes, folder, tuned
-from ds_runtime_triton.jit.experts import (
+from ds_runtime_triton.config import Config, Sizes, folder, part_of, tuned
+from ds_runtime_triton.jit.down import (
     down_direct_kernel,
     down_kernel,
     down_vector_kernel,
+    down_wide_kernel,
+)
+from ds_runtime_triton.jit.experts import (
     gate_up_kernel,
     gate_up_vector_kernel,
     sort_pairs_kernel,
@@ -42,6 +45,8 @@ from ds_runtime_triton.quant import quantise_by_group
 
 _CHUNK = 4096  # pairs that a program of the sort looks at together
 _COLUMNS = 1024  # of one program of the sum
+# By the most tokens: rows that a program beside the sort quantises together, and warps of each.
+_SORT = {64: (1, 4), 511: (8, 4), 1 << 40: (32, 8)}
 
 
 @dataclass
@@ -230,9 +235,9 @@ def row_group_or_0(weight: Weight) -> int:
 
 def part_of_config(config: Config, prefix: str) -> dict[str, int]:
     """The entries for one of the two matmuls: named with the prefix, or for both."""
-    own = {k.removeprefix(prefix): v for k, v in config.items() if k.startswith(prefix)}
-    both = {k: v for k, v in config.items() if k[:3] not in ("UP_", "DN_") and k != "DIRECT"}
-    return {**both, **own}
+    own = part_of(config, *(("UP_", "DN_") if prefix == "UP_" else ("DN_", "UP_")))
+    own.pop("DIRECT", None)
+    return own
 
 
 def _tile_k(stack: Stack, config: dict[str, int]) -> dict[str, int]:
@@ -342,7 +347,7 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     experts, device, block = layer.down.values.shape[0], x.device, config["BLOCK_M"]
     tiles = _tiles(pairs, experts, block, device)
     q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
-    rows = 1 if tokens <= 64 else 8
+    rows, warps = next(v for most, v in _SORT.items() if tokens <= most)
     if layer.scaled:
         groups = cdiv(x.shape[1], group)
         q = torch.empty(x.shape, dtype=layer.gate_up.values.dtype, device=device)
@@ -351,7 +356,7 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     sort_pairs_kernel[(experts + tasks,)](
         ids, *tiles[:3], pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
         EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
-        GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=4,
+        GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=warps,
     )  # fmt: skip
     h = _hidden(layer, pairs, x)
     y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=device)
@@ -359,10 +364,12 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     stack = layer.down
     n, k = stack.values.shape[1:]
     low = _tile_k(stack, part_of_config(config, "DN_"))
-    down_kernel[(tiles.most * cdiv(n, low["BLOCK_N"]),)](
+    each = low.pop("EACH", 1)
+    kernel, own = (down_kernel, {}) if each == 1 else (down_wide_kernel, {"EACH": each})
+    kernel[(tiles.most * cdiv(n, low["BLOCK_N"] * each),)](
         *h, stack.values, stack.scale, weights, y, *tiles[:3], ids, pairs, n, k,
         cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled, TOP_K=top_k,
-        EVEN=k % low["BLOCK_K"] == 0, **low,
+        EVEN=k % low["BLOCK_K"] == 0, **own, **low,
     )  # fmt: skip
     return sum_of_pairs(y, tokens, top_k)
 

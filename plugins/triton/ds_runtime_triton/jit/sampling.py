@@ -279,8 +279,8 @@ def sample_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, by what peaks_kernel found of its blocks. Only where top-k, top-p or min-p narrow the
-    choice more than one block is read again. BLOCKS ≥ blocks."""
+    """One row, by what peaks_kernel found of its blocks. More than one of them is read again only
+    where top-k, top-p or min-p narrow the choice. BLOCKS ≥ blocks."""
     follow(PDL)
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * stride
