@@ -23,7 +23,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import with_target
-from ds_runtime.model.sites import INDEX_KEYS, JOINS, Verify, model_sites
+from ds_runtime.model.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.spec import (
@@ -168,9 +168,13 @@ def assemble(
         def drafted(module: str) -> str:
             return draft_encoding(module).format
 
+        rounds = _drafts_in_fp8(config, model, info)
         draft_target = with_target(config.quantize, drafted)
+        if rounds:
+            draft_target = _in_fp8(draft_target)
         ranks = config.attention_tp
-        drafts = nextn_sites(model, nextn, draft_target, config.tp, apart, verify, ranks)
+        head = "fp8_block" if rounds and target("lm_head") == "dense" else ""
+        drafts = nextn_sites(model, nextn, draft_target, config.tp, apart, verify, ranks, head)
 
     def sites_of(apart: frozenset[str]) -> list[Site]:
         ranks = (config.tp, config.attention_tp)
@@ -229,12 +233,29 @@ def assemble(
     )
 
 
+def _drafts_in_fp8(config: EngineConfig, model: ModelConfig, info: DeviceInfo) -> bool:
+    """Whether what drafts alone are made by is rounded to FP8."""
+    asked = config.speculative_draft_quantize
+    fits = config.dtype != "float32" and model.hidden % _FP8_COLUMNS == 0
+    return asked == "fp8" or (asked == "auto" and fits and "float8_e4m3fn" in info.fast_dtypes)
+
+
+def _in_fp8(format_of: FormatOf) -> FormatOf:
+    """The same, but where the draft layer begins."""
+
+    def found(module: str) -> str:
+        format = format_of(module)
+        return "fp8_block" if format == "dense" and module.endswith(".eh_proj") else format
+
+    return found
+
+
 def _plain(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
-    """Whether decode steps have one token a sequence, see all before it and have no adapters. Only
-    such are captured late: pieces of a step that rely on each other would have to be captured, or
-    given up, together.
+    """Whether decode steps see all before them, verify chains at most and have no adapters. Only such
+    are captured late, where a piece of a step that is given up halfway runs again as a whole: keys
+    of a tree's branch would be moved twice.
     """
-    return config.speculative_algorithm is None and model.indexing is None and lora is None
+    return (config.speculative_eagle_topk or 1) == 1 and model.indexing is None and lora is None
 
 
 def _decide(
@@ -256,6 +277,7 @@ def _decide(
     return decide_all(sites, offers, facts, pins, apart, compact), ""
 
 
+_FP8_COLUMNS = 128  # that share a scale
 _ROOM = 0.7  # of what --mem-fraction-static gives, that weights with second forms may take
 _STEP = 0.05  # of a device's memory, for what a step computes, where --kv-memory is given
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.speculation import DEFAULT_STEPS
+from ds_runtime.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
 from ds_runtime.speculation import check as check_speculation
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -155,6 +155,12 @@ class EngineConfig:
     )
     speculative_draft_model_path: str | None = _f(
         None, "folder or hub id with the draft layer, where the checkpoint itself has none"
+    )
+    speculative_draft_quantize: str = _f(
+        "auto",
+        "round what the checkpoint has in 16 bits and drafts alone are made by, eh_proj and a copy "
+        "of the head, to FP8; answers do not change. auto: where the device multiplies FP8",
+        choices=DRAFT_QUANTIZE,
     )
     attention_backend: str | None = _f(
         None, "provider whose kernels attention uses (default: the best)", group="kernels"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ds_runtime.config import EngineConfig
 
 DEFAULT_STEPS = 3
+DRAFT_QUANTIZE = ("auto", "none", "fp8")
 MOST_TOKENS = TAIL = 64  # that one forward verifies of a sequence, and that a tree can hide
 
 
@@ -79,6 +80,8 @@ def check(config: EngineConfig) -> None:
     found = Speculation.of(config)
     if found is None:
         given["--speculative-adaptive"] = config.speculative_adaptive or None
+        rounds = config.speculative_draft_quantize
+        given["--speculative-draft-quantize"] = None if rounds == "auto" else rounds
         for flag, value in given.items():
             if value is not None:
                 said = flag if value is True else f"{flag} {value}"

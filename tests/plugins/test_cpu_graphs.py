@@ -229,22 +229,30 @@ def test_ops_that_write_where_they_are_told():
     check_replay(lambda: torch.cat((x, x), out=out), out, x)
 
 
+def written(folder, shape):
+    """A tiny model, or the one with a layer that drafts."""
+    if shape != "demo":
+        tiny.write_tiny(folder, shape)
+    return "demo" if shape == "demo" else str(folder)
+
+
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
         ("v3", {"max_loras": 2, "lora_target_modules": ("o_proj",)}),
         ("v32", {}),
+        ("demo", {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2}),
+        ("demo", {"speculative_algorithm": "NEXTN"}),
         ("v3", {}),
     ],
 )
-def test_only_plain_steps_are_captured_late(tmp_path, shape, settings):
+def test_only_chains_are_captured_late(tmp_path, shape, settings):
     """Others keep the kernels that they have op by op."""
-    tiny.write_tiny(tmp_path, shape)
-    given = {"platform": "cpu", **settings}
-    assembly = assemble(EngineConfig(model=str(tmp_path), **given), tuple(given))
-    plain = not settings and shape == "v3"
-    assert assembly.facts.graph_capture is plain
-    if settings:
+    given = {"platform": "cpu", "model": written(tmp_path, shape), **settings}
+    assembly = assemble(EngineConfig(**given), tuple(given))
+    chains = shape != "v32" and set(settings) <= {"speculative_algorithm"}
+    assert assembly.facts.graph_capture is chains
+    if "max_loras" in settings:
         assert {d.kernel for d in assembly.binding.decisions if d.op == "lora_delta"} == {
             "cpu.lora_delta"
         }
@@ -309,10 +317,20 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
         ("v3", {"dtype": "float32"}),
         ("v3", {"dtype": "bfloat16", "quantize": "int8"}),
         ("v3", {"dtype": "bfloat16", "quantize": "int4", "kv_cache_dtype": "fp8"}),
+        ("demo", {"dtype": "float32", "speculative_algorithm": "NEXTN"}),
+        (
+            "demo",
+            {
+                "dtype": "bfloat16",
+                "speculative_algorithm": "NEXTN",
+                "speculative_num_steps": 1,
+                "speculative_draft_quantize": "fp8",
+            },
+        ),
     ],
 )
 def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, settings):
-    tiny.write_tiny(tmp_path, shape)
+    model = written(tmp_path, shape)
     found, replays, capture = [], [], HostGraphs.capture
 
     def counted(self, run):
@@ -333,8 +351,9 @@ def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, setti
         SamplingParams(max_tokens=60, ignore_eos=True, frequency_penalty=0.5),
     ]
     common = {"platform": "cpu", "threads": 1, "kv_memory": 4_000_000, "page_size": 8}
+    common["context_length"] = 256
     for disable_graph in (True, False):
-        with LLM(tmp_path, disable_graph=disable_graph, **common, **settings) as llm:
+        with LLM(model, disable_graph=disable_graph, **common, **settings) as llm:
             if not disable_graph:
                 assert "disable_graph" not in [name for name, *_ in llm._assembly.plan.changes]
             outputs = llm.generate(prompts, params)

@@ -13,7 +13,7 @@ from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, gathered_wanted, summed
 from ds_runtime.model.indexer import Selection
-from ds_runtime.model.layers import Codes, RmsNorm
+from ds_runtime.model.layers import Codes, Linear, RmsNorm
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
@@ -125,6 +125,7 @@ class DeepSeekModel:
         self.blocks = [Block(config, load, layer) for layer in range(config.layers)]
         self.norm = RmsNorm(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
         self.lm_head = load.head()
+        self.draft_head = load.draft_head() or self.lm_head
         self.lora = load.lora
         self.packed_bytes = load.held_bytes + self.cos_sin.nbytes  # all weights, as they are held
         if load.lora is not None:
@@ -262,7 +263,17 @@ class DeepSeekModel:
         vocabulary entry, so many rows go through in slices. out: [rows, vocab] float32 to write to.
         adapters: those of the rows, as in Batch.
         """
-        if self.comm.size == 1 and self.lm_head.packed.shape[0] == self.config.vocab_size:
-            return self.lm_head.float32(hidden, adapters, out)
-        logits = self.comm.all_gather(self.lm_head(hidden, adapters))[:, : self.config.vocab_size]
+        return self._logits(self.lm_head, hidden, out, adapters)
+
+    @torch.inference_mode()
+    def draft_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """`logits` for drafts, which may come of a copy of the head in fewer bits."""
+        return self._logits(self.draft_head, hidden, out, None)
+
+    def _logits(
+        self, head: Linear, hidden: Tensor, out: Tensor | None, adapters: Tensor | None
+    ) -> Tensor:
+        if self.comm.size == 1 and head.packed.shape[0] == self.config.vocab_size:
+            return head.float32(hidden, adapters, out)
+        logits = self.comm.all_gather(head(hidden, adapters))[:, : self.config.vocab_size]
         return logits.to(torch.float32) if out is None else out.copy_(logits)

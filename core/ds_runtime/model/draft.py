@@ -82,5 +82,5 @@ class DraftModel:
         return normed
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """As of the model."""
-        return self.model.logits(hidden, out)
+        """As of the model, by the head that drafts are drawn by."""
+        return self.model.draft_logits(hidden, out)

@@ -26,7 +26,7 @@ from ds_runtime.model.manifest import (
     is_attention,
     stored_modules,
 )
-from ds_runtime.model.nextn import SHARED, NextN, nextn_modules
+from ds_runtime.model.nextn import HEAD, SHARED, NextN, nextn_modules
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.quant import PartRequest, Place, Quant
 from ds_runtime.model.rope import paired_rows
@@ -42,6 +42,7 @@ from ds_runtime.platform.spec import Communicator
 
 _Layer = TypeVar("_Layer", Linear, Absorb, MlaInputs, Experts)
 _AHEAD = 6  # experts that are read side by side before they are asked for
+_ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 
 
 class Loader:
@@ -136,8 +137,11 @@ class Loader:
         """How often a weight is read: twice where two packed ones are made of it (a tied embedding,
         inputs that have a fused form), and whole for each slot of it that is cut by columns.
         """
+        heads = 1 + self.bound.has("linear", self.config.layers, HEAD)
         if module == "model.embed_tokens":
-            return 1 + self.config.tie_embeddings
+            return 1 + heads * self.config.tie_embeddings
+        if module == "lm_head":
+            return heads
         at, _, name = module.rpartition(".")
         parts = at.split(".")
         if module.endswith("mlp.shared_experts.down_proj"):
@@ -179,19 +183,37 @@ class Loader:
 
     def head(self) -> Linear:
         """This rank's rows of the head, filled up with zero rows so that all ranks have as many."""
-        config = self.config
-        rows = self.shard.padded_slice(config.vocab_size)
-        if config.tie_embeddings:
-            values = self._read("model.embed_tokens", rows)
-            shape = (values.shape[0], config.hidden)
-            part = WeightPart("lm_head", "dense", shape, {"weight": values})
-        else:
-            part = self._cut("lm_head", rows, slice(0, config.hidden))
         facts = self.bound.facts("linear", -1, "lm_head")
-        part = with_rows(part, vocab_rows(config, self.shard.size))
+        rows = self.shard.padded_slice(self.config.vocab_size)
+        part = with_rows(self._head_rows(rows), vocab_rows(self.config, self.shard.size))
         part = convert_part(part, facts.weight_format, self.dtype)
         kernel = self.ops(-1, "lm_head").linear
         return self._packed(Linear(kernel, Weight((part,)), facts, self._deltas(-1, "lm_head")))
+
+    def draft_head(self) -> Linear | None:
+        """The copy of the head that drafts are drawn by, if one is bound; without adapters."""
+        layer = self.config.layers
+        if not self.bound.has("linear", layer, HEAD):
+            return None
+        facts = self.bound.facts("linear", layer, HEAD)
+        rows = self.shard.padded_slice(self.config.vocab_size)
+        left, parts = vocab_rows(self.config, self.shard.size), list[WeightPart]()
+        while left:  # rounding takes several times the bytes
+            count = min(_ROUNDED, left)
+            own = slice(rows.start, min(rows.start + count, rows.stop))
+            part = with_rows(self._head_rows(own), count)
+            parts.append(convert_part(part, facts.weight_format, self.dtype))
+            left, rows = left - count, slice(own.stop, rows.stop)
+        kernel = self.ops(layer, HEAD).linear
+        return self._packed(Linear(kernel, Weight(tuple(parts)), facts))
+
+    def _head_rows(self, rows: slice) -> WeightPart:
+        """Rows of the head, on the device, as the checkpoint has them."""
+        if not self.config.tie_embeddings:
+            return self._cut("lm_head", rows, slice(0, self.config.hidden))
+        values = self._read("model.embed_tokens", rows)
+        shape = (values.shape[0], self.config.hidden)
+        return WeightPart("lm_head", "dense", shape, {"weight": values})
 
     def part(self, module: str, target: str, piece: int = 0, pieces: int = 1) -> WeightPart:
         """This rank's part of one Linear, on the device, in the format that it is packed from.

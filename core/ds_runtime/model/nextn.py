@@ -16,11 +16,19 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.manifest import Stored, block_modules
-from ds_runtime.model.sites import TREE, FormatOf, Verify, block_sites, tree_choice
+from ds_runtime.model.sites import (
+    TREE,
+    FormatOf,
+    Verify,
+    block_sites,
+    tree_choice,
+    vocab_rows,
+)
 from ds_runtime.ops.spec import Site
 
 DRAFT = "draft"  # the role of its sites
 SHARED = ("embed_tokens", "shared_head.head")  # what its checkpoint may hold again
+HEAD = "shared_head.head"  # where drafts are drawn by a copy of the model's head, its site
 _FLAG = "--speculative-algorithm"
 
 
@@ -101,9 +109,11 @@ def nextn_sites(
     apart: Collection[str] = (),
     verify: Verify = "verify",
     attention_tp: int | None = None,
+    head: str = "",
 ) -> list[Site]:
     """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
-    attention_tp: ranks that divide the heads of attention (default: all).
+    attention_tp: ranks that divide the heads of attention (default: all). head: the format of its
+    copy of the model's head; none: it has no copy.
     """
     layer, trees = config.layers, verify == "tree" and config.indexing is None
 
@@ -125,4 +135,7 @@ def nextn_sites(
     ]
     if verify == "tree" and config.indexing is not None:
         sites += tree_choice(layer)
+    if head:
+        shape = (vocab_rows(config, tp), config.hidden)
+        sites.append(Site("linear", layer, HEAD, weight_format=head, shape=shape))
     return [replace(site, role=DRAFT) for site in sites]

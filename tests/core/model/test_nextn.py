@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.assemble import assemble
@@ -14,9 +15,11 @@ from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.model import loader
 from ds_runtime.model.checkpoint import EXPORTED
 from ds_runtime.model.estimate import needed_bytes
 from ds_runtime.model.hub import resolve_model
+from ds_runtime.model.nextn import HEAD
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.speculation import Speculation
 
@@ -177,6 +180,8 @@ def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):
             },
             "--speculative-eagle-topk 4096: must be at most 63",
         ),
+        ({"speculative_draft_quantize": "fp8"}, "--speculative-draft-quantize fp8: needs"),
+        ({"speculative_draft_quantize": "int8"}, "--speculative-draft-quantize .int8.: must be one of"),
         ({"speculative_adaptive": True}, "--speculative-adaptive: needs --speculative-algorithm"),
         (
             {
@@ -224,3 +229,43 @@ def test_trees_go_to_kernels_that_take_their_mask():
     pinned = (*NEXTN.items(), ("pin", ("mla_decode=flash_mla",)))
     with pytest.raises(ConfigError, match="refused at"):
         assemble(EngineConfig(**dict(pinned), speculative_eagle_topk=2))
+
+
+def test_drafts_alone_are_rounded_where_the_device_multiplies_fp8():
+    """What the checkpoint has in 16 bits, and no more than drafts are made by."""
+
+    def formats(device=None, **given):
+        given = {
+            "speculative_algorithm": "NEXTN",
+            **({"platform": "cpu"} if not device else {}),
+            **given,
+        }
+        assembly = assemble(EngineConfig(**given), tuple(given), device=device)
+        sites = [site for site, _ in assembly.binding.choices if site.op == "linear"]
+        return {s.module: s.weight_format for s in sites if s.layer in (5, -1)}
+
+    for found in (formats(), formats("sm90", speculative_draft_quantize="none")):
+        assert found["eh_proj"] == found["lm_head"] == "dense" and HEAD not in found
+    for found in (formats("sm90"), formats(speculative_draft_quantize="fp8")):
+        assert found["eh_proj"] == found[HEAD] == "fp8_block" and found["lm_head"] == "dense"
+    assert formats("sm90", dtype="float32")["eh_proj"] == "dense"
+    found = formats("sm90", quantize="int8")  # nothing of 16 bits is left
+    assert found["eh_proj"] == found["lm_head"] == "int8_channel" and HEAD not in found
+
+
+def test_a_rounded_head_is_the_model_s_nearly_and_is_counted(monkeypatch):
+    monkeypatch.setattr(loader, "_ROUNDED", 256)  # in several pieces, the last one short
+    settings = {**NEXTN, "dtype": "bfloat16"}
+    own, rounded = load(**settings), load(**settings, speculative_draft_quantize="fp8")
+    assert own.model.draft_head is own.model.lm_head
+    hidden = torch.randn(7, own.model.config.hidden).to(torch.bfloat16)
+    exact, found = own.model.draft_logits(hidden), rounded.model.draft_logits(hidden)
+    assert torch.equal(exact, own.model.logits(hidden))
+    assert torch.equal(rounded.model.logits(hidden), exact)
+    error = ((found - exact).norm() / exact.norm()).item()
+    assert 0.001 < error < 0.06  # e4m3 has four bits of significand
+    head = found.shape[1] * own.model.config.hidden
+    more = rounded.model.packed_bytes - own.model.packed_bytes
+    assert head <= more <= 1.2 * head
+    estimated = needed_bytes(rounded.assembly) - needed_bytes(own.assembly)
+    assert abs(estimated - more) < 0.6 * own.model.config.hidden**2 * 2 + 0.2 * head
