@@ -251,9 +251,9 @@ def _in_fp8(format_of: FormatOf) -> FormatOf:
 
 
 def _plain(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
-    """Whether decode steps see all before them, verify chains at most and have no adapters. Only such
-    are captured late, where a piece of a step that is given up halfway runs again as a whole: keys
-    of a tree's branch would be moved twice.
+    """Whether decode steps see all before them, verify chains at most and have no adapters. Only
+    such are captured late, where a piece of a step that is given up halfway runs again as a whole:
+    keys of a tree's branch would be moved twice.
     """
     return (config.speculative_eagle_topk or 1) == 1 and model.indexing is None and lora is None
 

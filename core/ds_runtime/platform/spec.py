@@ -103,7 +103,7 @@ class Platform(ABC):
     between attentions, which read and write there; without effect beside capture_after.
     capture_after: 0 if steps are captured at start; else each when it has run that often op by op,
     for devices where recording is cheap and a spare row is not: decode steps, and chains of drafts
-    with their verification, without adapters or sparse attention; the capture runs the step as well.
+    with their verification, without adapters or sparse attention; the capture runs the step, too.
     kv_share: the share of what is free after loading that the KV cache takes where the user says
     nothing. local_rank: the index of this process's device, once it is an engine's; where a server
     runs several engines, their ranks are numbered through.
