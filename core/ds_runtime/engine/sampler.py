@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -229,15 +230,17 @@ class Sampler:
     def settings(self, draws: Sequence[Draw | None], count: int) -> list[npt.NDArray[Any]]:
         """Sample's settings of these draws, filled up to `count` with greedy ones."""
         rows = [None if d is None else self.row(d.row) for d in draws]
+        if all(row is None or row.settings is _GREEDY for row in rows):
+            return _greedy_columns(count)
+        if all(row is None or row.settings is _GREEDY for row in rows):
+            return _greedy_columns(count)
         values = np.tile(np.array(_GREEDY), (count, 1))
-        if any(row is not None and row.settings is not _GREEDY for row in rows):
-            values[: len(rows)] = [_GREEDY if row is None else row.settings for row in rows]
-            keys = [0 if row is None else row.key for row in rows]
-            positions = np.array([0 if d is None else d.position for d in draws])
-            numbers = np.where(values[: len(rows), 0] > 0.0, uniforms(keys, positions), 0.0)
-            values[: len(rows), -1] = numbers
-        pairs = zip(values.T, _SETTING_TYPES, strict=True)
-        return [np.ascontiguousarray(column, kind) for column, kind in pairs]
+        values[: len(rows)] = [_GREEDY if row is None else row.settings for row in rows]
+        keys = [0 if row is None else row.key for row in rows]
+        positions = np.array([0 if d is None else d.position for d in draws])
+        numbers = np.where(values[: len(rows), 0] > 0.0, uniforms(keys, positions), 0.0)
+        values[: len(rows), -1] = numbers
+        return _columns(values)
 
     def _masks(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor] | None:
         """Masks on their way to the device. Their size is a vocabulary's: most steps have none,
@@ -413,3 +416,15 @@ class Sampler:
 
 _GREEDY = (0.0, 0, 1.0, 0.0, 0.0)
 _SETTING_TYPES = (np.float32, np.int32, np.float32, np.float32, np.float64)
+
+
+def _columns(values: npt.NDArray[np.float64]) -> list[npt.NDArray[Any]]:
+    """[count, 5], each column as Sample takes it."""
+    pairs = zip(values.T, _SETTING_TYPES, strict=True)
+    return [np.ascontiguousarray(column, kind) for column, kind in pairs]
+
+
+@lru_cache(maxsize=64)
+def _greedy_columns(count: int) -> list[npt.NDArray[Any]]:
+    """Nobody writes to them."""
+    return _columns(np.tile(np.array(_GREEDY), (count, 1)))

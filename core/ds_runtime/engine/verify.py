@@ -10,8 +10,10 @@ otherwise replaced by a draw from what is left of the distribution.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -54,35 +56,38 @@ def claim(
     """Add what a verification needs to a step's upload. width: tokens per row of last_tokens.
     simulated: the probability with which each draft is to be taken for right.
     """
-    counts = np.array([count for _, count in wanted.samplers], np.int64)
-    firsts = np.cumsum(counts) - counts
-    most = int(counts.max(initial=1)) - 1
-    last = max(0, len(wanted.draws) - 2)
-    pairs = np.minimum(firsts[:, None] + np.arange(most), last)
-    behind = np.minimum(pairs + 1, max(0, len(wanted.draws) - 1))
-    real = (np.arange(most) < counts[:, None] - 1).astype(np.int64)
     works = [plan.works[i] for i, _ in wanted.samplers]
-    rows = np.array([w.row for w in works], np.int64) * width
-    owners = np.repeat(np.arange(len(counts)), counts)
-    ahead = np.arange(len(owners)) - firsts[owners]
-    inputs = rows[owners] + ahead
-    luck = -1
+    counts = tuple(count for _, count in wanted.samplers)
+    found = _claimed(counts, tuple(w.row for w in works), width)
+    most, luck = found["pairs"].shape[1], -1
     if simulated is not None:
         at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
         numbers = uniforms([w.row + 1 for w in works], at)
-        luck = upload.add((numbers < simulated) * real)
-    return Claims(
-        firsts=upload.add(firsts),
-        counts=upload.add(counts - 1),
-        places=upload.add(rows),
-        pairs=upload.add(pairs),
-        behind=upload.add(behind),
-        real=upload.add(real),
-        inputs=upload.add(inputs),
-        ahead=upload.add(ahead),
-        most=most,
-        luck=luck,
-    )
+        luck = upload.add((numbers < simulated) * found["real"])
+    return Claims(**{k: upload.add(array) for k, array in found.items()}, most=most, luck=luck)
+
+
+@lru_cache(maxsize=16)  # requests that run on claim alike, step by step
+def _claimed(
+    draws: tuple[int, ...], rows: tuple[int, ...], width: int
+) -> dict[str, npt.NDArray[np.int64]]:
+    """The arrays of Claims. draws: of each work; rows: of last_tokens, likewise."""
+    counts, works = np.array(draws, np.int64), np.arange(len(draws))
+    firsts, total = np.cumsum(counts) - counts, sum(draws)
+    most = max(draws, default=1) - 1
+    pairs = np.minimum(firsts[:, None] + np.arange(most), max(0, total - 2))
+    owners = np.repeat(works, counts)
+    ahead, places = np.arange(total) - firsts[owners], np.array(rows, np.int64) * width
+    return {
+        "firsts": firsts,
+        "counts": counts - 1,
+        "places": places,
+        "pairs": pairs,
+        "behind": np.minimum(pairs + 1, max(0, total - 1)),
+        "real": (np.arange(most) < counts[:, None] - 1).astype(np.int64),
+        "inputs": places[owners] + ahead,
+        "ahead": ahead,
+    }
 
 
 def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Upload) -> Tensor:

@@ -99,6 +99,18 @@ def scales_on_chip(facts: Facts) -> str | None:
     return f"keeps the scales of up to 8192 columns on chip, not of {wide[0]}" if wide else None
 
 
+def as_wide_as(width: int) -> Gate:
+    """Where experts are narrower, portable kernels have measured faster."""
+
+    def gate(facts: Facts) -> str | None:
+        inter = facts.shape[1] if len(facts.shape) > 1 else width
+        if inter >= width:
+            return None
+        return f"slower than portable kernels where experts are narrower than {width}, as {inter}"
+
+    return gate
+
+
 def multiplies_fp8(facts: Facts) -> str | None:
     if "float8_e4m3fn" in facts.device.fast_dtypes:
         return None
