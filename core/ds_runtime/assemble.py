@@ -20,7 +20,7 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.estimate import beside_bytes, packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.model.nextn import NextN, find_nextn, nextn_sites
+from ds_runtime.model.nextn import HEAD, NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import with_target
 from ds_runtime.model.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
@@ -46,6 +46,7 @@ from ds_runtime.speculation import Speculation
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
 _APART = "steps with drafts of ranks that have sequences of their own run op by op"
+_FP8_COLUMNS = 128  # that share a scale
 _THREADS = 64  # per rank are fine on the smallest machine
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
@@ -125,7 +126,7 @@ def assemble(
     _check_threads(config)
     lora = LoraPlan.of(config, model)
     captures = platform.captures and not config.disable_graph
-    if platform.capture_after and not _plain(config, model, lora):
+    if platform.capture_after and not _captured_late(config, model, lora):
         captures = False
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
@@ -161,20 +162,23 @@ def assemble(
         verify = "verify" if speculation.topk == 1 else "tree"
     target = with_target(config.quantize, stored)
     adapted = lora.modules if lora is not None else frozenset()
-    drafts = list[Site]()
+    drafts, exact = list[Site](), list[Site]()  # as they may be rounded, and as they are stored
     if nextn is not None and nextn_loader is not None:
         draft_encoding = cache(nextn_loader.encodings(nextn.config.quantization))
 
         def drafted(module: str) -> str:
             return draft_encoding(module).format
 
-        rounds = _drafts_in_fp8(config, model, info)
-        draft_target = with_target(config.quantize, drafted)
-        if rounds:
-            draft_target = _in_fp8(draft_target)
-        ranks = config.attention_tp
-        head = "fp8_block" if rounds and target("lm_head") == "dense" else ""
-        drafts = nextn_sites(model, nextn, draft_target, config.tp, apart, verify, ranks, head)
+        own, ranks = with_target(config.quantize, drafted), config.attention_tp
+        exact = nextn_sites(model, nextn, own, config.tp, apart, verify, ranks)
+        rounds = _drafts_in_fp8(config, model, info, target("lm_head"))
+        drafts = (
+            exact
+            if not rounds
+            else nextn_sites(
+                model, nextn, _in_fp8(own), config.tp, apart, verify, ranks, "fp8_block"
+            )
+        )
 
     def sites_of(apart: frozenset[str]) -> list[Site]:
         ranks = (config.tp, config.attention_tp)
@@ -186,6 +190,15 @@ def assemble(
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     pins += backend_pins(config, offers.kernels, used)
     binding, uncaptured = _decide(sites, offers, facts, pins, apart)
+    if widens := _widening(binding):
+        if config.speculative_draft_quantize == "fp8":
+            raise ConfigError(
+                f"--speculative-draft-quantize fp8: {widens} would hold the copy of the head in "
+                f"{config.dtype}, which saves nothing: leave the flag out"
+            )
+        drafts = exact
+        sites = sites_of(apart)
+        binding, uncaptured = _decide(sites, offers, facts, pins, apart)
     if model.indexing is not None and any(k and s.op == "mla_inputs" for s, k in binding.choices):
         # The kernel in front of attention makes no index keys: their weight is one of its own.
         sites = sites_of(apart | {INDEX_KEYS})
@@ -233,11 +246,19 @@ def assemble(
     )
 
 
-def _drafts_in_fp8(config: EngineConfig, model: ModelConfig, info: DeviceInfo) -> bool:
-    """Whether what drafts alone are made by is rounded to FP8."""
-    asked = config.speculative_draft_quantize
+def _drafts_in_fp8(config: EngineConfig, model: ModelConfig, info: DeviceInfo, head: str) -> bool:
+    """Whether what drafts alone are made by is rounded to FP8. head: the format of the model's."""
+    if config.speculative_draft_quantize == "fp8":
+        if head != "dense":
+            raise ConfigError(
+                f"--speculative-draft-quantize fp8: the head is {head} already, and is not rounded "
+                "again: leave the flag out"
+            )
+        return True
+    if config.speculative_draft_quantize == "none" or head != "dense":
+        return False
     fits = config.dtype != "float32" and model.hidden % _FP8_COLUMNS == 0
-    return asked == "fp8" or (asked == "auto" and fits and "float8_e4m3fn" in info.fast_dtypes)
+    return fits and "float8_e4m3fn" in info.fast_dtypes
 
 
 def _in_fp8(format_of: FormatOf) -> FormatOf:
@@ -250,7 +271,15 @@ def _in_fp8(format_of: FormatOf) -> FormatOf:
     return found
 
 
-def _plain(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
+def _widening(binding: Binding) -> str:
+    """The kernel that would hold the copy of the head in more bits than it is rounded to, or ""."""
+    for site, kernel in binding.choices:
+        if site.module == HEAD and kernel is not None and site.weight_format not in kernel.keeps:
+            return kernel.name
+    return ""
+
+
+def _captured_late(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
     """Whether decode steps see all before them, verify chains at most and have no adapters. Only
     such are captured late, where a piece of a step that is given up halfway runs again as a whole:
     keys of a tree's branch would be moved twice.
@@ -277,7 +306,6 @@ def _decide(
     return decide_all(sites, offers, facts, pins, apart, compact), ""
 
 
-_FP8_COLUMNS = 128  # that share a scale
 _ROOM = 0.7  # of what --mem-fraction-static gives, that weights with second forms may take
 _STEP = 0.05  # of a device's memory, for what a step computes, where --kv-memory is given
 

@@ -15,7 +15,8 @@ class LateGraphs:
 
     One that cannot be captured goes on so, and a warning says why, once for every reason. The
     backend runs a step while it captures it; one that it gives up halfway runs again as a whole,
-    which decode steps and verifications bear; drafts may be others then, and need not be right.
+    which decode steps and verifications bear. Drafting writes over the logits that it begins with:
+    its drafts may be others then, and need not be right.
     """
 
     def __init__(self, backend: GraphBackend, after: int) -> None:

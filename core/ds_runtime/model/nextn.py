@@ -28,7 +28,7 @@ from ds_runtime.ops.spec import Site
 
 DRAFT = "draft"  # the role of its sites
 SHARED = ("embed_tokens", "shared_head.head")  # what its checkpoint may hold again
-HEAD = "shared_head.head"  # where drafts are drawn by a copy of the model's head, its site
+HEAD = "draft_head"  # the site of a copy of the model's head that drafts are drawn by
 _FLAG = "--speculative-algorithm"
 
 

@@ -251,6 +251,12 @@ def test_drafts_alone_are_rounded_where_the_device_multiplies_fp8():
     assert formats("sm90", dtype="float32")["eh_proj"] == "dense"
     found = formats("sm90", quantize="int8")  # nothing of 16 bits is left
     assert found["eh_proj"] == found["lm_head"] == "int8_channel" and HEAD not in found
+    with pytest.raises(ConfigError, match="the head is int8_channel already"):
+        formats("sm90", quantize="int8", speculative_draft_quantize="fp8")
+    with pytest.raises(ConfigError, match=r"fp8: .* would hold the copy of the head in bfloat16"):
+        formats("sm80", speculative_draft_quantize="fp8")
+    pinned = formats("sm90", pin=("linear@*draft_head=triton.linear_dense",))
+    assert pinned["eh_proj"] == "dense" and HEAD not in pinned
 
 
 def test_a_rounded_head_is_the_model_s_nearly_and_is_counted(monkeypatch):

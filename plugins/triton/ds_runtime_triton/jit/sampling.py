@@ -280,7 +280,7 @@ def sample_kernel(
     PDL: tl.constexpr,
 ):
     """One row, by what peaks_kernel found of its blocks. More than one of them is read again only
-    where top-k, top-p or min-p narrow the choice. BLOCKS ≥ blocks."""
+    where top-k, top-p or min-p narrow the choice: then by this one program. BLOCKS ≥ blocks."""
     follow(PDL)
     r = tl.program_id(0)
     row = logits + r.to(tl.int64) * stride
