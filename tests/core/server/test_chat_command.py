@@ -120,7 +120,7 @@ def test_a_conversation_on_a_terminal(calling, tmp_path):
         screen.type("/reset\n")
         screen.wait("is forgotten")
         screen.type("two \\\nlines [say ok]\n")
-        screen.wait(r"ok\W")
+        screen.wait(r"(?<!say )ok\W")  # the answer, not what was typed
         screen.wait("> $")
         last = calling.engine.submits[-1]
         prompt = calling.tokenizer.decode(last.prompt, skip_special=False)
