@@ -22,7 +22,12 @@ from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import HEAD, NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
-from ds_runtime.model.requantise import with_target
+from ds_runtime.model.requantise import (
+    DRAFT_FORMAT,
+    rounds_drafts,
+    with_fp8_drafts,
+    with_target,
+)
 from ds_runtime.model.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.bind import Binding, Pin, decide_all
@@ -46,7 +51,6 @@ from ds_runtime.speculation import Speculation
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
 _APART = "steps with drafts of ranks that have sequences of their own run op by op"
-_FP8_COLUMNS = 128  # that share a scale
 _THREADS = 64  # per rank are fine on the smallest machine
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
@@ -169,16 +173,14 @@ def assemble(
         def drafted(module: str) -> str:
             return draft_encoding(module).format
 
-        own, ranks = with_target(config.quantize, drafted), config.attention_tp
-        exact = nextn_sites(model, nextn, own, config.tp, apart, verify, ranks)
-        rounds = _drafts_in_fp8(config, model, info, target("lm_head"))
-        drafts = (
-            exact
-            if not rounds
-            else nextn_sites(
-                model, nextn, _in_fp8(own), config.tp, apart, verify, ranks, "fp8_block"
-            )
-        )
+        def drafting(format_of: FormatOf, head: str = "") -> list[Site]:
+            ranks = config.attention_tp
+            return nextn_sites(model, nextn, format_of, config.tp, apart, verify, ranks, head)
+
+        own = with_target(config.quantize, drafted)
+        drafts = exact = drafting(own)
+        if rounds_drafts(config, target("lm_head"), model.hidden, info.fast_dtypes):
+            drafts = drafting(with_fp8_drafts(own), DRAFT_FORMAT)
 
     def sites_of(apart: frozenset[str]) -> list[Site]:
         ranks = (config.tp, config.attention_tp)
@@ -246,31 +248,6 @@ def assemble(
     )
 
 
-def _drafts_in_fp8(config: EngineConfig, model: ModelConfig, info: DeviceInfo, head: str) -> bool:
-    """Whether what drafts alone are made by is rounded to FP8. head: the format of the model's."""
-    if config.speculative_draft_quantize == "fp8":
-        if head != "dense":
-            raise ConfigError(
-                f"--speculative-draft-quantize fp8: the head is {head} already, and is not rounded "
-                "again: leave the flag out"
-            )
-        return True
-    if config.speculative_draft_quantize == "none" or head != "dense":
-        return False
-    fits = config.dtype != "float32" and model.hidden % _FP8_COLUMNS == 0
-    return fits and "float8_e4m3fn" in info.fast_dtypes
-
-
-def _in_fp8(format_of: FormatOf) -> FormatOf:
-    """The same, but where the draft layer begins."""
-
-    def found(module: str) -> str:
-        format = format_of(module)
-        return "fp8_block" if format == "dense" and module.endswith(".eh_proj") else format
-
-    return found
-
-
 def _widening(binding: Binding) -> str:
     """The kernel that would hold the copy of the head in more bits than it is rounded to, or ""."""
     for site, kernel in binding.choices:
@@ -284,7 +261,9 @@ def _captured_late(config: EngineConfig, model: ModelConfig, lora: LoraPlan | No
     such are captured late, where a piece of a step that is given up halfway runs again as a whole:
     keys of a tree's branch would be moved twice.
     """
-    return (config.speculative_eagle_topk or 1) == 1 and model.indexing is None and lora is None
+    shape = Speculation.of(config)
+    chains = shape is None or shape.topk == 1
+    return chains and model.indexing is None and lora is None
 
 
 def _decide(

@@ -232,8 +232,6 @@ class Sampler:
         rows = [None if d is None else self.row(d.row) for d in draws]
         if all(row is None or row.settings is _GREEDY for row in rows):
             return _greedy_columns(count)
-        if all(row is None or row.settings is _GREEDY for row in rows):
-            return _greedy_columns(count)
         values = np.tile(np.array(_GREEDY), (count, 1))
         values[: len(rows)] = [_GREEDY if row is None else row.settings for row in rows]
         keys = [0 if row is None else row.key for row in rows]

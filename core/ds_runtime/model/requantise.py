@@ -1,4 +1,4 @@
-"""`--quantize`: weights rounded to fewer bits while they are loaded.
+"""`--quantize` and its like for drafts: weights rounded to fewer bits while they are loaded.
 
 Which Linear gets which format is decided from names alone, so that the plan shows it without
 weights; the rounding itself is in `ops/reference/rounding.py`.
@@ -6,8 +6,15 @@ weights; the rounding itself is in `ops/reference/rounding.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING
 
+from ds_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_runtime.config import EngineConfig
+
+DRAFT_FORMAT, _COLUMNS = "fp8_block", 128  # that share a scale
 _FORMATS = {"int8": "int8_channel", "int4": "int4_group"}
 _FROM = frozenset({"dense", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp8", "int8_block"})
 
@@ -27,3 +34,28 @@ def target_format(quantize: str, module: str, stored: str) -> str:
 def with_target(quantize: str, format_of: Callable[[str], str]) -> Callable[[str], str]:
     """`format_of` after rounding."""
     return lambda module: target_format(quantize, module, format_of(module))
+
+
+def rounds_drafts(
+    config: EngineConfig, head: str, hidden: int, fast_dtypes: Container[str]
+) -> bool:
+    """Whether what drafts alone are made by is rounded to FP8. head: the format of the model's.
+    ConfigError where that was asked for and the head has few bits already."""
+    asked = config.speculative_draft_quantize
+    if asked == "fp8" and head != "dense":
+        raise ConfigError(
+            f"--speculative-draft-quantize fp8: the head is {head} already, and is not rounded "
+            "again: leave the flag out"
+        )
+    fits = head == "dense" and config.dtype != "float32" and hidden % _COLUMNS == 0
+    return asked == "fp8" or (asked == "auto" and fits and "float8_e4m3fn" in fast_dtypes)
+
+
+def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
+    """`format_of` of a draft layer's modules, with `eh_proj` rounded to FP8 where it is dense."""
+
+    def found(module: str) -> str:
+        format = format_of(module)
+        return DRAFT_FORMAT if format == "dense" and module.endswith(".eh_proj") else format
+
+    return found

@@ -86,7 +86,7 @@ class MlaAbsorb:
             behind = behind.contiguous()
         blocks: Blocks = packed.tensors["blocks"]
         config, per_head = self.sizes.at(tokens), self.nope + self.v
-        config = part_of(config, *(("V_", "Q_") if down else ("Q_", "V_")))
+        config = part_of(config, "V_" if down else "Q_", ("Q_", "V_"))
         tile = (config["BLOCK_N"], config["BLOCK_K"])
         rows, cols = tile if down else tile[::-1]
         group = blocks.group_n
@@ -95,14 +95,15 @@ class MlaAbsorb:
             and per_head % group == 0 == first % group
             and group % rows == 0 == blocks.group_k % cols
         )
-        if config.setdefault("TILES", 0) and config["BLOCK_K"] < k:
-            config["TILES"] = 0
-        steps = cdiv(tokens, config["BLOCK_M"] * max(1, config["TILES"]))
+        tiles = config.pop("TILES", 0)
+        if config["BLOCK_K"] < k:
+            tiles = 0
+        steps = cdiv(tokens, config["BLOCK_M"] * max(1, tiles))
         absorb_kernel[(self.heads, cdiv(n, config["BLOCK_N"]), steps)](
             x, blocks.values, blocks.scale, behind, out, tokens, n, k, first, per_head, self.latent,
             rest, *x.stride()[:2], *behind.stride()[:2], *out.stride()[:2],
             cdiv(self.latent, blocks.group_k or 1), GROUP_N=group, GROUP_K=blocks.group_k,
-            UNIFORM=one_block, DOWN=down, REST=pow2(rest),
+            UNIFORM=one_block, DOWN=down, REST=pow2(rest), TILES=tiles,
             EVEN=n % config["BLOCK_N"] == 0 == k % config["BLOCK_K"], **config,
         )  # fmt: skip
         return out

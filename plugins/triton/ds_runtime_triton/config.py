@@ -57,7 +57,7 @@ def tuned(arch: str, op: str, shape: str = "*") -> Sizes:
     raise LookupError(f"no configuration of {op} for {shape} or *")
 
 
-def part_of(config: Config, prefix: str, other: str) -> dict[str, int]:
-    """The entries for one of two matmuls: named with its prefix, or for both."""
+def part_of(config: Config, prefix: str, prefixes: tuple[str, ...]) -> dict[str, int]:
+    """The entries for one of several matmuls: named with its prefix, or with none of them."""
     own = {k.removeprefix(prefix): v for k, v in config.items() if k.startswith(prefix)}
-    return {**{k: v for k, v in config.items() if not k.startswith((prefix, other))}, **own}
+    return {**{k: v for k, v in config.items() if not k.startswith(prefixes)}, **own}

@@ -236,7 +236,7 @@ def row_group_or_0(weight: Weight) -> int:
 
 def part_of_config(config: Config, prefix: str) -> dict[str, int]:
     """The entries for one of the two matmuls: named with the prefix, or for both."""
-    own = part_of(config, *(("UP_", "DN_") if prefix == "UP_" else ("DN_", "UP_")))
+    own = part_of(config, prefix, ("UP_", "DN_"))
     own.pop("DIRECT", None)
     return own
 
