@@ -109,6 +109,7 @@ def test_names_are_parameters_of_the_kernels():
         index,
         mha,
         mla,
+        narrow,
         small,
         sparse,
         topk,
@@ -118,7 +119,6 @@ def test_names_are_parameters_of_the_kernels():
         experts.gate_up_kernel,
         experts.gate_up_vector_kernel,
         down.down_kernel,
-        down.down_wide_kernel,
         down.down_direct_kernel,
         down.down_vector_kernel,
     )
@@ -126,7 +126,7 @@ def test_names_are_parameters_of_the_kernels():
         "linear_dense": [gemm.dense_gemm_kernel],
         "linear_fp8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel, gemm.fp8_vector_kernel],
         "experts_dense": [*routed],
-        "experts_fp8": [*routed],
+        "experts_fp8": [*routed, narrow.narrow_experts_kernel],
         "linear_int8": [gemm.fp8_gemm_kernel, gemm.fp8_wide_kernel],
         "experts_int8": [*routed],
         "linear_weight_only": [coded.coded_gemm_kernel],
@@ -148,6 +148,7 @@ def test_names_are_parameters_of_the_kernels():
             "TORCH",
             "WAVES",
             "DIRECT",
+            "FUSED",
             "QUANTISED",
             "WIDE",
             "VECTOR",
@@ -228,10 +229,9 @@ def test_experts(size, config, fmt):
     few = config.get("DIRECT") or config.get("VECTOR")
     tokens = 2 if few else min(size, 40)
     make = Maker(facts(), f"experts {tokens}")
-    triples = [
-        (make.weight(128, 256, fmt), make.weight(128, 256, fmt), make.weight(256, 128, fmt))
-        for _ in range(5)
-    ]
+    inter = 256 if config.get("FUSED") else 128
+    shapes = ((inter, 256), (inter, 256), (256, inter))
+    triples = [tuple(make.weight(*shape, fmt) for shape in shapes) for _ in range(5)]
     kernel = (ExpertsDense if fmt == "dense" else ExpertsFp8)(facts())
     packed = kernel.pack(SampleExperts(triples), facts())
     packed.tensors["layer"].sizes = Sizes((1,), (config,))

@@ -32,7 +32,6 @@ from ds_runtime_triton.jit.down import (
     down_direct_kernel,
     down_kernel,
     down_vector_kernel,
-    down_wide_kernel,
 )
 from ds_runtime_triton.jit.experts import (
     gate_up_kernel,
@@ -40,6 +39,7 @@ from ds_runtime_triton.jit.experts import (
     sort_pairs_kernel,
     sum_pairs_kernel,
 )
+from ds_runtime_triton.jit.narrow import narrow_experts_kernel
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters, pow2
 from ds_runtime_triton.quant import quantise_by_group
 
@@ -189,8 +189,11 @@ class _Experts:
         device = values.device
         same = column_group(gate) == column_group(up) and row_group_or_0(gate) == row_group_or_0(up)
         if self.keeps and same and column_group(gate) and column_group(down):
-            sizes = tuned(self.arch, self.tag.removeprefix("triton."), key)
             stacks = _scaled_stack(wide, gate), _scaled_stack(low, down)
+            blocks = {size for stack in stacks for size in (stack.group_n, stack.group_k)}
+            # entries of a shape are tuned for, and some kernels take, the usual blocks only
+            name = key if blocks == {BLOCK} else "*"
+            sizes = tuned(self.arch, self.tag.removeprefix("triton."), name)
             return Layer(*stacks, sizes, counters(values))
         return Layer(
             _dense_stack(wide, self.dtype, device),
@@ -205,7 +208,9 @@ class _Experts:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
         config = layer.sizes.at(ids.numel())
-        run = _vector if config.get("VECTOR") else _direct if config["DIRECT"] else _sorted
+        run = _direct if config.get("DIRECT") else _sorted
+        for name, kind in (("VECTOR", _vector), ("FUSED", _fused)):
+            run = kind if config.get(name) else run
         return run(x, weights.contiguous(), ids.contiguous(), layer, config)
 
 
@@ -344,35 +349,55 @@ def _whole(stack: Stack, config: dict[str, int], k: int) -> dict[str, int]:
 
 def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
     """Tiles of one expert each. Their number is known to the device only; the grid is a bound."""
-    tokens, pairs, top_k = x.shape[0], ids.numel(), ids.shape[1]
-    experts, device, block = layer.down.values.shape[0], x.device, config["BLOCK_M"]
-    tiles = _tiles(pairs, experts, block, device)
-    q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
-    rows, warps = next(some[1:] for some in _SORT if tokens >= some[0])
-    if layer.scaled:
-        groups = cdiv(x.shape[1], group)
-        q = torch.empty(x.shape, dtype=layer.gate_up.values.dtype, device=device)
-        x_scale = torch.empty(groups, tokens, dtype=torch.float32, device=device)
-        tasks = cdiv(tokens, rows) * groups
-    sort_pairs_kernel[(experts + tasks,)](
-        ids, *tiles[:3], pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
-        EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
-        GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=warps,
-    )  # fmt: skip
+    pairs = ids.numel()
+    tiles, q, x_scale = _arranged(x, weights, ids, layer, config["BLOCK_M"])
     h = _hidden(layer, pairs, x)
-    y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=device)
+    y = torch.empty(pairs, x.shape[1], dtype=x.dtype, device=x.device)
     _gate_up(q, x_scale, h, layer, tiles, ids, part_of_config(config, "UP_"), False)
     stack = layer.down
     n, k = stack.values.shape[1:]
     low = _tile_k(stack, part_of_config(config, "DN_"))
-    each = low.pop("EACH", 1)
-    kernel, own = (down_kernel, {}) if each == 1 else (down_wide_kernel, {"EACH": each})
-    kernel[(tiles.most * cdiv(n, low["BLOCK_N"] * each),)](
+    down_kernel[(tiles.most * cdiv(n, low["BLOCK_N"]),)](
         *h, stack.values, stack.scale, weights, y, *tiles[:3], ids, pairs, n, k,
-        cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled, TOP_K=top_k,
-        EVEN=k % low["BLOCK_K"] == 0, **own, **low,
+        cdiv(n, stack.group_n), stack.step, GROUP_N=stack.group_n, SCALED=layer.scaled,
+        TOP_K=ids.shape[1], EVEN=k % low["BLOCK_K"] == 0, **low,
     )  # fmt: skip
-    return sum_of_pairs(y, tokens, top_k)
+    return sum_of_pairs(y, *ids.shape)
+
+
+def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
+    """As _sorted, both matmuls of a tile in one program, see jit/narrow.py."""
+    own = {name: value for name, value in config.items() if name not in ("DIRECT", "FUSED")}
+    tiles, q, x_scale = _arranged(x, weights, ids, layer, own["BLOCK_M"])
+    upper, lower = layer.gate_up, layer.down
+    y = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    narrow_experts_kernel[(tiles.most,)](
+        q, x_scale, upper.values, upper.scale, lower.values, lower.scale, weights, y, *tiles[:3],
+        ids, ids.numel(), x.shape[0], x.shape[1], q.stride(0), UE8M0=layer.ue8m0,
+        TOP_K=ids.shape[1], BLOCK=BLOCK, **own,
+    )  # fmt: skip
+    return sum_of_pairs(y, *ids.shape)
+
+
+def _arranged(
+    x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, block: int
+) -> tuple[Tiles, Tensor, Tensor]:
+    """Tiles of up to `block` pairs, and where the experts are scaled the codes and scales of x."""
+    tokens, pairs, experts = x.shape[0], ids.numel(), layer.down.values.shape[0]
+    tiles = _tiles(pairs, experts, block, x.device)
+    q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
+    rows, warps = next(some[1:] for some in _SORT if tokens >= some[0])
+    if layer.scaled:
+        groups = cdiv(x.shape[1], group)
+        q = torch.empty(x.shape, dtype=layer.gate_up.values.dtype, device=x.device)
+        x_scale = torch.empty(groups, tokens, dtype=torch.float32, device=x.device)
+        tasks = cdiv(tokens, rows) * groups
+    sort_pairs_kernel[(cdiv(experts, 2) + tasks,)](
+        ids, *tiles[:3], pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
+        EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
+        GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=warps,
+    )  # fmt: skip
+    return tiles, q, x_scale
 
 
 def _tiles(pairs: int, experts: int, block: int, device: torch.device) -> Tiles:
@@ -387,7 +412,7 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> Tiles:
     """Tiles of up to `block` pairs of one expert."""
     pairs = ids.numel()
     tiles = _tiles(pairs, experts, block, ids.device)
-    sort_pairs_kernel[(experts,)](
+    sort_pairs_kernel[(cdiv(experts, 2),)](
         ids, *tiles[:3], pairs, experts, ids, ids, ids, 0, 0, 0, EXPERTS=pow2(experts, 2),
         BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)), GROUP_K=0, UE8M0=False, ROWS=1,
         num_warps=4,

@@ -43,12 +43,14 @@ def sort_pairs_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program e < num_experts fills the tiles of expert e: order [tiles · BLOCK_M], owner [tiles],
-    used [1] (number of tiles). The others quantise ROWS tokens by one group each (GROUP_K 0: there
-    are none)."""
+    """The first ⌈num_experts / 2⌉ programs fill the tiles of two experts each: order [tiles ·
+    BLOCK_M], owner [tiles], used [1] (number of tiles). The others quantise ROWS tokens by one
+    group each (GROUP_K 0: there are none)."""
     follow(PDL)
     pid = tl.program_id(0)
-    if pid < num_experts:
+    sorters = tl.cdiv(num_experts, 2)
+    if pid < sorters:
+        even, odd = 2 * pid, 2 * pid + 1
         expert = tl.arange(0, EXPERTS)
         lane = tl.arange(0, CHUNK)
         counts = tl.zeros((EXPERTS,), tl.int32)
@@ -57,27 +59,35 @@ def sort_pairs_kernel(
             id = tl.load(ids + at, mask=at < pairs, other=0)
             counts += tl.histogram(id, EXPERTS, mask=at < pairs)
         tiles = (counts + BLOCK_M - 1) // BLOCK_M
-        first = tl.sum(tl.where(expert < pid, tiles, 0), 0)
-        own = tl.sum(tl.where(expert == pid, tiles, 0), 0)
-        total = tl.sum(tiles, 0)
+        first = tl.sum(tl.where(expert < even, tiles, 0), 0)
+        own = tl.sum(tl.where(expert == even, tiles, 0), 0)
+        other = tl.sum(tl.where(expert == odd, tiles, 0), 0)
         if pid == 0:
-            tl.store(used, total)
+            tl.store(used, tl.sum(tiles, 0))
         for i in range(own):
-            tl.store(owner + first + i, pid)
-        begin = first * BLOCK_M
-        found = 0
+            tl.store(owner + first + i, even)
+        for i in range(other):
+            tl.store(owner + first + own + i, odd)
+        begin, then = first * BLOCK_M, (first + own) * BLOCK_M
+        end = then + other * BLOCK_M
+        at_even, at_odd = begin, then
         for start in range(0, pairs, CHUNK):
             at = start + lane
-            mine = tl.load(ids + at, mask=at < pairs, other=-1) == pid
-            one = mine.to(tl.int32)
-            place = begin + found + tl.cumsum(one, 0) - 1
-            tl.store(order + place, at, mask=mine)
-            found += tl.sum(one, 0)
+            id = tl.load(ids + at, mask=at < pairs, other=-1)
+            # both counts in one number: of a chunk neither reaches 2^16
+            one = (id == even).to(tl.int32) + ((id == odd).to(tl.int32) << 16)
+            before = tl.cumsum(one, 0) - one
+            place = tl.where(id == even, at_even + (before & 0xFFFF), at_odd + (before >> 16))
+            tl.store(order + place, at, mask=one != 0)
+            found = tl.sum(one, 0)
+            at_even += found & 0xFFFF
+            at_odd += found >> 16
         rest = tl.arange(0, BLOCK_M)
-        tl.store(order + begin + found + rest, pairs + 0 * rest, mask=rest < own * BLOCK_M - found)
+        tl.store(order + at_even + rest, pairs + 0 * rest, mask=at_even + rest < then)
+        tl.store(order + at_odd + rest, pairs + 0 * rest, mask=at_odd + rest < end)
     elif GROUP_K > 0:
         groups = tl.cdiv(n, GROUP_K)
-        task = pid - num_experts
+        task = pid - sorters
         token = (task // groups) * ROWS + tl.arange(0, ROWS)
         group = task % groups
         cols = group * GROUP_K + tl.arange(0, GROUP_K)

@@ -47,6 +47,12 @@ def token_rows(
 
 
 @triton.jit
+def no_weights(BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """Sums of no weights: a place for each of a tile of scores."""
+    return tl.zeros((BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N), tl.float32)
+
+
+@triton.jit
 def weigh(
     q_low,
     q_high,
@@ -57,21 +63,27 @@ def weigh(
     top,
     total,
     scale,
+    ragged,
     SWAP: tl.constexpr,
     APART: tl.constexpr,
     TREE: tl.constexpr,
 ):
-    """(weights of the tokens in q's dtype, their largest score so far, the sum of weights)."""
+    """(weights of the tokens in q's dtype, their largest score so far, `total` with them).
+
+    `total` has a sum for every place of the tile, see no_weights: added up after the last tile
+    instead of in each, they need no exchange between warps beside that of the largest score.
+    """
     if APART:
         scores = product(q_high, k_high, SWAP) * scale + product(q_low, k_low, SWAP) * scale
     else:
         scores = (product(q_high, k_high, SWAP) + product(q_low, k_low, SWAP)) * scale
-    if TREE:  # finite: a split may see none of its tokens, and then weighs nothing beside others
-        scores = tl.where(row_side(seen, SWAP), scores, -1e30)
-    scores = tl.where(row_side(real, SWAP), scores, float("-inf"))
+    if ragged:
+        if TREE:  # finite: a split may see none of its tokens, then weighs nothing beside others
+            scores = tl.where(row_side(seen, SWAP), scores, -1e30)
+        scores = tl.where(row_side(real, SWAP), scores, float("-inf"))
     above = tl.maximum(top, tl.max(scores, 0 if SWAP else 1))
     weights = tl.exp2(scores - token_side(above, SWAP))
-    total = total * tl.exp2(top - above) + tl.sum(weights, 0 if SWAP else 1)
+    total = total * token_side(tl.exp2(top - above), SWAP) + weights
     return weights.to(q_low.dtype), above, total
 
 
@@ -94,23 +106,25 @@ def attend(
     BLOCK_N: tl.constexpr,
     seen=None,
     TREE: tl.constexpr = False,
+    ragged=True,
 ):
     """(acc, top, total) after BLOCK_N more tokens; `always` is above 0, and the compiler may not
-    know it. TREE: of the `real` tokens only those `seen` count."""
+    know it. TREE: of the `real` tokens only those `seen` count. ragged: whether any may not."""
     if APART:
         above = top
         # Always so. Of chained products the compiler lets all warps compute every score;
         # the branch hides that one follows, and scaling apart that the two are one sum.
         if always > 0:
             weights, above, total = weigh(
-                q_low, q_high, k_low, k_high, real, seen, top, total, scale, SWAP, APART, TREE
-            )
+                q_low, q_high, k_low, k_high, real, seen, top, total, scale, ragged,
+                SWAP, APART, TREE,
+            )  # fmt: skip
         else:  # a constant would be kept on chip
             shape: tl.constexpr = (BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N)
             weights = tl.full(shape, start, tl.float32).to(q_low.dtype)
     else:
         weights, above, total = weigh(
-            q_low, q_high, k_low, k_high, real, seen, top, total, scale, SWAP, APART, TREE
+            q_low, q_high, k_low, k_high, real, seen, top, total, scale, True, SWAP, APART, TREE
         )
     acc = acc * token_side(tl.exp2(top - above), SWAP)
     if SWAP:
@@ -204,13 +218,14 @@ def mla_decode_kernel(
         pages = table + tl.load(owner + row).to(tl.int64) * table_row
         acc = tl.zeros((LATENT, BLOCK_H) if SWAP else (BLOCK_H, LATENT), tl.float32)
         top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_H,), tl.float32)
+        total = no_weights(BLOCK_H, BLOCK_N, SWAP)
         for start in range(first, last, BLOCK_N):
             token = start + tl.arange(0, BLOCK_N)
             real = token < last
-            seen = real
+            seen, ragged = real, start + BLOCK_N > last
             if TREE:
                 tail = token - (length - 64)
+                ragged = start + BLOCK_N > tl.minimum(last, length - 64)
                 seen = (tail < 0) | ((tl.load(bits + row) >> tl.maximum(tail, 0)) & 1 != 0)
             at = token_rows(cache, pages, start, real, cache_page, cache_row, PAGE, BLOCK_N)
             mask = real[:, None]
@@ -224,8 +239,9 @@ def mla_decode_kernel(
             k_low, k_high = k_low.to(q.dtype.element_ty), k_high.to(q.dtype.element_ty)
             acc, top, total = attend(
                 q_low, q_high, k_low, k_high, real, acc, top, total, scale, start, last,
-                SWAP, APART, BLOCK_H, BLOCK_N, seen, TREE,
+                SWAP, APART, BLOCK_H, BLOCK_N, seen, TREE, ragged,
             )  # fmt: skip
+        total = tl.sum(total, 0 if SWAP else 1)
         store_heads(
             acc * token_side(1.0 / total, SWAP), top + tl.log2(total), out, partial, sums, row,
             head, split, heads, latent, LATENT, SPLITS, SWAP,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.gemm import token_side
-from ds_runtime_triton.jit.mla import attend, store_heads
+from ds_runtime_triton.jit.mla import attend, no_weights, store_heads
 
 GROUP: tl.constexpr = tl.constexpr(128)  # latents that share a scale
 NOTHING: tl.constexpr = tl.constexpr(-1e30)  # a score below all; −inf − −inf would be NaN
@@ -97,7 +97,7 @@ def sparse_mla_kernel(
         )
     acc = tl.zeros((LATENT, BLOCK_H) if SWAP else (BLOCK_H, LATENT), tl.float32)
     top = tl.full((BLOCK_H,), NOTHING, tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
+    total = no_weights(BLOCK_H, BLOCK_N, SWAP)
     last = tl.minimum(split * share + share, count)
     for start in range(split * share, last, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
@@ -119,6 +119,7 @@ def sparse_mla_kernel(
             q_low, q_high, k_low, k_high, real, acc, top, total, scale, start, count,
             SWAP, APART, BLOCK_H, BLOCK_N,
         )  # fmt: skip
+    total = tl.sum(total, 0 if SWAP else 1)
     some = total > 0.0  # a row without slots gives 0
     inverse = tl.where(some, 1.0 / total, 0.0)
     store_heads(
