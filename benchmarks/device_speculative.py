@@ -235,7 +235,8 @@ def main() -> None:
         report["results"].append(figure)
         print(json.dumps(figure), flush=True)
 
-    with LLM(args.checkpoint, **settings) as llm:
+    plainly = {k: v for k, v in settings.items() if not k.startswith("speculative_")}
+    with LLM(args.checkpoint, **plainly) as llm:
         for size in args.batch:
             measured(llm, size, "plain", 0)
     torch.cuda.empty_cache()

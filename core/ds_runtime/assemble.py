@@ -23,10 +23,12 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import HEAD, NextN, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import (
+    DRAFT_EXPERTS,
     DRAFT_FORMAT,
     rounds_drafts,
     with_fp8_drafts,
     with_target,
+    with_w4afp8_experts,
 )
 from ds_runtime.model.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
@@ -178,6 +180,8 @@ def assemble(
             return nextn_sites(model, nextn, format_of, config.tp, apart, verify, ranks, head)
 
         own = with_target(config.quantize, drafted)
+        if config.speculative_draft_quantize == DRAFT_EXPERTS:
+            own = with_w4afp8_experts(own)
         drafts = exact = drafting(own)
         if rounds_drafts(config, target("lm_head"), model.hidden, info.fast_dtypes):
             drafts = drafting(with_fp8_drafts(own), DRAFT_FORMAT)

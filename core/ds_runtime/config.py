@@ -159,7 +159,8 @@ class EngineConfig:
     speculative_draft_quantize: str = _f(
         "auto",
         "round what the checkpoint has in 16 bits and drafts alone are made by, eh_proj and a copy "
-        "of the head, to FP8; answers do not change. auto: where the device multiplies FP8",
+        "of the head, to FP8; answers do not change. auto: where the device multiplies FP8. "
+        "w4afp8: as auto, and the draft layer's routed experts to int4",
         choices=DRAFT_QUANTIZE,
     )
     attention_backend: str | None = _f(

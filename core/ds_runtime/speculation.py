@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ds_runtime.config import EngineConfig
 
 DEFAULT_STEPS = 3
-DRAFT_QUANTIZE = ("auto", "none", "fp8")
+DRAFT_QUANTIZE = ("auto", "none", "fp8", "w4afp8")
 MOST_TOKENS = TAIL = 64  # that one forward verifies of a sequence, and that a tree can hide
 
 

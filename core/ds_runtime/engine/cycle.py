@@ -222,6 +222,8 @@ class VerifyGraph(Rows):
     def __init__(self, place: CyclePlace, size: int, queries: int) -> None:
         super().__init__(place, size, queries, place.trees if queries > 1 else None)
         device = place.base.device
+        # of what a step's draws need, sent apart: see Runner._replay_cycle
+        self.behind = Buffer(size * (queries + 1) * 256 + (1 << 13), device)
         self._ids = torch.zeros(size * queries, dtype=torch.int64, device=device)
         self._last = torch.zeros(size, dtype=torch.int64, device=device)
         self._firsts = torch.arange(0, size * queries, queries, device=device)

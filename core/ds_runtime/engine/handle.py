@@ -56,7 +56,7 @@ class Handle:
     """A launched step: what its results are made of, on their way to the host."""
 
     plan: StepPlan
-    wanted: Wanted
+    wanted: Wanted = field(default_factory=Wanted)  # once the rows are sorted
     tokens: list[Tensor] = field(default_factory=list)  # of the draws, in one tensor
     accepted: list[Tensor] = field(default_factory=list)  # drafts that were right, per sampler
     drafts: list[Tensor] = field(default_factory=list)  # [samplers, drafts], where asked, parents

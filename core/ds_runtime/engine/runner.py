@@ -215,22 +215,23 @@ class Runner:
     def _launch(self, plan: StepPlan, caches: list[Tensor]) -> Handle:
         for init in plan.init:
             self.sampler.start(init)
-        handle = Handle(plan, sort_rows(plan, lambda row: self.sampler.row(row).prompt))
-        graph, cycle = None, None
+        handle, graph, cycle = Handle(plan), None, None
         captured = self.captured if caches is self.caches else Captured()
         if captured.graphs is not None:
             graph = captured.graphs.fitting(plan)
         if captured.cycles is not None:
             cycle = captured.cycles.fitting(plan)
-        if graph is not None:
-            self._replay(graph, handle)
-        elif cycle is not None:
+        if graph is None and cycle is not None:
             self._replay_cycle(cycle, handle)
         else:
-            self._run(handle, caches)
+            self._sort(handle)
+            self._run(handle, caches) if graph is None else self._replay(graph, handle)
         if self.rank == 0 and handle.arriving is None and self._unfinished is None:
             handle.download()  # nobody collects elsewhere
         return handle
+
+    def _sort(self, handle: Handle) -> None:
+        handle.wanted = sort_rows(handle.plan, lambda row: self.sampler.row(row).prompt)
 
     def _replay(self, graph: DecodeGraph, handle: Handle) -> None:
         """A step of decode works alone, each with one draw."""
@@ -246,21 +247,25 @@ class Runner:
         self._draw(handle, draws, logits, sent)
 
     def _replay_cycle(self, graph: VerifyGraph, handle: Handle) -> None:
-        """A step of decode works alone, some with drafts."""
+        """A step of decode works alone, some with drafts. The device verifies while the host makes
+        ready what follows: the step before may have left it no time for that."""
         works, sent, plan = handle.plan.works, Upload(self.device), handle.plan
         numbers = graph.add(works, sent)
+        sent.send(graph.buffer)
+        logits, slots = graph.verify(works, sent, numbers), sent[numbers.slots]
+        self._sort(handle)
+        sent = Upload(self.device)
         draws = self.sampler.prepare(handle.wanted.draws, sent)
         claims = None
         if plan.drafts or graph.queries > 1:
             claims = claim(plan, handle.wanted, self.width, sent, self.simulated)
         lies = [i * graph.queries + j for i, w in enumerate(works) for j in range(w.length)]
         places = sent.add(np.array(lies, np.int64))
-        sent.send(graph.buffer)
-        logits, rows = graph.verify(works, sent, numbers), sent[places]
+        sent.send(graph.behind)
+        rows = sent[places]
         whole = len(lies) == graph.queries * len(works)  # then all lie together
         logits = logits[: len(lies)] if whole else logits[rows]
         branch = self._draw(handle, draws, logits, sent, claims)
-        slots = sent[numbers.slots]
         if plan.drafts:
             speculator, cycles, lead = self.speculator, self.captured.cycles, self.rank == 0
             assert branch is not None and speculator is not None and cycles is not None

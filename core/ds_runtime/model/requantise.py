@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ds_runtime.config import EngineConfig
 
 DRAFT_FORMAT, _COLUMNS = "fp8_block", 128  # that share a scale
+DRAFT_EXPERTS = "w4afp8"
 _FORMATS = {"int8": "int8_channel", "int4": "int4_group"}
 _FROM = frozenset({"dense", "fp8_tensor", "fp8_channel", "fp8_block", "mxfp8", "int8_block"})
 
@@ -48,7 +49,7 @@ def rounds_drafts(
             "again: leave the flag out"
         )
     fits = head == "dense" and config.dtype != "float32" and hidden % _COLUMNS == 0
-    return asked == "fp8" or (asked == "auto" and fits and "float8_e4m3fn" in fast_dtypes)
+    return asked == "fp8" or (asked != "none" and fits and "float8_e4m3fn" in fast_dtypes)
 
 
 def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
@@ -57,5 +58,23 @@ def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
     def found(module: str) -> str:
         format = format_of(module)
         return DRAFT_FORMAT if format == "dense" and module.endswith(".eh_proj") else format
+
+    return found
+
+
+def with_w4afp8_experts(format_of: Callable[[str], str]) -> Callable[[str], str]:
+    """`format_of` of a draft layer's modules, with its routed experts rounded to int4. ConfigError,
+    from what is returned, where they have few bits already."""
+
+    def found(module: str) -> str:
+        format = format_of(module)
+        if ".mlp.experts." not in module:
+            return format
+        if format not in _FROM:
+            raise ConfigError(
+                f"--speculative-draft-quantize {DRAFT_EXPERTS}: {module} is {format} already, and "
+                "is not rounded again: leave the flag out"
+            )
+        return DRAFT_EXPERTS
 
     return found

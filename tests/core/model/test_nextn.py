@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.bench import shapes
 from ds_runtime.bench.checkpoint import make_checkpoint
@@ -257,6 +258,37 @@ def test_drafts_alone_are_rounded_where_the_device_multiplies_fp8():
         formats("sm80", speculative_draft_quantize="fp8")
     pinned = formats("sm90", pin=("linear=triton.linear_dense",))
     assert pinned["eh_proj"] == "dense" and HEAD not in pinned
+
+
+def test_the_draft_layer_s_experts_may_be_rounded_to_int4():
+    def formats(device=None, **given):
+        given = {"speculative_algorithm": "NEXTN", "dtype": "bfloat16", **given}
+        given |= {} if device else {"platform": "cpu"}
+        given |= {"speculative_draft_quantize": "w4afp8"}
+        binding = assemble(EngineConfig(**given), tuple(given), device=device).binding
+        return {(s.layer, s.module): s.weight_format for s, _ in binding.choices if s.weight_format}
+
+    found = formats("sm90")
+    assert found[5, "mlp.experts"] == "w4afp8" and found[5, HEAD] == "fp8_block"
+    assert found[4, "mlp.experts"] == "dense" and found[-1, "lm_head"] == "dense"
+    assert "w4afp8" not in {form for (layer, _), form in found.items() if layer != 5}
+    found = formats()
+    assert found[5, "mlp.experts"] in ("w4afp8", "int4_group") and (5, HEAD) not in found
+    said = r"w4afp8: model.layers.5.mlp.experts.0.gate_proj is int4_group already"
+    with pytest.raises(ConfigError, match=said):
+        formats(quantize="int4")
+
+
+def test_answers_are_the_model_s_whatever_drafts_are_rounded_to():
+    prompts = [[1, 2, 3, 4, 5], list(range(7, 40))]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+
+    def answers(**given):
+        with LLM(**SETTINGS, **given) as llm:
+            return [o.token_ids for o in llm.generate(prompts, params)]
+
+    drafting = {"speculative_algorithm": "NEXTN", "speculative_draft_quantize": "w4afp8"}
+    assert answers(**drafting) == answers()
 
 
 def test_a_rounded_head_is_the_model_s_nearly_and_is_counted(monkeypatch):
