@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 
 from ds_runtime.assemble import find_loader
 from ds_runtime.bench.shapes import config_of
+from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import INDEX
 from ds_runtime.model.hf import from_hf
 from ds_runtime.model.manifest import Stored, stored_modules
@@ -31,6 +32,7 @@ from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
 
 SHARD_BYTES = 5_000_000_000
+_MAX_SEED = (1 << 64) - 1  # that torch's generator takes
 _POOL = 1 << 25  # elements
 _FP8_STD = 60.0  # of the stored bytes' values; scales bring it back to _STD
 _STD = 0.02
@@ -64,8 +66,12 @@ def make_checkpoint(
     """Write config.json, a small tokenizer and random safetensors shards with their index.
 
     shape: a key of `shapes.SHAPES`; dtype: bfloat16, float16, float32, fp8 or fp8_ue8m0. The same
-    arguments give the same bytes. Returns `out`.
+    arguments give the same bytes. Returns `out`. Raises ConfigError before anything is written.
     """
+    if not 0 <= seed <= _MAX_SEED:
+        raise ConfigError(f"--seed {seed}: must be from 0 to {_MAX_SEED}")
+    if shard_bytes < 1:
+        raise ConfigError(f"--shard-size {shard_bytes}: must be above 0, like 5GB")
     raw = config_of(shape, dtype)
     out.mkdir(parents=True, exist_ok=True)
     plan = list(plan_tensors(raw))

@@ -11,8 +11,9 @@ import transformers
 from safetensors import safe_open
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench.checkpoint import make_checkpoint, plan_tensors
+from ds_runtime.bench.checkpoint import Pools, make_checkpoint, plan_tensors
 from ds_runtime.bench.shapes import DTYPES, config_of
+from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.testing.oracle import Oracle
@@ -81,6 +82,24 @@ def test_sizes_are_those_of_the_real_models():
     draft = sum(p.nbytes for p in planned if ".layers.4." in p.name)
     assert 37e9 < sum(p.nbytes for p in planned) - draft < 42e9
     assert draft == pytest.approx(11.6e9, rel=0.02)  # without copies of embedding and head
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--seed=-1", "--seed -1: must be from 0 to 18446744073709551615"),
+        (f"--seed={1 << 64}", f"--seed {1 << 64}: must be from 0 to"),
+        ("--shard-size=0", "--shard-size 0: must be above 0"),
+    ],
+)
+def test_what_is_refused_leaves_no_folder(tmp_path, capsys, flag, said):
+    assert main(["bench", "make-checkpoint", str(tmp_path / "new"), flag]) != 0
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_largest_seed():
+    Pools(torch.float32, "float32", (1 << 64) - 1, 8)
 
 
 def test_unknown_names():
