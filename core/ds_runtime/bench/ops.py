@@ -89,25 +89,36 @@ class Figure:
 
 
 def assembled(
-    config: EngineConfig, explicit: Iterable[str], shape: str | None, weights: str
+    config: EngineConfig, explicit: Iterable[str], shape: str | None, weights: str | None
 ) -> Assembly:
-    """The assembly of `config`, or of a named shape, for which no checkpoint is needed."""
+    """The assembly of `config`, or of a named shape, for which no checkpoint is needed, with
+    weights as they would be stored (None: in bfloat16)."""
     if shape is None:
+        if weights:
+            raise ConfigError(
+                f"--weights {weights}: is for a --shape; a checkpoint's weights are as stored, and "
+                "--quantize rounds them"
+            )
         return assemble(config, explicit)
     if "model" in explicit:
         raise ConfigError(f"--shape {shape}: beside --model; give one of both")
     with tempfile.TemporaryDirectory() as folder:
         named = Path(folder) / shape
         named.mkdir()
-        (named / "config.json").write_text(json.dumps(config_of(shape, weights)))
+        (named / "config.json").write_text(json.dumps(config_of(shape, weights or "bfloat16")))
         return assemble(with_changes(config, {"model": str(named)}), explicit)
+
+
+def check_names(only: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no op has."""
+    for name in only:
+        if name not in OPS:
+            raise ConfigError(f"--op {name!r}: known are {', '.join(OPS)}")
 
 
 def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
     """The distinct things to measure, in the order of the table; `only` these ops."""
-    for name in only:
-        if name not in OPS:
-            raise ConfigError(f"--op {name!r}: known are {', '.join(OPS)}")
+    check_names(only)
     found: dict[tuple[Any, ...], list[tuple[Site, Kernel, int]]] = {}
     choices = [(site, kernel) for site, kernel in assembly.binding.choices if kernel is not None]
     widths = _widths(assembly)

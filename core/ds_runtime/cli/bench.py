@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from argparse import BooleanOptionalAction, Namespace, _SubParsersAction
 from collections.abc import Callable
@@ -96,9 +97,8 @@ def _ops(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), help="of a model, instead of --model")
     parser.add_argument(
         "--weights",
-        default="bfloat16",
         choices=DTYPES,
-        help="with --shape: as stored (%(default)s)",
+        help="with --shape: as stored (bfloat16)",
     )
     parser.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 512], metavar="N")
@@ -267,11 +267,15 @@ def run_host(args: Namespace) -> int:
 
 def run_ops(args: Namespace) -> int:
     """Measure and print, figure by figure unless as JSON."""
-    if min(args.tokens) < 1 or args.context < 1 or args.seconds <= 0:
-        raise ConfigError("--tokens, --context and --seconds: must be at least 1, 1 and above 0")
+    for flag, least in (("tokens", min(args.tokens)), ("context", args.context)):
+        if least < 1:
+            raise ConfigError(f"--{flag} {least}: must be at least 1")
+    if not 0 < args.seconds < math.inf:  # nan is neither
+        raise ConfigError(f"--seconds {args.seconds}: must be above 0 and finite")
     config, explicit = build(EngineConfig, args)
     from ds_runtime.bench import ops
 
+    ops.check_names(args.op)
     assembly = ops.assembled(config, explicit, args.shape, args.weights)
     known = sorted({"all", *(k.name for k in assembly.offers.kernels)})
     for name in args.kernels:

@@ -226,18 +226,27 @@ def test_the_verb(capsys):
     ("flags", "said"),
     [
         (["--op", "liner"], "--op 'liner': known are embed"),
-        (["--tokens", "0"], "--tokens"),
+        (["--tokens", "4", "0"], "--tokens 0: must be at least 1"),
+        (["--context", "-2"], "--context -2: must be at least 1"),
         (["--model", "demo"], "give one of both"),
-        (["--seconds", "0"], "--seconds"),
+        (["--seconds", "0"], "--seconds 0.0: must be above 0"),
+        (["--seconds", "nan"], "--seconds nan: must be above 0 and finite"),
+        (["--seconds", "inf"], "--seconds inf: must be above 0 and finite"),
         (
             ["--kernels", "reference.ReferenceLiner"],
             "no plugin offers it; did you mean 'reference.ReferenceLinear'?",
         ),
     ],
 )
-def test_wrong_flags_are_refused(capsys, flags, said):
+def test_wrong_flags_are_refused(capsys, monkeypatch, flags, said):
+    monkeypatch.setattr(CpuPlatform, "ceilings", None)  # nothing was measured before
     assert main(["bench", "ops", "--shape", "tiny-v3", "--platform", "cpu", *flags]) != 0
     assert said in capsys.readouterr().err
+
+
+def test_weights_are_those_of_a_shape(capsys):
+    assert main(["bench", "ops", "--model", "demo", "--weights", "fp8", "--platform", "cpu"]) != 0
+    assert "--weights fp8: is for a --shape" in capsys.readouterr().err
 
 
 def test_a_shape_needs_no_checkpoint_and_leaves_nothing():
