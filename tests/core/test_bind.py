@@ -188,8 +188,11 @@ def test_a_pin_never_beats_a_refusal(sites) -> None:
     ("pin", "said"),
     [
         ("linear", "write OP"),
-        ("liner=x", "did you mean 'linear'"),
+        ("liner=x", "op 'liner' is unknown; did you mean 'linear'"),
+        ("nothing=triton", "op 'nothing' is unknown; `ds-runtime ops` lists them"),
         ("linear=", "write OP"),
+        ("=reference", "write OP"),
+        ("linear@=reference", "write OP"),
         ("linear=reference.ReferenceLinaer", "did you mean 'reference.ReferenceLinear'"),
         ("linear=nobody.linear", "no such kernel; offered: reference.ReferenceLinear"),
         ("linear@*.w_proj=reference", "matches no site"),

@@ -46,13 +46,15 @@ class Pin:
 
     @staticmethod
     def parse(text: str) -> Pin:
-        """Raises ConfigError for anything else than OP[@SITE-GLOB]=KERNEL."""
+        """Raises ConfigError for anything else than OP[@SITE-GLOB]=KERNEL, and for unknown ops."""
         left, equals, kernel = text.partition("=")
-        op, _, glob = left.partition("@")
-        if not equals or not kernel or op not in OPS:
+        op, at, glob = left.partition("@")
+        if not equals or not kernel or not op or (at and not glob):
+            raise ConfigError(f"--pin {text!r}: write OP[@SITE-GLOB]=KERNEL")
+        if op not in OPS:
             near = difflib.get_close_matches(op, OPS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near and near[0] != op else ""
-            raise ConfigError(f"--pin {text!r}: write OP[@SITE-GLOB]=KERNEL{hint}")
+            hint = f"did you mean {near[0]!r}?" if near else "`ds-runtime ops` lists them"
+            raise ConfigError(f"--pin {text!r}: op {op!r} is unknown; {hint}")
         return Pin(op, glob or "*", kernel)
 
 
