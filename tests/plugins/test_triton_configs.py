@@ -68,6 +68,14 @@ def test_configurations_stay_within_the_workspace_that_is_declared():
         assert param.values[1]["PROGRAMS"] <= workspace.PROGRAMS
 
 
+def test_only_experts_of_two_blocks_are_fused():
+    """What jit/narrow.py holds on chip."""
+    for path in FILES:
+        for shape, sizes in json.loads(path.read_text())["shapes"].items():
+            if any("FUSED" in config for config in sizes.values()):
+                assert path.stem == "experts_fp8" and "N=256" in shape.split(","), shape
+
+
 def test_no_configuration_swaps_where_latents_are_scaled():
     """Triton 3.6 makes code for it that computes wrong numbers or reads beyond its memory."""
     for path in FILES:
@@ -243,6 +251,24 @@ def test_experts(size, config, fmt):
     held = wide.pack(SampleExperts(triples), facts("float64"))
     want = wide.apply(x.double(), weights.double(), ids, held)
     close(got, want, 8e-3 if fmt == "dense" else 6e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("inter", "hidden", "fmt"),
+    [(128, 256, "fp8_block"), (256, 192, "fp8_block"), (256, 256, "dense")],
+)
+def test_other_experts_are_not_fused(inter, hidden, fmt):
+    from ds_runtime_triton.experts import ExpertsDense, ExpertsFp8
+
+    make = Maker(facts(), "not fused")
+    shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
+    triple = tuple(make.weight(*shape, fmt) for shape in shapes)
+    kernel = (ExpertsDense if fmt == "dense" else ExpertsFp8)(facts())
+    packed = kernel.pack(SampleExperts([triple]), facts())
+    packed.tensors["layer"].sizes = Sizes((1,), ({"FUSED": 1, "BLOCK_M": 16, "SWAP": 1},))
+    with pytest.raises(AssertionError, match="two whole blocks wide"):
+        kernel.apply(make.normal(1, hidden), torch.ones(1, 1), torch.zeros(1, 1).int(), packed)
 
 
 @needs_triton

@@ -367,9 +367,12 @@ def _sorted(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
 
 def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
     """As _sorted, both matmuls of a tile in one program, see jit/narrow.py."""
+    upper, lower = layer.gate_up, layer.down
+    n, k = upper.values.shape[2:]
+    blocks = {upper.group_n, upper.group_k, lower.group_n, lower.group_k}
+    assert n == 2 * BLOCK and k % BLOCK == 0 and blocks == {BLOCK}, "two whole blocks wide"
     own = {name: value for name, value in config.items() if name not in ("DIRECT", "FUSED")}
     tiles, q, x_scale = _arranged(x, weights, ids, layer, own["BLOCK_M"])
-    upper, lower = layer.gate_up, layer.down
     y = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     narrow_experts_kernel[(tiles.most,)](
         q, x_scale, upper.values, upper.scale, lower.values, lower.scale, weights, y, *tiles[:3],
