@@ -216,11 +216,12 @@ ALL = ATTENTION + MOE + LINEAR
 
 def defaults(facts: Facts) -> list[Change]:
     """FP8 latents where attention is sparse and a library reads them; shared experts apart where
-    the routed ones go to a kernel that takes these in fours."""
+    the routed ones, which are quantised then, go to a kernel that takes these in fours."""
     if facts.device.arch not in ARCHITECTURES:
         return []
     features, wishes = facts.device.features, list[Change]()
-    if "flashinfer.fused_moe.trtllm_fp8_block_scale_routed_moe" in features:
+    fours = "flashinfer.fused_moe.trtllm_fp8_block_scale_routed_moe" in features
+    if fours and facts.quantized:
         why = "TRT-LLM's kernels take experts in fours"
         wishes.append(Change("disable_fusion", ("shared_experts",), why))
     if "index_topk" in facts.dims and "flash_mla.flash_mla_with_kvcache" in features:

@@ -45,7 +45,7 @@ _GROUPED = frozenset({"int8_group", "int4_group", "mxfp8", "mxfp4", "nvfp4"})
 _CODED = _GROUPED | _W4AFP8 | _BY_ROW
 _MAX_HEAD = 256  # of a query or value head that prefill keeps on chip
 _MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
-_CONVERTED = "fp8 weights are converted to the compute dtype when packed: twice the bytes"
+_CONVERTED = "weights are held in the compute dtype: fp8 ones, if any, in twice the bytes"
 
 
 def _compiles(facts: Facts) -> str | None:
