@@ -4,10 +4,10 @@ python benchmarks/device_decode.py CHECKPOINT [--batch N ...] [--profile N ...]
     [--profile-prefill N ...] [--prompts N ...] [--set NAME=VALUE ...]
 
 A step's figure is (t(161 tokens) − t(33)) / 128 through LLM.generate, scheduler included, median of
-three, prompts of 512 random tokens; prefill is t(1 token), for --prompts of single prompts of these
-lengths, median of seven. A profile runs 48 more steps and sums
-the device's kernels by name over the last 32, with the time in which none ran. --set gives fields
-of EngineConfig.
+three, prompts of 512 random tokens, and beside it the median between the ends of steps by the
+device's events; prefill is t(1 token), for --prompts of single prompts of these lengths, median of
+seven. A profile runs 48 more steps and sums the device's kernels by name over the last 32, with
+the time in which none ran. --set gives fields of EngineConfig.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,27 @@ def seconds(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     return time.perf_counter() - start
 
 
+def by_events(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
+    """Milliseconds between the ends of steps on the device, median of as many as `step` counts."""
+    runner, events = llm._alive().runner, list[torch.Event]()
+    launch = runner.launch
+
+    def noted(plan: Any) -> Any:
+        handle = launch(plan)
+        events.append(torch.Event(enable_timing=True))
+        events[-1].record()
+        return handle
+
+    runner.launch = noted  # type: ignore[method-assign]
+    try:
+        seconds(llm, prompts, LAST)
+    finally:
+        del runner.launch
+    torch.accelerator.synchronize()
+    ends = events[FIRST - LAST - 1 :]
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(ends))
+
+
 def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
     """Milliseconds per decode step, and of prefill."""
     prompts = random_prompts(batch, PROMPT, vocab)
@@ -51,6 +73,7 @@ def step(llm: LLM, batch: int, vocab: int) -> dict[str, float]:
     return {
         "batch": batch,
         "step_ms": statistics.median(each) * 1e3,
+        "device_ms": by_events(llm, prompts),
         "prefill_ms": prefill * 1e3,
         "prefill_tokens_per_s": batch * PROMPT / prefill,
     }
