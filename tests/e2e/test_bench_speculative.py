@@ -32,6 +32,15 @@ def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixt
     assert all(r["tokens_per_s"] > 0 for r in report["results"]) and report["simulated"] == 1
 
 
+def test_what_drafts_are_rounded_to_may_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*COMMON, *SHORT, "--input-len", "8", "--batch-size", "1", "--steps", "1", "--json"]
+    argv += ["--simulate-acceptance", "1", "--speculative-draft-quantize", "w4afp8"]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["settings"]["speculative_draft_quantize"] == "w4afp8"
+    assert [r["steps"] for r in report["results"]] == [0, 1, None]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

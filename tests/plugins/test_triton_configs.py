@@ -273,6 +273,35 @@ def test_other_experts_are_not_fused(inter, hidden, fmt):
 
 @needs_triton
 @pytest.mark.parametrize("ue8m0", [False, True])
+@pytest.mark.parametrize("chunk", [16, 4096])  # of the pairs that are sorted: several, and one
+def test_fused_experts(chunk, ue8m0, monkeypatch):
+    """An odd number of experts, some without a token, one that every token takes."""
+    from ds_runtime_triton import experts
+
+    monkeypatch.setattr(experts, "_CHUNK", chunk)
+    config = {"FUSED": 1, "BLOCK_M": 16, "SWAP": 1, "num_stages": 3, "num_warps": 4}
+    make = Maker(facts(), f"fused {chunk} {ue8m0}")
+    shapes = ((256, 384), (256, 384), (384, 256))
+    triples = [tuple(make.weight(*shape, "fp8_block") for shape in shapes) for _ in range(7)]
+    for triple in triples if ue8m0 else ():
+        for weight in triple:
+            scale = weight.parts[0].tensors["scale"]
+            scale.copy_(torch.exp2(torch.log2(scale).round()))
+    kernel = experts.ExpertsFp8(facts())
+    packed = kernel.pack(SampleExperts(triples), facts())
+    assert packed.tensors["layer"].ue8m0 is ue8m0
+    packed.tensors["layer"].sizes = Sizes((1,), (config,))
+    x, weights = make.normal(19, 768)[:, ::2][:, :384], make.uniform(19, 3).float()
+    ids = torch.stack([torch.tensor([6, *make.order(4)[:2].tolist()]) for _ in range(19)]).int()
+    wide = moe.ReferenceExperts(facts("float64"))
+    held = wide.pack(SampleExperts(triples), facts("float64"))
+    with faithful():
+        got = kernel.apply(x, weights, ids, packed)
+    close(got, wide.apply(x.double(), weights.double(), ids, held), 6e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("hidden", [2048, 1152])  # whole steps of eight groups, and a ragged one
 def test_one_token_s_experts_by_vectors_take_several_steps(hidden, ue8m0):
     from ds_runtime_triton.experts import ExpertsFp8
@@ -345,9 +374,10 @@ def test_coded_experts(size, config):
 
 
 @needs_triton
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("size", "config"), configs("mla_decode"))
-def test_mla_decode(size, config, kv_dtype):
+def test_mla_decode(size, config, kv_dtype, tree):
     from ds_runtime_triton.mla import MlaDecode
 
     here = facts(heads=20, kv_lora=64, qk_rope=16)
@@ -358,14 +388,19 @@ def test_mla_decode(size, config, kv_dtype):
     lens = (1, 63, 64, 65, 300)
     cache = make.normal(30, 16, 80).to(kv_dtype)
     table = make.order(30)[:20].int().repeat(5, 1)
-    limits = Limits(16, 8, 24, 16, 20, torch.device("cpu"))
-    state, q = kernel.state(limits), make.normal(5, 20, 80)
-    kernel.prepare(state, decode_batch(lens, table))
+    limits = Limits(16, 8, 24, 16, 20, torch.device("cpu"), max_queries=2)
+    rows = 10 if tree else 5
+    batch = decode_batch(lens, table, (2,) * 5 if tree else ())
+    if tree:  # a row of a tree sees some of the last 64 tokens, these lie in two blocks
+        seen = make.integers(-(2**62), 2**62, rows) | (1 << 61)
+        batch = replace(batch, decode=replace(batch.decode, tree=seen))
+    state, q = kernel.state(limits), make.normal(rows, 20, 80)
+    kernel.prepare(state, batch)
     with faithful():
         got = kernel.run(state, q, cache, 0.1)
     oracle = attention.ReferenceMlaDecode(here)
     held = oracle.state(limits)
-    oracle.prepare(held, decode_batch(lens, table))
+    oracle.prepare(held, batch)
     close(got, oracle.run(held, q.double(), cache.double(), 0.1), 6e-3)
 
 

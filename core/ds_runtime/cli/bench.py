@@ -231,6 +231,8 @@ def run_speculative(args: Namespace) -> int:
         if getattr(args, f"speculative_{name}", None) is not None:
             flag = name.replace("_", "-")
             raise ConfigError(f"--speculative-{flag}: what is measured here: use --{instead}")
+    if getattr(args, "speculative_algorithm", None) is None:
+        args.speculative_algorithm = "NEXTN"  # what else is said of drafts goes with one
     given = settings(args)
     from ds_runtime.bench import speculative
 

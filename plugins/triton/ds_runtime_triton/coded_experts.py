@@ -144,6 +144,7 @@ class ExpertsWeightOnly:
         if x.shape[0] == 0 or ids.shape[1] == 0:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
+        x = x if x.stride(1) == 1 else x.contiguous()
         return run(x, weights.contiguous(), ids.contiguous(), layer, layer.sizes.at(ids.numel()))
 
 

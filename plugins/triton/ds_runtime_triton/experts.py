@@ -208,6 +208,7 @@ class _Experts:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         layer: Layer = packed.tensors["layer"]
         config = layer.sizes.at(ids.numel())
+        x = x if x.stride(1) == 1 else x.contiguous()
         run = _direct if config.get("DIRECT") else _sorted
         for name, kind in (("VECTOR", _vector), ("FUSED", _fused)):
             run = kind if config.get(name) else run
@@ -323,7 +324,6 @@ def _vector(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     tokens, pairs, top_k = x.shape[0], ids.numel(), ids.shape[1]
     upper, lower = layer.gate_up, layer.down
     n, k = upper.values.shape[2:]
-    x = x if x.stride(1) == 1 else x.contiguous()
     assert not layer.scaled or upper.step == lower.step == 1, "a scale per group of columns"
     own = {"SCALED": layer.scaled, "UE8M0": layer.ue8m0, "TOP_K": top_k}
     up = _whole(upper, part_of_config(config, "UP_"), k)
