@@ -225,7 +225,10 @@ class Runner:
             self._replay_cycle(cycle, handle)
         else:
             self._sort(handle)
-            self._run(handle, caches) if graph is None else self._replay(graph, handle)
+            if graph is not None:
+                self._replay(graph, handle)
+            else:
+                self._run(handle, caches)
         if self.rank == 0 and handle.arriving is None and self._unfinished is None:
             handle.download()  # nobody collects elsewhere
         return handle

@@ -62,15 +62,16 @@ def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
     return found
 
 
-def with_w4afp8_experts(format_of: Callable[[str], str]) -> Callable[[str], str]:
-    """`format_of` of a draft layer's modules, with its routed experts rounded to int4. ConfigError,
-    from what is returned, where they have few bits already."""
+def with_w4afp8_experts(
+    format_of: Callable[[str], str], stored: Callable[[str], str]
+) -> Callable[[str], str]:
+    """`format_of` of a draft layer's modules, with its routed experts rounded to int4. stored: the
+    checkpoint's own. ConfigError, from what is returned, where that is not rounded."""
 
     def found(module: str) -> str:
-        format = format_of(module)
         if ".mlp.experts." not in module:
-            return format
-        if format not in _FROM:
+            return format_of(module)
+        if (format := stored(module)) not in _FROM:
             raise ConfigError(
                 f"--speculative-draft-quantize {DRAFT_EXPERTS}: {module} is {format} already, and "
                 "is not rounded again: leave the flag out"

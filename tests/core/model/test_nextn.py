@@ -21,8 +21,10 @@ from ds_runtime.model.checkpoint import EXPORTED
 from ds_runtime.model.estimate import needed_bytes
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import HEAD
+from ds_runtime.model.requantise import with_w4afp8_experts
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.speculation import Speculation
+from ds_runtime.testing.tiny import write_tiny
 
 SETTINGS = {
     "platform": "cpu",
@@ -274,9 +276,24 @@ def test_the_draft_layer_s_experts_may_be_rounded_to_int4():
     assert "w4afp8" not in {form for (layer, _), form in found.items() if layer != 5}
     found = formats()
     assert found[5, "mlp.experts"] in ("w4afp8", "int4_group") and (5, HEAD) not in found
-    said = r"w4afp8: model.layers.5.mlp.experts.0.gate_proj is int4_group already"
+    found = formats(quantize="int8")  # the checkpoint's own are rounded, once
+    assert found[5, "mlp.experts"] in ("w4afp8", "int4_group")
+    assert found[4, "mlp.experts"] == "int8_channel"
+    few = with_w4afp8_experts(lambda _: "dense", lambda _: "nvfp4")
+    assert few("model.layers.5.eh_proj") == "dense"
+    said = "w4afp8: model.layers.5.mlp.experts.0.up_proj is nvfp4 already, and is not rounded again"
     with pytest.raises(ConfigError, match=said):
-        formats(quantize="int4")
+        few("model.layers.5.mlp.experts.0.up_proj")
+
+
+def test_a_draft_layer_without_experts_has_none_to_round(tmp_path):
+    write_tiny(tmp_path, "v3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "first_k_dense_replace": 9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {**NEXTN, "model": str(tmp_path), "speculative_draft_quantize": "w4afp8"}
+    with pytest.raises(ConfigError, match="w4afp8: the draft layer has no routed experts"):
+        assemble(EngineConfig(**given), tuple(given))
 
 
 def test_answers_are_the_model_s_whatever_drafts_are_rounded_to():

@@ -68,9 +68,9 @@ def sort_pairs_kernel(
             tl.store(owner + first + i, even)
         for i in range(other):
             tl.store(owner + first + own + i, odd)
-        begin, then = first * BLOCK_M, (first + own) * BLOCK_M
+        then = (first + own) * BLOCK_M
         end = then + other * BLOCK_M
-        at_even, at_odd = begin, then
+        at_even, at_odd = first * BLOCK_M, then
         for start in range(0, pairs, CHUNK):
             at = start + lane
             id = tl.load(ids + at, mask=at < pairs, other=-1)

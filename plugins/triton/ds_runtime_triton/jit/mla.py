@@ -122,7 +122,7 @@ def attend(
         else:  # a constant would be kept on chip
             shape: tl.constexpr = (BLOCK_N, BLOCK_H) if SWAP else (BLOCK_H, BLOCK_N)
             weights = tl.full(shape, start, tl.float32).to(q_low.dtype)
-    else:
+    else:  # a branch here would be in the way of the chain of products
         weights, above, total = weigh(
             q_low, q_high, k_low, k_high, real, seen, top, total, scale, True, SWAP, APART, TREE
         )

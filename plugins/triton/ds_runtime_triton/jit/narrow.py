@@ -18,8 +18,8 @@ def hidden_part(
     x_scales,
     rows,
     scales,
-    up,
-    up_scale,
+    to_up,
+    to_up_scale,
     groups,
     tokens,
     UE8M0: tl.constexpr,
@@ -28,21 +28,21 @@ def hidden_part(
     SWAP: tl.constexpr,
 ):
     """(codes [BLOCK_M, BLOCK], scales [BLOCK_M]) of silu(x · gateᵀ) · (x · upᵀ) for BLOCK rows of
-    gate, which begin at `rows`, and of up, `up` values behind."""
+    gate, which begin at `rows`, and of up, `to_up` values behind."""
     gate = tl.zeros((BLOCK, BLOCK_M) if SWAP else (BLOCK_M, BLOCK), tl.float32)
-    above = gate
-    scale, gate_row, up_row = tl.load(x_scales), tl.load(scales), tl.load(scales + up_scale)
+    up = gate
+    scale, gate_row, up_row = tl.load(x_scales), tl.load(scales), tl.load(scales + to_up_scale)
     for group in range(groups):
         start = group * BLOCK
         a = tl.load(x_rows + start)
-        b, c = tl.load(rows + start), tl.load(rows + up + start)
+        b, c = tl.load(rows + start), tl.load(rows + to_up + start)
         next = tl.minimum(group + 1, groups - 1)
         next_scale = tl.load(x_scales + next * tokens)
-        next_gate, next_up = tl.load(scales + next), tl.load(scales + up_scale + next)
+        next_gate, next_up = tl.load(scales + next), tl.load(scales + to_up_scale + next)
         gate += product(a, b, SWAP) * (token_side(scale, SWAP) * gate_row)
-        above += product(a, c, SWAP) * (token_side(scale, SWAP) * up_row)
+        up += product(a, c, SWAP) * (token_side(scale, SWAP) * up_row)
         scale, gate_row, up_row = next_scale, next_gate, next_up
-    hidden = silu(gate) * above
+    hidden = silu(gate) * up
     made = scale_of(hidden, 0 if SWAP else 1, UE8M0, x_rows.dtype.element_ty)
     codes = to_codes(hidden / token_side(made, SWAP), x_rows.dtype.element_ty)
     return tl.trans(codes) if SWAP else codes, made
@@ -89,13 +89,13 @@ def narrow_experts_kernel(
         x_scales = x_scale + token
         rows = w + (expert * 4 * BLOCK + k)[:, None] * K + k[None, :]
         scales = w_scale + expert * 4 * groups
-        up, up_scale = 2 * BLOCK * K, 2 * groups
+        to_up, to_up_scale = 2 * BLOCK * K, 2 * groups
         h0, s0 = hidden_part(
-            x_rows, x_scales, rows, scales, up, up_scale, groups, tokens, UE8M0, BLOCK, BLOCK_M,
-            SWAP,
+            x_rows, x_scales, rows, scales, to_up, to_up_scale, groups, tokens, UE8M0, BLOCK,
+            BLOCK_M, SWAP,
         )  # fmt: skip
         h1, s1 = hidden_part(
-            x_rows, x_scales, rows + BLOCK * K, scales + groups, up, up_scale, groups, tokens,
+            x_rows, x_scales, rows + BLOCK * K, scales + groups, to_up, to_up_scale, groups, tokens,
             UE8M0, BLOCK, BLOCK_M, SWAP,
         )  # fmt: skip
         weight = tl.load(weights + pair)
