@@ -181,12 +181,7 @@ def assemble(
 
         own = with_target(config.quantize, drafted)
         if config.speculative_draft_quantize == DRAFT_EXPERTS:
-            if not model.is_moe(model.layers):
-                raise ConfigError(
-                    f"--speculative-draft-quantize {DRAFT_EXPERTS}: the draft layer has no routed "
-                    "experts: leave the flag out"
-                )
-            own = with_w4afp8_experts(own, drafted)
+            own = with_w4afp8_experts(own, drafted, model.is_moe(model.layers))
         drafts = exact = drafting(own)
         if rounds_drafts(config, target("lm_head"), model.hidden, info.fast_dtypes):
             drafts = drafting(with_fp8_drafts(own), DRAFT_FORMAT)

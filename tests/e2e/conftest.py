@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,18 @@ def tiny_without_tokenizer(tiny: Path, tmp_path_factory: pytest.TempPathFactory)
         if file.suffix == ".safetensors" or file.name in ("config.json", "generation_config.json"):
             (folder / file.name).symlink_to(file)
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """(shape, fp8) → (folder, oracle), made once."""
+
+    from ds_runtime.testing.oracle import Oracle
+    from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+
+    @cache
+    def make(shape, fp8=False):
+        folder = tmp_path_factory.mktemp(shape)
+        return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=11))
+
+    return make

@@ -24,6 +24,7 @@ from ds_runtime.engine.runner import Runner
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins
+from ds_runtime.testing.tiny import V3_HEADS
 
 pytestmark = pytest.mark.gpu
 
@@ -229,12 +230,7 @@ def wide_heads(tmp_path_factory):
     """A small model with the heads of V3: those that libraries' attention is made for."""
     shape = {
         **shapes.SHAPES["tiny-v3"],
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "kv_lora_rank": 512,
+        **V3_HEADS,
         "q_lora_rank": 128,
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from functools import cache
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.oracle import TIE, Oracle
-from ds_runtime.testing.tiny import SHAPES, write_tiny, write_tiny_fp8
+from ds_runtime.testing.tiny import SHAPES
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "context_length": 256, "threads": 1}
 SETTINGS |= {"kv_memory": "8MB"}
@@ -21,18 +20,6 @@ LENGTHS = (130, 64, 17, 1, 45)  # the original rope length of most shapes is 64
 PARAMS = SamplingParams(max_tokens=20, logprobs=2, prompt_logprobs=2, ignore_eos=True)
 CACHED = SamplingParams(max_tokens=20, logprobs=2, ignore_eos=True)
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    """(shape, fp8) → (folder, oracle), made once."""
-
-    @cache
-    def make(shape, fp8=False):
-        folder = tmp_path_factory.mktemp(shape)
-        return folder, Oracle((write_tiny_fp8 if fp8 else write_tiny)(folder, shape, seed=11))
-
-    return make
 
 
 def prompts_of(oracle, lengths=LENGTHS, seed=0):
@@ -140,13 +127,23 @@ def test_fp8(checkpoints):
         check(oracle, llm.generate(prompts_of(oracle), PARAMS))
 
 
-def _errors(oracle, outputs):
-    """|log-probability − exact| of every prompt token."""
+def errors(oracle, outputs, made=False):
+    """|log-probability − exact| of every prompt token that has one; `made`: of answers, too."""
     for output in outputs:
         prompt = output.prompt_token_ids
-        exact = oracle.logprobs(prompt)
-        for position, entry in enumerate(output.prompt_logprobs[1:], start=1):
-            yield abs(entry.logprob - float(exact[position - 1, entry.token]))
+        exact = oracle.logprobs(prompt + output.token_ids if made else prompt)
+        entries = [*(output.prompt_logprobs or [None] * len(prompt))]
+        for position, entry in enumerate([*entries, *(output.logprobs if made else ())]):
+            if entry is not None:
+                yield abs(entry.logprob - float(exact[position - 1, entry.token]))
+
+
+def errors_in_bfloat16(oracle, prompts):
+    """The same of transformers."""
+    coarse = Oracle(copy.deepcopy(oracle.model).bfloat16())
+    for tokens in prompts:
+        gap = coarse.logprobs(tokens).float() - oracle.logprobs(tokens)
+        yield from (abs(float(gap[i, tokens[i + 1]])) for i in range(len(tokens) - 1))
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -155,13 +152,8 @@ def test_bfloat16(checkpoints, fp8):
     folder, oracle = checkpoints("v3", fp8=fp8)
     prompts = prompts_of(oracle)
     with LLM(folder, **{**SETTINGS, "dtype": "bfloat16"}) as llm:
-        ours = list(_errors(oracle, llm.generate(prompts, PARAMS)))
-    coarse = Oracle(copy.deepcopy(oracle.model).bfloat16())
-    theirs = []
-    for tokens in prompts:
-        rows = range(len(tokens) - 1)
-        gap = coarse.logprobs(tokens).float() - oracle.logprobs(tokens)
-        theirs += [abs(float(gap[i, tokens[i + 1]])) for i in rows]
+        ours = list(errors(oracle, llm.generate(prompts, PARAMS)))
+    theirs = list(errors_in_bfloat16(oracle, prompts))
     assert len(ours) == len(theirs)
     assert sum(ours) <= 1.3 * sum(theirs)
     assert sum(theirs) / len(theirs) < 0.2

@@ -221,23 +221,24 @@ class Runner:
             graph = captured.graphs.fitting(plan)
         if captured.cycles is not None:
             cycle = captured.cycles.fitting(plan)
-        if graph is None and cycle is not None:
+        if graph is not None:
+            self._replay(graph, handle)
+        elif cycle is not None:
             self._replay_cycle(cycle, handle)
         else:
-            self._sort(handle)
-            if graph is not None:
-                self._replay(graph, handle)
-            else:
-                self._run(handle, caches)
+            self._run(handle, caches)
         if self.rank == 0 and handle.arriving is None and self._unfinished is None:
             handle.download()  # nobody collects elsewhere
         return handle
 
     def _sort(self, handle: Handle) -> None:
+        """What the step's logit rows are for: every way to run one begins with it, or has it done
+        once the device is at work."""
         handle.wanted = sort_rows(handle.plan, lambda row: self.sampler.row(row).prompt)
 
     def _replay(self, graph: DecodeGraph, handle: Handle) -> None:
         """A step of decode works alone, each with one draw."""
+        self._sort(handle)
         works, sent = handle.plan.works, Upload(self.device)
         own, ranks = self._own(works), self.config.attention_ranks
         numbers = graph.add(own, sent, works)
@@ -312,6 +313,7 @@ class Runner:
 
     def _run(self, handle: Handle, caches: list[Tensor]) -> None:
         """Any step, op by op."""
+        self._sort(handle)
         wanted, sent, speculator = handle.wanted, Upload(self.device), self.speculator
         works = handle.plan.works
         if not (handle.plan.drafts or any(w.length > 1 or w.tokens is not None for w in works)):

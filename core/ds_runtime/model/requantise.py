@@ -63,10 +63,16 @@ def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
 
 
 def with_w4afp8_experts(
-    format_of: Callable[[str], str], stored: Callable[[str], str]
+    format_of: Callable[[str], str], stored: Callable[[str], str], has_experts: bool
 ) -> Callable[[str], str]:
     """`format_of` of a draft layer's modules, with its routed experts rounded to int4. stored: the
-    checkpoint's own. ConfigError, from what is returned, where that is not rounded."""
+    checkpoint's own. ConfigError where there are none, and from what is returned where they are
+    not rounded again."""
+    if not has_experts:
+        raise ConfigError(
+            f"--speculative-draft-quantize {DRAFT_EXPERTS}: the draft layer has no routed experts: "
+            "leave the flag out"
+        )
 
     def found(module: str) -> str:
         if ".mlp.experts." not in module:

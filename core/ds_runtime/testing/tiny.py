@@ -40,6 +40,14 @@ _COMMON: Mapping[str, Any] = {
     "eos_token_id": 1,
 }
 _V3 = "DeepseekV3"
+V3_HEADS: Mapping[str, Any] = {  # of V3's size: those that libraries' attention is made for
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+}
 _INDEXED: Mapping[str, Any] = {  # ≥ 16 heads: ReLU makes zeros, and with few heads scores tie
     "index_n_heads": 16,
     "index_head_dim": 32,

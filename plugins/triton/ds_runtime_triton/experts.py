@@ -209,9 +209,8 @@ class _Experts:
         layer: Layer = packed.tensors["layer"]
         config = layer.sizes.at(ids.numel())
         x = x if x.stride(1) == 1 else x.contiguous()
-        run = _direct if config.get("DIRECT") else _sorted
-        for name, kind in (("VECTOR", _vector), ("FUSED", _fused)):
-            run = kind if config.get(name) else run
+        ways = (("VECTOR", _vector), ("FUSED", _fused), ("DIRECT", _direct))
+        run = next((way for name, way in ways if config.get(name)), _sorted)
         return run(x, weights.contiguous(), ids.contiguous(), layer, config)
 
 
@@ -371,7 +370,7 @@ def _fused(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config
     n, k = upper.values.shape[2:]
     blocks = {upper.group_n, upper.group_k, lower.group_n, lower.group_k}
     assert n == 2 * BLOCK and k % BLOCK == 0 and blocks == {BLOCK}, "two whole blocks wide"
-    own = {name: value for name, value in config.items() if name not in ("DIRECT", "FUSED")}
+    own = {name: value for name, value in config.items() if name != "FUSED"}
     tiles, q, x_scale = _arranged(x, weights, ids, layer, own["BLOCK_M"])
     y = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     narrow_experts_kernel[(tiles.most,)](

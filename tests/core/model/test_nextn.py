@@ -279,7 +279,7 @@ def test_the_draft_layer_s_experts_may_be_rounded_to_int4():
     found = formats(quantize="int8")  # the checkpoint's own are rounded, once
     assert found[5, "mlp.experts"] in ("w4afp8", "int4_group")
     assert found[4, "mlp.experts"] == "int8_channel"
-    few = with_w4afp8_experts(lambda _: "dense", lambda _: "nvfp4")
+    few = with_w4afp8_experts(lambda _: "dense", lambda _: "nvfp4", True)
     assert few("model.layers.5.eh_proj") == "dense"
     said = "w4afp8: model.layers.5.mlp.experts.0.up_proj is nvfp4 already, and is not rounded again"
     with pytest.raises(ConfigError, match=said):
