@@ -61,7 +61,9 @@ class MlaDecode:
     """Absorbed MLA decode through BatchMLAPagedAttentionWrapper, planned on the host."""
 
     def __init__(self, facts: Facts) -> None:
-        self._make = _library("flashinfer.mla").BatchMLAPagedAttentionWrapper
+        library = _library("flashinfer.mla")
+        self._make = library.BatchMLAPagedAttentionWrapper
+        self._metadata = library.MLAPlanMetadata.csr
         self._facts = facts
         self._dtype = getattr(torch, facts.dtype)
 
@@ -87,18 +89,22 @@ class MlaDecode:
         if state.wrapper is None or state.rows != count:
             state.wrapper, state.rows = self._wrapper(queries, count), count
         state.wrapper.plan(
-            torch.arange(count + 1, dtype=torch.int32),
-            torch.from_numpy(starts),
-            indices,
-            torch.from_numpy(lens),
-            self._facts.dims["heads"],
-            LATENT,
-            ROPE,
-            page,
-            False,
-            self._facts_scale(),
-            self._dtype,
-            self._dtype,
+            metadata=self._metadata(
+                torch.arange(count + 1, dtype=torch.int32),
+                torch.from_numpy(starts),
+                indices,
+                torch.from_numpy(lens),
+            ),
+            num_heads=self._facts.dims["heads"],
+            head_dim_ckv=LATENT,
+            head_dim_kpe=ROPE,
+            page_size=page,
+            causal=False,
+            sm_scale=self._facts_scale(),
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            query_layout="split",
+            kv_cache_layout="split",
         )
         if device.type != "cpu":
             state.copied = torch.Event(device)
@@ -132,10 +138,8 @@ class MlaDecode:
         if abs(scale / planned - 1) > 1e-6:
             q = q * (scale / planned)
         return state.wrapper.run(  # type: ignore[no-any-return]
-            q[..., :LATENT].contiguous(),
-            q[..., LATENT:].contiguous(),
-            cache[..., :LATENT],
-            cache[..., LATENT : LATENT + ROPE],
+            query=(q[..., :LATENT].contiguous(), q[..., LATENT:].contiguous()),
+            kv_cache=(cache[..., :LATENT], cache[..., LATENT : LATENT + ROPE]),
         )
 
 

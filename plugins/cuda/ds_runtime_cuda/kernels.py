@@ -153,7 +153,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "mla_decode",
         "flashinfer:MlaDecode",
         RANK_BEHIND,
-        library("flashinfer", "mla.BatchMLAPagedAttentionWrapper"),
+        library("flashinfer", "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata"),
         HALVES,
         LATENT,
         checks.same_kv,

@@ -151,7 +151,8 @@ def double(name: str, recorded: str, compute: Callable[..., Any]) -> Callable[..
 
 def _method(cls: type, name: str, recorded: str) -> None:
     attr = name.rpartition(".")[2]
-    setattr(cls, attr, double(name, recorded, cls.__dict__[attr]))
+    method: Any = double(name, recorded, cls.__dict__[attr])
+    setattr(cls, attr, classmethod(method) if recorded.startswith("(cls,") else method)
 
 
 def doubles(record: str, *stand_ins: Any, **others: Any) -> dict[str, types.ModuleType]:

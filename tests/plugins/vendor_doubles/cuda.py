@@ -222,11 +222,12 @@ class BatchMLAPagedAttentionWrapper:
         assert float_workspace_buffer.nbytes >= 1 << 20 and backend in ("fa2", "fa3")
 
     def plan(
-        self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe,
-        page_size, causal, sm_scale, q_data_type, kv_data_type,
+        self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale,
+        q_data_type, kv_data_type, query_layout, kv_cache_layout,
     ):  # fmt: skip
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr = metadata
         assert (head_dim_ckv, head_dim_kpe, causal) == (512, 64, False) and num_heads > 0
-        assert q_data_type == kv_data_type
+        assert q_data_type == kv_data_type and query_layout == kv_cache_layout == "split"
         assert all(t.dtype == torch.int32 for t in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
         assert qo_indptr.tolist() == list(range(len(qo_indptr)))
         pages = -(-kv_len_arr // page_size)
@@ -234,7 +235,8 @@ class BatchMLAPagedAttentionWrapper:
         assert kv_indices.shape == (kv_indptr[-1],)
         self.plan_of = kv_indptr.tolist(), kv_len_arr.tolist(), kv_indices, sm_scale
 
-    def run(self, q_nope, q_pe, ckv_cache, kpe_cache):
+    def run(self, *, query, kv_cache):
+        (q_nope, q_pe), (ckv_cache, kpe_cache) = query, kv_cache
         begins, lens, indices, scale = self.plan_of
         assert q_nope.is_contiguous() and q_pe.is_contiguous() and len(lens) == len(q_nope)
         found = torch.empty(q_nope.shape)
@@ -244,6 +246,11 @@ class BatchMLAPagedAttentionWrapper:
             both = torch.cat((q_nope[i], q_pe[i]), -1), torch.cat((latent, rope), -1)
             found[i] = attend(*both, latent, scale, length)[0]
         return found.to(q_nope.dtype)
+
+
+class MLAPlanMetadata:
+    def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+        return qo_indptr, kv_indptr, kv_indices, kv_len_arr
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
@@ -392,6 +399,7 @@ MODULES = {
         "flashinfer",
         BatchPrefillWithRaggedKVCacheWrapper,
         BatchMLAPagedAttentionWrapper,
+        MLAPlanMetadata,
         trtllm_batch_decode_with_kv_cache_mla,
         gemm_fp8_nt_groupwise,
         trtllm_fp8_block_scale_routed_moe,
