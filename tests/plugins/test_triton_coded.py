@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +113,12 @@ def test_other_formats_are_refused():
 
     with pytest.raises(TypeError, match=r"reads .*nvfp4.* not int8_channel"):
         LinearWeightOnly(FACTS).pack(Maker(FACTS, "no").weight(4, 8, "int8_channel"), FACTS)
+
+
+def test_what_decodes_by_instructions_of_the_device_compiles() -> None:
+    script = Path(__file__).parent / "decoders_for_sm90.py"
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr

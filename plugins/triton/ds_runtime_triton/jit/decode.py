@@ -65,17 +65,18 @@ def decode_int4(
 ):  # fmt: skip
     """Four planes (code − z) · s; without SCALED only z0 counts, and no s. Scales and zeros are
     float32, with PTX bfloat16."""
-    four: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
     if PTX:
         if SCALED:
             return tl.inline_asm_elementwise(
                 _INT4_SCALED, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
-                [word, z0 + 128, z1 + 128, z2 + 128, z3 + 128, s0, s1, s2, s3], four, True, 2,
+                [word, z0 + 128, z1 + 128, z2 + 128, z3 + 128, s0, s1, s2, s3],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
             )  # fmt: skip
         else:
             return tl.inline_asm_elementwise(
-                _INT4, "=r,=r,=r,=r,r,r", [word, z0 + 128], four, True, 2
-            )
+                _INT4, "=r,=r,=r,=r,r,r", [word, z0 + 128],
+                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2,
+            )  # fmt: skip
     else:
         w0, w1 = (word & 15).to(tl.float32), ((word >> 4) & 15).to(tl.float32)
         w2, w3 = ((word >> 8) & 15).to(tl.float32), ((word >> 12) & 15).to(tl.float32)
