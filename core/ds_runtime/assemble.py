@@ -192,7 +192,7 @@ def assemble(
         return found + drafts
 
     sites = sites_of(apart)
-    pins = [Pin.parse(p) for p in config.pin]  # the first that fits counts
+    pins = Pin.parse_all(config.pin)
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     pins += backend_pins(config, offers.kernels, used)
     binding, uncaptured = _decide(sites, offers, facts, pins, apart)

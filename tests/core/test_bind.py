@@ -63,7 +63,7 @@ def bind(
     base: Facts = BASE,
 ) -> Binding:
     offers = Offers((*REFERENCE.kernels, *kernels), (*REFERENCE.layouts, *layouts), (), third)
-    return decide_all(sites, offers, base, [Pin.parse(p) for p in pins])
+    return decide_all(sites, offers, base, Pin.parse_all(pins))
 
 
 def chosen(binding: Binding, op: str) -> set[str]:
@@ -174,6 +174,14 @@ def test_a_provider_pin_takes_the_provider_s_kernel_that_accepts(sites) -> None:
     yes = replace(kernel("linear", "mine", 5), fn="mine_kernels:slow_linear")
     found = bind(sites, no, yes, kernel("linear", "other", 30), pins=("linear=mine",))
     assert chosen(found, "linear") == {"mine.slow_linear"}
+
+
+def test_pins_of_the_same_sites_must_agree(sites) -> None:
+    offered = kernel("linear", "mine"), kernel("linear", "other", 30)
+    with pytest.raises(ConfigError, match=r"'linear=other': the same sites .* to 'mine' already"):
+        bind(sites, *offered, pins=("linear=mine", "linear=other"))
+    twice = bind(sites, *offered, pins=("linear@*.o_proj=mine", "linear=other", "linear=other"))
+    assert chosen(twice, "linear") == {"mine.linear", "other.linear"}
 
 
 def test_a_pin_never_beats_a_refusal(sites) -> None:

@@ -63,6 +63,8 @@ def convert(
     target = find_target(to)
     if model.resolve() == out.resolve():
         raise ConfigError(f"--out {out}: is the checkpoint that is read; name another folder")
+    if shard_bytes < 1:
+        raise ConfigError(f"--shard-size {shard_bytes}: must be above 0, like 5GB")
     source = Source(model)
     try:
         job = _Job(source, target, out, shard_bytes)

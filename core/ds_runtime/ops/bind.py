@@ -57,6 +57,21 @@ class Pin:
             raise ConfigError(f"--pin {text!r}: op {op!r} is unknown; {hint}")
         return Pin(op, glob or "*", kernel)
 
+    @staticmethod
+    def parse_all(texts: Iterable[str]) -> list[Pin]:
+        """In the order given: of pins whose globs overlap, the first that fits counts. Raises
+        ConfigError as `parse`, and for two that name the same sites and different kernels."""
+        pins = dict[tuple[str, str], Pin]()
+        for text in texts:
+            pin = Pin.parse(text)
+            first = pins.setdefault((pin.op, pin.glob), pin)
+            if first.kernel != pin.kernel:
+                raise ConfigError(
+                    f"--pin {text!r}: the same sites are pinned to {first.kernel!r} already; "
+                    "keep one of the two, or name sites by OP@SITE-GLOB"
+                )
+        return list(pins.values())
+
 
 def site_facts(base: Facts, site: Site) -> Facts:
     """The facts that a kernel sees at one site."""

@@ -316,6 +316,8 @@ def test_what_cannot_be_done_is_said_before_anything_is_written(tiny, converted,
         convert(source, "int3", out)
     with pytest.raises(ConfigError, match="is the checkpoint that is read"):
         convert(source, "int8", source)
+    with pytest.raises(ConfigError, match=r"--shard-size 0: must be above 0, like 5GB"):
+        convert(source, "int8", out, shard_bytes=0)
     shutil.copytree(converted("fp8"), tmp_path / "taken")
     with pytest.raises(ConfigError, match=r"of another conversion \(fp8, or of another source\)"):
         convert(source, "int8", tmp_path / "taken", shard_bytes=200_000)
