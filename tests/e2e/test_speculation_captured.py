@@ -109,11 +109,11 @@ def test_every_kind_of_request(recorded, plain, eager, drafting, how, monkeypatc
             assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-4)
     accepted = eager[drafting.get("speculative_eagle_topk", 1)]
     assert stats.accepted_tokens == accepted > 20 and stats.cached_tokens
-    # Pieces between attentions; then a verification, the draft layer behind it, and the chain or
-    # each level of the tree, per size.
+    # Pieces between attentions; then per size a verification, the draft layer behind it, and
+    # beside these the draws and the chain, or else each level of the tree.
     replays = recorded.Recorded.backend.replays
     pieces = load_config(resolve_model("demo")).layers + 1
-    assert len(replays) == pieces + (6 if drafting is CHAIN else 8) and all(replays)
+    assert len(replays) == pieces + 8 and all(replays)
 
 
 def test_sizes_that_no_step_could_verify_are_said(recorded):

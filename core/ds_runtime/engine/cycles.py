@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.cycle import ChainGraph, CyclePlace, VerifyGraph
+from ds_runtime.engine.chain_cycle import ChainGraph, JudgeGraph
+from ds_runtime.engine.cycle import CyclePlace, VerifyGraph
 from ds_runtime.engine.graphs import Place
 from ds_runtime.engine.rehearse import Rehearsed
 from ds_runtime.engine.sampler import Sampler
@@ -45,8 +46,11 @@ class Cycles:
             for size in self.sizes
             for queries in self._queries
         }
+        self._judge: dict[tuple[int, int], JudgeGraph] = {}
         self._branch: dict[int, BranchGraph] = {}
-        if place.trees is not None:
+        if place.trees is None:
+            self._judge = {key: JudgeGraph(place, graph) for key, graph in self._verify.items()}
+        else:
             self._branch = {
                 size: BranchGraph(place, self._verify[size, place.width]) for size in self.sizes
             }
@@ -109,9 +113,10 @@ class Cycles:
                 bar.advance(1)
         self._captured = True
 
-    def _graphs(self) -> list[VerifyGraph | BranchGraph | ChainGraph | TreeGraph]:
+    def _graphs(self) -> list[VerifyGraph | JudgeGraph | BranchGraph | ChainGraph | TreeGraph]:
         """Of each size those in front of others that need them."""
-        graphs = [*self._verify.values(), *self._branch.values(), *self._drafting.values()]
+        behind = [*self._judge.values(), *self._branch.values(), *self._drafting.values()]
+        graphs = [*self._verify.values(), *behind]
         return sorted(graphs, key=lambda graph: -graph.size)
 
     @torch.inference_mode()
@@ -136,11 +141,13 @@ class Cycles:
         index = bisect_left(self._queries, max(w.length for w in works))
         return None if index == len(self._queries) else self._verify[size, self._queries[index]]
 
-    def branch(self, size: int) -> BranchGraph | None:
-        """What runs the draft layer behind trees that so many sequences verified, spare ones
-        included.
-        """
-        return self._branch.get(size)
+    def judge(self, verified: VerifyGraph) -> JudgeGraph | None:
+        """What follows a verification of chains; None if it was of trees."""
+        return self._judge.get((verified.size, verified.queries))
+
+    def branch(self, verified: VerifyGraph) -> BranchGraph:
+        """What runs the draft layer behind a verification of trees."""
+        return self._branch[verified.size]
 
     def drafting(self, count: int, drafts: int) -> ChainGraph | TreeGraph | None:
         """The graph that drafts behind so many sequences."""

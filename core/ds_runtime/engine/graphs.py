@@ -149,10 +149,24 @@ class PageTable:
         self.tensor = torch.full((rows, pages), spare, dtype=torch.int32, device=device)
         self._held: npt.NDArray[np.int32] | None = None
         self._next: npt.NDArray[np.int32] | None = None
+        self._spare = spare
+        self._lists: list[list[int]] | None = None
+        self._whole = np.zeros((rows, 1), np.int32)
+
+    def held(self, lists: list[list[int]]) -> npt.NDArray[np.int32]:
+        """All pages of sequences, filled up with each one's first, and of spare ones behind them:
+        [rows, most]. The same array, which nobody changes, while the pages are the same.
+        """
+        if lists != self._lists:
+            most = max(map(len, lists), default=1)
+            filled = [pages + pages[:1] * (most - len(pages)) for pages in lists]
+            filled += [[self._spare] * most] * (self.tensor.shape[0] - len(lists))
+            self._whole, self._lists = np.array(filled, np.int32), lists
+        return self._whole
 
     def add(self, table: npt.NDArray[np.int32], upload: Upload) -> int | None:
         """[rows, n] for the next step, n ≤ pages: its number in the upload; None if it is there."""
-        if self._held is not None and np.array_equal(self._held, table):
+        if self._held is table or (self._held is not None and np.array_equal(self._held, table)):
             return None
         self._next = table
         return upload.add(table)

@@ -10,6 +10,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -258,27 +259,46 @@ class Runner:
         sent.send(graph.buffer)
         logits, slots = graph.verify(works, sent, numbers), sent[numbers.slots]
         self._sort(handle)
-        sent = Upload(self.device)
+        speculator, cycles, lead = self.speculator, self.captured.cycles, self.rank == 0
+        assert speculator is not None and cycles is not None
+        judge = cycles.judge(graph)
+        if judge is not None:
+            accepted = speculator.judge(handle, judge, graph, logits, self.simulated)
+            follow = judge.follow
+        else:
+            branch, rows = self._judge_trees(graph, handle, logits, slots)
+            if branch is None:
+                return
+            accepted = branch.accepted
+            kept = partial(cycles.branch(graph).follow, works)
+            follow = partial(kept, handle.tokens[0], branch, rows, slots)
+        if plan.drafts:
+            rest = speculator.replay(handle, accepted, follow, cycles, lead)
+            self._unfinished = handle, rest
+
+    def _judge_trees(
+        self, graph: VerifyGraph, handle: Handle, logits: Tensor, slots: Tensor
+    ) -> tuple[Branch | None, Tensor]:
+        """What is kept of the trees that a step verified, None if it did not and nothing is drafted
+        behind it; and the row of each draw. logits and slots: of all rows.
+        """
+        works, sent, plan = handle.plan.works, Upload(self.device), handle.plan
         draws = self.sampler.prepare(handle.wanted.draws, sent)
         claims = None
         if plan.drafts or graph.queries > 1:
             claims = claim(plan, handle.wanted, self.width, sent, self.simulated)
-        lies = [i * graph.queries + j for i, w in enumerate(works) for j in range(w.length)]
-        places = sent.add(np.array(lies, np.int64))
+        lies = graph.lies(works)
+        places = sent.add(lies)
         sent.send(graph.behind)
         rows = sent[places]
         whole = len(lies) == graph.queries * len(works)  # then all lie together
         logits = logits[: len(lies)] if whole else logits[rows]
         branch = self._draw(handle, draws, logits, sent, claims)
-        if plan.drafts:
-            speculator, cycles, lead = self.speculator, self.captured.cycles, self.rank == 0
-            assert branch is not None and speculator is not None and cycles is not None
-            rest = speculator.replay(handle, branch, graph, cycles, (rows, slots), lead)
-            self._unfinished = handle, rest
-        elif branch is not None and branch.order is not None:
+        if branch is not None and branch.order is not None and not plan.drafts:
             assert graph.batch is not None
             layers, _ = self._parts(self.caches)
             self.model.move(layers, graph.batch, moves(branch, slots[rows], rows))
+        return branch, rows
 
     def _draw(
         self,

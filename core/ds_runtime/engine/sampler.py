@@ -227,6 +227,12 @@ class Sampler:
         settings = tuple(upload.add(column) for column in self.settings(draws, len(draws)))
         return Draws(draws, states, rows, settings, sent)
 
+    def plain(self, draws: Sequence[Draw]) -> bool:
+        """Whether the logits and Sample's settings are all there is to these draws: nothing changes
+        the logits, and nobody asks for log-probabilities.
+        """
+        return not any(d.mask or d.logprobs is not None or self.row(d.row).extras for d in draws)
+
     def settings(self, draws: Sequence[Draw | None], count: int) -> list[npt.NDArray[Any]]:
         """Sample's settings of these draws, filled up to `count` with greedy ones."""
         rows = [None if d is None else self.row(d.row) for d in draws]

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.batch import build_batch
+from ds_runtime.engine.chain_cycle import JudgeGraph
 from ds_runtime.engine.cycle import VerifyGraph
 from ds_runtime.engine.cycles import Cycles
 from ds_runtime.engine.handle import Handle
+from ds_runtime.engine.masked import placed
 from ds_runtime.engine.sampler import Draw, Draws, Sampler
 from ds_runtime.engine.spread import Spreading
 from ds_runtime.engine.step import StepPlan, Work
-from ds_runtime.engine.transfer import Download, Upload
+from ds_runtime.engine.transfer import Download, Upload, put
 from ds_runtime.engine.tree import Growth, Trees
 from ds_runtime.engine.verify import Branch
 from ds_runtime.model.draft import DraftModel
@@ -163,36 +165,71 @@ class Speculator:
         else:
             self._tree(handle, hidden, right, caches)
 
+    def judge(
+        self,
+        handle: Handle,
+        judge: JudgeGraph,
+        verified: VerifyGraph,
+        logits: Tensor,
+        simulated: float | None,
+    ) -> Tensor:
+        """The draws of a step behind captured chains, and how many drafts of each work they keep:
+        [works] int64. logits: of all rows. simulated: as in `verify.claim`.
+        """
+        sampler, works, wanted = self._sampler, handle.plan.works, handle.wanted.draws
+        lies, rows = verified.lies(works), judge.size * judge.queries
+        whole = len(lies) == judge.queries * len(works)  # then all lie together
+        if sampler.plain(wanted):
+            judge.send(works, sampler.settings(placed(wanted, lies, rows), rows), simulated)
+            judge.draw()
+            drawn = judge.drawn
+            tokens = (
+                drawn[: len(lies)].clone() if whole else drawn[put(lies, np.int64, drawn.device)]
+            )
+        else:
+            sent, counts = Upload(logits.device), np.array([w.length for w in works], np.int64)
+            draws, places = sampler.prepare(wanted, sent), sent.add(lies)
+            firsts = sent.add(np.cumsum(counts) - counts)
+            sent.send(verified.behind)
+            judge.send(works, sampler.settings((), rows), simulated)
+            at, fronts = sent[places], self._last_tokens[verified.inputs]
+            logits = logits[: len(lies)] if whole else logits[at]
+            tokens = sampler.draw(logits, draws, sent, fronts[at])
+            judge.drawn.index_copy_(0, at, tokens)
+            judge.judge()
+            along = torch.arange(judge.queries, device=logits.device)
+            along = torch.minimum(along, judge.accepted[: len(works)].unsqueeze(1))
+            sampler.count(draws, tokens, sent, sent[firsts].unsqueeze(1) + along)
+            handle.logprobs = sampler.logprobs(logits, draws, tokens)
+        handle.tokens = [tokens]
+        accepted = judge.accepted[: len(works)].clone()  # before the next step's
+        if judge.queries > 1:
+            handle.accepted = [accepted]
+        return accepted
+
     def replay(
         self,
         handle: Handle,
-        branch: Branch,
-        graph: VerifyGraph,
+        accepted: Tensor,
+        follow: Callable[[], None],
         cycles: Cycles,
-        lies: tuple[Tensor, Tensor],
         collects: bool,
     ) -> Callable[[], None]:
         """As `run`, behind a captured verification, up to where the host has to wait; what is left
-        to be done. lies: the row of each draw there, and the slots of all its rows.
+        to be done. accepted: [works] drafts that were right; follow: the draft layer's run over the
+        step's own tokens.
         """
-        arriving = Download([branch.accepted])
+        arriving = Download([accepted])
         tells = any(w.tell_drafts for w in handle.plan.works)
         if collects and not tells:  # what was drawn is on its way while drafts are made
             handle.download()
-        works, tokens, rows = handle.plan.works, handle.tokens[0], lies[0]
-        kept = cycles.branch(graph.size)
-        if kept is None:
-            graph.follow(tokens, branch, rows)
-        else:
-            kept.follow(works, tokens, branch, *lies)
+        follow()
 
         def rest() -> None:
             works, ends = self._ends(handle, arriving.wait()[0].tolist())
             drafting = cycles.drafting(len(works), handle.plan.drafts)
             assert drafting is not None, "a step drafts as many as were planned"
-            drafts = drafting.replay(works, ends)
-            if tells:
-                handle.drafts = drafts
+            handle.drafts = drafting.replay(works, ends, tells)
 
         return rest
 

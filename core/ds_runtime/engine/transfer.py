@@ -24,6 +24,7 @@ _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
+    np.dtype(np.bool_): torch.bool,
 }
 
 
@@ -41,7 +42,7 @@ class Upload:
         self._tensors: list[Tensor] = []
 
     def add(self, array: Array) -> int:
-        """Of int32, int64, float32 or float64."""
+        """Of int32, int64, float32, float64 or bool."""
         self._arrays.append(array)
         return len(self._arrays) - 1
 
@@ -98,6 +99,24 @@ class Buffer:
         assert end <= size, f"arrays of {end} bytes for a buffer of {size}"
         host = [] if self._host is None else _views(self._host, arrays, begins)
         return _Layout(begins, end, _views(self._bytes, arrays, begins), host)
+
+
+class Steady:
+    """A buffer for arrays that are often those sent last: the very same ones, which nobody writes
+    to, are not sent again.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._buffer = Buffer(nbytes, device)
+        self._arrays: list[Array] = []
+        self._tensors: list[Tensor] = []
+
+    def send(self, arrays: list[Array]) -> list[Tensor]:
+        """As `Buffer.receive`."""
+        held = self._arrays
+        if len(held) != len(arrays) or any(a is not b for a, b in zip(held, arrays, strict=True)):
+            self._tensors, self._arrays = self._buffer.receive(arrays), arrays
+        return self._tensors
 
 
 class _Layout(NamedTuple):

@@ -56,7 +56,7 @@ class BranchGraph(Rows):
         keys = place.draft.state_keys(batch.decode)
 
         def run() -> None:
-            prepare_kernels(place.base.stateful, self._states, batch, keys)
+            prepare_kernels(place.base.stateful, self.states, batch, keys)
             place.model.move(place.layers, trees, self._moves)
             hidden = place.hidden[self._takes]
             tail = place.draft.forward(batch, hidden, self._ids, place.draft_caches, self._last)
@@ -217,13 +217,15 @@ class TreeGraph:
         place.base.last_tokens.view(-1, place.width)[:, 1:].index_copy_(0, rows, drafted.tokens)
         place.trees.put(rows, drafted)
 
-    def replay(self, works: Sequence[Work], ends: Sequence[int]) -> list[Tensor]:
-        """Draft behind the positions `ends`: [works, drafts] tokens, and parents."""
+    def replay(self, works: Sequence[Work], ends: Sequence[int], tell: bool) -> list[Tensor]:
+        """Draft behind the positions `ends`: [works, drafts] tokens, and parents, if these are to
+        be told.
+        """
         assert self._replays, "replayed before it was captured"
         _, batches, _ = self._send(works, ends)
         for level, replay in enumerate(self._replays):
             self._prepare(level, batches)
             replay()
         assert self._drafted is not None
-        count = len(works)
-        return [self._drafted.tokens[:count].clone(), self._drafted.parents[:count].clone()]
+        found, count = self._drafted, len(works)
+        return [found.tokens[:count].clone(), found.parents[:count].clone()] if tell else []

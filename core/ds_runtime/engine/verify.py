@@ -9,6 +9,7 @@ otherwise replaced by a draw from what is left of the distribution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ds_runtime.engine.handle import Wanted
 from ds_runtime.engine.sampler import Nodes, uniforms
-from ds_runtime.engine.step import StepPlan
+from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Upload
 from ds_runtime.engine.tree import Trees
 from ds_runtime.model.deepseek import Moves
@@ -61,10 +62,16 @@ def claim(
     found = _claimed(counts, tuple(w.row for w in works), width)
     most, luck = found["pairs"].shape[1], -1
     if simulated is not None:
-        at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
-        numbers = uniforms([w.row + 1 for w in works], at)
-        luck = upload.add((numbers < simulated) * found["real"])
+        luck = upload.add(lucky(works, most, simulated) * found["real"])
     return Claims(**{k: upload.add(array) for k, array in found.items()}, most=most, luck=luck)
+
+
+def lucky(works: Sequence[Work], most: int, simulated: float) -> npt.NDArray[np.bool_]:
+    """Which of `most` drafts of each work are taken for right, each with the probability
+    `simulated`, whether it stands there or not: [works, most].
+    """
+    at = np.array([w.start for w in works], np.int64)[:, None] + np.arange(most)
+    return uniforms([w.row + 1 for w in works], at) < simulated
 
 
 @lru_cache(maxsize=16)  # requests that run on claim alike, step by step
