@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime import __version__
-from ds_runtime.config import EngineConfig, with_changes
+from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.estimate import beside_bytes, packed_bytes
@@ -130,6 +130,7 @@ def assemble(
     facts = _facts(config, model, info)
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
     _check_threads(config)
+    check_graph_sizes(config)
     lora = LoraPlan.of(config, model)
     captures = platform.captures and not config.disable_graph
     if platform.capture_after and not _captured_late(config, model, lora):

@@ -247,6 +247,15 @@ class EngineConfig:
         return self.tp if self.enable_dp_attention else 1
 
 
+def check_graph_sizes(config: EngineConfig) -> None:
+    """Of a configuration that has its defaults. Raises ConfigError."""
+    if config.graph_sizes is not None and max(config.graph_sizes) > config.max_running_requests:
+        raise ConfigError(
+            f"--graph-sizes {','.join(map(str, config.graph_sizes))}: at most "
+            f"--max-running-requests {config.max_running_requests} requests run at once"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Settings of the HTTP server."""

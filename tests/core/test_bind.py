@@ -395,6 +395,19 @@ def test_two_kernels_of_one_packing_share_a_place(sites, ranks: tuple[int, int])
         assert linear.apply(torch.zeros(3, 4), packed) == f"{three} of few"
 
 
+def for_another_torch(facts: Facts) -> _Marked:
+    raise ImportError("_C.so: undefined symbol")
+
+
+def test_a_kernel_whose_library_does_not_load_is_named(sites) -> None:
+    broken = replace(kernel("linear", "acme", 30), fn=f"{__name__}:for_another_torch")
+    said = (
+        r"kernel acme\.for_another_torch .* cannot be loaded: ImportError: _C\.so: undefined symbol"
+    )
+    with pytest.raises(PluginError, match=said + "; --pin linear=KERNEL selects another"):
+        BoundOps(bind(sites, broken))
+
+
 class _Absorb:
     """Says which kernel it is."""
 

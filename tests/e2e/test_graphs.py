@@ -14,7 +14,7 @@ import torch
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
-from ds_runtime.config import EngineConfig
+from ds_runtime.config import EngineConfig, check_graph_sizes
 from ds_runtime.engine.graphs import graph_sizes
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import RowInit, StepPlan, Work
@@ -232,7 +232,9 @@ def test_sizes():
         assert all(gap <= max(8, a // 4) for gap, a in zip(gaps, sizes, strict=False))
     assert graph_sizes(EngineConfig(max_running_requests=8, graph_sizes=(8, 2, 2))) == (2, 8)
     with pytest.raises(ConfigError, match="--graph-sizes 2,9: at most --max-running-requests 8"):
-        graph_sizes(EngineConfig(max_running_requests=8, graph_sizes=(2, 9)))
+        check_graph_sizes(EngineConfig(max_running_requests=8, graph_sizes=(2, 9)))
+    with pytest.raises(ConfigError, match="--graph-sizes 2,65: at most"):
+        assemble(EngineConfig(model="demo", platform="cpu", graph_sizes=(2, 65)))
     with pytest.raises(ConfigError, match="--graph-sizes 0,4: must be numbers of at least 1"):
         EngineConfig(graph_sizes=(0, 4))
 

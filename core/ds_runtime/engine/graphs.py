@@ -27,7 +27,7 @@ from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.spread import by_rank, logit_places
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Buffer, Upload
-from ds_runtime.errors import ConfigError, DsRuntimeError, PluginError
+from ds_runtime.errors import DsRuntimeError, PluginError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
@@ -45,11 +45,6 @@ def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
     if given is None:
         sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
         return (*(size for size in sizes if size < most), most)
-    if max(given) > most:
-        raise ConfigError(
-            f"--graph-sizes {','.join(map(str, given))}: at most --max-running-requests {most} "
-            "requests run at once"
-        )
     return tuple(sorted(set(given)))
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.errors import PluginError
+from ds_runtime.errors import DsRuntimeError, PluginError
 from ds_runtime.ops.bind import Binding, site_facts
 from ds_runtime.ops.shares import Shares, asks_for
 from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
@@ -147,14 +147,16 @@ class BoundOps:
     def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
         try:
             fn = load_kernel(kernel)
+            if kernel.op.kind == "function":
+                return fn
+            made = fn(self._facts[key])  # an adapter imports its library here
+        except DsRuntimeError:
+            raise
         except Exception as e:
             raise PluginError(
                 f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {type(e).__name__}: {e}; "
                 f"--pin {kernel.op.name}=KERNEL selects another"
             ) from e
-        if kernel.op.kind == "function":
-            return fn
-        made = fn(self._facts[key])
         if hasattr(made, "prepare"):
             state_key = f"{kernel.op.name}:{kernel.name}"
             self._state_keys[key] = state_key

@@ -49,6 +49,9 @@ def library(module: str, *functions: str) -> Gate:
     return check
 
 
+JIT = library("triton")  # around another library's kernel: jit.py, jit_plan.py
+
+
 def scaled_kv(facts: Facts) -> str | None:
     if facts.kv_dtype != FP8_GROUPS:
         said = f"reads a cache of {FP8_GROUPS}, not of {facts.kv_dtype}"

@@ -36,6 +36,7 @@ from ds_runtime_cuda.gates import (
     HALVES,
     HEADS_192,
     INDEX_PAGES,
+    JIT,
     LATENT,
     SCALED_PAGES,
     arch,
@@ -102,7 +103,8 @@ def _few_filled(facts: Facts) -> str | None:
 
 
 def _flash_mla(name: str, rank: int, heads: Gate, note: str = "") -> Kernel:
-    common = (arch("sm90"), _FLASH_MLA, HALVES, LATENT, checks.same_kv, checks.page_sizes(64))
+    paged = checks.page_sizes(64)
+    common = (arch("sm90"), JIT, _FLASH_MLA, HALVES, LATENT, checks.same_kv, paged)
     return offer("mla_decode", f"flash_mla:{name}", rank, *common, heads, note=note)
 
 
@@ -258,6 +260,7 @@ MOE: tuple[Kernel, ...] = (
         "flashinfer:ExpertsTrtllm",
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
+        JIT,
         _TRTLLM_MOE,
         BF16,
         EXPERT_BLOCKS,
@@ -271,7 +274,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_BEHIND,
         arch("sm90"),
         library("cuda.bindings"),
-        library("triton"),
+        JIT,
         BF16,
         EXPERT_BLOCKS,
         few_experts,
@@ -288,6 +291,7 @@ MOE: tuple[Kernel, ...] = (
         "deep_gemm:ExpertsFp8",
         RANK_BESIDE,
         arch("sm90"),
+        JIT,
         library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
         BF16,
         EXPERT_BLOCKS,
@@ -326,6 +330,7 @@ LINEAR: tuple[Kernel, ...] = (
         "deep_gemm:LinearFp8",
         RANK_SPECIALISED,
         arch("sm90"),
+        JIT,
         library("deep_gemm", "fp8_gemm_nt"),
         BF16,
         checks.linear_groups(BLOCK, 8),
@@ -339,6 +344,7 @@ LINEAR: tuple[Kernel, ...] = (
         "flashinfer:LinearGroupwise",
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
+        JIT,
         library("flashinfer", "gemm.gemm_fp8_nt_groupwise"),
         BF16,
         checks.linear_groups(BLOCK, 128),
@@ -349,6 +355,7 @@ LINEAR: tuple[Kernel, ...] = (
         "torch_ops:LinearScaledMm",
         RANK_PLATFORM,
         arch("sm90"),
+        JIT,
         multiplies_fp8,
         BF16,
         checks.linear_groups(BLOCK, 16),
