@@ -104,7 +104,7 @@ def _few_filled(facts: Facts) -> str | None:
 
 def _flash_mla(name: str, rank: int, heads: Gate, note: str = "") -> Kernel:
     paged = checks.page_sizes(64)
-    common = (arch("sm90"), JIT, _FLASH_MLA, HALVES, LATENT, checks.same_kv, paged)
+    common = (arch("sm90"), _FLASH_MLA, JIT, HALVES, LATENT, checks.same_kv, paged)
     return offer("mla_decode", f"flash_mla:{name}", rank, *common, heads, note=note)
 
 
@@ -260,8 +260,8 @@ MOE: tuple[Kernel, ...] = (
         "flashinfer:ExpertsTrtllm",
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
-        JIT,
         _TRTLLM_MOE,
+        JIT,
         BF16,
         EXPERT_BLOCKS,
         in_fours,
@@ -291,8 +291,8 @@ MOE: tuple[Kernel, ...] = (
         "deep_gemm:ExpertsFp8",
         RANK_BESIDE,
         arch("sm90"),
-        JIT,
         library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
+        JIT,
         BF16,
         EXPERT_BLOCKS,
         formats=FP8,
@@ -330,8 +330,8 @@ LINEAR: tuple[Kernel, ...] = (
         "deep_gemm:LinearFp8",
         RANK_SPECIALISED,
         arch("sm90"),
-        JIT,
         library("deep_gemm", "fp8_gemm_nt"),
+        JIT,
         BF16,
         checks.linear_groups(BLOCK, 8),
         formats=FP8,
@@ -344,8 +344,8 @@ LINEAR: tuple[Kernel, ...] = (
         "flashinfer:LinearGroupwise",
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
-        JIT,
         library("flashinfer", "gemm.gemm_fp8_nt_groupwise"),
+        JIT,
         BF16,
         checks.linear_groups(BLOCK, 128),
         formats=FP8,
