@@ -108,16 +108,20 @@ def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
     speculator = runner.speculator
     if runner.captured.cycles is None or speculator is None:
         return found
-    replay = speculator.replay
+    judge, replay, graphs = speculator.judge, speculator.replay, list[Any]()
 
-    def timed(handle: Any, branch: Any, graph: Any, cycles: Any, *others: Any) -> Any:
-        rest = replay(handle, branch, graph, cycles, *others)
+    def judged(handle: Any, *others: Any) -> Any:
+        graphs[:] = others[:2]  # the draft layer's, and the verification's
+        return judge(handle, *others)
+
+    def timed(handle: Any, accepted: Any, follow: Any, cycles: Any, *others: Any) -> Any:
+        rest = replay(handle, accepted, follow, cycles, *others)
         calls.append(1)
-        return rest if len(calls) != 6 else lambda: (rest(), measure(graph, cycles))
+        return rest if len(calls) != 6 else lambda: (rest(), measure(cycles))
 
-    def measure(graph: Any, cycles: Any) -> None:
-        chain = cycles.drafting(len(prompts.ids), drafts)
-        pieces = {"verify": graph._verify, "draft": graph._follow, "chain": chain._replay}
+    def measure(cycles: Any) -> None:
+        (behind, verified), chain = graphs, cycles.drafting(len(prompts.ids), drafts)
+        pieces = {"verify": verified._replay, "draft": behind._follow, "chain": chain._replay}
         for name, piece in pieces.items():
             piece()
             torch.cuda.synchronize()
@@ -127,9 +131,10 @@ def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
             torch.cuda.synchronize()
             found[name] = round((time.perf_counter() - start) / 20 * 1e3, 3)
 
+    speculator.judge = judged  # type: ignore[method-assign]
     speculator.replay = timed  # type: ignore[method-assign]
     run(llm, prompts, 40)
-    del speculator.replay
+    del speculator.judge, speculator.replay
     return found
 
 

@@ -23,11 +23,11 @@ from ds_runtime_cuda.gates import (
     BLOCK,
     EXPERT_BLOCKS,
     FP8,
-    JIT,
     LATENT,
     arch,
     library,
     offer,
+    quantises,
 )
 
 ARCHITECTURES = ("sm100", "sm103")
@@ -74,7 +74,7 @@ def _packed(op: str, fn: str, *each: Gate) -> Kernel:
         RANK_PLATFORM,
         _HERE,
         *each,
-        JIT,
+        quantises,
         BF16,
         formats=FP8,
         note=note,

@@ -49,7 +49,13 @@ def library(module: str, *functions: str) -> Gate:
     return check
 
 
-JIT = library("triton")  # around another library's kernel: jit.py, jit_plan.py
+_TRITON = library("triton")
+
+
+def quantises(facts: Facts) -> str | None:
+    """Around another library's kernel stand the plugin's own by Triton (jit.py, jit_plan.py);
+    where tensors are the host's, torch does their work."""
+    return None if facts.device.type == "cpu" else _TRITON(facts)
 
 
 def scaled_kv(facts: Facts) -> str | None:

@@ -36,7 +36,6 @@ from ds_runtime_cuda.gates import (
     HALVES,
     HEADS_192,
     INDEX_PAGES,
-    JIT,
     LATENT,
     SCALED_PAGES,
     arch,
@@ -51,6 +50,7 @@ from ds_runtime_cuda.gates import (
     multiplies_fp8,
     not_large,
     offer,
+    quantises,
     scaled_kv,
     scales_on_chip,
     sixteen_bytes,
@@ -104,7 +104,7 @@ def _few_filled(facts: Facts) -> str | None:
 
 def _flash_mla(name: str, rank: int, heads: Gate, note: str = "") -> Kernel:
     paged = checks.page_sizes(64)
-    common = (arch("sm90"), _FLASH_MLA, JIT, HALVES, LATENT, checks.same_kv, paged)
+    common = (arch("sm90"), _FLASH_MLA, quantises, HALVES, LATENT, checks.same_kv, paged)
     return offer("mla_decode", f"flash_mla:{name}", rank, *common, heads, note=note)
 
 
@@ -261,7 +261,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
         _TRTLLM_MOE,
-        JIT,
+        quantises,
         BF16,
         EXPERT_BLOCKS,
         in_fours,
@@ -274,7 +274,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_BEHIND,
         arch("sm90"),
         library("cuda.bindings"),
-        JIT,
+        library("triton"),
         BF16,
         EXPERT_BLOCKS,
         few_experts,
@@ -292,7 +292,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_BESIDE,
         arch("sm90"),
         library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
-        JIT,
+        quantises,
         BF16,
         EXPERT_BLOCKS,
         formats=FP8,
@@ -331,7 +331,7 @@ LINEAR: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         arch("sm90"),
         library("deep_gemm", "fp8_gemm_nt"),
-        JIT,
+        quantises,
         BF16,
         checks.linear_groups(BLOCK, 8),
         formats=FP8,
@@ -345,7 +345,7 @@ LINEAR: tuple[Kernel, ...] = (
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
         library("flashinfer", "gemm.gemm_fp8_nt_groupwise"),
-        JIT,
+        quantises,
         BF16,
         checks.linear_groups(BLOCK, 128),
         formats=FP8,
@@ -355,7 +355,7 @@ LINEAR: tuple[Kernel, ...] = (
         "torch_ops:LinearScaledMm",
         RANK_PLATFORM,
         arch("sm90"),
-        JIT,
+        quantises,
         multiplies_fp8,
         BF16,
         checks.linear_groups(BLOCK, 16),
