@@ -59,6 +59,7 @@ DECIDED = frozenset(
     {"model", "platform", "allow_platform_downgrade", "plugins", "plugin_allowlist"}
     | {"tp", "enable_dp_attention", "pin", "plan", "cpu_isa", "lora"}
 )
+ADDED = frozenset({"disable_fusion"})  # wishes are added to what is given, and to each other
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,11 @@ def assemble(
         )
     else:
         platform, others = describe(plugins, device, without), ()
+        if config.platform not in ("auto", platform.name):
+            raise ConfigError(
+                f"--platform {config.platform}: --device {device} is of platform {platform.name}: "
+                "leave one of them out"
+            )
     info = _device(platform, config)
     folder = resolve_model(config.model)
     model = load_config(folder)
@@ -128,6 +134,7 @@ def assemble(
         refuse_sparse(config, model.architecture)
     config = _auto_dtype(config, model, info)
     facts = _facts(config, model, info)
+    _check_fusions(config.disable_fusion)
     config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
     _check_threads(config)
     check_graph_sizes(config)
@@ -153,7 +160,6 @@ def assemble(
         return "dense" if tied else encoding(module).format
 
     apart = frozenset(config.disable_fusion)
-    _check_fusions(apart)
     nextn, nextn_loader = None, None
     verify: Verify = ""
     if (speculation := Speculation.of(config)) is not None:
@@ -194,6 +200,11 @@ def assemble(
 
     sites = sites_of(apart)
     pins = Pin.parse_all(config.pin)
+    if of_apart := [pin for pin in pins if pin.op in apart]:
+        raise ConfigError(
+            f"{of_apart[0]}: --disable-fusion {of_apart[0].op} is given beside it: leave one of "
+            "them out"
+        )
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     pins += backend_pins(config, offers.kernels, used)
     binding, uncaptured = _decide(sites, offers, facts, pins, apart)
@@ -440,7 +451,8 @@ def find_loader(offers: Offers, model: ModelConfig, where: str = "config.json") 
 def _apply_defaults(
     config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
 ) -> tuple[EngineConfig, list[tuple[str, str, str, str]]]:
-    """Apply the plugins' Changes to fields that the user left alone; conflicts are errors.
+    """Apply the plugins' Changes to fields that the user left alone, and add those of lists of what
+    is not to be; conflicts are errors.
 
     A page size that they wish for is settled first: other wishes follow the one in force.
     """
@@ -474,9 +486,12 @@ def _wishes(
                     f"plugin {plugin}: ds_defaults may not change {change.field!r}; it may "
                     f"change {', '.join(sorted(known))}"
                 )
+            other = wishes.get(change.field)
+            if change.field in ADDED:
+                _add(wishes, change, plugin, getattr(config, change.field), explicit)
+                continue
             if change.field in explicit:
                 continue
-            other = wishes.get(change.field)
             if other is not None and other[0] != change.value:
                 flag = "--" + change.field.replace("_", "-")
                 raise ConfigError(
@@ -485,6 +500,25 @@ def _wishes(
                 )
             wishes.setdefault(change.field, (change.value, plugin, change.because))
     return wishes
+
+
+def _add(
+    wishes: dict[str, tuple[Any, str, str]],
+    change: Change,
+    plugin: str,
+    given: tuple[str, ...],
+    explicit: frozenset[str],
+) -> None:
+    """A wish for a list: behind what is given and wished already. A list that the user gave empty
+    stays so."""
+    if change.field in explicit and not given:
+        return
+    before, plugins, reasons = wishes.get(change.field, (given, "", ""))
+    wishes[change.field] = (
+        tuple(dict.fromkeys((*before, *change.value))),
+        ", ".join(filter(None, dict.fromkeys((plugins, plugin)))),
+        "; ".join(filter(None, dict.fromkeys((reasons, change.because)))),
+    )
 
 
 def _check_strict(config: EngineConfig, plan: Plan) -> None:

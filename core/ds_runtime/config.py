@@ -182,7 +182,7 @@ class EngineConfig:
     disable_fusion: tuple[str, ...] = _f(
         (),
         "fusions to leave apart (comma separated): qkv_a, shared_experts, or an op that is "
-        "composed of others",
+        "composed of others; those that a plugin wishes for are added, but to an empty list",
     )
     deterministic: bool = _f(False, "bind only kernels that give the same bits every run")
     strict_ops: bool = _f(
@@ -222,11 +222,6 @@ class EngineConfig:
                 f"--prefill-graph-sizes {said}: must be numbers of at least 1; "
                 "--disable-prefill-graph captures nothing"
             )
-        if self.prefill_graph_sizes is not None and (
-            self.disable_prefill_graph or self.disable_graph
-        ):
-            off = "--disable-graph" if self.disable_graph else "--disable-prefill-graph"
-            raise ConfigError(f"--prefill-graph-sizes: {off} captures none; leave one of them out")
         if self.context_length == 1:
             raise ConfigError(
                 "--context-length 1: must be at least 2, for one token of prompt and one of output"
@@ -249,11 +244,24 @@ class EngineConfig:
 
 def check_graph_sizes(config: EngineConfig) -> None:
     """Of a configuration that has its defaults. Raises ConfigError."""
-    if config.graph_sizes is not None and max(config.graph_sizes) > config.max_running_requests:
-        raise ConfigError(
-            f"--graph-sizes {','.join(map(str, config.graph_sizes))}: at most "
-            f"--max-running-requests {config.max_running_requests} requests run at once"
-        )
+    off = "--disable-graph" if config.disable_graph else "--disable-prefill-graph"
+    limits = (
+        ("graph_sizes", config.disable_graph, "max_running_requests", "requests run at once"),
+        (
+            "prefill_graph_sizes",
+            config.disable_graph or config.disable_prefill_graph,
+            "max_step_tokens",
+            "are computed in one step",
+        ),
+    )
+    for name, is_off, limit, said in limits:
+        given, most = getattr(config, name), getattr(config, limit)
+        if given is not None and is_off:
+            raise ConfigError(f"{_flag(name)}: {off} captures none; leave one of them out")
+        if given is not None and max(given) > most:
+            raise ConfigError(
+                f"{_flag(name)} {','.join(map(str, given))}: at most {_flag(limit)} {most} {said}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

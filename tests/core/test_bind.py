@@ -184,6 +184,36 @@ def test_pins_of_the_same_sites_must_agree(sites) -> None:
     assert chosen(twice, "linear") == {"mine.linear", "other.linear"}
 
 
+def test_a_pin_that_counts_nowhere_is_refused(sites) -> None:
+    offered = kernel("linear", "mine"), kernel("linear", "other", 30)
+    said = (
+        r"--pin linear@\*.o_proj=other: counts nowhere, as --pin linear=mine comes first at layers"
+    )
+    with pytest.raises(ConfigError, match=said):
+        bind(sites, *offered, pins=("linear=mine", "linear@*.o_proj=other"))
+    same = bind(sites, *offered, pins=("linear=mine", "linear@*.o_proj=mine.linear"))
+    assert chosen(same, "linear") == {"mine.linear"}
+
+
+def test_a_part_that_is_pinned_to_a_provider_keeps_its_fusion(sites) -> None:
+    """Where the fusion is an optional one: of that provider alone, and not of one kernel."""
+    fused, part = kernel("mha_prefill_quantize"), kernel("mha_prefill")
+    others = kernel("mha_prefill_quantize", "better", 40), kernel("mha_prefill", "better", 40)
+    quantised = [
+        replace(s, op="mha_prefill_quantize", module=f"{s.module}.o")
+        for s in sites
+        if s.op == "mha_prefill"
+    ]
+    for pins, expected in (
+        ((), "better.mha_prefill_quantize"),
+        (("mha_prefill=mine",), "mine.mha_prefill_quantize"),
+        (("mha_prefill=mine.mha_prefill",), "composed"),
+        (("mha_prefill=reference",), "composed"),
+    ):
+        found = bind([*sites, *quantised], fused, part, *others, pins=pins)
+        assert chosen(found, "mha_prefill_quantize") == {expected}
+
+
 def test_a_pin_never_beats_a_refusal(sites) -> None:
     no = kernel("linear", refuse=lambda facts: "needs a fan" if facts.module == "lm_head" else None)
     with pytest.raises(ConfigError, match=r"--pin linear=mine.*refused at lm_head: .*needs a fan"):

@@ -132,5 +132,10 @@ def test_the_command_says_what_the_device_is_taken_to_be(capsys):
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith("described device NVIDIA B200: 148 cores, with bf16, ")
     assert "triton" not in first and "(sm100)" in second
+    assert main(["plan", "--device", "sm100", "--platform", "cpu"]) == 1
+    said = "--platform cpu: --device sm100 is of platform cuda: leave one of them out"
+    assert said in capsys.readouterr().err
+    assert main(["plan", "--device", "sm100", "--platform", "cuda"]) == 0
+    capsys.readouterr()
     assert main(["plan", "--without", "triton"]) == 1
     assert "--without: only a device that --device describes" in capsys.readouterr().err

@@ -255,6 +255,26 @@ def test_the_users_own_setting_wins_even_over_a_conflict(tmp_path: Path) -> None
     assert (found.config.page_size, found.plan.changes) == (32, ())
 
 
+def test_wishes_for_what_is_not_to_be_fused_are_added(tmp_path: Path) -> None:
+    """To what the user gives, and to each other; but an empty list stays empty."""
+    wishes = wish("a", "disable_fusion", ("qkv_a",)), wish("b", "disable_fusion", ("mla_inputs",))
+    found = start(tmp_path, *wishes)
+    assert found.config.disable_fusion == ("qkv_a", "mla_inputs")
+    ((field, said, plugins, because),) = found.plan.changes
+    assert (field, plugins, because) == ("disable_fusion", "a, b", "it is faster")
+    assert said == "() → ('qkv_a', 'mla_inputs')"
+    explicit = ("disable_fusion",)
+    found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=("silu_mul_quantize",))
+    assert found.config.disable_fusion == ("silu_mul_quantize", "qkv_a", "mla_inputs")
+    found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=())
+    assert (found.config.disable_fusion, found.plan.changes) == ((), ())
+
+
+def test_a_fusion_that_is_pinned_and_switched_off_is_a_contradiction(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--pin .*: --disable-fusion add_rms_norm is given"):
+        start(tmp_path, pin=("add_rms_norm=reference",), disable_fusion=("add_rms_norm",))
+
+
 def test_wishes_follow_the_page_size_in_force(tmp_path: Path) -> None:
     """That of the user, or the one that a plugin wishes for."""
     code = """@hookimpl

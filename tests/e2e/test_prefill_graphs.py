@@ -10,7 +10,8 @@ import torch
 from test_graphs import SETTINGS, make, recorded  # noqa: F401 (a fixture)
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.config import EngineConfig
+from ds_runtime.assemble import assemble
+from ds_runtime.config import EngineConfig, check_graph_sizes
 from ds_runtime.engine.pieces import prefill_graph_sizes
 from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
@@ -129,10 +130,12 @@ def test_sizes():
     with pytest.raises(
         ConfigError, match="--prefill-graph-sizes 9,64: at most --max-step-tokens 60"
     ):
-        prefill_graph_sizes(EngineConfig(prefill_graph_sizes=(9, 64), max_step_tokens=60))
+        check_graph_sizes(EngineConfig(prefill_graph_sizes=(9, 64), max_step_tokens=60))
     for off in ("disable_graph", "disable_prefill_graph"):
         with pytest.raises(ConfigError, match=f"--{off.replace('_', '-')} captures none"):
-            EngineConfig(prefill_graph_sizes=(9,), **{off: True})
+            check_graph_sizes(EngineConfig(prefill_graph_sizes=(9,), **{off: True}))
+    with pytest.raises(ConfigError, match="--prefill-graph-sizes 9,64: at most"):
+        assemble(EngineConfig(platform="cpu", prefill_graph_sizes=(9, 64), max_step_tokens=60))
     with pytest.raises(ConfigError, match="--prefill-graph-sizes 0: must be numbers of at least 1"):
         EngineConfig(prefill_graph_sizes=(0,))
 

@@ -161,7 +161,8 @@ def test_aborts_and_preemption(recorded, drafting, captured):
     settings = {**SETTINGS, "context_length": 40, "page_size": 4, "max_step_tokens": 40}
     want, _ = driven(run(settings), "2")
     settings |= {"platform": "recorded", "plugins": (), "kv_memory": 1_110_000}
-    settings |= {"graph_sizes": (4,), "disable_graph": not captured, **drafting}
+    settings |= {"graph_sizes": (4,)} if captured else {"disable_graph": True}
+    settings |= drafting
     found, preempted = driven(run(settings, [recorded]), "2")
     assert found == want and len(found) == 3 and preempted
     assert not captured or any(recorded.Recorded.backend.replays)

@@ -134,6 +134,32 @@ def test_functions_are_found_without_an_import(tmp_path):
     assert not any(f.startswith(("deep_gemm", "flashinfer.")) for f in found)
 
 
+def test_nvcc_is_looked_for_where_libraries_do(tmp_path):
+    """CUDA_HOME, else CUDA_PATH, else PATH, else the usual folder."""
+    compiler = tmp_path / "toolkit" / "bin" / "nvcc"
+    compiler.parent.mkdir(parents=True)
+    compiler.write_text("")
+    compiler.chmod(0o755)
+    home, other = str(compiler.parent.parent), str(tmp_path / "other")
+    for environ, usual, expected in (
+        ({"CUDA_HOME": home, "CUDA_PATH": other}, other, compiler),
+        ({"CUDA_HOME": other, "CUDA_PATH": home, "PATH": str(compiler.parent)}, home, None),
+        ({"CUDA_PATH": home}, other, compiler),
+        ({"PATH": str(compiler.parent)}, other, compiler),
+        ({}, home, compiler),
+        ({}, other, None),
+    ):
+        assert software.nvcc(environ, usual) == expected
+    found = set(software.find(lambda m: None, lambda d: None, {"CUDA_HOME": home}))
+    assert found == {"nvcc"}
+    missing = {"CUDA_HOME": other, "DG_JIT_USE_NVRTC": "1"}
+    assert set(software.find(lambda m: None, lambda d: None, missing)) == {"deep_gemm:nvrtc"}
+    jit_cache = {"flashinfer_jit_cache": tmp_path}.get
+    missing["DG_JIT_USE_NVRTC"] = "0"
+    assert set(software.find(jit_cache, lambda d: None, missing)) == {"flashinfer_jit_cache"}
+    assert dict(software.report(lambda d: None, missing))["nvcc"].startswith("not found, which ")
+
+
 def test_two_distributions_in_one_folder_are_told(tmp_path):
     write_package(tmp_path, "sgl_kernel", "")
     one = {"sglang-kernel": "0.4.10"}.get

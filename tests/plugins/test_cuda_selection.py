@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.memory import kv_memory
+from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.estimate import sparse_bytes
 from ds_runtime.ops.sparse import SCORES
 from ds_runtime.platform.described import described
@@ -76,6 +78,39 @@ def test_auto(folder, model, device, without, decode, prefill, linear, experts):
     found, _ = bound(folder, model, device, without)
     assert found["mla_decode"] == {decode} and found["mha_prefill"] == {prefill}
     assert linear in found["linear"] and found["experts"] == {experts}
+
+
+def test_libraries_that_compile_want_nvcc(folder):
+    for model, device in ((FP8, "h200"), (FP8, "sm100"), (BF16, "sm100")):
+        found, plan = bound(folder, model, device, ("nvcc",))
+        providers = {name.partition(".")[0] for names in found.values() for name in names}
+        assert not providers & {"deep_gemm", "flashinfer"}
+    (row,) = (r for r in plan.rows if r.op == "mla_decode")
+    said = dict(row.refused)["flashinfer.MlaDecodeTrtllm"]
+    assert said == (
+        "flashinfer-python compiles its kernels by nvcc, and there is none: install a CUDA toolkit "
+        "with nvcc and set CUDA_HOME to it"
+    )
+
+
+def test_switching_one_fusion_off_leaves_the_plugins_wish_in_force(folder):
+    """TRT-LLM's experts come in fours: without the wish they would give way, unsaid."""
+    found, plan = bound(folder, FP8, "sm100", disable_fusion=("qkv_a",))
+    assert found["experts"] == {f"{FI}.ExpertsTrtllm"}
+    assert ("disable_fusion", "('qkv_a',) → ('qkv_a', 'shared_experts')") in [
+        c[:2] for c in plan.changes
+    ]
+
+
+def test_fp8_weights_that_become_bfloat16_are_said_and_strictly_refused(folder):
+    """An A100 multiplies no FP8: what its kernels hold is twice as large."""
+    config = EngineConfig(model=folder(FP8), plugins=("cuda", "triton"))
+    plan = assemble(config, (), device="a100").plan
+    rows = [r for r in plan.rows if r.op in ("linear", "experts") and r.provider != "reference"]
+    said = {r.converts for r in rows if "lm_head" not in r.sites and "gate" not in str(r.sites)}
+    assert "fp8_block → dense (8 → 16 bits per weight; exact to the compute dtype)" in said
+    with pytest.raises(UnsupportedError, match="--strict-ops: weights would be converted"):
+        assemble(replace(config, strict_ops=True), (), device="a100")
 
 
 def test_pages_of_64_are_wished_for_and_16_costs_the_page_kernels(folder):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_runtime.config import PREFILL_GRAPH_TOKENS, EngineConfig
 from ds_runtime.engine.graphs import captured, made_ready
-from ds_runtime.errors import ConfigError, DsRuntimeError
+from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
@@ -39,11 +39,6 @@ def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
         most = min(most, common, PREFILL_GRAPH_TOKENS)
         sizes = (16, 32, *range(64, 256, 32), *range(256, most, 64))
         return (*(size for size in sizes if size < most), most)
-    if max(given) > most:
-        raise ConfigError(
-            f"--prefill-graph-sizes {','.join(map(str, given))}: at most --max-step-tokens {most} "
-            "are computed in one step"
-        )
     return tuple(sorted(set(given)))
 
 

@@ -42,7 +42,12 @@ class Pin:
     flag: str = ""
 
     def __str__(self) -> str:
-        return self.flag or f"--pin {self.op}={self.kernel}"
+        at = "" if self.glob == "*" else f"@{self.glob}"
+        return self.flag or f"--pin {self.op}{at}={self.kernel}"
+
+    def names(self, site: Site) -> bool:
+        """Whether it is about this site; an earlier one may count instead."""
+        return self.op == site.op and fnmatchcase(site.path, self.glob)
 
     @staticmethod
     def parse(text: str) -> Pin:
@@ -222,7 +227,7 @@ class Binder:
             _part(site, name) for name in op.uses if op.optional and op.kind == "function"
         ):
             facts = site_facts(self.base, part)
-            for kernel in self.by_op[part.op]:
+            for kernel in self._candidates(part)[0]:
                 if kernel.rank > fused.rank and refusal(kernel, facts, tag) is None:
                     return f"{kernel.name} outranks {fused.name}"
         return ""
@@ -231,10 +236,24 @@ class Binder:
         """As wished, or as a part is pinned: of this fusion, or of one that it is made of."""
         if op in self.apart:
             return "--disable-fusion"
-        if any(p.op in OPS[op].uses and fnmatchcase(path, p.glob) for p in self.pins):
+        pinned = any(p.op in OPS[op].uses and fnmatchcase(path, p.glob) for p in self.pins)
+        if pinned and not self._from(op, path):
             return "a part of it is pinned"
         inner = (self._why_apart(part, path) for part in OPS[op].uses if OPS[part].composition)
         return next(filter(None, inner), "")
+
+    def _from(self, op: str, path: str) -> str:
+        """The provider of an optional fusion whose parts are pinned to that provider, which has
+        the fusion as well, else ""."""
+        if not OPS[op].optional:
+            return ""
+        pins = (
+            next((p for p in self.pins if p.op == part and fnmatchcase(path, p.glob)), None)
+            for part in OPS[op].uses
+        )
+        wished = {pin.kernel for pin in pins if pin is not None}
+        offered = {k.provider for k in self.by_op[op]}
+        return wished.pop() if len(wished) == 1 and wished <= offered else ""
 
     def _servable(self, site: Site, tag: str) -> bool:
         facts = site_facts(self.base, site)
@@ -255,7 +274,7 @@ class Binder:
         """Kernels in order of preference, and the pin that left only these, if one did."""
         kernels = self.by_op[site.op]
         for pin in self.pins:
-            if pin.op == site.op and fnmatchcase(site.path, pin.glob):
+            if pin.names(site):
                 chosen = [k for k in kernels if pin.kernel in (k.name, k.provider)]
                 if not chosen:
                     names = [k.name for k in kernels]
@@ -271,6 +290,8 @@ class Binder:
                     instead = "leave it out for the best that serves" if pin.flag else others
                     raise ConfigError(f"{pin}: refused at {site.path}: {refused}; {instead}")
                 return chosen, pin
+        if provider := self._from(site.op, site.path):
+            return [k for k in kernels if k.provider == provider], None
         return kernels, None
 
     def decide(self, site: Site, tag: str) -> tuple[Kernel | None, Decision]:
@@ -312,6 +333,7 @@ class Binder:
                 raise ConfigError(f"{pinned}: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], _note(accepted[0])
+        converts = converts or _spread(best, site.weight_format)
         if (shares := shares_of(accepted)) is not None:
             self.shares[_place(site)] = shares
             note = "; ".join(filter(None, (note, shares.beside(best))))
@@ -347,6 +369,32 @@ class Binder:
                 if able:
                     return conversion, there, able
         return None
+
+
+def _spread(kernel: Kernel, weight_format: str) -> str:
+    """What a kernel costs that reads a format and holds it dense; "" if it keeps the format."""
+    if not weight_format or kernel.rank <= RANK_REFERENCE or weight_format in kernel.keeps:
+        return ""
+    return next((str(c) for c in conversions(weight_format) if c.target == "dense"), "")
+
+
+def _check_counts(
+    pin: Pin, pins: Sequence[Pin], choices: Iterable[tuple[Site, Kernel | None]]
+) -> None:
+    """ConfigError for a pin that names no site, or only sites where another counts that leads to
+    another kernel."""
+    named = [(site, kernel) for site, kernel in choices if pin.names(site)]
+    if not named:
+        raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
+    for site, kernel in named:
+        first = next(p for p in pins if p.names(site))
+        if first is pin or (kernel and pin.kernel in (kernel.name, kernel.provider)):
+            return
+    site, first = named[0][0], next(p for p in pins if p.names(named[0][0]))
+    raise ConfigError(
+        f"{pin}: counts nowhere, as {first} comes first at {site.path} and wherever else both "
+        "name a site: leave one of them out, or give the one of fewer sites first"
+    )
 
 
 def _note(kernel: Kernel) -> str:
@@ -428,6 +476,5 @@ def decide_all(
                     todo.insert(0, needed)
                 assert there.phase in ("any", needed.phase), f"{there} is to serve {site}"
     for pin in pins:
-        if not any(s.op == pin.op and fnmatchcase(s.path, pin.glob) for s, _ in choices):
-            raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
+        _check_counts(pin, pins, choices)
     return Binding(base, layout, tuple(choices), tuple(decisions), index_layout, binder.shares)

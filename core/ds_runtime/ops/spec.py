@@ -379,8 +379,8 @@ class QuantLoader:
 class Decision:
     """Who won an op at a site, and every refusal. `lost` are acceptable kernels of lower rank.
 
-    converts: in what the weight is held because no kernel reads its own format, and what that
-    costs.
+    converts: in what the weight is held because no kernel reads its own format, or the kernel does
+    not keep it, and what that costs.
     """
 
     op: str

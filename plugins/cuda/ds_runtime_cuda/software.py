@@ -2,12 +2,15 @@
 
 None of them is imported to find out: that takes seconds, and some want a GPU for it. Names are
 read from the text of a package's __init__.py, because releases of one library differ in what they
-hold. Found libraries and functions become device features: "flashinfer", "deep_gemm.fp8_gemm_nt".
+hold. Found libraries and functions become device features: "flashinfer", "deep_gemm.fp8_gemm_nt";
+so does "nvcc", which some of them run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,13 +44,29 @@ LIBRARIES = (
     Library("cuda.bindings", ("cuda-bindings",)),
 )
 INSTALL = 'pip install "ds-runtime[cuda]"'
+NVCC = "nvcc"
+TOOLKIT = "install a CUDA toolkit with nvcc and set CUDA_HOME to it"
+# Libraries whose kernels nvcc compiles when they are first called, and the feature that spares it.
+COMPILED = {"deep_gemm": "deep_gemm:nvrtc", "flashinfer": "flashinfer_jit_cache"}
 
 
-def report(version: Callable[[str], str | None] = installed) -> Iterator[tuple[str, str]]:
-    """(library, which version of which package, or that it is not installed)."""
+def nvcc(environ: Mapping[str, str] = os.environ, usual: str = "/usr/local/cuda") -> Path | None:
+    """The compiler, where the libraries look for it: `find_cuda_home` of sgl-deep-gemm 0.1.4 and
+    `get_cuda_path` of flashinfer-python 0.7.2 take the first of these that is set or there."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    found = None if home else shutil.which(NVCC, path=environ.get("PATH", ""))
+    file = Path(found) if found else Path(home or usual) / "bin" / NVCC
+    return file if file.is_file() else None
+
+
+def report(
+    version: Callable[[str], str | None] = installed, environ: Mapping[str, str] = os.environ
+) -> Iterator[tuple[str, str]]:
+    """(library, which version of which package, or that it is not installed), then nvcc."""
     for library in LIBRARIES:
         found = [f"{d} {v}" for d in library.distributions if (v := version(d)) is not None]
         yield library.module, ", ".join(found) or f"not installed: {INSTALL}"
+    yield NVCC, str(nvcc(environ) or f"not found, which {' and '.join(COMPILED)} need: {TOOLKIT}")
 
 
 @cache
@@ -59,8 +78,15 @@ def features() -> frozenset[str]:
 def find(
     folder: Callable[[str], Path | None] = package_folder,
     version: Callable[[str], str | None] = installed,
+    environ: Mapping[str, str] = os.environ,
 ) -> Iterator[str]:
     """Arguments stand for the environment in tests."""
+    if nvcc(environ) is not None:
+        yield NVCC
+    if environ.get("DG_JIT_USE_NVRTC", "0") not in ("", "0"):
+        yield COMPILED["deep_gemm"]
+    if folder(COMPILED["flashinfer"]) is not None:
+        yield COMPILED["flashinfer"]
     for library in LIBRARIES:
         brought = [d for d in library.distributions if version(d) is not None]
         where = folder(library.module)
