@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from interpreter import DEVICE, faithful, needs_triton
 
+from ds_runtime.errors import PluginError
 from ds_runtime.ops.batch import Limits, Segments
 from ds_runtime.ops.reference import attention, moe
 from ds_runtime.ops.reference import index as reference
@@ -26,6 +27,7 @@ from ds_runtime.ops.spec import Dims
 from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
 from ds_runtime.testing.inputs import index_pages
 from ds_runtime.testing.numerics import relative_error
+from ds_runtime_triton import config as config_module
 from ds_runtime_triton import workspace
 from ds_runtime_triton.config import Sizes, tuned
 
@@ -519,3 +521,22 @@ def test_float32_takes_the_generic_files():
     generic = tuned("generic", "mla_decode", "H=128")
     assert made["float32"] == (generic, "generic", "generic")
     assert made["bfloat16"] == (tuned("sm90", "mla_decode", "H=128"), "sm90", "sm90")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("{}", "no 'shapes'"),
+        ('{"shapes": {"*": {}}}', r"\*: no configuration"),
+        ('{"shapes": {"*": {"x": {"A": 1}}}}', r"\*, x: whole numbers"),
+        ('{"shapes": {"*": {"8": {"A": "1"}}}}', r"\*, 8: whole numbers"),
+        ('{"shapes": {"*": [1]}}', "has no attribute"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, monkeypatch, text, said):
+    (tmp_path / "configs" / "x1").mkdir(parents=True)
+    (tmp_path / "configs" / "x1" / "op.json").write_text(text)
+    monkeypatch.setattr(config_module, "files", lambda package: tmp_path)
+    with pytest.raises(PluginError, match=rf"x1/op\.json: is no file of configurations: .*{said}"):
+        config_module._file("x1", "op")

@@ -176,6 +176,39 @@ def kernels_at(assembly: Assembly, group: Group, wanted: Sequence[str]) -> list[
     return [group.bound, *sorted(others, key=lambda k: (-k.rank, k.name))]
 
 
+def refused_at(
+    assembly: Assembly, group: Group, wanted: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """(name, why) of the kernels in `wanted` that are offered for the op and refuse the site."""
+    tag = assembly.binding.tag(group.op)
+    named = [k for k in assembly.offers.kernels if k.op.name == group.op and k.name in wanted]
+    for kernel in named:
+        said = refusal(kernel, group.facts, tag)
+        if said is not None and kernel.name != group.bound.name:
+            yield kernel.name, said
+
+
+def check_kernels(assembly: Assembly, only: Sequence[str], wanted: Sequence[str]) -> None:
+    """ConfigError for a kernel of an op that is not measured."""
+    measured = {group.op for group in groups(assembly, only)}
+    for name in wanted:
+        ops = dict.fromkeys(k.op.name for k in assembly.offers.kernels if k.name == name)
+        if ops and not measured.intersection(ops):
+            raise ConfigError(
+                f"--kernels {name}: is for {' and '.join(ops)}, which is not measured: name it by "
+                "--op, if the model has a site for it"
+            )
+
+
+def _failure(e: Exception) -> str:
+    """What a kernel raised, or that memory did not suffice: each allocator says that otherwise."""
+    import torch
+
+    if isinstance(e, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(e):
+        return "more memory than there is: take fewer --tokens or a smaller --context"
+    return f"{type(e).__name__}: {e}"
+
+
 class Measurement:
     """Ceilings, and then figures, on one device."""
 
@@ -194,10 +227,15 @@ class Measurement:
     def figures(
         self, only: Sequence[str], tokens: Sequence[int], kernels: Sequence[str]
     ) -> Iterator[Figure]:
-        """One figure after the other; a kernel that raises gives one with its error."""
+        """One figure after the other; a kernel that raises gives one with its error, and one that
+        was named and refuses the site one with its reason."""
+        sizes = tuple(dict.fromkeys(tokens))
         for group in groups(self.assembly, only):
             for kernel in kernels_at(self.assembly, group, kernels):
-                yield from self._kernel(group, kernel, tokens)
+                yield from self._kernel(group, kernel, sizes)
+            for name, said in refused_at(self.assembly, group, kernels):
+                about = (group.op, "", group.what, len(group.sites))
+                yield Figure(*about, sizes[0], name, False, error=f"refused: {said}")
 
     def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
         from ds_runtime.bench.makers import MAKERS
@@ -211,8 +249,7 @@ class Measurement:
                 for subject in maker.at(n):
                     yield self._figure(group, kernel, n, subject)
         except Exception as e:  # one kernel's failure is its own figure
-            said = f"{type(e).__name__}: {e}"
-            yield Figure(*about, n, kernel.name, bound, error=said)
+            yield Figure(*about, n, kernel.name, bound, error=_failure(e))
 
     def _place(self, group: Group, kernel: Kernel) -> Place:
         from ds_runtime.bench.subjects import Place

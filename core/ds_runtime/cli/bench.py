@@ -283,6 +283,7 @@ def run_ops(args: Namespace) -> int:
     for name in args.kernels:
         if name not in known:
             raise ConfigError(f"--kernels {name}: no plugin offers it{near(name, known)}")
+    ops.check_kernels(assembly, args.op, args.kernels)
     if args.bytes:
         steps = ops.step_bytes(assembly, args.tokens, args.context)
         return _show(

@@ -12,8 +12,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ds_runtime.api import PluginError
+
 Config = Mapping[str, int]
 GENERIC = "generic"
+_FORM = "configs/README.md of ds_runtime_triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,17 @@ def _file(arch: str, op: str) -> dict[str, Any]:
     path = files("ds_runtime_triton") / "configs" / arch / f"{op}.json"
     if not path.is_file():
         return {}
-    shapes: dict[str, Any] = json.loads(path.read_text())["shapes"]
+    try:
+        shapes: dict[str, Any] = json.loads(path.read_text())["shapes"]
+        for shape, sizes in shapes.items():
+            if not sizes:
+                raise ValueError(f"{shape}: no configuration")
+            for bound, config in sizes.items():
+                if not bound.isdigit() or not all(type(v) is int for v in config.values()):
+                    raise ValueError(f"{shape}, {bound}: whole numbers are wanted")
+    except (ValueError, KeyError, AttributeError, TypeError) as e:
+        said = f"no {e}" if isinstance(e, KeyError) else e
+        raise PluginError(f"{path}: is no file of configurations: {said}; see {_FORM}") from e
     return shapes
 
 

@@ -91,6 +91,32 @@ def test_all_kernels_that_accept_are_measured():
         assert [f.bound for f in figures if f.what == what].count(True) == 1
 
 
+def test_a_named_kernel_that_refuses_says_why():
+    assembly = assembled()
+    figures = measured(assembly, ["mla_decode"], [2, 2], ["triton.mla_decode"])
+    assert [f.tokens for f in figures] == [2, 2]  # once, and the refusal
+    assert figures[0].bound and not figures[0].error
+    assert figures[1].kernel == "triton.mla_decode" and figures[1].error.startswith("refused: ")
+    assert "refused: " in ops.render(figures[1])
+    others = measured(assembly, ["mla_decode"], [2], ["all"])
+    assert not [f for f in others if f.error.startswith("refused")]
+
+
+def test_inputs_that_memory_does_not_hold_are_said_so(monkeypatch):
+    assembly = assembled()
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ):
+
+        def at(self, tokens, error=error):
+            raise error
+
+        monkeypatch.setattr(MAKERS["route"], "at", at)
+        (figure,) = measured(assembly, ["route"], [10**9])
+        assert figure.error.startswith("more memory than there is: take fewer --tokens")
+
+
 def test_the_time_is_the_median_of_calls():
     measurement = ops.Measurement(assembled(), 20, None, 0.05)
     slow = measurement._time([lambda: time.sleep(0.002), lambda: time.sleep(0.002)])
@@ -235,6 +261,10 @@ def test_the_verb(capsys):
         (
             ["--kernels", "reference.ReferenceLiner"],
             "no plugin offers it; did you mean 'reference.ReferenceLinear'?",
+        ),
+        (
+            ["--kernels", "cpu.sample", "--op", "linear"],
+            "--kernels cpu.sample: is for sample, which is not measured: name it by --op",
         ),
     ],
 )
