@@ -6,6 +6,7 @@ So the next bytes are read while the last ones travel, and nothing waits for the
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ _RING = 64 << 20  # bytes of page-locked memory, which is slow to get
 _ALIGN = 512  # of what is copied at once
 
 
+@cache  # asked several times a step
 def shares_memory(device: torch.device | str) -> bool:
     """Whether the device works in the host's memory, in step with the host."""
     return torch.device(device).type == "cpu"

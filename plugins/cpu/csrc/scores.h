@@ -109,14 +109,17 @@ inline void pack_queries(Query query, int64_t rows, int64_t padded, int64_t d, i
 
 constexpr int SCORE_STEP = 8;  // words between two looks at what is to be fetched
 
-// Dot products of `count` <= K keys with NV vectors of packed queries: to [count][padded].
+constexpr int64_t SUMMED = 256;  // float32 products that are added up one by one
+
+// Dot products of `count` <= K keys with NV vectors of packed queries: to [count][padded]. Sums of
+// float32 products are made of shorter ones: over a thousand, rounding would grow beyond 1e-5.
 template <int K, int NV, class C>
 DS_NOINLINE inline void score_tile(const C* queries, int64_t d, int64_t padded,
                                    const C* const* key, int count, RowsAhead& ahead, float* to) {
   using W = Word<C>;
   constexpr int N = W::N, L = F::W;
   const C* k[K];
-  F acc[K][NV];
+  F acc[K][NV], whole[N == 1 ? K : 1][NV];
   DS_UNROLL_VECTORS
   for (int j = 0; j < K; ++j) {
     k[j] = key[j < count ? j : count - 1];  // scores of the excess are dropped
@@ -151,7 +154,18 @@ DS_NOINLINE inline void score_tile(const C* queries, int64_t d, int64_t padded,
     ahead.step(SCORE_STEP * K * NV);
     while (i + several() * N <= end) some(several);
     while (i < end) some(single);
+    if constexpr (N == 1)
+      if (i % SUMMED == 0)
+        for (int j = 0; j < K; ++j)
+          for (int v = 0; v < NV; ++v) {
+            whole[j][v] = i == SUMMED ? acc[j][v] : whole[j][v] + acc[j][v];
+            acc[j][v] = F::zero();
+          }
   }
+  if constexpr (N == 1)
+    if (i >= SUMMED)
+      for (int j = 0; j < K; ++j)
+        for (int v = 0; v < NV; ++v) acc[j][v] = acc[j][v] + whole[j][v];
   if (i < d)  // what follows a row may be NaN
     for (int v = 0; v < NV; ++v) {
       const typename W::V x = W::load(q + v * L * N);
