@@ -159,7 +159,7 @@ def assemble(
         tied = module == "lm_head" and model.tie_embeddings
         return "dense" if tied else encoding(module).format
 
-    apart = frozenset(config.disable_fusion)
+    apart = frozenset(name for name in config.disable_fusion if not name.startswith("-"))
     nextn, nextn_loader = None, None
     verify: Verify = ""
     if (speculation := Speculation.of(config)) is not None:
@@ -235,6 +235,8 @@ def assemble(
         arch=info.arch,
         dtype=config.dtype,
         kv_layout=binding.layout.tag,
+        kv_dtype=facts.kv_dtype,
+        index_dtype=facts.index_dtype if model.indexing is not None else "",
         page_size=config.page_size,
         tp=config.tp,
         dp_attention=config.enable_dp_attention,
@@ -357,8 +359,8 @@ def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
 
 def _check_fusions(apart: Iterable[str]) -> None:
     known = [*JOINS, *(name for name, op in OPS.items() if op.composition or op.optional)]
-    for name in apart:
-        if name not in known:
+    for given in apart:
+        if (name := given.removeprefix("-")) not in known:
             raise ConfigError(f"--disable-fusion {name}: no such fusion; known: {', '.join(known)}")
 
 
@@ -451,8 +453,8 @@ def find_loader(offers: Offers, model: ModelConfig, where: str = "config.json") 
 def _apply_defaults(
     config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
 ) -> tuple[EngineConfig, list[tuple[str, str, str, str]]]:
-    """Apply the plugins' Changes to fields that the user left alone, and add those of lists of what
-    is not to be; conflicts are errors.
+    """Apply the plugins' Changes to fields that the user left alone; conflicts are errors. Fusions
+    that they wish apart come behind those that the user named (`_add`).
 
     A page size that they wish for is settled first: other wishes follow the one in force.
     """
@@ -510,12 +512,13 @@ def _add(
     explicit: frozenset[str],
 ) -> None:
     """A wish for a list: behind what is given and wished already. A list that the user gave empty
-    stays so."""
-    if change.field in explicit and not given:
+    stays so, and what it has as "-NAME" is not added."""
+    wished = tuple(name for name in change.value if f"-{name}" not in given)
+    if (change.field in explicit and not given) or not set(wished) - set(given):
         return
     before, plugins, reasons = wishes.get(change.field, (given, "", ""))
     wishes[change.field] = (
-        tuple(dict.fromkeys((*before, *change.value))),
+        tuple(dict.fromkeys((*before, *wished))),
         ", ".join(filter(None, dict.fromkeys((plugins, plugin)))),
         "; ".join(filter(None, dict.fromkeys((reasons, change.because)))),
     )

@@ -1,7 +1,8 @@
 """Every setting of the engine and the server, its default and its help. Frozen; torch-free.
 
 Command-line flags and the keys of `--config FILE` are these fields, so this is the only place for
-defaults. Plugins may wish for changes (`ds_defaults`); what the user set explicitly always wins.
+defaults. Plugins may wish for changes (`ds_defaults`); what the user set explicitly always wins. To
+fusions that are not to be (`disable_fusion`) theirs are added, unless the user says otherwise.
 """
 
 from __future__ import annotations
@@ -181,8 +182,9 @@ class EngineConfig:
     pin: tuple[str, ...] = _f((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
     disable_fusion: tuple[str, ...] = _f(
         (),
-        "fusions to leave apart (comma separated): qkv_a, shared_experts, or an op that is "
-        "composed of others; those that a plugin wishes for are added, but to an empty list",
+        "fusions to leave apart (comma separated): qkv_a, index_keys, shared_experts, or an op "
+        "that is composed of others; those that a plugin wishes for are added, but those that are "
+        "given as -NAME and none to an empty list",
     )
     deterministic: bool = _f(False, "bind only kernels that give the same bits every run")
     strict_ops: bool = _f(
@@ -257,7 +259,8 @@ def check_graph_sizes(config: EngineConfig) -> None:
     for name, is_off, limit, said in limits:
         given, most = getattr(config, name), getattr(config, limit)
         if given is not None and is_off:
-            raise ConfigError(f"{_flag(name)}: {off} captures none; leave one of them out")
+            said = ",".join(map(str, given))
+            raise ConfigError(f"{_flag(name)} {said}: {off} captures none; leave one of them out")
         if given is not None and max(given) > most:
             raise ConfigError(
                 f"{_flag(name)} {','.join(map(str, given))}: at most {_flag(limit)} {most} {said}"

@@ -42,6 +42,8 @@ class Plan:
     arch: str
     dtype: str
     kv_layout: str
+    kv_dtype: str
+    index_dtype: str  # of index keys, "" where attention is dense
     page_size: int
     tp: int
     dp_attention: bool  # attention is divided by sequences, not by heads
@@ -124,8 +126,8 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     said = [
         f"{key}: {mine.get(key)!r} here, {other.get(key)!r} there"
         for key in (
-            *("model", "platform", "arch", "dtype", "kv_layout", "page_size", "tp"),
-            "dp_attention",
+            *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
+            *("page_size", "tp", "dp_attention"),
         )
         if mine.get(key) != other.get(key)
     ]
@@ -183,7 +185,8 @@ def render(plan: Plan, verbose: bool = True) -> str:
     """The plan for people: a line per row, then who lost and who refused, with the reason."""
     head = (
         f"model {plan.model} · platform {plan.platform} ({plan.arch}) · dtype {plan.dtype} · "
-        f"KV {plan.kv_layout}, page {plan.page_size} · tp {plan.tp}"
+        f"KV {plan.kv_layout} of {plan.kv_dtype}, page {plan.page_size}"
+        f"{f', index keys of {plan.index_dtype}' if plan.index_dtype else ''} · tp {plan.tp}"
         f"{', attention by sequences' if plan.dp_attention else ''} · plan {plan.digest()}"
     )
     lines = [head]

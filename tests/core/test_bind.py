@@ -191,6 +191,14 @@ def test_a_pin_that_counts_nowhere_is_refused(sites) -> None:
     )
     with pytest.raises(ConfigError, match=said):
         bind(sites, *offered, pins=("linear=mine", "linear@*.o_proj=other"))
+    flag = "--attention-backend 'other'"
+    both = [Pin("linear", "*", "other", flag), Pin("rope", "*", "reference", flag)]
+    offers = replace(REFERENCE, kernels=(*REFERENCE.kernels, *offered))
+    pins = [Pin("linear", "*", "mine"), *both]
+    found = decide_all(sites, offers, BASE, pins)  # it counts for the other op
+    assert chosen(found, "linear") == {"mine.linear"}
+    with pytest.raises(ConfigError, match=rf"{flag}: counts nowhere, as --pin linear=mine comes"):
+        decide_all(sites, offers, BASE, pins[:2])
     same = bind(sites, *offered, pins=("linear=mine", "linear@*.o_proj=mine.linear"))
     assert chosen(same, "linear") == {"mine.linear"}
 
@@ -233,7 +241,11 @@ def test_a_pin_never_beats_a_refusal(sites) -> None:
         ("linear@=reference", "write OP"),
         ("linear=reference.ReferenceLinaer", "did you mean 'reference.ReferenceLinear'"),
         ("linear=nobody.linear", "no such kernel; offered: reference.ReferenceLinear"),
-        ("linear@*.w_proj=reference", "matches no site"),
+        (
+            "linear@*.w_proj=reference",
+            r"--pin linear@\*.w_proj=reference: matches no site: linear has others, like layers",
+        ),
+        ("sparse_decode=reference", "--pin sparse_decode=reference: matches no site: this model"),
     ],
 )
 def test_a_wrong_pin_says_what_is_wrong(sites, pin: str, said: str) -> None:
@@ -619,6 +631,8 @@ def plan_of(binding: Binding, **more: object) -> Plan:
         "arch": "any",
         "dtype": "float32",
         "kv_layout": binding.layout.tag,
+        "kv_dtype": "float32",
+        "index_dtype": "",
         "page_size": 16,
         "tp": 1,
         "dp_attention": False,
@@ -651,6 +665,11 @@ def test_digest_and_difference_see_another_kernel(sites) -> None:
         "route at layers.1-2.mlp: reference.route here, mine.route there",
     ]
     assert difference(one.to_dict(), one.to_dict()) == []
+    other = plan_of(bind(sites), kv_dtype="float8_e4m3fn", index_dtype="float8_e4m3fn")
+    assert difference(plan_of(bind(sites)).to_dict(), other.to_dict()) == [
+        "kv_dtype: 'float32' here, 'float8_e4m3fn' there",
+        "index_dtype: '' here, 'float8_e4m3fn' there",
+    ]
     assert difference(one.to_dict(), plan_of(bind(sites), tp=2).to_dict()) == [
         "tp: 1 here, 2 there"
     ]

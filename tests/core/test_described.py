@@ -137,5 +137,11 @@ def test_the_command_says_what_the_device_is_taken_to_be(capsys):
     assert said in capsys.readouterr().err
     assert main(["plan", "--device", "sm100", "--platform", "cuda"]) == 0
     capsys.readouterr()
+    assert main(["plan", "--device", "sm100", "--without", "cuda_bindings"]) == 1
+    assert "did you mean 'cuda.bindings'?" in capsys.readouterr().err
+    assert main(["plan", "--device", "h200", "--without", "cuda.bindings"]) == 0
+    assert "cuda.bindings" not in capsys.readouterr().out.splitlines()[0]
+    assert main(["plan", "--device", "h200", "--without", "fp8"]) == 1
+    assert "--without 'fp8': NVIDIA H200 computes in it" in capsys.readouterr().err
     assert main(["plan", "--without", "triton"]) == 1
     assert "--without: only a device that --device describes" in capsys.readouterr().err

@@ -266,6 +266,9 @@ def test_wishes_for_what_is_not_to_be_fused_are_added(tmp_path: Path) -> None:
     explicit = ("disable_fusion",)
     found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=("silu_mul_quantize",))
     assert found.config.disable_fusion == ("silu_mul_quantize", "qkv_a", "mla_inputs")
+    kept = ("silu_mul_quantize", "-qkv_a")
+    found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=kept)
+    assert found.config.disable_fusion == (*kept, "mla_inputs")
     found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=())
     assert (found.config.disable_fusion, found.plan.changes) == ((), ())
 

@@ -15,8 +15,20 @@ SHORT = ["--context-length", "64", "--threads", "1", "--runs", "1", "--output-le
 
 
 def test_simulated_drafts_are_right_as_often_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*COMMON, *SHORT, "--input-len", "8", "--batch-size", "1", "2", "--steps", "2", "--json"]
-    argv += ["--topk", "1", "2", "--draft-tokens", "5", "9"]
+    argv = [
+        *COMMON,
+        *SHORT,
+        "--input-len",
+        "8",
+        "--batch-size",
+        "1",
+        "2",
+        "1",
+        "--steps",
+        "2",
+        "--json",
+    ]
+    argv += ["--topk", "1", "2", "--draft-tokens", "5", "9", "5"]
     assert main([*argv, "--simulate-acceptance", "1"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(r["batch_size"], r["steps"], r["topk"]) for r in report["results"]] == [
@@ -50,7 +62,18 @@ def test_what_drafts_are_rounded_to_may_be_given(capsys: pytest.CaptureFixture[s
         (["--topk", "0"], "--topk 0: must be at least 1"),
         (["--draft-tokens", "1"], "--draft-tokens 1: must be at least 2"),
         (["--topk", "2", "--steps", "1", "--draft-tokens", "9"], "has 3 tokens: give at most that"),
-        (["--speculative-num-steps", "2"], "--speculative-num-steps: what is measured here: use"),
+        (["--speculative-num-steps", "2"], "--speculative-num-steps 2: what is measured here: use"),
+        (["--draft-tokens", "4"], "--draft-tokens 4: is of trees: give --topk 2 or more"),
+        (["--steps", "64"], "--steps 64: must be at most 63"),
+        (["--topk", "300", "--steps", "1"], "--topk 300: "),
+        (
+            ["--batch-size", "8", "--max-running-requests", "2"],
+            "--batch-size 8: only --max-running-requests 2 run at once",
+        ),
+        (
+            ["--batch-size", "300", "--steps", "1", "--context-length", "64"],
+            "--batch-size 300: the checkpoint has 200 held-out prompts",
+        ),
     ],
 )
 def test_bad_values(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

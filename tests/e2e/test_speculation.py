@@ -117,7 +117,11 @@ def test_structured_answers_are_those_without(temperature, drafting):
             plain = SamplingParams(max_tokens=20, seed=5)
             outputs = llm.generate([ids, ids * 2, ids], [params, plain, params])
             found.append([(o.token_ids, o.finish_reason) for o in outputs])
+            alone = llm.stats()
+            assert llm.generate([ids], [params])[0].token_ids == outputs[0].token_ids
+            guided = llm.stats()
     assert found[1] == found[0]
+    assert guided.accepted_tokens > alone.accepted_tokens  # of the guided request by itself
 
 
 class Ahead(CpuPlatform):
@@ -134,30 +138,37 @@ def runner(request):
 
 def test_overlap_and_aborts(runner):
     """Steps behind a verification wait for it, those behind a prompt do not."""
-    found = []
-    for ahead in (False, True):
-        assembly = runner.assembly
-        if ahead:
-            assembly = replace(assembly, platform=Ahead())
-        runner.sampler.clear()
-        engine = Engine(assembly, runner)
-        for i in range(6):
-            params = SamplingParams(max_tokens=25, ignore_eos=True, temperature=i % 2)
-            prompt = [40 + i, 90, 5] * (1 + 9 * (i % 2))
-            engine.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=i))
-        tokens = {str(i): [] for i in range(6)}
-        while engine.has_work:
-            for message in engine.step():
-                tokens[message.rid] += message.tokens
-            if len(tokens["1"]) > 9 and "2" in tokens:
-                engine.abort(["2"])
-                del tokens["2"]
-        assert all(len(ids) == 25 for ids in tokens.values()) and len(tokens) == 5
-        holdings = engine.scheduler.holdings
-        assert holdings.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
-        engine.close()
-        found.append(tokens)
-    assert found[1] == found[0]
+    plain = Runner(assemble(EngineConfig(**SETTINGS), SETTINGS), SoloCommunicator(), poison=True)
+    plain.warm_up()
+    found = [overlapped(plain, False), overlapped(runner, False), overlapped(runner, True)]
+    assert found[2][0] == found[1][0] == found[0][0]
+    assert all(drafts > 0 for _, drafts in found[1:])
+
+
+def overlapped(runner, ahead):
+    """Tokens of six requests, one of which is aborted; and how many drafts were right."""
+    assembly = runner.assembly
+    if ahead:
+        assembly = replace(assembly, platform=Ahead())
+    runner.sampler.clear()
+    engine = Engine(assembly, runner)
+    for i in range(6):
+        params = SamplingParams(max_tokens=25, ignore_eos=True, temperature=i % 2)
+        prompt = [40 + i, 90, 5] * (1 + 9 * (i % 2))
+        engine.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=i))
+    tokens = {str(i): [] for i in range(6)}
+    while engine.has_work:
+        for message in engine.step():
+            tokens[message.rid] += message.tokens
+        if len(tokens["1"]) > 9 and "2" in tokens:
+            engine.abort(["2"])
+            del tokens["2"]
+    assert all(len(ids) == 25 for ids in tokens.values()) and len(tokens) == 5
+    holdings = engine.scheduler.holdings
+    assert holdings.num_free + holdings.num_cached == runner.num_pages, "a page is lost"
+    accepted = engine.stats().accepted_tokens
+    engine.close()
+    return tokens, accepted
 
 
 @pytest.mark.slow

@@ -152,10 +152,9 @@ def test_nvcc_is_looked_for_where_libraries_do(tmp_path):
         assert software.nvcc(environ, usual) == expected
     found = set(software.find(lambda m: None, lambda d: None, {"CUDA_HOME": home}))
     assert found == {"nvcc"}
-    missing = {"CUDA_HOME": other, "DG_JIT_USE_NVRTC": "1"}
-    assert set(software.find(lambda m: None, lambda d: None, missing)) == {"deep_gemm:nvrtc"}
+    missing = {"CUDA_HOME": other}
+    assert set(software.find(lambda m: None, lambda d: None, missing)) == set()
     jit_cache = {"flashinfer_jit_cache": tmp_path}.get
-    missing["DG_JIT_USE_NVRTC"] = "0"
     assert set(software.find(jit_cache, lambda d: None, missing)) == {"flashinfer_jit_cache"}
     assert dict(software.report(lambda d: None, missing))["nvcc"].startswith("not found, which ")
 

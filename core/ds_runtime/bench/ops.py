@@ -50,6 +50,7 @@ class Group:
     facts: Facts
     bound: Kernel
     width: int
+    inner: str = ""  # of an op whose sites have no shape and no width
 
     @property
     def op(self) -> str:
@@ -57,9 +58,10 @@ class Group:
 
     @property
     def what(self) -> str:
-        """`6144×2048 fp8_block` or the row width of a small op."""
+        """`6144×2048 fp8_block`, the row width of a small op, or heads and their widths."""
         shape = self.sites[0].shape or ((self.width,) if self.width else ())
-        return " ".join(filter(None, ("×".join(map(str, shape)), self.sites[0].weight_format)))
+        said = "×".join(map(str, shape)) or self.inner
+        return " ".join(filter(None, (said, self.sites[0].weight_format)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +137,32 @@ def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
             site_facts(assembly.binding.base, same[0][0]),
             same[0][1],
             same[0][2],
+            _inner(same[0][0].op, assembly),
         )
         for same in found.values()
     ]
     return sorted(made, key=lambda g: order[g.op])
+
+
+_EXPANDED = frozenset({"mha_prefill", "mha_prefill_quantize", "merge_state", "rope"})
+_CHOOSING = frozenset({"router_logits", "route"})
+_VOCABULARY = frozenset({"embed", "mask_logits", "sample", "logprobs"})
+
+
+def _inner(op: str, assembly: Assembly) -> str:
+    """What a token is for an op whose sites do not say it: widths of heads, choices, the
+    vocabulary."""
+    dims, model = assembly.binding.base.dims, assembly.model
+    if op in _VOCABULARY:
+        return str(vocab_rows(model, assembly.config.tp))
+    if op in _CHOOSING:
+        return f"{model.routing.num_experts} experts" if model.routing is not None else ""
+    if op in _EXPANDED:
+        return f"{dims['heads']}×({dims['qk_nope']}+{dims['qk_rope']}, {dims['v']})"
+    if OPS[op].layout == INDEX or "index" in op:
+        return f"{dims['index_heads']}×{dims['index_dim']}"
+    heads = "" if op.startswith("cache_") else f"{dims['heads']}×"
+    return f"{heads}({dims['kv_lora']}+{dims['qk_rope']})"
 
 
 def _widths(assembly: Assembly) -> Callable[[Site], int]:
@@ -189,8 +213,15 @@ def refused_at(
 
 
 def check_kernels(assembly: Assembly, only: Sequence[str], wanted: Sequence[str]) -> None:
-    """ConfigError for a kernel of an op that is not measured."""
+    """ConfigError for an op that the model has no site for, or a kernel of one that is not
+    measured."""
     measured = {group.op for group in groups(assembly, only)}
+    for name in only:
+        if name not in measured:
+            raise ConfigError(
+                f"--op {name}: {assembly.plan.model} has no kernel of it here; leave it out, or "
+                f"name one of {', '.join(_places(assembly))}"
+            )
     for name in wanted:
         ops = dict.fromkeys(k.op.name for k in assembly.offers.kernels if k.name == name)
         if ops and not measured.intersection(ops):
@@ -198,6 +229,11 @@ def check_kernels(assembly: Assembly, only: Sequence[str], wanted: Sequence[str]
                 f"--kernels {name}: is for {' and '.join(ops)}, which is not measured: name it by "
                 "--op, if the model has a site for it"
             )
+
+
+def _places(assembly: Assembly) -> list[str]:
+    """Ops that have a kernel."""
+    return list(dict.fromkeys(group.op for group in groups(assembly)))
 
 
 def _failure(e: Exception) -> str:
@@ -379,9 +415,7 @@ def render_neighbours(share: float | None) -> str:
     """A warning if others were busy meanwhile, else nothing."""
     if share is None or share < DISTURBED:
         return ""
-    return (
-        f"other processes used {share:.0%} of the processors meanwhile: these figures are too low"
-    )
+    return f"other processes used {share:.0%} of the processors meanwhile: the machine is faster"
 
 
 def report(measurement: Measurement, figures: Sequence[Figure]) -> dict[str, Any]:
@@ -402,10 +436,11 @@ def report(measurement: Measurement, figures: Sequence[Figure]) -> dict[str, Any
 
 
 def step_bytes(
-    assembly: Assembly, tokens: Sequence[int], context: int
+    assembly: Assembly, tokens: Sequence[int], context: int, only: Sequence[str] = ()
 ) -> dict[int, dict[str, Work]]:
-    """What decode steps of so many sequences must read, by op."""
-    sites = [site for site, kernel in assembly.binding.choices if kernel is not None]
+    """What decode steps of so many sequences must read, by op; `only` these."""
+    bound = (site for site, kernel in assembly.binding.choices if kernel is not None)
+    sites = [site for site in bound if not only or site.op in only]
     return {n: decode_step(sites, assembly.binding.base, n, context) for n in tokens}
 
 

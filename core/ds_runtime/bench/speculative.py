@@ -75,7 +75,14 @@ def run(
 
     impossible = _impossible(steps, topks, nodes)
     folder = resolve_model(str(settings.get("model", "demo")))
+    batch_sizes, nodes = tuple(dict.fromkeys(batch_sizes)), tuple(dict.fromkeys(nodes))
     given = {"disable_radix_cache": True, "speculative_algorithm": "NEXTN", **settings}
+    running = given.setdefault("max_running_requests", max(batch_sizes))
+    if running < max(batch_sizes):
+        raise ConfigError(
+            f"--batch-size {max(batch_sizes)}: only --max-running-requests {running} run at once: "
+            "give a larger one, or leave it out"
+        )
     found, answers = [], dict[int, list[list[int]]]()
     for chosen, forced in _engines(given, sorted(set(steps)), sorted(set(topks)), nodes):
         with LLM(**chosen) as llm:
@@ -112,7 +119,12 @@ def _impossible(steps: Sequence[int], topks: Sequence[int], nodes: Sequence[int]
     """The trees asked for that cannot be, in words; ConfigError if nothing else was asked for."""
     from ds_runtime.speculation import Speculation
 
-    wide, said = [k for k in topks if k > 1], []
+    wide, said = [k for k in topks if k > 1], list[str]()
+    if nodes and not wide:
+        numbers = " ".join(map(str, nodes))
+        raise ConfigError(
+            f"--draft-tokens {numbers}: is of trees: give --topk 2 or more, or leave it out"
+        )
     for count, topk in ((count, topk) for count in steps for topk in wide):
         whole = Speculation.whole(count, topk)
         said += [
@@ -138,6 +150,7 @@ def _engines(
     if 1 in topks:
         longest = {"speculative_num_steps": max(steps), "speculative_adaptive": True}
         chains: dict[int | None, Shape] = {n: (n, 1, n + 1) for n in steps}
+        EngineConfig(**{**given, **longest})  # refused before the plain engine is loaded
         found.append(({**given, **longest}, {**chains, None: (None, 1, None)}))
     for count in steps:
         for topk in topks:
@@ -187,6 +200,11 @@ def _prompts(
     template = load_template(folder, llm.tokenizer)
     assert template is not None, "a checkpoint with held-out chats has a template"
     entries = load_heldout(path)[0]["tools"][: PROMPTS * size]
+    if len(entries) < size:
+        raise ConfigError(
+            f"--batch-size {size}: the checkpoint has {len(entries)} held-out prompts: give at "
+            "most that, or random ones by --simulate-acceptance"
+        )
     texts = [template.render(e["messages"], e.get("tools")) for e in entries]
     return [llm.tokenizer.encode(text) for text in texts]
 
@@ -203,7 +221,7 @@ def _measure(
     from ds_runtime.sampling_params import SamplingParams
 
     output_len, heat = asked
-    natural = len(prompts) > size  # held-out answers end where they end
+    natural = heat == 0.0  # held-out answers end where they end
 
     def timed(tokens: int) -> tuple[float, list[list[int]]]:
         params = [

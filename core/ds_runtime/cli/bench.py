@@ -224,29 +224,41 @@ def run_one_batch(args: Namespace) -> int:
     return _show(report, args.json, one_batch.render)
 
 
+_MEASURED = {  # flags of an engine, and those that give several values of them here
+    "--speculative-num-steps": "--steps",
+    "--speculative-eagle-topk": "--topk",
+    "--speculative-num-draft-tokens": "--draft-tokens",
+}
+
+
 def run_speculative(args: Namespace) -> int:
     """Measure and print."""
-    own = {"num_steps": "steps", "eagle_topk": "topk", "num_draft_tokens": "draft-tokens"}
-    for name, instead in own.items():
-        if getattr(args, f"speculative_{name}", None) is not None:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--speculative-{flag}: what is measured here: use --{instead}")
+    for flag, instead in _MEASURED.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        if value is not None:
+            raise ConfigError(f"{flag} {value}: what is measured here: use {instead}")
     if getattr(args, "speculative_algorithm", None) is None:
         args.speculative_algorithm = "NEXTN"  # what else is said of drafts goes with one
     given = settings(args)
     from ds_runtime.bench import speculative
 
     lens = (args.input_len, args.output_len)
-    report = speculative.run(
-        given,
-        args.batch_size,
-        args.steps,
-        lens,
-        args.runs,
-        args.simulate_acceptance,
-        args.topk,
-        args.draft_tokens,
-    )
+    try:
+        report = speculative.run(
+            given,
+            args.batch_size,
+            args.steps,
+            lens,
+            args.runs,
+            args.simulate_acceptance,
+            args.topk,
+            args.draft_tokens,
+        )
+    except ConfigError as e:
+        said = str(e)
+        for flag, instead in _MEASURED.items():
+            said = said.replace(flag, instead)
+        raise ConfigError(said) from e
     return _show(report, args.json, speculative.render)
 
 
@@ -274,6 +286,8 @@ def run_ops(args: Namespace) -> int:
             raise ConfigError(f"--{flag} {least}: must be at least 1")
     if not 0 < args.seconds < math.inf:  # nan is neither
         raise ConfigError(f"--seconds {args.seconds}: must be above 0 and finite")
+    if args.memory == 0:
+        raise ConfigError("--memory 0: must be above 0; leave it out for a quarter of the free")
     config, explicit = build(EngineConfig, args)
     from ds_runtime.bench import ops
 
@@ -285,13 +299,14 @@ def run_ops(args: Namespace) -> int:
             raise ConfigError(f"--kernels {name}: no plugin offers it{near(name, known)}")
     ops.check_kernels(assembly, args.op, args.kernels)
     if args.bytes:
-        steps = ops.step_bytes(assembly, args.tokens, args.context)
+        steps = ops.step_bytes(assembly, args.tokens, args.context, args.op)
         return _show(
             ops.bytes_report(assembly, steps), args.json, lambda _: ops.render_bytes(steps)
         )
     measurement = ops.Measurement(assembly, args.context, args.memory, args.seconds)
     if not args.json:
         print(ops.render_ceilings(measurement.ceilings), flush=True)
+        print(f"attention over {args.context:,} cached tokens of each sequence", flush=True)
     figures = []
     for figure in measurement.figures(args.op, args.tokens, args.kernels):
         figures.append(figure)

@@ -95,7 +95,9 @@ def _described(assembly: Assembly, device: str | None) -> str:
     if device is None:
         return ""
     info = assembly.device
-    features = ", ".join(sorted(f for f in info.features if "." not in f))
+    from ds_runtime.platform.described import whole
+
+    features = ", ".join(whole(info))
     return f"described device {info.name}: {info.cores} cores, with {features}\n"
 
 

@@ -348,7 +348,8 @@ class Scheduler:
         if drafted:
             stats.verified += 1
             stats.draft_tokens += drafted
-            stats.accepted_tokens += len(outcome.tokens) - 1
+            ended = message.finish == "stop" or fault is not None
+            stats.accepted_tokens += (kept if ended else len(outcome.tokens)) - 1
         if params.logprobs is not None:
             message.logprobs = outcome.logprobs[:kept]
         if params.prompt_logprobs is not None and is_first:

@@ -58,11 +58,14 @@ def find_nextn(algorithm: str, path: str | None, folder: Path, config: ModelConf
             )
         return NextN(folder, config.layers, config)
     flag = "--speculative-draft-model-path"
+    if not path:
+        raise ConfigError(f"{flag} '': is empty: name a folder or a hub id, or leave it out")
     try:
         there = resolve_model(path)
+        found = load_config(there)
     except CheckpointError as e:
-        raise CheckpointError(str(e).replace("--model", flag, 1)) from e
-    found = load_config(there)
+        said = str(e).replace("--model", flag, 1)
+        raise CheckpointError(said if said.startswith(flag) else f"{flag} {path}: {said}") from e
     if (config.indexing is None) != (found.indexing is None):
         have, lack = ("no indexer", "one") if found.indexing is None else ("an indexer", "none")
         raise ConfigError(

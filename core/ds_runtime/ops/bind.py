@@ -379,22 +379,44 @@ def _spread(kernel: Kernel, weight_format: str) -> str:
 
 
 def _check_counts(
-    pin: Pin, pins: Sequence[Pin], choices: Iterable[tuple[Site, Kernel | None]]
+    pin: Pin, pins: Sequence[Pin], choices: Sequence[tuple[Site, Kernel | None]]
 ) -> None:
     """ConfigError for a pin that names no site, or only sites where another counts that leads to
-    another kernel."""
-    named = [(site, kernel) for site, kernel in choices if pin.names(site)]
+    another kernel. Of the pins that one flag stands for, one has to count."""
+    alike = [p for p in pins if p is pin or (pin.flag and p.flag == pin.flag)]
+    named = [(site, kernel) for site, kernel in choices if any(p.names(site) for p in alike)]
     if not named:
-        raise ConfigError(f"--pin {pin.op}@{pin.glob}={pin.kernel}: matches no site")
+        raise ConfigError(f"{pin}: matches no site{_hidden(pin, choices)}")
     for site, kernel in named:
         first = next(p for p in pins if p.names(site))
-        if first is pin or (kernel and pin.kernel in (kernel.name, kernel.provider)):
+        wished = {p.kernel for p in alike}
+        if first in alike or (kernel and wished & {kernel.name, kernel.provider}):
             return
     site, first = named[0][0], next(p for p in pins if p.names(named[0][0]))
+    remedy = "" if pin.flag else ", or give the one of fewer sites first"
     raise ConfigError(
         f"{pin}: counts nowhere, as {first} comes first at {site.path} and wherever else both "
-        "name a site: leave one of them out, or give the one of fewer sites first"
+        f"name a site: leave one of them out{remedy}"
     )
+
+
+def _hidden(pin: Pin, choices: Sequence[tuple[Site, Kernel | None]]) -> str:
+    """What to do about a pin without a site: a fusion may do the op's work there."""
+    for site, kernel in choices:
+        if kernel is not None and pin.op in _parts(site.op):
+            return (
+                f": {kernel.name} does its work at {site.path}: give --disable-fusion {site.op} "
+                "beside it, and no pin of that"
+            )
+    if own := next((site for site, _ in choices if site.op == pin.op), None):
+        return f": {pin.op} has others, like {own.path}; ds-runtime plan shows all"
+    return ": this model has none of that op; leave it out"
+
+
+def _parts(op: str) -> set[str]:
+    """What a fusion is made of, down to what is none."""
+    own = OPS[op].uses if OPS[op].composition or OPS[op].optional else ()
+    return {name for part in own for name in (part, *_parts(part))}
 
 
 def _note(kernel: Kernel) -> str:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FILE = "devices.json"
 _PROPERTIES = ("name", "asynchronous", "captures", "kv_share")
+_DTYPES = frozenset({"bf16", "fp16", "fp8"})  # features that say in what a device computes
 _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}
 
 
@@ -75,15 +76,29 @@ def describe(plugins: Plugins, wanted: str, without: Iterable[str] = ()) -> Desc
 
 
 def _lacking(info: DeviceInfo, without: tuple[str, ...]) -> DeviceInfo:
-    """Without these features and the parts of them: "lib" takes "lib.function" along."""
+    """Without these features and the parts of them: "lib" takes "lib.function" along. What a device
+    computes in stays: its kernels are made for what it is."""
     for name in without:
-        if name not in info.features:
-            known = ", ".join(sorted(f for f in info.features if "." not in f))
+        able = info.features - _DTYPES
+        if name in info.features & _DTYPES:
             raise ConfigError(
-                f"--without {name!r}: {info.name} has no such feature; it has {known}"
+                f"--without {name!r}: {info.name} computes in it, which is nothing that can be "
+                "missing; name another --device, or leave it out"
             )
+        if name not in able:
+            near = difflib.get_close_matches(name, able, n=1)
+            known = ", ".join(f for f in whole(info) if f in able)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {known}"
+            raise ConfigError(f"--without {name!r}: {info.name} has no such feature; {hint}")
     kept = (f for f in info.features if not any(f == n or f.startswith(f"{n}.") for n in without))
     return replace(info, features=frozenset(kept))
+
+
+def whole(info: DeviceInfo) -> list[str]:
+    """Features that are no parts of others, sorted."""
+    every = info.features
+    parts = {f for f in every if any(f.startswith(f"{other}.") for other in every)}
+    return sorted(every - parts)
 
 
 def described(plugins: Plugins) -> Iterator[tuple[str, DescribedPlatform]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ds_runtime.api import FP8_GROUPS, OPS, Facts, Fixable, Gate, Kernel, checks, gates
-from ds_runtime_cuda.software import COMPILED, INSTALL, LIBRARIES, NVCC, TOOLKIT
+from ds_runtime_cuda.software import COMPILED, INSTALL, LIBRARIES, TOOLKIT
 
 FP8, DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
 LATENT_PAGES = frozenset({"latent_pages.v1"})
@@ -44,7 +44,7 @@ def library(module: str, *functions: str) -> Gate:
         missing = [f for f in functions if f"{module}.{f}" not in features]
         if missing:
             return f"the installed {module} has no {', '.join(missing)}; {INSTALL} brings one"
-        if module in COMPILED and not features & {NVCC, COMPILED[module]}:
+        if module in COMPILED and not features & COMPILED[module]:
             said = f"{_DISTRIBUTION[module]} compiles its kernels by nvcc, and there is none"
             return Fixable(said, TOOLKIT)
         return None

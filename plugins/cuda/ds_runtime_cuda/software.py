@@ -46,13 +46,15 @@ LIBRARIES = (
 INSTALL = 'pip install "ds-runtime[cuda]"'
 NVCC = "nvcc"
 TOOLKIT = "install a CUDA toolkit with nvcc and set CUDA_HOME to it"
-# Libraries whose kernels nvcc compiles when they are first called, and the feature that spares it.
-COMPILED = {"deep_gemm": "deep_gemm:nvrtc", "flashinfer": "flashinfer_jit_cache"}
+JIT_CACHE = "flashinfer_jit_cache"  # kernels of FlashInfer that were compiled before
+# Libraries whose kernels nvcc compiles when they are first called, and what spares it.
+COMPILED = {"deep_gemm": frozenset({NVCC}), "flashinfer": frozenset({NVCC, JIT_CACHE})}
 
 
 def nvcc(environ: Mapping[str, str] = os.environ, usual: str = "/usr/local/cuda") -> Path | None:
-    """The compiler, where the libraries look for it: `find_cuda_home` of sgl-deep-gemm 0.1.4 and
-    `get_cuda_path` of flashinfer-python 0.7.2 take the first of these that is set or there."""
+    """The compiler, where the libraries look for it: `find_cuda_home` of sgl-deep-gemm 0.2.3.post2
+    and `get_cuda_path` of flashinfer-python 0.7.2.post1 take the first of these that is set or
+    there."""
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     found = None if home else shutil.which(NVCC, path=environ.get("PATH", ""))
     file = Path(found) if found else Path(home or usual) / "bin" / NVCC
@@ -83,10 +85,8 @@ def find(
     """Arguments stand for the environment in tests."""
     if nvcc(environ) is not None:
         yield NVCC
-    if environ.get("DG_JIT_USE_NVRTC", "0") not in ("", "0"):
-        yield COMPILED["deep_gemm"]
-    if folder(COMPILED["flashinfer"]) is not None:
-        yield COMPILED["flashinfer"]
+    if folder(JIT_CACHE) is not None:
+        yield JIT_CACHE
     for library in LIBRARIES:
         brought = [d for d in library.distributions if version(d) is not None]
         where = folder(library.module)

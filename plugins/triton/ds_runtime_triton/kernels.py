@@ -45,13 +45,12 @@ _GROUPED = frozenset({"int8_group", "int4_group", "mxfp8", "mxfp4", "nvfp4"})
 _CODED = _GROUPED | _W4AFP8 | _BY_ROW
 _MAX_HEAD = 256  # of a query or value head that prefill keeps on chip
 _MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
-_CONVERTED = "weights are held in the compute dtype: fp8 ones, if any, in twice the bytes"
 
 
 def _compiles(facts: Facts) -> str | None:
     device = facts.device
     if FEATURE not in device.features:
-        return f"no Triton compiler makes code for {device.name}, a {device.type} device"
+        return f"no Triton that makes code for {device.name}, a {device.type} device, is installed"
     return None
 
 
@@ -235,13 +234,13 @@ MOE: tuple[Kernel, ...] = (
     _offer_kept("experts", "experts:experts_int8", _INT8, _int8, "int8_w8a8"),
     _offer_kept("experts", "coded_experts:experts_w4afp8", _W4AFP8, _fp8, "fp8_w8a8"),
     _offer_kept("experts", "coded_experts:experts_weight_only", _CODED),
-    _offer("experts", "experts:experts_dense", note=_CONVERTED, packing=DENSE_EXPERTS),
+    _offer("experts", "experts:experts_dense", packing=DENSE_EXPERTS),
 )
 LINEAR: tuple[Kernel, ...] = (
     _offer_kept("linear", "linear:linear_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_ROWS),
     _offer_kept("linear", "linear:linear_int8", _INT8, _int8, "int8_w8a8"),
     _offer_kept("linear", "weight_only:linear_weight_only", _CODED),
-    _offer("linear", "linear:linear_dense", note=_CONVERTED, packing=DENSE_ROWS),
+    _offer("linear", "linear:linear_dense", packing=DENSE_ROWS),
 )
 TOPK: tuple[Kernel, ...] = (
     _offer("router_logits", "router:router_logits"),

@@ -252,6 +252,8 @@ def test_the_verb(capsys):
     ("flags", "said"),
     [
         (["--op", "liner"], "--op 'liner': known are embed"),
+        (["--op", "sparse_decode"], "--op sparse_decode: tiny-v3 has no kernel of it here"),
+        (["--memory", "0"], "--memory 0: must be above 0"),
         (["--tokens", "4", "0"], "--tokens 0: must be at least 1"),
         (["--context", "-2"], "--context -2: must be at least 1"),
         (["--model", "demo"], "give one of both"),

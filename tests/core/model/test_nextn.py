@@ -100,7 +100,7 @@ def test_a_folder_of_its_own_holds_the_same_layer(split):
         assert a.equal(b)
 
 
-def test_a_checkpoint_without_the_layer_is_refused(split):
+def test_a_checkpoint_without_the_layer_is_refused(split, tmp_path):
     model, _draft = split
     with pytest.raises(
         UnsupportedError, match=r"NEXTN.*num_nextn_predict_layers.*draft-model-path"
@@ -108,6 +108,11 @@ def test_a_checkpoint_without_the_layer_is_refused(split):
         assemble(EngineConfig(**NEXTN, model=str(model)))
     with pytest.raises(CheckpointError, match="--speculative-draft-model-path /nowhere: no such"):
         assemble(EngineConfig(**NEXTN, model=str(model), speculative_draft_model_path="/nowhere"))
+    for path, said in ((str(tmp_path), f"path {tmp_path}: "), ("", "path '': is empty")):
+        with pytest.raises(
+            (CheckpointError, ConfigError), match=f"^--speculative-draft-model-{said}"
+        ):
+            assemble(EngineConfig(**NEXTN, model=str(model), speculative_draft_model_path=path))
 
 
 @pytest.mark.parametrize(
