@@ -235,7 +235,7 @@ def test_sizes():
         check_graph_sizes(EngineConfig(max_running_requests=8, graph_sizes=(2, 9)))
     with pytest.raises(ConfigError, match="--graph-sizes 2,65: at most"):
         assemble(EngineConfig(model="demo", platform="cpu", graph_sizes=(2, 65)))
-    with pytest.raises(ConfigError, match="--graph-sizes: --disable-graph captures none"):
+    with pytest.raises(ConfigError, match="--graph-sizes 2: --disable-graph captures none"):
         check_graph_sizes(EngineConfig(graph_sizes=(2,), disable_graph=True))
     with pytest.raises(ConfigError, match="--graph-sizes 0,4: must be numbers of at least 1"):
         EngineConfig(graph_sizes=(0, 4))

@@ -264,7 +264,8 @@ def served(folder, model=None, more=(), **settings):
     """Log-probabilities of an engine on the platform, its mean error, and its kernels."""
     given = {"platform": "double", "plugins": ("npu",), "threads": 1, "dtype": "bfloat16"}
     given |= {"context_length": 256, "kv_memory": "16MB", "page_size": 16}
-    given |= {"max_running_requests": SIZES[-1], "graph_sizes": SIZES, "chunked_prefill_size": 24}
+    given |= {"max_running_requests": SIZES[-1], "chunked_prefill_size": 24}
+    given |= {} if settings.get("disable_graph") else {"graph_sizes": SIZES}
     draw = random.Random(7)
     prompts = [[draw.randrange(130) for _ in range(n)] for n in LENGTHS]
     # Of several lengths, so that steps of all sizes come, with and without spare rows.
