@@ -114,6 +114,11 @@ def by_fn(fn):
             {"shape": (8, 256, 640)},
             "writes 256 columns at a time, and 640 are not",
         ),
+        (
+            "streamed:ExpertsBlock7",
+            {"shape": (8, 2048, 7168)},
+            "slower than portable kernels where tokens share few experts, as 8",
+        ),
         ("flashinfer:MlaDecodeTrtllm", {}, "made for sm100 and sm103, not for sm90"),
         ("sgl_kernel:mha_prefill", {"dims": SMALL_DIMS}, "made for heads of 128 + 64 and 128 dims"),
         ("torch_ops:ExpertsGroupedMm", {"shape": (8, 64, 33)}, "whole 16 bytes, and 33 values"),

@@ -126,6 +126,17 @@ def as_wide_as(width: int) -> Gate:
     return gate
 
 
+_MANY = 32  # experts, from which on a few tokens leave each of them a few rows
+
+
+def many_experts(facts: Facts) -> str | None:
+    """Bounds by tokens were measured where each chooses few of the experts of a large model."""
+    count, hidden = (facts.shape[0], facts.shape[-1]) if facts.shape else (_MANY, 0)
+    if count >= _MANY or hidden < _LARGE_MODEL:
+        return None
+    return f"slower than portable kernels where tokens share few experts, as {count}"
+
+
 def multiplies_fp8(facts: Facts) -> str | None:
     if "float8_e4m3fn" in facts.device.fast_dtypes:
         return None

@@ -47,6 +47,7 @@ from ds_runtime_cuda.gates import (
     in_fours,
     large,
     library,
+    many_experts,
     multiplies_fp8,
     not_large,
     offer,
@@ -308,13 +309,16 @@ MOE: tuple[Kernel, ...] = (
         sixteen_bytes,
         formats=DENSE,
     ),
-    _streamed("ExpertsFp8", FP8, FP8_EXPERTS, (3, 17), scales_on_chip, as_wide_as(2048)),
+    _streamed(
+        "ExpertsFp8", FP8, FP8_EXPERTS, (3, 17), scales_on_chip, many_experts, as_wide_as(2048)
+    ),
     _streamed(
         "ExpertsBlock7",
         FP8,
         FP8_EXPERTS,
         (3, 321),
         scales_on_chip,
+        many_experts,
         as_wide_as(512),
         rank=RANK_BESIDE + 1,
         beside=CODED_FP8,
