@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from ds_runtime.bench.checkpoint import plan_tensors
 from ds_runtime.bench.shapes import config_of
+from ds_runtime.bench.speculative import _held_out
 from ds_runtime.cli import main
 
 COMMON = ["bench", "speculative", "--platform", "cpu", "--dtype", "float32", "--kv-memory", "8MB"]
@@ -87,3 +89,11 @@ def test_v3_narrow_has_a_draft_layer_without_copies() -> None:
     assert "model.layers.30.eh_proj.weight" in names
     assert not any("layers.30.embed" in n or "shared_head.head" in n for n in names)
     assert 20e9 < sum(p.nbytes for p in planned) < 22.5e9
+
+
+def test_held_out_answers_alone_end_where_they_end(tmp_path: Path) -> None:
+    """Random prompts are measured to the last token asked for, simulated or not."""
+    assert _held_out(tmp_path, None) is None
+    (tmp_path / "heldout.json").write_text("{}")
+    assert _held_out(tmp_path, None) == tmp_path / "heldout.json"
+    assert _held_out(tmp_path, 0.5) is None

@@ -75,6 +75,7 @@ def run(
 
     impossible = _impossible(steps, topks, nodes)
     folder = resolve_model(str(settings.get("model", "demo")))
+    natural = _held_out(folder, simulated) is not None
     batch_sizes, nodes = tuple(dict.fromkeys(batch_sizes)), tuple(dict.fromkeys(nodes))
     given = {"disable_radix_cache": True, "speculative_algorithm": "NEXTN", **settings}
     running = given.setdefault("max_running_requests", max(batch_sizes))
@@ -95,7 +96,8 @@ def run(
                     if drafts:
                         llm.force_drafts(count)
                     heat = 0.0 if simulated is None else 1.0
-                    figure, ids = _measure(llm, prompts, size, shape, (lens[1], heat), runs)
+                    asked = lens[1], heat, natural
+                    figure, ids = _measure(llm, prompts, size, shape, asked, runs)
                     found.append(figure)
                     same = answers.setdefault(size, ids) == ids or simulated is not None
                     if not same and given.get("dtype") == "float32":
@@ -187,12 +189,18 @@ def _flags(row: Mapping[str, Any]) -> str:
     return found
 
 
+def _held_out(folder: Path, simulated: float | None) -> Path | None:
+    """The checkpoint's held-out chats, where these are what is measured."""
+    path = folder / "heldout.json"
+    return path if simulated is None and path.is_file() else None
+
+
 def _prompts(
     llm: LLM, folder: Path, size: int, input_len: int, simulated: float | None
 ) -> list[list[int]]:
     """At least `size` prompts, in batches of as many."""
-    path = folder / "heldout.json"
-    if simulated is not None or not path.is_file():
+    path = _held_out(folder, simulated)
+    if path is None:
         return random_prompts(size, input_len, llm.vocab_size)
     from ds_runtime.bench.accuracy import load_heldout
     from ds_runtime.text.template import load_template
@@ -214,14 +222,13 @@ def _measure(
     prompts: Sequence[Sequence[int]],
     size: int,
     shape: Shape,
-    asked: tuple[int, float],
+    asked: tuple[int, float, bool],
     runs: int,
 ) -> tuple[Figure, list[list[int]]]:
-    """asked: tokens of an answer, and the temperature."""
+    """asked: tokens of an answer, the temperature, and whether it ends where it ends."""
     from ds_runtime.sampling_params import SamplingParams
 
-    output_len, heat = asked
-    natural = heat == 0.0  # held-out answers end where they end
+    output_len, heat, natural = asked
 
     def timed(tokens: int) -> tuple[float, list[list[int]]]:
         params = [
