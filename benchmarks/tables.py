@@ -24,10 +24,12 @@ same machine, in turns, medians over rounds. Decode rates are tokens per second 
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
 read bandwidth measured at the beginning of a round (of later records: right before and behind the
 turn), and the share of it a median over rounds; where memory is shared with other machines, a round
-may find more than that. Medians leave out rounds in which other processes took a
-tenth or more of the processors' time, and "rounds" says how many are left; rows with none are left
-out. Rounds whose readings agree have rows of their own where they are three or more, and name that
-speed of memory; rows that name none may be of several.
+may find more than that. "At most" is that limit over the peer's rate: the ratio of an engine that
+does nothing but read weights as the checkpoint has them (bfloat16 held in 12 bits may exceed it).
+Medians leave out rounds in which other processes took a tenth or more of the processors' time, and
+"rounds" says how many are left; rows with none are left out. Rounds whose readings agree have rows
+of their own where they are three or more, and name that speed of memory; rows that name none may be
+of several.
 """
 DISTURBED = 0.1
 FEWEST = 3  # rounds at one speed of memory that are worth rows of their own
@@ -51,8 +53,8 @@ def _key(row: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One machine's rows as Markdown."""
     lines = [
-        "| model | beside | case | tokens/s | peer | ratio | of the limit | rounds |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
+        "| model | beside | case | tokens/s | peer | ratio | at most | of the limit | rounds |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         peer = row["engine"]
@@ -65,15 +67,16 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                     median(r["rounds"][e][i] for i in some) for e in ("ds-runtime", peer)
                 )
                 limits = [r["limits"][i] for i in some]
-                limit = ""
+                limit = most = ""
                 if all(limits):
-                    own = r["rounds"]["ds-runtime"]
+                    own, other = r["rounds"]["ds-runtime"], r["rounds"][peer]
                     share = median(own[i] / r["limits"][i] for i in some)
                     limit = f"{share:.0%} of {median(limits):.1f}"
+                    most = f"{median(r['limits'][i] / other[i] for i in some):.2f}"
                 rounds = f"{len(some)} of {len(row['neighbours'])}"
                 lines.append(
                     f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
-                    f"| {mine / theirs:.2f} | {limit} | {rounds} |"
+                    f"| {mine / theirs:.2f} | {most} | {limit} | {rounds} |"
                 )
                 model = beside = ""
     return "\n".join(lines)

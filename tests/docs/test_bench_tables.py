@@ -52,7 +52,7 @@ def test_the_last_record_of_a_run_counts():
 
     lines = [record(6.0), record(8.0, quantize="int8"), record(10.0)]
     page = TABLES["page"](TABLES["rows_of"](lines))
-    assert "| m | m.gguf | batch 1 | 10.5 | 4.0 | 2.62 | 30% of 60.0 | 2 of 3 |" in page
+    assert "| m | m.gguf | batch 1 | 10.5 | 4.0 | 2.62 | 15.00 | 30% of 60.0 | 2 of 3 |" in page
     assert "Memory read 10.0 to 20.0 GB/s." in page
     assert "| m as int8 | m.gguf | batch 1 | 8.5 |" in page
     assert "| 6.5 |" not in page and "## P, 2 cores, x, torch 2" in page
@@ -73,11 +73,11 @@ def test_rounds_at_one_speed_of_memory_have_rows_of_their_own():
     slow, fast = TABLES["table"]([row]).splitlines()[2:]
     assert (
         slow
-        == "| m, memory at 30 GB/s | m.gguf | batch 1 | 3.0 | 4.0 | 0.75 | 30% of 10.0 | 3 of 8 |"
+        == "| m, memory at 30 GB/s | m.gguf | batch 1 | 3.0 | 4.0 | 0.75 | 2.50 | 30% of 10.0 | 3 of 8 |"
     )
     assert (
         fast
-        == "| m, memory at 58 GB/s | m.gguf | batch 1 | 8.0 | 4.0 | 2.00 | 80% of 10.0 | 3 of 8 |"
+        == "| m, memory at 58 GB/s | m.gguf | batch 1 | 8.0 | 4.0 | 2.00 | 2.50 | 80% of 10.0 | 3 of 8 |"
     )
     row["reads"], row["neighbours"] = row["reads"][:6], row["neighbours"][:6]
     row["reads"][4] = [30e9] * 3
