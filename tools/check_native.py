@@ -7,7 +7,8 @@ valgrind  the driver on the generic library, under memcheck, leaks included
 address   the driver on every library, instrumented by AddressSanitizer and UBSan
 thread    the driver under ThreadSanitizer, with std::thread in place of OpenMP, whose runtime the
           tool cannot see through: the same division of work, the same kernels
-pytest    conformance of the CPU's kernels on the instrumented libraries of `address`
+pytest    conformance of the CPU's kernels on the instrumented libraries of `address`, and the tests
+          that fuzz their shapes
 arm       the driver on the generic library of aarch64, cross-compiled and emulated; its results
           must be near those of this machine
 
@@ -36,7 +37,12 @@ RUNTIMES = "Debian: g++, or libclang-rt-dev for clang++"
 # LeakSanitizer stops all threads through ptrace, and with OpenMP's may itself crash; leaks are
 # valgrind's to find.
 NO_LEAKS = {"ASAN_OPTIONS": "detect_leaks=0"}
-TESTS = ("tests/conformance/test_variants.py", "tests/conformance/test_ops.py", "-k", "cpu")
+FUZZED = ("matmul", "experts", "attention", "sparse", "small", "rows", "sampling")
+TESTS = (
+    *(f"tests/conformance/test_{name}.py" for name in ("variants", "ops")),
+    *(f"tests/plugins/test_cpu_{name}.py" for name in FUZZED),
+    *("-k", "cpu"),
+)
 
 
 class Missing(Exception):

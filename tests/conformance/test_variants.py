@@ -1,6 +1,7 @@
 """Every variant of the CPU's native library that this machine executes, over the ops' samples.
 
-`test_ops` runs the best one; here are the others, down to `generic`.
+`test_ops` runs the best one; here are the others, down to `generic`, with every kind of cache and
+width of heads that the vendor kit has.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from dataclasses import dataclass
 import pytest
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.ops.spec import Facts, Kernel, Offers
+from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import SMALL_DIMS, check_kernel, facts_for
+from ds_runtime.testing.conformance import check_kernel
+from ds_runtime.testing.kit import Subject, subjects
 from ds_runtime_cpu import native
 from ds_runtime_cpu.platform import CpuPlatform
-
-DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,10 @@ class Variant:
     """One native kernel under the facts of one variant."""
 
     isa: str
-    kernel: Kernel
-    facts: Facts
-    offers: Offers
+    subject: Subject
 
     def __str__(self) -> str:
-        return f"{self.isa}-{self.kernel.name}-{self.facts.dtype}"
+        return f"{self.isa}-{self.subject}"
 
 
 def needs_library(kernel: Kernel, facts: Facts) -> bool:
@@ -48,14 +46,11 @@ def variants() -> list[Variant]:
     for isa in native.runnable()[1:]:
         platform = CpuPlatform()
         platform.configure(EngineConfig(cpu_isa=isa))
-        for dtype in DTYPES:
-            facts = facts_for(platform.info(), dtype, SMALL_DIMS, 4)
-            offers = plugins.offers(facts)
-            found += [
-                Variant(isa, kernel, facts, offers)
-                for kernel in offers.kernels
-                if kernel.provider == "cpu" and needs_library(kernel, facts)
-            ]
+        found += [
+            Variant(isa, subject)
+            for subject in subjects(plugins, platform.info(), {"cpu"})
+            if needs_library(subject.kernel, subject.facts)
+        ]
     native.choose(None)
     return found
 
@@ -65,8 +60,9 @@ VARIANTS = variants()
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_variant_conforms(variant: Variant) -> None:
+    of = variant.subject
     with native.using(variant.isa):
-        results = check_kernel(variant.kernel, variant.facts, variant.offers)
+        results = check_kernel(of.kernel, of.facts, of.offers)
     failures = [f"{r.case}: {r.failure}" for r in results if not r.ok]
     assert not failures, "\n".join(failures)
 
@@ -74,7 +70,10 @@ def test_variant_conforms(variant: Variant) -> None:
 def test_every_variant_brings_the_native_kernels() -> None:
     ops: dict[str, set[str]] = {}
     for variant in VARIANTS:
-        ops.setdefault(variant.isa, set()).add(variant.kernel.op.name)
+        ops.setdefault(variant.isa, set()).add(variant.subject.kernel.op.name)
     assert list(ops) == list(native.runnable()[1:])
     for isa, found in ops.items():
         assert found >= {"linear", "experts", "mla_decode", "rms_norm", "cache_write"}, isa
+    caches = {(v.isa, v.subject.facts.kv_dtype) for v in VARIANTS}
+    assert {kind for _, kind in caches} >= {"float32", "bfloat16", "float8_e4m3fn", FP8_GROUPS}
+    assert len(caches) == len(ops) * len({kind for _, kind in caches})

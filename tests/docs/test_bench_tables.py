@@ -69,15 +69,15 @@ def test_rounds_at_one_speed_of_memory_have_rows_of_their_own():
     case = {"case": "batch 1", "limits": [10.0] * 8}
     case["rounds"] = {"ds-runtime": [8.0] * 5 + [3.0] * 3, "peer": [4.0] * 8}
     row |= {"results": [case], "model": "m", "settings": {}, "engine": "peer"}
-    row["engines"] = {"peer": {"model": "m.gguf"}}
+    row["engines"] = {"peer": {"model": "f"}}
     slow, fast = TABLES["table"]([row]).splitlines()[2:]
     assert (
         slow
-        == "| m, memory at 30 GB/s | m.gguf | batch 1 | 3.0 | 4.0 | 0.75 | 2.50 | 30% of 10.0 | 3 of 8 |"
+        == "| m, memory at 30 GB/s | f | batch 1 | 3.0 | 4.0 | 0.75 | 2.50 | 30% of 10.0 | 3 of 8 |"
     )
     assert (
         fast
-        == "| m, memory at 58 GB/s | m.gguf | batch 1 | 8.0 | 4.0 | 2.00 | 2.50 | 80% of 10.0 | 3 of 8 |"
+        == "| m, memory at 58 GB/s | f | batch 1 | 8.0 | 4.0 | 2.00 | 2.50 | 80% of 10.0 | 3 of 8 |"
     )
     row["reads"], row["neighbours"] = row["reads"][:6], row["neighbours"][:6]
     row["reads"][4] = [30e9] * 3

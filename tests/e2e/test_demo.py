@@ -136,10 +136,9 @@ def test_some_held_out_answers_through_the_runtime():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_scores_that_the_demo_promises():
+    """500 and 197 are right in docs/demo.md; in bfloat16 another kernel may turn one or two."""
     settings = {"model": "demo", "platform": "cpu", "threads": torch.get_num_threads()}
-    scores = accuracy.run(settings)["scores"]
-    assert scores["sums"]["of"] == 500
-    assert scores["sums"]["share"] >= 0.95
-    assert scores["tools"]["of"] == 200
-    assert scores["tools"]["share"] >= 0.95
+    scores = accuracy.run({**settings, "dtype": "bfloat16"})["scores"]
+    assert scores["sums"]["of"] == 500 and scores["sums"]["right"] >= 498
+    assert scores["tools"]["of"] == 200 and scores["tools"]["right"] >= 195
     assert scores["mtp"]["outputs"] >= 0.60

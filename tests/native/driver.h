@@ -39,6 +39,7 @@ namespace driver {
   X(mask_logits)            \
   X(logprobs)               \
   X(pack)                   \
+  X(panel_bytes)            \
   X(narrow)                 \
   X(narrows)                \
   X(unpack)                 \

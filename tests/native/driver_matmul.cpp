@@ -10,15 +10,10 @@ struct Form {
   int64_t group;
 
   int64_t groups(int64_t k) const { return group > 0 ? (k + group - 1) / group : 1; }
-  bool bytes8() const { return code == DS_INT8 || code == DS_INT4 || code == DS_INT4_ZEROS; }
-  int64_t bytes(int64_t size, int64_t n, int64_t k, int64_t width = 64) const {
-    const int64_t panels = (n + width - 1) / width, step = bytes8() ? 64 : 32;
-    const int64_t padded = (k + step - 1) / step * step;
-    if (code == DS_DENSE) return panels * 64 * size * (size < 4 ? padded : k);
-    if (code == DS_BF12) return panels * (64 + padded * 96 + (padded + 63) / 64 * 64);
-    if (code == DS_INT8) return panels * 64 * (padded + 8);
-    const int64_t heads = 4 * groups(k) * (code == DS_INT4_ZEROS ? 2 : 1);
-    return panels * 64 * ((code == DS_FP8 ? padded : padded / 2) + heads);
+  int64_t bytes(const Library& library, int64_t size, int64_t n, int64_t k,
+                int64_t width = 64) const {
+    const int32_t dtype = size == 4 ? DS_F32 : DS_BF16;
+    return (n + width - 1) / width * library.panel_bytes(code, dtype, k, group);
   }
   unsigned char code_of(Random& random) const {
     if (code == DS_FP8) {
@@ -63,7 +58,7 @@ void filled(const Library& library, const Form& form, char* panels, int64_t n, i
             int64_t width, Fill fill) {
   if (form.code != DS_BF12) return fill(form, panels);
   const Form dense{DS_DENSE, 0};
-  Matrix<char> wide(1, dense.bytes(2, n, k, width));
+  Matrix<char> wide(1, dense.bytes(library, 2, n, k, width));
   fill(dense, wide.data);
   int64_t left = -1;
   library.narrow(wide.data, panels, (n + width - 1) / width, k, &left);
@@ -78,7 +73,7 @@ template <class T>
 void linear(std::vector<Case>& to, const Weights& w, int64_t m, const Form& form) {
   to.push_back({"linear " + std::to_string(form.code), [=](const Library& library, Results& results) {
                   Random random(31);
-                  const int64_t bytes = form.bytes(sizeof(T), w.n, w.k), first = w.n / 3;
+                  const int64_t bytes = form.bytes(library, sizeof(T), w.n, w.k), first = w.n / 3;
                   Matrix<char> panels(1, w.heads * bytes);
                   for (int64_t h = 0; h < w.heads; ++h) {
                     filled(library, form, panels.data + h * bytes, w.n, w.k, 64,
@@ -116,8 +111,8 @@ void experts(std::vector<Case>& to, const Experts& e, const Form& form) {
   to.push_back({"experts " + std::to_string(form.code), [=](const Library& library,
                                                             Results& results) {
                   Random random(32);
-                  const int64_t size13 = form.bytes(sizeof(T), e.inter, e.hidden, 32);
-                  const int64_t size2 = form.bytes(sizeof(T), e.hidden, e.inter);
+                  const int64_t size13 = form.bytes(library, sizeof(T), e.inter, e.hidden, 32);
+                  const int64_t size2 = form.bytes(library, sizeof(T), e.hidden, e.inter);
                   Matrix<char> w13(1, e.experts * size13), w2(1, e.experts * size2);
                   for (int64_t i = 0; i < e.experts; ++i) {
                     filled(library, form, w13.data + i * size13, e.inter, e.hidden, 32,

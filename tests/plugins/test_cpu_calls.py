@@ -49,6 +49,7 @@ INTERFACES = {
     9: "4026d80e7e9ea353",
     10: "16edb450ff6bd866",
     11: "15ce354e520dd2bb",
+    12: "15ce354e520dd2bb",  # and panel_bytes, which gives a value
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -42,6 +44,17 @@ def test_libraries_and_features_agree_on_what_runs_and_which_is_best():
 def test_every_variant_is_built_that_this_compiler_knows():
     """Here, where tests run; an older compiler builds fewer, and says which."""
     assert set(native.built_for()) <= set(ISAS)
+    compiler = shutil.which("c++")
+    if compiler is None or sys.platform != "linux" or os.uname().machine != "x86_64":
+        assert "generic" in native.built_for()
+        return
+    flags = {"avx512": "-mavx512vnni", "avx512bf16": "-mavx512bf16", "amx": "-mamx-bf16"}
+    known = {"generic", "avx2"}
+    for isa, flag in flags.items():
+        command = [compiler, flag, "-fsyntax-only", "-x", "c++", "/dev/null"]
+        if not subprocess.run(command, capture_output=True).returncode:
+            known.add(isa)
+    assert set(native.built_for()) == known
 
 
 @pytest.mark.parametrize("isa", RUNNABLE)

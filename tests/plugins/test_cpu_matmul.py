@@ -292,6 +292,18 @@ def test_absorb(isa, dtype, form, dims, tokens):
             assert packed.nbytes == weights * size
 
 
+@every_isa
+@pytest.mark.parametrize("k", [1, 70])
+def test_columns_need_not_be_contiguous(isa, k):
+    """Results of transposed activations, and of one column whose stride means nothing."""
+    torch.manual_seed(4)
+    weight, x = dense(torch.randn(80, k)), torch.randn(k, 5).T
+    with native.using(isa):
+        kernel = linear.LinearPanels(facts(torch.float32))
+        got = kernel.apply(x, kernel.pack(weight, facts(torch.float32)))
+    check_dots(got, x, weight.dequantise())
+
+
 def test_absorb_follows_the_blocks_of_a_shard():
     """A rank's heads may begin inside a block of rows: then scales change inside a head."""
     dims = {"heads": 2, "qk_nope": 128, "qk_rope": 64, "v": 64, "kv_lora": 256}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from ds_runtime.errors import UnsupportedError
+from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import experts, kernels, native, small
@@ -158,6 +163,69 @@ def test_experts_do_not_depend_on_threads(isa, dtype, tokens, hidden, inter):
     same_bits(over_threads(lambda: kernel.apply(x, weights, ids, packed)))
 
 
+@pytest.mark.parametrize("hidden", [1, 70])
+def test_experts_take_columns_that_are_not_contiguous(isa, hidden):
+    gate, up = torch.randn(2, 2, 40, hidden)
+    down = torch.randn(2, hidden, 40)
+    kernel = experts.ExpertsNative(facts(torch.float32))
+    packed = kernel.pack(Source(gate, up, down), facts(torch.float32))
+    x, weights = torch.randn(hidden, 5).T, torch.rand(5, 1)
+    ids = torch.tensor([[0], [1], [1], [0], [1]], dtype=torch.int32)
+    got, want = (
+        kernel.apply(v, weights, ids, packed) for v in (x, torch.empty(5, hidden).copy_(x))
+    )
+    assert torch.equal(got, want)
+
+
+def test_experts_that_are_not_held_alike_are_named(isa):
+    """Which expert, what it is stored as, what the others are, and what to do."""
+    up, down = dense("e0.up", torch.randn(32, 64)), dense("e0.down", torch.randn(64, 32))
+    gate, last = (quantise_part(w.parts[0], "int8_channel", 0) for w in (up, down))
+    others = Weight((replace(gate, name="e1.gate"),)), Weight((gate,)), Weight((last,))
+
+    class Mixed:
+        format, num_experts, hidden, intermediate = "dense", 2, 64, 32
+
+        def expert(self, index):
+            return others if index else (up, up, down)
+
+    with pytest.raises(UnsupportedError, match=r"e1\.gate: int8_channel.* are dense; .*alike"):
+        experts.ExpertsNative(facts(torch.float32)).pack(Mixed(), facts(torch.float32))
+
+
+def test_a_system_without_openmp_takes_torchs(monkeypatch, tmp_path):
+    """As on images that bring no libgomp: the first attempt fails, the second one has torch's."""
+    opened, path = [], tmp_path / "libds_cpu_x.so"
+
+    def load(name, mode=0):
+        opened.append(Path(name).name)
+        if opened == [path.name]:
+            raise OSError("libgomp.so.1: cannot open shared object file")
+        return name
+
+    lib = tmp_path / "torch" / "lib"
+    lib.mkdir(parents=True)
+    (lib / "libgomp-1a2b.so.1").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "torch")])
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(native.ctypes, "CDLL", load)
+    assert native._loaded(path) == str(path)
+    assert opened == [path.name, "libgomp-1a2b.so.1", path.name]
+    opened.clear()
+    (lib / "libgomp-1a2b.so.1").unlink()
+    with pytest.raises(OSError, match="libgomp"):
+        native._loaded(path)
+
+
+def test_a_library_without_openmp_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(native, "threads", lambda: 1)
+    before = torch.get_num_threads()
+    CpuPlatform().init_worker(0, 1, 2)
+    torch.set_num_threads(before)
+    native.calls().set_threads(before)
+    assert "built without OpenMP" in caplog.text and "one thread of 2" in caplog.text
+
+
 def test_without_libraries_every_native_kernel_refuses(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "library_folder", lambda: tmp_path)
     native.why_not.cache_clear()
@@ -191,7 +259,7 @@ from ds_runtime_cpu import native
 native.library()
 import torch
 maps = open("/proc/self/maps").read().splitlines()
-print(len({line.split()[-1] for line in maps if "gomp" in line or "iomp" in line}))
+print(len({line.split()[-1] for line in maps if "omp" in line.split("/")[-1]}))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(out.stdout) <= 1

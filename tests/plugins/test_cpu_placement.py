@@ -136,6 +136,13 @@ placement.nodes = lambda allowed: {0: wanted[0], 1: wanted[1]} if len(cpus) > 1 
 placement.placement = lambda rank, size, threads, on: wanted
 before = set(os.listdir("/proc/self/task"))
 CpuPlatform().init_worker(0, 1, 3)
+bound = sorted(os.sched_getaffinity(0))
+found = []
+def again(*settings):
+    found.append(placement.allowed_cpus())
+    return wanted
+placement.placement = again
+CpuPlatform().init_worker(0, 1, 3)
 def mask(task):
     with open(f"/proc/self/task/{task}/status") as lines:
         return next(l.split()[1] for l in lines if l.startswith("Cpus_allowed_list"))
@@ -147,7 +154,7 @@ def ask():
 other = threading.Thread(target=ask)
 other.start(); other.join()
 ask()
-print(json.dumps([cpus, here, [mask(t) for t in made], counts]))
+print(json.dumps([cpus, here, [mask(t) for t in made], counts, bound, sorted(found[0])]))
 """
 
 
@@ -157,10 +164,11 @@ def test_threads_are_bound_and_their_number_holds_for_every_caller():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
     ran = subprocess.run([sys.executable, "-c", BIND], capture_output=True, text=True, env=env)
     assert ran.returncode == 0, ran.stderr
-    cpus, here, others, counts = json.loads(ran.stdout)
+    cpus, here, others, counts, bound, again = json.loads(ran.stdout)
     assert parse_cpus(here) == {cpus[0]}
     assert [parse_cpus(o) for o in others] == [{cpus[-1]}, set(cpus)]
     assert counts == [3, 3], "--threads holds for a second thread of Python too"
+    assert bound == cpus[:1] and again == cpus, "a second engine has all processors again"
 
 
 def flags_at(address: int, smaps: str) -> str:

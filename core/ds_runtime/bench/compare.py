@@ -226,7 +226,8 @@ def run(
                 measured.append(ours.ask({"do": "limits", "steps": steps}))  # it may have changed
             disturbed.append(neighbours.share(ours.cpu + peer.cpu - before))
             ceilings.append(measured[0]["ceilings"])
-            reads.append([m["ceilings"]["bandwidth"] for m in measured])
+            found_at = (m["ceilings"] for m in measured)
+            reads.append([c.get("typical") or c["bandwidth"] for c in found_at])
             around = turns.index(ours)
             read = sum(reads[-1][around : around + 2]) / 2
             limits.append(_limits(cases, read, measured[0]["step_bytes"]))
@@ -262,8 +263,8 @@ def run(
 def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
     """Rounds whose readings of memory agree, those of the same speed together, the slowest first.
 
-    reads: of each round, bytes per second at its beginning and behind each turn. What happened
-    within a turn they do not tell.
+    reads: of each round, typical bytes per second at its beginning and behind each turn. What
+    happened within a turn they do not tell.
     """
     steady = sorted((max(r), i) for i, r in enumerate(reads) if max(r) <= STEADY * min(r))
     found: list[list[tuple[float, int]]] = []
@@ -278,7 +279,7 @@ def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
 def _limits(
     cases: Sequence[Case], bandwidth: float, step_bytes: Sequence[float]
 ) -> list[float | None]:
-    """Tokens per second of decode at the measured read bandwidth; None for a prefill."""
+    """Tokens per second of decode at a read bandwidth; None for a prefill."""
     left = iter(step_bytes)
     return [c.batch * bandwidth / next(left) if c.output_len and bandwidth else None for c in cases]
 

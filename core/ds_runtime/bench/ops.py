@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.bench.record import Neighbours, as_served, environment
 from ds_runtime.bench.shapes import config_of
-from ds_runtime.bench.work import Work, decode_step
+from ds_runtime.bench.work import Work, as_read, decode_step
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.estimate import needed_bytes
@@ -312,7 +312,7 @@ class Measurement:
 
     def _figure(self, group: Group, kernel: Kernel, tokens: int, subject: Subject) -> Figure:
         spent = self._time(subject.calls)
-        work: Work = subject.work
+        work: Work = as_read(subject.work, kernel, group.facts)
         arithmetic = _ARITHMETIC.get(kernel.numerics, group.facts.dtype)
         if group.op in _FLOAT32:
             arithmetic = "float32"
@@ -439,9 +439,16 @@ def step_bytes(
     assembly: Assembly, tokens: Sequence[int], context: int, only: Sequence[str] = ()
 ) -> dict[int, dict[str, Work]]:
     """What decode steps of so many sequences must read, by op; `only` these."""
-    bound = (site for site, kernel in assembly.binding.choices if kernel is not None)
-    sites = [site for site in bound if not only or site.op in only]
-    return {n: decode_step(sites, assembly.binding.base, n, context) for n in tokens}
+    base = assembly.binding.base
+    found: dict[int, dict[str, Work]] = {n: {} for n in tokens}
+    for site, kernel in assembly.binding.choices:
+        if kernel is None or (only and site.op not in only):
+            continue
+        for n, step in found.items():
+            for name, whole in decode_step((site,), base, n, context).items():
+                work = as_read(whole, kernel, site_facts(base, site))
+                step[name] = step.get(name, Work()) + work
+    return found
 
 
 def bytes_report(assembly: Assembly, steps: Mapping[int, Mapping[str, Work]]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """What one call of an op must at least move and compute, from its shapes alone. Torch-free.
 
 Every input is read once and every output written once; nothing between them touches memory.
-Weights and caches count in the encoding that their format has in memory, scales included. A
-multiply-add is two FLOPs, and so is its integer counterpart; elementwise ops count about one per
-arithmetic operation. `WORK` has a function for every op of the table.
+Weights and caches count in the encoding that their format has in memory, scales included, unless a
+kernel says that it packs them tighter (`as_read`). A multiply-add is two FLOPs, and so is its
+integer counterpart; elementwise ops count about one per arithmetic operation. `WORK` has a function
+for every op of the table.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.sites import INDEXER
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import FP8_GROUPS, Facts, Site
+from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel, Site
 
 ITEM_BYTES: Mapping[str, float] = {
     "float64": 8,
@@ -59,6 +60,12 @@ class Work:
 def matrix_bytes(rows: int, cols: int, fmt: str, dtype: str) -> float:
     """Bytes of a [rows, cols] weight in format `fmt`; "dense" holds the compute dtype."""
     return FORMATS.get(fmt, FORMATS["dense"]).nbytes(rows, cols, int(ITEM_BYTES[dtype]))
+
+
+def as_read(work: Work, kernel: Kernel, facts: Facts) -> Work:
+    """The work with the weights' bytes as `kernel` reads them, where it packs them tighter."""
+    share = 1.0 if kernel.reads is None else kernel.reads(facts)
+    return replace(work, weights=share * work.weights)
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:

@@ -288,6 +288,9 @@ class Kernel:
     function that gives a context, whose value says whether it works here: within, calls of all
     kernels that name it compile and do not run, their results are zeros, and leaving it waits
     until all have compiled. Where steps are captured at start, they run in it before.
+    `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the share of
+    that format's bytes that its calls read then. It says what a step must read; the estimate of
+    memory does not count on it.
     """
 
     op: Op
@@ -316,6 +319,7 @@ class Kernel:
     rehearsal: str = ""
     by_rows: frozenset[str] = frozenset()
     beside: float = 0
+    reads: Callable[[Facts], float] | None = None
 
     @property
     def name(self) -> str:

@@ -104,10 +104,17 @@ def _fp8(device: torch.device, n: int) -> Callable[[], Any]:
 
 
 def best(call: Callable[[], Any], wait: Callable[[], None], seconds: float | None = None) -> float:
-    """Seconds of the fastest call; calls are queued in groups where one is short."""
+    """Seconds of the fastest call."""
+    return min(timed(call, wait, seconds))
+
+
+def timed(
+    call: Callable[[], Any], wait: Callable[[], None], seconds: float | None = None
+) -> list[float]:
+    """Seconds of a call, again and again; calls are queued in groups where one is short."""
     call()
     wait()
-    group, found = 1, float("inf")
+    group, found = 1, list[float]()
     end = time.perf_counter() + (_SECONDS if seconds is None else seconds)
     while time.perf_counter() < end:
         start = time.perf_counter()
@@ -115,7 +122,7 @@ def best(call: Callable[[], Any], wait: Callable[[], None], seconds: float | Non
             call()
         wait()
         spent = time.perf_counter() - start
-        found = min(found, spent / group)
+        found.append(spent / group)
         if spent < 0.01:
             group *= 2
     return found

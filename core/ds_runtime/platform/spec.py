@@ -33,16 +33,18 @@ class MemoryInfo:
 class Ceilings:
     """What a device reaches at most, measured on it: what figures of kernels are held against.
 
-    bandwidth: bytes read per second from memory, out of every cache. compute: operations per
-    second of the fastest matmul by dtype ("int8" counts integer operations); a dtype that is not
-    in it was not measured. cache: bytes of the last-level cache, 0 if unknown. note: how it was
-    measured.
+    bandwidth: bytes read per second from memory, out of every cache, in the fastest reading.
+    typical: in the median one, which is less where others use the memory; 0: not told. compute:
+    operations per second of the fastest matmul by dtype ("int8" counts integer operations); a dtype
+    that is not in it was not measured. cache: bytes of the last-level cache, 0 if unknown. note:
+    how it was measured.
     """
 
     bandwidth: float
     compute: Mapping[str, float]
     cache: int = 0
     note: str = ""
+    typical: float = 0.0
 
 
 class Communicator(Protocol):

@@ -3,13 +3,13 @@
 // Pointers are to row-major data, `ld*` are distances between rows in elements, the last
 // dimension is contiguous. dtype: 0 = float32, 1 = bfloat16 (16 raw bits). The caller brings what
 // is read and written; what a kernel needs besides, it allocates for the call (scratch.h). Work is
-// divided with OpenMP where it was found at build time; every output element is summed by one thread
-// in a fixed order, so results do not depend on the number of threads.
+// divided with OpenMP where it was found at build time. Every output element is summed in an order that
+// does not depend on the number of threads: by one of them, or in pieces of a fixed length (attention).
 #pragma once
 
 #include <cstdint>
 
-#define DS_CPU_ABI 11
+#define DS_CPU_ABI 12
 
 #if defined(_WIN32)
 #define DS_EXPORT extern "C" __declspec(dllexport)
@@ -123,6 +123,8 @@ DS_EXPORT void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, in
                            int64_t sk, const float* scales, const float* zeros, int64_t ld_scales,
                            void* panels, int64_t n0, int64_t rows, int64_t n, int64_t k,
                            int64_t group, int32_t half);
+// Of one panel of 64 columns; a packed matrix is panels one after the other.
+DS_EXPORT int64_t ds_cpu_panel_bytes(int32_t format, int32_t dtype, int64_t k, int64_t group);
 // out [n, k]: the values of a packed matrix.
 DS_EXPORT void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out,
                              int64_t n, int64_t k, int64_t group);

@@ -8,8 +8,7 @@
 
 namespace ds {
 
-// The panels of one or several packed matrices [n, k], one after the other. `width` columns to a
-// panel: 64, or 32 where two matrices share them.
+// The panels of one or several packed matrices [n, k], one after the other.
 template <class Fmt>
 struct Panels {
   const char* data;

@@ -25,7 +25,7 @@ struct Int4 : TilesOf8<TilesInt4> {
   static constexpr bool looks_ahead(int64_t m) { return m > WIDENS_ALONE_TO; }
   struct Panel {
     const uint8_t* data;
-    int64_t group;  // a multiple of 16, at most MAX_BLOCK
+    int64_t group;  // a multiple of 32, at most MAX_BLOCK
     bool zeros;
     int64_t head() const { return (zeros ? 8 : 4) * NB; }
   };

@@ -398,6 +398,14 @@ void ds_cpu_pack(int32_t format, int32_t dtype, const void* source, int64_t sn, 
     pack<PackBf16>(s, panels);
 }
 
+int64_t ds_cpu_panel_bytes(int32_t format, int32_t dtype, int64_t k, int64_t group) {
+  int64_t bytes = 0;
+  with_format(format, dtype, [&](auto of, auto) {
+    bytes = Panels<decltype(of)>{nullptr, group, k, format == DS_INT4_ZEROS}.bytes();
+  });
+  return bytes;
+}
+
 void ds_cpu_unpack(int32_t format, int32_t dtype, const void* panels, float* out, int64_t n,
                    int64_t k, int64_t group) {
   if (format == DS_BF12)

@@ -2,11 +2,14 @@
 //
 // The calling thread keeps up to KEPT bytes of it for its next call, so that a decode step asks the
 // operating system for nothing; more is given back. DS_SCRATCH_KEPT=0, for builds under a tool, gives
-// every call a block of just its size, behind which the tool sees each byte.
+// every call a block of just its size, behind which the tool sees each byte. Where the system refuses
+// memory the process ends with a sentence: behind the C interface nobody could catch an exception.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <new>
 
 #include "arena.h"
@@ -36,7 +39,7 @@ class Scratch {
   struct Block {
     static constexpr std::align_val_t LINE{64};
     explicit Block(int64_t size = 0)
-        : data(size > 0 ? operator new(std::size_t(size), LINE) : nullptr), bytes(size) {}
+        : data(size > 0 ? taken(size) : nullptr), bytes(size) {}
     Block(const Block&) = delete;
     Block& operator=(Block&& other) {
       void* mine = data;
@@ -45,6 +48,15 @@ class Scratch {
       return *this;
     }
     ~Block() { operator delete(data, LINE); }
+    static void* taken(int64_t size) {
+      void* data = operator new(std::size_t(size), LINE, std::nothrow);
+      if (data) return data;
+      std::fprintf(stderr,
+                   "ds_runtime_cpu: the system refuses %lld bytes of working memory for one call of "
+                   "a kernel; give it more, or take a smaller --max-step-tokens\n",
+                   (long long)size);
+      std::abort();
+    }
     void* data;
     int64_t bytes;
   };

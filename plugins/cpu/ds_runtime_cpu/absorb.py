@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ds_runtime.api import Facts, Packed, Weight, WeightPart
 from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear, whole_tiles
-from ds_runtime_cpu.panels import Form, Matmul, Stack, dense, fp8, grid
+from ds_runtime_cpu.panels import COLUMNS, Form, Matmul, Stack, dense, fp8, grid
 
 
 class _MlaAbsorb:
@@ -36,31 +36,24 @@ class MlaAbsorbNative(_MlaAbsorb):
         form = self._fp8_form(weight.parts)
         values = weight.parts[0].tensors["weight"] if form else weight.dequantise(self.dtype)
         uk, uv = self._split(values)
-        scale = _Scales(weight.parts[0], form.group) if form else None
+        matrices = {"uk": uk, "uv": uv, "q": uk.transpose(1, 2)}  # [heads, rows, k]
+        scales = self._scales(weight.parts[0], form.group) if form else {}
         form = form or dense(self.dtype)
-        heads, per_head = self.heads, self.nope + self.v
-        sizes = {"uk": (self.nope, self.kv_lora), "uv": (self.v, self.kv_lora)}
-        sizes["q"] = (self.kv_lora, self.nope)
-        stacks = {m: Stack(form, heads, *size) for m, size in sizes.items()}
-        for h in range(heads):
-            row = h * per_head
-            k_scale = scale.rows(row, self.nope, self.kv_lora) if scale else None
-            v_scale = scale.rows(row + self.nope, self.v, self.kv_lora) if scale else None
-            q_scale = scale.columns(row, self.nope, self.kv_lora) if scale else None
-            form.pack(stacks["uk"].room(), uk[h], k_scale)
-            form.pack(stacks["uv"].room(), uv[h], v_scale)
-            form.pack(stacks["q"].room(), uk[h].T, q_scale)  # [kv_lora, nope]
-            for stack in stacks.values():
-                stack.close()
-        packed = {m: stack.panels for m, stack in stacks.items()}
+        packed, forms, matmuls = dict[str, Tensor](), dict[str, Form](), dict[str, Matmul]()
+        for name, values in matrices.items():
+            heads, n, k = values.shape
+            # All heads at once: then memory nodes get what their threads read (csrc/parallel.h).
+            rows = _whole_panels(values)
+            stack = Stack(form, 1, len(rows), k)
+            grid_ = scales.get(name)
+            form.pack(stack.room(), rows, None if grid_ is None else _whole_panels(grid_))
+            stack.close()
+            forms[name], packed[name] = stack.form, stack.panels.view(heads, -1)
+            rest = self.rope if name == "q" else 0  # behind absorbed queries comes their rope part
+            matmuls[name] = Matmul(forms[name], packed[name], n, k, heads, rest)
         nbytes = sum(t.nbytes for t in packed.values())
-        rest = {"q": self.rope}  # behind absorbed queries comes their rope part
-        matmuls = {
-            m: Matmul(stacks[m].form, packed[m], *size, heads, rest.get(m, 0))
-            for m, size in sizes.items()
-        }
-        forms = (stacks["uk"].form, stacks["uv"].form)
-        tensors = {**packed, "forms": forms, "dims": (self.nope, self.v), "matmul": matmuls}
+        kinds = ((forms["uk"], self.nope), (forms["uv"], self.v))
+        tensors = {**packed, "kinds": kinds, "matmul": matmuls}
         return Packed(self.tag, weight.shape, tensors, nbytes, restore=_restore_panels)
 
     def _fp8_form(self, parts: tuple[WeightPart, ...]) -> Form | None:
@@ -69,6 +62,20 @@ class MlaAbsorbNative(_MlaAbsorb):
             return None
         block, (row0, col0) = parts[0].block, parts[0].offset
         return fp8(parts, self.dtype, *block, col0, row0, self.nope + self.v)
+
+    def _scales(self, part: WeightPart, group: int) -> dict[str, Tensor]:
+        """[heads, rows, groups] of fp8 matrices: `group` elements of k have one."""
+        heads, lora = torch.arange(self.heads), torch.arange(self.kv_lora)
+        first = (self.nope + self.v) * heads[:, None]  # rows of kv_b [heads * (nope + v), kv_lora]
+        along = torch.arange(0, self.kv_lora, group)
+        k_rows, v_rows = torch.arange(self.nope), torch.arange(self.nope, self.nope + self.v)
+        found = {
+            name: grid(part, (first + rows).flatten(), along).view(self.heads, len(rows), -1)
+            for name, rows in {"uk": k_rows, "uv": v_rows}.items()
+        }
+        steps = (first + k_rows[::group]).flatten()  # W_UK by columns has its k along rows of kv_b
+        found["q"] = grid(part, steps, lora).view(self.heads, -1, self.kv_lora).transpose(1, 2)
+        return found
 
     def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         packed.expect(self.tag)
@@ -89,29 +96,21 @@ class MlaAbsorbNative(_MlaAbsorb):
         return matmul.per_head(x)
 
 
-class _Scales:
-    """Scales of pieces of an fp8 kv_b, for groups of `group` along k."""
-
-    def __init__(self, part: WeightPart, group: int) -> None:
-        self.part = part
-        self.group = group
-
-    def rows(self, first: int, count: int, k: int) -> Tensor:
-        """[count, groups]: k along the columns of the checkpoint's matrix."""
-        rows, cols = torch.arange(first, first + count), torch.arange(0, k, self.group)
-        return grid(self.part, rows, cols)
-
-    def columns(self, first: int, k: int, count: int) -> Tensor:
-        """[count, groups]: k along `k` rows from `first`, one row of the result per column."""
-        rows, cols = torch.arange(first, first + k, self.group), torch.arange(count)
-        return grid(self.part, rows, cols).T
+def _whole_panels(x: Tensor) -> Tensor:
+    """[heads, rows, columns] as [heads * r, columns], r whole panels: zeros behind each head."""
+    heads, n, columns = x.shape
+    short = -n % COLUMNS
+    if not short:
+        return x.reshape(-1, columns)
+    out = torch.zeros(heads, n + short, columns, dtype=x.dtype)
+    out[:, :n] = x
+    return out.view(-1, columns)
 
 
 def _restore_panels(packed: Packed) -> Tensor:
-    forms: tuple[Form, Form] = packed.tensors["forms"]
+    kinds: tuple[tuple[Form, int], ...] = packed.tensors["kinds"]
     k = packed.shape[1]
     heads = zip(packed.tensors["uk"], packed.tensors["uv"], strict=True)
-    kinds = tuple(zip(forms, packed.tensors["dims"], strict=True))
     return torch.cat(
         [form.unpack(m, n, k) for head in heads for m, (form, n) in zip(head, kinds, strict=True)]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,21 +25,25 @@ def measure(platform: CpuPlatform) -> Ceilings:
     fast = platform.info().fast_dtypes
     if native.isa_in_use() is None:
         read, by = ceilings.bandwidth(device, platform.synchronize, size), "torch's sums"
+        typical = 0.0
     else:
-        read, by = bandwidth(size), "the native library"
+        (read, typical), by = bandwidth(size), "the native library"
     compute = ceilings.compute(device, platform.synchronize, fast)
-    return Ceilings(read, compute, cache, f"memory by {by}, matmuls by torch")
+    return Ceilings(read, compute, cache, f"memory by {by}, matmuls by torch", typical)
 
 
-def bandwidth(nbytes: int) -> float:
-    """Bytes per second of reading a buffer of that size, on large pages where there are any."""
+def bandwidth(nbytes: int) -> tuple[float, float]:
+    """Bytes per second of reading a buffer of that size, on large pages where there are any: of the
+    fastest reading, and of the median one."""
     words = torch.empty(nbytes // 8, dtype=torch.int64)
     call, total = native.calls(), torch.empty(1, dtype=torch.int64)
     call.large_pages(words.data_ptr(), words.nbytes)
     words.fill_(1)
 
-    def seconds(streams: int) -> float:
+    def seconds(streams: int) -> list[float]:
         where = words.data_ptr(), words.nbytes, streams, total.data_ptr()
-        return ceilings.best(lambda: call.read(*where), lambda: None, _SECONDS / len(STREAMS))
+        return ceilings.timed(lambda: call.read(*where), lambda: None, _SECONDS / len(STREAMS))
 
-    return words.nbytes / min(map(seconds, STREAMS))
+    readings = [seconds(streams) for streams in STREAMS]
+    typical = min(map(statistics.median, readings))
+    return words.nbytes / min(map(min, readings)), words.nbytes / typical

@@ -33,11 +33,14 @@ class ExpertsNative:
         for e in range(count):
             gate, up, down = (_one_part(w) for w in source.expert(e))
             if forms is None:
-                forms = _forms(gate, up, down, self.dtype)
+                forms, before = _forms(gate, up, down, self.dtype), _said(gate, up, down)
                 both = Stack(forms[0], count, inter, hidden, COLUMNS // 2)
                 one = Stack(forms[1], count, hidden, inter)
             elif forms != _forms(gate, up, down, self.dtype):
-                raise UnsupportedError(f"{gate.name}: not held like the experts before it")
+                raise UnsupportedError(
+                    f"{gate.name}: {_said(gate, up, down)}, where the experts before it are "
+                    f"{before}; one kernel reads all experts of a layer, so store them alike"
+                )
             forms[0].pack_part(both.room(), gate, half=0)
             forms[0].pack_part(both.room(), up, half=1)
             forms[1].pack_part(one.room(), down)
@@ -85,10 +88,13 @@ class _Run:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, top_k = ids.shape
+        by_row, by_column = x.stride()
+        if by_column != 1 and x.shape[1] > 1:
+            return self(x.contiguous(), weights, ids)
         out = x.new_empty(x.shape)
         self._call(
             x.data_ptr(),
-            x.stride()[0],
+            by_row,
             weights.data_ptr(),
             ids.data_ptr(),
             out.data_ptr(),
@@ -130,6 +136,16 @@ def _forms(
     """How gate and up, and down are held: in their own format if all can be."""
     both, one = forms_of(((gate, up), (down,)), dtype)
     return both, one
+
+
+def _said(*parts: WeightPart) -> str:
+    """Formats, blocks and zero points of an expert's parts, for people."""
+    said = (
+        f"{p.format}{f' in blocks of {p.block}' if p.block else ''}"
+        f"{' with zero points' if 'zero' in p.tensors else ''}"
+        for p in parts
+    )
+    return ", ".join(dict.fromkeys(said))
 
 
 def _gate_up_native(packed: Packed) -> Tensor:

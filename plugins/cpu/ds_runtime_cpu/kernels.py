@@ -1,9 +1,9 @@
 """The CPU plugin's whole offer on one page. Torch-free.
 
 Ranks are by measurement, of one thread (benchmarks/results/cpu_kernels.md) and beside zentorch on
-two (benchmarks/results/cpu_zentorch.md): in bfloat16 the native matmuls are 1.1 to 1.5 times as
-fast as oneDNN's packing up to 16 tokens and as fast at 512, with AMX and without. What needs the
-native library refuses without it, and the next rank takes over.
+two (benchmarks/results/cpu_zentorch.md): on a Xeon, with AMX and without, the native matmuls are
+1.1 to 1.5 times as fast in bfloat16 as oneDNN's packing up to 16 tokens, and as fast at 512. What
+needs the native library refuses without it, and the next rank takes over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
 # The version of the contract that each op's kernels are written for; else 1.
 _CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
-_PANELS = "fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns"
+_TIGHT = "bfloat16 weights take 12 bits, without loss, where the processor multiplies their pairs"
+_PANELS = f"fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns; {_TIGHT}"
 _A8 = (
     "activations are rounded to int8, by token or by token and group; weights whose groups no "
     "multiple of 32 columns divides are held in the compute dtype"
@@ -165,6 +166,13 @@ def _nothing(facts: Facts, rows: int) -> int:
     return 0
 
 
+def _reads(facts: Facts) -> float:
+    """Of a weight in panels: bfloat16 in 12 bits where `panels.Stack` narrows it."""
+    tight = facts.device.arch in ("x86-64-avx512bf16", "x86-64-amx")
+    dense = facts.weight_format == "dense" and facts.dtype == "bfloat16"
+    return 0.75 if tight and dense else 1.0
+
+
 def _by_row(op: str, fn: str, refuse: Gates = _needs_native) -> Kernel:
     """Native: each element of a result is summed by one thread, in the order that any other number
     of rows would have, and nothing is allocated beside results."""
@@ -192,7 +200,7 @@ def _integers(op: str, fn: str, fmt: str, numerics: str) -> Kernel:
 def _panels(op: str, fn: str) -> Kernel:
     """A kernel that keeps fp8 blocks as they are."""
     base = _offer(op, fn, RANK_SPECIALISED, _needs_native, _PANELS)
-    return replace(base, formats=_DENSE, keeps=frozenset({"fp8_block"}))
+    return replace(base, formats=_DENSE, keeps=frozenset({"fp8_block"}), reads=_reads)
 
 
 ATTENTION: tuple[Kernel, ...] = (
@@ -204,7 +212,9 @@ ATTENTION: tuple[Kernel, ...] = (
         _by_row("mla_absorb", "absorb:mla_absorb_native"),
         keeps=frozenset({"fp8_block"}),
         copies=1.5,
-        note="W_UK is kept twice: by rows to expand keys, by columns for the queries of decode",
+        reads=_reads,
+        note="W_UK is kept twice: by rows to expand keys, by columns for the queries of decode; "
+        f"{_TIGHT}",
     ),
     _offer("mla_absorb", "absorb:mla_absorb_matmul", RANK_PLATFORM, _onednn, _KV_B),
     _offer("cache_write", "prologue:cache_write", RANK_SPECIALISED, _native_cache),

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
+import os
 import struct
 import sys
 import threading
@@ -27,8 +29,11 @@ from ds_runtime_cpu import placement
 from ds_runtime_cpu.isa import ISAS, missing, usable
 from ds_runtime_cpu.machine import processor
 
-ABI_VERSION = 11
-NOT_BUILT = "native library not built: reinstall with a C++17 compiler"
+ABI_VERSION = 12
+NOT_BUILT = (
+    "native library not built: reinstall with a C++17 compiler and CMake (DS_REQUIRE_NATIVE=1 pip "
+    "install ... shows why it could not be)"
+)
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _T = ctypes.c_int32  # dtype code, see DTYPES
@@ -85,6 +90,7 @@ class Library:
     score: int
     call: Any
     threads: Callable[[], int]  # that a kernel called from this thread may use
+    panel_bytes: Callable[[int, int, int, int], int]  # of a format, a dtype's code, k, its group
     narrows: bool  # whether it streams bfloat16 in 12 bits faster than in 16
 
 
@@ -196,7 +202,7 @@ def _isa(path: Path) -> str:
 def open_library(path: Path) -> Library | NotAvailable:
     """The library in a file, if it has this release's interface and can run here."""
     try:
-        dll = ctypes.CDLL(str(path))
+        dll = _loaded(path)
         version = int(dll.ds_cpu_abi_version())
         score = int(dll.ds_cpu_score())
         if version != ABI_VERSION:
@@ -204,13 +210,29 @@ def open_library(path: Path) -> Library | NotAvailable:
                 f"{path.name}: interface {version}, this release reads {ABI_VERSION}; install again"
             )
         threads = dll.ds_cpu_threads
+        panel_bytes = dll.ds_cpu_panel_bytes
+        panel_bytes.argtypes, panel_bytes.restype = (_T, _T, _I, _I), _I
         narrows = bool(dll.ds_cpu_narrows())
         typed = _Calls(dll)
     except (OSError, AttributeError) as error:
         return NotAvailable(f"{path.name}: {error}")
     if score <= 0:
         return NotAvailable(f"{path.name}: needs instructions that cannot be used here")
-    return Library(str(path), _isa(path), score, typed, threads, narrows)
+    return Library(str(path), _isa(path), score, typed, threads, panel_bytes, narrows)
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The file, and where the system has no OpenMP library the one that torch brings."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as missing:
+        spec = importlib.util.find_spec("torch")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for found in sorted(Path(folder, "lib").glob("libgomp*.so*")):
+                if "libgomp" in str(missing):
+                    ctypes.CDLL(str(found), mode=ctypes.RTLD_GLOBAL)
+                    return ctypes.CDLL(str(path))
+        raise
 
 
 def _share_threads_with_torch() -> None:
@@ -306,13 +328,26 @@ def threads() -> int:
     return int(library().threads())
 
 
+_unbound: frozenset[int] | None = None  # where the calling thread ran before it was bound
+
+
 def bind_threads(cpus: Sequence[frozenset[int]]) -> None:
     """Let thread i of this process's kernels run on the processors cpus[i] only."""
+    global _unbound
     if cpus:
+        _unbound = placement.allowed_cpus()
         flat, ends = placement.flat(cpus)
         numbers = (ctypes.c_int32 * len(flat))(*flat)
         bounds = (ctypes.c_int64 * len(ends))(*ends)
         calls().bind_threads(ctypes.addressof(numbers), ctypes.addressof(bounds), len(ends))
+
+
+def unbind_caller() -> None:
+    """Give the calling thread back what `bind_threads` took: for the next engine of the process."""
+    global _unbound
+    if _unbound is not None and sys.platform == "linux":
+        os.sched_setaffinity(0, _unbound)
+        _unbound = None
 
 
 @cache

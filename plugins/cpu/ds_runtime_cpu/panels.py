@@ -41,18 +41,8 @@ class Form:
 
     def nbytes(self, n: int, k: int, width: int = COLUMNS) -> int:
         """Bytes of a packed [n, k] matrix, `width` rows of it to a panel."""
-        panels = -(-n // width)
-        step = 64 if self.code in (_INT8, _INT4, _INT4_ZEROS) else 32
-        padded = -(-k // step) * step
-        if self.code == _DENSE:
-            size = self.dtype.itemsize
-            return panels * COLUMNS * size * (padded if size < 4 else k)
-        if self.code == _BF12:  # head, lines and room for exceptions
-            return panels * (64 + COLUMNS * padded // 2 * 3 + -(-padded // 64) * 64)
-        if self.code == _INT8:
-            return panels * COLUMNS * (padded + 8)
-        heads = 4 * -(-k // self.group) * (2 if self.code == _INT4_ZEROS else 1)
-        return panels * COLUMNS * ((padded if self.code == _FP8 else padded // 2) + heads)
+        of_panel = library().panel_bytes(self.code, CODE[self.dtype], k, self.group)
+        return -(-n // width) * of_panel
 
     def empty(self, count: int, n: int, k: int, width: int = COLUMNS) -> Tensor:
         """Room for `count` packed [n, k] matrices, one after the other: uint8 [count, bytes]."""
@@ -279,19 +269,22 @@ class Matmul:
         self._call = calls().bound("linear", *kinds, None, None, None, *settled)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, k], the same for all heads, its last dim contiguous → [T, heads · n], new."""
+        """x [T, k], the same for all heads → [T, heads · n], new."""
         tokens, k = x.shape
+        by_row, by_column = x.stride()
+        if by_column != 1 and k > 1:
+            return self(x.contiguous())
         assert k == self._k and x.dtype == self._dtype, (x.shape, x.dtype, self._k)
         out = x.new_empty(tokens, self._heads * self._n)
-        self._call(x.data_ptr(), x.stride()[0], 0, out.data_ptr(), tokens)
+        self._call(x.data_ptr(), by_row, 0, out.data_ptr(), tokens)
         return out
 
     def per_head(self, x: Tensor) -> Tensor:
         """x [T, heads, k] → [T, heads, n + rest], new and contiguous."""
-        by_row, by_head, by_column = x.stride()
-        if by_column != 1:
-            return self.per_head(x.contiguous())
         tokens, heads, k = x.shape
+        by_row, by_head, by_column = x.stride()
+        if by_column != 1 and k > 1:
+            return self.per_head(x.contiguous())
         assert (heads, k, x.dtype) == (self._heads, self._k, self._dtype), (x.shape, x.dtype)
         out = x.new_empty(tokens, heads, self._n)
         self._call(x.data_ptr(), by_row, by_head, out.data_ptr(), tokens)

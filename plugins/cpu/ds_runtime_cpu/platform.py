@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ds_runtime.api import EngineConfig
 
 AUTO = "auto"
+_log = logging.getLogger(__name__)
 
 
 @cache
@@ -120,12 +122,18 @@ class CpuPlatform(Platform):
     def init_worker(self, rank: int, size: int, threads: int | None = None) -> None:
         import torch
 
+        native.unbind_caller()
         count = threads or max(1, machine.cores() // size)
         torch.set_num_threads(count)
         if native.isa_in_use() is None:
             return
-        call = native.calls()
-        call.set_threads(count)
+        native.calls().set_threads(count)
+        if native.threads() < count:
+            _log.warning(
+                "native library: built without OpenMP, its kernels run on one thread of %d; "
+                "reinstall with a compiler that has it (g++, or clang++ with libomp)",
+                count,
+            )
         on = placement.nodes(placement.allowed_cpus())
         if not placement.bound_by_user(os.environ):
             native.bind_threads(placement.placement(rank, size, count, on))

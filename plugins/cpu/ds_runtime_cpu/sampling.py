@@ -34,10 +34,11 @@ def sample(
 def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     """MaskLogits."""
     rows, vocab = logits.shape
-    masks, which = masks.contiguous(), which.contiguous()
-    out = torch.empty(rows, vocab)
+    out, words = torch.empty(rows, vocab), -(-vocab // 32)
     if not masks.shape[0]:
         return out.copy_(logits)
+    assert masks.shape[1] >= words, (masks.shape, vocab)
+    masks, which = masks[:, :words].contiguous(), which.contiguous()
     active.mask_logits(
         logits.data_ptr(),
         logits.stride()[0],
