@@ -22,10 +22,11 @@ Made by `python benchmarks/tables.py` from [compare.jsonl](compare.jsonl), which
 command, version and commit. Each row is one run of `ds-runtime bench compare`: both engines on the
 same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
-read bandwidth measured at the beginning of a round (of later records: right before and behind the
-turn), and the share of it a median over rounds; where memory is shared with other machines, a round
-may find more than that. "At most" is that limit over the peer's rate: the ratio of an engine that
-does nothing but read weights as the checkpoint has them (bfloat16 held in 12 bits may exceed it).
+speed of memory right before and behind the turn, and the share of it a median over rounds. Records
+up to `51855d2` took the fastest reading, the oldest ones that of a round's beginning, and counted
+bfloat16 in 16 bits where it is held in 12; later ones take the median reading and count what is
+read. Where memory is shared with other machines, a turn may meet another speed than its readings.
+"At most" is the limit over the peer's rate: the ratio of an engine that does nothing but read.
 Medians leave out rounds in which other processes took a tenth or more of the processors' time, and
 "rounds" says how many are left; rows with none are left out. Rounds whose readings agree have rows
 of their own where they are three or more, and name that speed of memory; rows that name none may be
