@@ -300,8 +300,10 @@ def test_columns_need_not_be_contiguous(isa, k):
     weight, x = dense(torch.randn(80, k)), torch.randn(k, 5).T
     with native.using(isa):
         kernel = linear.LinearPanels(facts(torch.float32))
-        got = kernel.apply(x, kernel.pack(weight, facts(torch.float32)))
+        packed = kernel.pack(weight, facts(torch.float32))
+        got, none = kernel.apply(x, packed), kernel.apply(x[:0], packed)  # of no token, too
     check_dots(got, x, weight.dequantise())
+    assert none.shape == (0, 80)
 
 
 def test_absorb_follows_the_blocks_of_a_shard():

@@ -175,6 +175,7 @@ def test_experts_take_columns_that_are_not_contiguous(isa, hidden):
         kernel.apply(v, weights, ids, packed) for v in (x, torch.empty(5, hidden).copy_(x))
     )
     assert torch.equal(got, want)
+    assert kernel.apply(x[:0], weights[:0], ids[:0], packed).shape == (0, hidden)
 
 
 def test_experts_that_are_not_held_alike_are_named(isa):

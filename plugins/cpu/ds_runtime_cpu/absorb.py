@@ -45,8 +45,7 @@ class MlaAbsorbNative(_MlaAbsorb):
             # All heads at once: then memory nodes get what their threads read (csrc/parallel.h).
             rows = _whole_panels(values)
             stack = Stack(form, 1, len(rows), k)
-            grid_ = scales.get(name)
-            form.pack(stack.room(), rows, None if grid_ is None else _whole_panels(grid_))
+            form.pack(stack.room(), rows, _whole_panels(scales[name]) if scales else None)
             stack.close()
             forms[name], packed[name] = stack.form, stack.panels.view(heads, -1)
             rest = self.rope if name == "q" else 0  # behind absorbed queries comes their rope part

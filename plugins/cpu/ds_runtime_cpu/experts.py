@@ -89,8 +89,8 @@ class _Run:
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, top_k = ids.shape
         by_row, by_column = x.stride()
-        if by_column != 1 and x.shape[1] > 1:
-            return self(x.contiguous(), weights, ids)
+        if by_column != 1:
+            return self(x.clone(memory_format=torch.contiguous_format), weights, ids)
         out = x.new_empty(x.shape)
         self._call(
             x.data_ptr(),

@@ -272,8 +272,8 @@ class Matmul:
         """x [T, k], the same for all heads → [T, heads · n], new."""
         tokens, k = x.shape
         by_row, by_column = x.stride()
-        if by_column != 1 and k > 1:
-            return self(x.contiguous())
+        if by_column != 1:
+            return self(x.clone(memory_format=torch.contiguous_format))
         assert k == self._k and x.dtype == self._dtype, (x.shape, x.dtype, self._k)
         out = x.new_empty(tokens, self._heads * self._n)
         self._call(x.data_ptr(), by_row, 0, out.data_ptr(), tokens)
@@ -283,8 +283,8 @@ class Matmul:
         """x [T, heads, k] → [T, heads, n + rest], new and contiguous."""
         tokens, heads, k = x.shape
         by_row, by_head, by_column = x.stride()
-        if by_column != 1 and k > 1:
-            return self.per_head(x.contiguous())
+        if by_column != 1:
+            return self.per_head(x.clone(memory_format=torch.contiguous_format))
         assert (heads, k, x.dtype) == (self._heads, self._k, self._dtype), (x.shape, x.dtype)
         out = x.new_empty(tokens, heads, self._n)
         self._call(x.data_ptr(), by_row, by_head, out.data_ptr(), tokens)
