@@ -118,7 +118,7 @@ struct Bf12 : TilesOf<bf16> {
   static constexpr bool UNPACKS = true;
 #endif
   static constexpr int64_t BLOCK = UNPACKS ? BLOCK_PAIRS : 256;
-  static constexpr bool looks_ahead(int64_t) { return false; }  // the processor does, at least Zen 4
+  static constexpr bool looks_ahead(int64_t, int64_t) { return false; }  // the processor does, at least Zen 4
   struct Panel {
     const uint8_t* data;
     int64_t k;

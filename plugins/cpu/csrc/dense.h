@@ -39,7 +39,7 @@ struct DenseBf16 : TilesOf<bf16> {
   static constexpr int TILE = MAX_TILE, ONE_PASS = MAX_ONE_PASS;
   static constexpr int64_t TOKENS = TOKENS_PAIRS;
   static constexpr bool UNPACKS = false, FETCHES = false;
-  static constexpr bool looks_ahead(int64_t) { return true; }
+  static constexpr bool looks_ahead(int64_t, int64_t) { return true; }
   struct Panel {
     const bf16* w;
   };
@@ -77,7 +77,7 @@ struct DenseF32 {
   static constexpr int TILE = MAX_TILE, ONE_PASS = MAX_ONE_PASS;
   static constexpr int64_t TOKENS = 96;
   static constexpr bool UNPACKS = false;
-  static constexpr bool looks_ahead(int64_t) { return true; }
+  static constexpr bool looks_ahead(int64_t, int64_t) { return true; }
   struct Panel {
     const float* w;
   };

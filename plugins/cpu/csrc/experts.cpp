@@ -130,13 +130,13 @@ class Layer {
     if constexpr (QUANTISES<Fmt>)
       return in_.tokens(0);
     else
-      return r_.tokens > 1 ? Tokens{gathered_, hidden_, nullptr} : Tokens{x, ldx, nullptr};
+      return r_.tokens > 1 ? Tokens{gathered_, hidden_} : Tokens{x, ldx};
   }
   Tokens middle() const {
     if constexpr (QUANTISES<Fmt>)
       return mid_.tokens(0);
     else
-      return Tokens{act_, inter_, nullptr};
+      return Tokens{act_, inter_};
   }
 
   // Units of one panel of each active expert, `panels` to an expert; body(active expert, panel).

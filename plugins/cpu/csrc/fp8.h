@@ -154,7 +154,7 @@ struct Fp8 : TilesOf<X> {
 #else
   static constexpr int ONE_PASS = 0;
 #endif
-  static constexpr bool looks_ahead(int64_t m) { return m > WIDENS_ALONE_TO; }
+  static constexpr bool looks_ahead(int64_t m, int64_t) { return m > WIDENS_ALONE_TO; }
   struct Panel {
     const uint8_t* data;
     int64_t group;  // a multiple of K_STEP, at most MAX_BLOCK

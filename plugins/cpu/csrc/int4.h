@@ -22,7 +22,7 @@ struct Int4 : TilesOf8<TilesInt4> {
   static constexpr int TILE = TILE8, ONE_PASS = ONE_PASS8;
   static constexpr int64_t TOKENS = 96, MAX_BLOCK = 256;
   static constexpr bool UNPACKS = true, FETCHES = false;
-  static constexpr bool looks_ahead(int64_t m) { return m > WIDENS_ALONE_TO; }
+  static constexpr bool looks_ahead(int64_t m, int64_t) { return m > WIDENS_ALONE_TO; }
   struct Panel {
     const uint8_t* data;
     int64_t group;  // a multiple of 32, at most MAX_BLOCK
@@ -75,7 +75,7 @@ struct Int4 : TilesOf8<TilesInt4> {
     int64_t first[M];
     DS_UNROLL
     for (int m = 0; m < M; ++m) {
-      const int64_t row = x.at(t + m);
+      const int64_t row = t + m;
       x_row[m] = x.q + row * x.ld;
       first[m] = row * x.groups;
     }
@@ -135,7 +135,7 @@ struct Int4 : TilesOf8<TilesInt4> {
   static void fold(const Panel& p, int64_t k0, const Tokens& x, int64_t t, const int32_t* part,
                    float* sums, bool more) {
     const float* scales = (const float*)at(p, k0);
-    const int64_t i = x.at(t) * x.groups + k0 / p.group;
+    const int64_t i = t * x.groups + k0 / p.group;
     const F scale = F::all(x.scale[i]), sum = F::all(float(-x.sum[i]));
     const Sums eight = Sums::all(p.zeros ? 0 : 8 * x.sum[i]);
     DS_UNROLL

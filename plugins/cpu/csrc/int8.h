@@ -20,8 +20,6 @@ struct Tokens8 {
   const float* scale;
   const int32_t* sum;
   int64_t groups;
-  const int32_t* index;  // as in Rows
-  int64_t at(int64_t t) const { return index ? index[t] : t; }
 };
 
 // Buffers of rows in 8 bits.
@@ -56,7 +54,7 @@ struct Quantised {
     std::memcpy(sum + to * groups, sum + from * groups, size_t(groups) * sizeof(int32_t));
   }
   Tokens8 tokens(int64_t from) const {  // rows from `from` on
-    return {q + from * ld, ld, scale + from * groups, sum + from * groups, groups, nullptr};
+    return {q + from * ld, ld, scale + from * groups, sum + from * groups, groups};
   }
 };
 
@@ -103,7 +101,7 @@ struct TilesOf8 {
 #if defined(__AMX_INT8__)
   using Tiles = T;
   static const void* rows(const Tokens8& x, int64_t t, int64_t k0) {
-    return x.q + x.at(t) * x.ld + k0;
+    return x.q + t * x.ld + k0;
   }
   static int64_t row_bytes(const Tokens8& x) { return x.ld; }
 #endif
@@ -122,7 +120,9 @@ struct Int8 : TilesOf8<TilesInt8> {
   static constexpr int64_t TOKENS = 96;
   static constexpr int64_t HEAD = 8 * NB;  // bytes before the weights
   static constexpr bool UNPACKS = false, FETCHES = false;
-  static constexpr bool looks_ahead(int64_t m) { return m < INT8_ALONE_FROM; }
+  static constexpr bool looks_ahead(int64_t m, int64_t k) {
+    return m < INT8_ALONE_FROM && k < INT8_ALONE_LONG;
+  }
   struct Panel {
     const uint8_t* data;
     const float* scales() const { return (const float*)data; }
@@ -150,7 +150,7 @@ struct Int8 : TilesOf8<TilesInt8> {
                                int32_t (*sums)[NB], bool more, Ahead ahead) {
     constexpr int C = VECTORS8<M>;
     const uint8_t* rows[M];
-    for (int m = 0; m < M; ++m) rows[m] = x.q + x.at(t + m) * x.ld + k0;
+    for (int m = 0; m < M; ++m) rows[m] = x.q + (t + m) * x.ld + k0;
     for (int c0 = 0; c0 < NB; c0 += C * Sums::W) {
       Sums acc[M][C];
       DS_UNROLL
@@ -167,7 +167,7 @@ struct Int8 : TilesOf8<TilesInt8> {
     }
   }
   static void finish(const Panel& p, const Tokens& x, int64_t t, int32_t* sums, float* out) {
-    const F scale = F::all(x.scale[x.at(t)]);
+    const F scale = F::all(x.scale[t]);
     for (int c = 0; c < NB; c += F::W) {
       Sums s = Sums::load(sums + c);
       if (X_FLIP) s = s - Sums::load(p.sums() + c).times128();

@@ -38,7 +38,7 @@ struct Inputs {
     if constexpr (QUANTISES<Fmt>)
       return q.tokens(sxh ? head * m : 0);
     else
-      return {x + head * sxh, ldx, nullptr};
+      return {x + head * sxh, ldx};
   }
 };
 
