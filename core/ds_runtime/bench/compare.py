@@ -12,6 +12,7 @@ so that many rounds in which it changed can be told, and those of one speed be t
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from ds_runtime.bench.record import Neighbours, environment
 from ds_runtime.errors import ConfigError
 
 _PROGRAMS = ("llama-bench", "llama-batched-bench")
+_LONGEST = 3600  # seconds that one run of a peer's program may take
 STEADY = 1.2  # readings of memory that are further apart are of different speeds
 
 
@@ -48,8 +50,11 @@ class Turns(Protocol):
     name: str
     cpu: float
 
-    def about(self) -> dict[str, Any]:
-        """Load what stays loaded, and say what it is. ConfigError if it cannot be timed."""
+    def about(self, threads: int | None = None) -> dict[str, Any]:
+        """Load what stays loaded, and say what it is. ConfigError if it cannot be timed.
+
+        threads: of the engine that it is compared with, for both are to have as many.
+        """
 
     def rates(self, cases: Sequence[Case]) -> list[float]:
         """Tokens per second of each case, once."""
@@ -64,14 +69,16 @@ class Child:
     def __init__(self, name: str, settings: Mapping[str, Any], cases: Sequence[Case]) -> None:
         self.name = name
         self.cpu = 0.0
-        self._wanted = {
-            "settings": settings,
+        self._wanted: dict[str, Any] = {
+            "settings": dict(settings),
             "rows": max(case.batch for case in cases),
             "context": max(case.input_len + case.output_len + 1 for case in cases),
         }
         self._process: subprocess.Popen[str] | None = None
 
-    def about(self) -> dict[str, Any]:
+    def about(self, threads: int | None = None) -> dict[str, Any]:
+        if threads is not None:
+            self._wanted["settings"] |= {"threads": threads}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ds_runtime.bench.turns", self.name],
             stdin=subprocess.PIPE,
@@ -129,7 +136,7 @@ class LlamaCpp:
     name = "llama.cpp"
     cpu = 0.0  # its processes are waited for
 
-    def __init__(self, gguf: Path, programs: Path | None, threads: int) -> None:
+    def __init__(self, gguf: Path, programs: Path | None, threads: int = 1) -> None:
         self._gguf, self._threads = gguf, threads
         self._found: dict[str, str] = {}
         for program in _PROGRAMS:
@@ -142,11 +149,15 @@ class LlamaCpp:
             raise ConfigError(
                 f"--peer-model {gguf}: is no file; `ds-runtime bench make-gguf` writes one"
             )
-        self._build: dict[str, Any] = {}
+        with gguf.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ConfigError(
+                    f"--peer-model {gguf}: is no GGUF file; `ds-runtime bench make-gguf` writes one"
+                )
 
-    def about(self) -> dict[str, Any]:
-        flags = ("-p", "1", "-n", "0", "-r", "1", "--no-warmup")
-        (row,) = self._run("llama-bench", *flags, "-o", "jsonl")
+    def about(self, threads: int | None = None) -> dict[str, Any]:
+        self._threads = threads or self._threads
+        row = self._bench("-p", "1", "-n", "0", "-r", "1", "--no-warmup")
         names = ("build_commit", "build_number", "model_type", "model_size", "cpu_info", "backends")
         return {n: row[n] for n in names if n in row} | {"model": self._gguf.name}
 
@@ -157,9 +168,8 @@ class LlamaCpp:
             if case.output_len:
                 same.setdefault((case.input_len, case.output_len), []).append(case)
                 continue
-            prefill = ("-p", str(case.input_len), "-n", "0", "-r", "1")
-            (row,) = self._run("llama-bench", *prefill, "-o", "jsonl")
-            found[case] = float(row["avg_ts"])
+            row = self._bench("-p", str(case.input_len), "-n", "0", "-r", "1")
+            found[case] = _rate("llama-bench", row, "avg_ts")
         for (input_len, output_len), group in same.items():
             batches = sorted({case.batch for case in group})
             listed = ",".join(map(str, [*batches, 1]))  # its last line gets lost at times
@@ -168,24 +178,58 @@ class LlamaCpp:
             flags = [str(x) for pair in given.items() for x in pair]
             flags += ["-npl", listed, "--output-format", "jsonl"]
             rows = self._run("llama-batched-bench", *flags)
-            by_batch = {row["pl"]: float(row["speed_tg"]) for row in reversed(rows)}
+            program = "llama-batched-bench"
+            by_batch = {row.get("pl"): _rate(program, row, "speed_tg") for row in reversed(rows)}
             if not by_batch.keys() >= set(batches):
-                raise ConfigError(f"llama-batched-bench: timed {sorted(by_batch)}, not {batches}")
+                raise ConfigError(f"llama-batched-bench: timed {[*by_batch]}, not {batches}")
             found |= {case: by_batch[case.batch] for case in group}
         return [found[case] for case in cases]
+
+    def _bench(self, *flags: str) -> dict[str, Any]:
+        """The one line of llama-bench for one case."""
+        rows = self._run("llama-bench", *flags, "-o", "jsonl")
+        if len(rows) != 1:
+            raise ConfigError(
+                f"llama-bench: answered with {len(rows)} lines of JSON instead of one; is --bin "
+                "the folder of llama.cpp's programs?"
+            )
+        return rows[0]
 
     def _run(self, program: str, *flags: str) -> list[dict[str, Any]]:
         """The JSON lines of one program's output."""
         command = [self._found[program], "-m", str(self._gguf), "-t", str(self._threads), *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_LONGEST
+            )
+        except subprocess.TimeoutExpired as e:
+            raise ConfigError(
+                f"{program}: has not ended after {_LONGEST} s; give smaller cases"
+            ) from e
+        except OSError as e:
+            raise ConfigError(
+                f"{self._found[program]}: cannot be run: {e}; --bin DIR names a folder of "
+                "llama.cpp's programs, built for this machine"
+            ) from e
         if done.returncode:
             said = "\n".join(done.stderr.strip().splitlines()[-5:])
             raise ConfigError(f"{program}: ended with {done.returncode}: {said}")
-        lines = done.stdout.splitlines()
-        return [json.loads(x) for x in lines if x.startswith("{") and x.endswith("}")]
+        lines = [x for x in done.stdout.splitlines() if x.startswith("{") and x.endswith("}")]
+        try:
+            return [json.loads(line) for line in lines]
+        except json.JSONDecodeError as e:
+            raise ConfigError(f"{program}: answered with {e.doc[:80]!r}, which is no JSON") from e
 
     def close(self) -> None:
         pass
+
+
+def _rate(program: str, row: Mapping[str, Any], name: str) -> float:
+    """Tokens per second, as a program's answer has it."""
+    rate = row.get(name)
+    if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise ConfigError(f"{program}: {name} is {rate!r}, which is no rate in tokens per second")
+    return float(rate)
 
 
 def cases_of(
@@ -205,7 +249,10 @@ def cases_of(
 def run(
     ours: Child, peer: Turns, cases: Sequence[Case], rounds: int, ready: Callable[[int], None]
 ) -> dict[str, Any]:
-    """Load both, and let them take turns; `ready(number)` is called before each round is timed."""
+    """Load both, and let them take turns; `ready(number)` is called before each round is timed.
+
+    Where an engine fails after whole rounds the report has these, and why it ended as "ended".
+    """
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: must be at least 1")
     found: dict[str, list[list[float]]] = {ours.name: [], peer.name: []}
@@ -213,17 +260,28 @@ def run(
     limits: list[list[float | None]] = []  # by round
     ceilings: list[dict[str, Any]] = []  # at the beginning of each
     reads: list[list[float]] = []  # there, and behind each engine's turn
+    ended: str | None = None
     try:
-        about = {engine.name: engine.about() for engine in (ours, peer)}
+        about = {ours.name: ours.about()}
+        about[peer.name] = peer.about(about[ours.name].get("threads"))
         steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
         for number in range(rounds):
             ready(number)
             measured = [ours.ask({"do": "limits", "steps": steps})]
             neighbours, before = Neighbours(), ours.cpu + peer.cpu
             turns = (ours, peer) if number % 2 == 0 else (peer, ours)
-            for engine in turns:
-                found[engine.name].append(engine.rates(cases))
-                measured.append(ours.ask({"do": "limits", "steps": steps}))  # it may have changed
+            timed = []
+            try:
+                for engine in turns:
+                    timed.append(engine.rates(cases))
+                    measured.append(ours.ask({"do": "limits", "steps": steps}))  # may have changed
+            except ConfigError as e:
+                if number == 0:
+                    raise
+                ended = f"round {number + 1} of {rounds}: {e}"
+                break
+            for engine, rates in zip(turns, timed, strict=True):
+                found[engine.name].append(rates)
             disturbed.append(neighbours.share(ours.cpu + peer.cpu - before))
             ceilings.append(measured[0]["ceilings"])
             found_at = (m["ceilings"] for m in measured)
@@ -256,6 +314,7 @@ def run(
         "ceilings": ceilings,
         "reads": reads,
         "neighbours": disturbed,
+        **({"ended": ended} if ended else {}),
         **environment(),
     }
 
@@ -316,4 +375,8 @@ def render(report: Mapping[str, Any]) -> str:
         lines.append(f"ratios of {len(group)} rounds at {read:.1f} GB/s: {', '.join(ratios)}")
     worst = max((x for x in report["neighbours"] if x is not None), default=0.0)
     lines.append(f"other processes used at most {worst:.0%} of the processors in a round")
+    if threads := report["engines"].get("ds-runtime", {}).get("threads"):
+        lines.append(f"both with {threads} threads")
+    if "ended" in report:
+        lines.append(f"ended early in {report['ended']}")
     return "\n".join(lines)

@@ -260,6 +260,11 @@ class Measurement:
         self.ceilings: Ceilings = self.platform.ceilings(0)
         self._most = most
 
+    @property
+    def stays_in_cache(self) -> bool:
+        """Whether the last-level cache holds the whole model: then ops read it from there."""
+        return needed_bytes(self.assembly) <= self.ceilings.cache
+
     def figures(
         self, only: Sequence[str], tokens: Sequence[int], kernels: Sequence[str]
     ) -> Iterator[Figure]:

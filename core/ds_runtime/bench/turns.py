@@ -60,6 +60,8 @@ class Ours:
         self.vocab = load_config(resolve_model(str(wanted["model"]))).vocab_size
 
     def about(self) -> dict[str, Any]:
+        import torch
+
         plan = self._llm.plan
         heavy = ("linear", "experts", "mla_absorb", "mla_decode", "mha_prefill")
         return {
@@ -67,6 +69,7 @@ class Ours:
             "dtype": plan.dtype,
             "kernels": {op: [r.kernel for r in plan.rows if r.op == op] for op in heavy},
             "load_s": self._loaded_in,
+            "threads": torch.get_num_threads(),
         }
 
     def limits(self, steps: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -125,4 +128,7 @@ def main(name: str, lines: TextIO, out: TextIO) -> int:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints goes to the terminal, not between the answers
-    sys.exit(main(sys.argv[1], sys.stdin, answers))
+    try:
+        sys.exit(main(sys.argv[1], sys.stdin, answers))
+    except KeyboardInterrupt:  # that of the terminal, which the other end tells of
+        sys.exit(130)

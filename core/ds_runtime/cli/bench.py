@@ -298,6 +298,11 @@ def run_ops(args: Namespace) -> int:
         if name not in known:
             raise ConfigError(f"--kernels {name}: no plugin offers it{near(name, known)}")
     ops.check_kernels(assembly, args.op, args.kernels)
+    if args.context > assembly.model.max_positions:
+        raise ConfigError(
+            f"--context {args.context}: {assembly.plan.model} ends at "
+            f"{assembly.model.max_positions} tokens; give at most that"
+        )
     if args.bytes:
         steps = ops.step_bytes(assembly, args.tokens, args.context, args.op)
         return _show(
@@ -307,6 +312,8 @@ def run_ops(args: Namespace) -> int:
     if not args.json:
         print(ops.render_ceilings(measurement.ceilings), flush=True)
         print(f"attention over {args.context:,} cached tokens of each sequence", flush=True)
+        if measurement.stays_in_cache:
+            print("the model fits the cache and stays there: its ops may read faster than memory")
     figures = []
     for figure in measurement.figures(args.op, args.tokens, args.kernels):
         figures.append(figure)
@@ -324,7 +331,6 @@ def run_compare(args: Namespace) -> int:
     given = settings(args)
     from ds_runtime.bench import compare
     from ds_runtime.model.hub import resolve_model
-    from ds_runtime.platform.cores import cores
 
     cases = compare.cases_of(args.batch_size, args.input_len, args.output_len, args.prefill)
     folder = resolve_model(str(given.get("model", "demo")))
@@ -334,10 +340,9 @@ def run_compare(args: Namespace) -> int:
         if args.peer_model is None:
             raise ConfigError("--engine llama.cpp: --peer-model must name a GGUF file")
         programs = None if args.bin is None else Path(args.bin)
-        peer = compare.LlamaCpp(Path(args.peer_model), programs, given.get("threads") or cores())
+        peer = compare.LlamaCpp(Path(args.peer_model), programs)
     else:
-        same = {"model": args.peer_model or str(folder), "threads": given.get("threads")}
-        peer = compare.Child(args.engine, same, cases)
+        peer = compare.Child(args.engine, {"model": args.peer_model or str(folder)}, cases)
 
     def ready(number: int) -> None:
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr, flush=True)
@@ -346,7 +351,8 @@ def run_compare(args: Namespace) -> int:
 
     report = compare.run(ours, peer, cases, args.rounds, ready)
     about = {"model": folder.name, "settings": {k: v for k, v in given.items() if k != "model"}}
-    return _show(report | about, args.json, compare.render)
+    _show(report | about, args.json, compare.render)
+    return 1 if "ended" in report else 0
 
 
 def run_make_checkpoint(args: Namespace) -> int:

@@ -43,7 +43,7 @@ def programs(folder, rows=99, rc=0):
             PROGRAM.format(python=sys.executable, calls=str(calls), name=name, rows=rows, rc=rc)
         )
         path.chmod(0o755)
-    (folder / "m.gguf").write_text("")
+    (folder / "m.gguf").write_bytes(b"GGUF")
     return lambda: [json.loads(x) for x in calls.read_text().splitlines()]
 
 
@@ -60,8 +60,8 @@ class Fixed:
         self._reads = iter(reads)
         self.closed = False
 
-    def about(self):
-        return {"is": self.name}
+    def about(self, threads=None):
+        return {"is": self.name, "threads": threads or 3}
 
     def ask(self, request):
         assert request["do"] == "limits"
@@ -100,7 +100,8 @@ def test_rounds_alternate_and_medians_are_compared():
     assert decode["limits"] == [100.0, 50.0, 100.0] and prefill["limits"] == [None] * 3
     assert [c["bandwidth"] for c in found["ceilings"]] == [190e9, 1e15, 1e15]
     assert found["reads"][1] == [50e9, 110e9, 90e9]
-    assert found["engines"]["other"] == {"is": "other"} and found["commit"]
+    assert found["engines"]["other"] == {"is": "other", "threads": 3} and found["commit"]
+    assert "ended" not in found
     assert ours.closed and peer.closed
     text = compare.render(found | {"model": "m"}).splitlines()
     assert "medians of 3" in text[0]
@@ -108,6 +109,7 @@ def test_rounds_alternate_and_medians_are_compared():
     assert "20% of its limit" in text[1] and "ratio 4.00" in text[1]
     assert "prefill 512" in text[2]
     assert text[3] == "ratios of 2 rounds at 200.0 GB/s: batch 2 0.29, prefill 512 0.67"
+    assert text[-1] == "both with 3 threads"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_rounds_are_told_by_the_speed_of_memory(reads, groups):
 
 def test_both_end_when_one_fails():
     ours, peer = (Fixed(name, [], []) for name in ("ds-runtime", "other"))
-    peer.about = lambda: (_ for _ in ()).throw(ConfigError("no"))
+    peer.about = lambda threads: (_ for _ in ()).throw(ConfigError("no"))
     with pytest.raises(ConfigError, match="no"):
         compare.run(ours, peer, (Case(1, 1, 1),), 1, lambda n: None)
     assert ours.closed and peer.closed
@@ -132,8 +134,8 @@ def test_both_end_when_one_fails():
 
 def test_llama_cpp_is_asked_for_the_same_shapes(tmp_path):
     calls = programs(tmp_path)
-    peer = LlamaCpp(tmp_path / "m.gguf", tmp_path, threads=2)
-    assert peer.about() == {"build_commit": "c0ffee", "model": "m.gguf"}
+    peer = LlamaCpp(tmp_path / "m.gguf", tmp_path)
+    assert peer.about(threads=2) == {"build_commit": "c0ffee", "model": "m.gguf"}
     assert peer.rates(cases_of([1, 16, 4], 16, 32, 512)) == [10.0, 160.0, 40.0, 612.0]
     (_, prefill), (name, decode) = calls()[1:]
     assert prefill["-p"] == "512" and prefill["-n"] == "0" and prefill["-t"] == "2"
@@ -144,15 +146,75 @@ def test_llama_cpp_is_asked_for_the_same_shapes(tmp_path):
 
 def test_llama_cpp_that_cannot_be_run(tmp_path):
     with pytest.raises(ConfigError, match=r"llama-bench: not found in .*--bin DIR"):
-        LlamaCpp(tmp_path / "m.gguf", tmp_path, 1)
+        LlamaCpp(tmp_path / "m.gguf", tmp_path)
     programs(tmp_path, rows=1)
     with pytest.raises(ConfigError, match=r"none\.gguf: is no file"):
-        LlamaCpp(tmp_path / "none.gguf", tmp_path, 1)
+        LlamaCpp(tmp_path / "none.gguf", tmp_path)
     with pytest.raises(ConfigError, match=r"timed \[1\], not \[1, 4\]"):
-        LlamaCpp(tmp_path / "m.gguf", tmp_path, 1).rates(cases_of([1, 4], 1, 1, 0))
+        LlamaCpp(tmp_path / "m.gguf", tmp_path).rates(cases_of([1, 4], 1, 1, 0))
     programs(tmp_path, rc=3)
     with pytest.raises(ConfigError, match="llama-bench: ended with 3"):
-        LlamaCpp(tmp_path / "m.gguf", tmp_path, 1).about()
+        LlamaCpp(tmp_path / "m.gguf", tmp_path).about()
+    (tmp_path / "text.gguf").write_text("weights")
+    with pytest.raises(ConfigError, match=r"text\.gguf: is no GGUF file.*make-gguf"):
+        LlamaCpp(tmp_path / "text.gguf", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("", "answered with 0 lines of JSON instead of one; is --bin"),
+        ('{"avg_ts": 1}\n{"avg_ts": 2}', "answered with 2 lines"),
+        ("{not json}", "answered with '{not json}', which is no JSON"),
+        ('{"build_commit": "x"}', "avg_ts is None, which is no rate"),
+        ('{"avg_ts": 0.0}', r"avg_ts is 0\.0"),
+        ('{"avg_ts": -9.0}', r"avg_ts is -9\.0"),
+        ('{"avg_ts": NaN}', "avg_ts is nan"),
+        ('{"avg_ts": "fast"}', "avg_ts is 'fast'"),
+        ("\udcff", "answered with 0 lines"),
+    ],
+)
+def test_llama_cpp_that_answers_nonsense(tmp_path, printed, said):
+    programs(tmp_path)
+    answer = tmp_path / "answer"
+    answer.write_bytes(printed.encode(errors="surrogateescape"))
+    (tmp_path / "llama-bench").write_text(f"#!/bin/sh\ncat {answer}\n")
+    with pytest.raises(ConfigError, match=f"llama-bench: {said}"):
+        LlamaCpp(tmp_path / "m.gguf", tmp_path).rates(cases_of([1], 1, 1, 8))
+
+
+def test_llama_cpp_that_is_no_program_or_never_ends(tmp_path, monkeypatch):
+    programs(tmp_path)
+    peer = LlamaCpp(tmp_path / "m.gguf", tmp_path)
+    (tmp_path / "llama-bench").write_bytes(bytes(range(7, 99)))
+    with pytest.raises(ConfigError, match=r"llama-bench: cannot be run: .*; --bin DIR"):
+        peer.about()
+    monkeypatch.setattr(compare, "_LONGEST", 0.2)
+    (tmp_path / "llama-bench").write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(ConfigError, match=r"llama-bench: has not ended after 0\.2 s"):
+        peer.about()
+
+
+def test_whole_rounds_are_kept_when_an_engine_fails():
+    ours = Fixed("ds-runtime", [[10.0], [30.0], [20.0]], [], [100] * 9)
+    peer = Fixed("other", [[4.0], [5.0]], [])
+    answer = peer.rates
+
+    def rates(cases):
+        try:
+            return answer(cases)
+        except StopIteration:
+            raise ConfigError("other: is gone") from None
+
+    peer.rates = rates
+    found = compare.run(ours, peer, (Case(1, 16, 32),), 5, lambda n: None)
+    assert found["results"][0]["rounds"] == {"ds-runtime": [10.0, 30.0], "other": [4.0, 5.0]}
+    assert len(found["reads"]) == len(found["neighbours"]) == len(found["ceilings"]) == 2
+    text = compare.render(found | {"model": "m"}).splitlines()
+    assert text[-1] == "ended early in round 3 of 5: other: is gone"
+    again = Fixed("ds-runtime", [[10.0]], [], [100] * 9)
+    with pytest.raises(ConfigError, match="is gone"):
+        compare.run(again, peer, (Case(1, 16, 32),), 5, lambda n: None)
 
 
 def test_the_rate_of_a_child_leaves_the_prompt_out(monkeypatch):

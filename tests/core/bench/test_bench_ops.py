@@ -259,6 +259,7 @@ def test_the_verb(capsys):
         (["--memory", "0"], "--memory 0: must be above 0"),
         (["--tokens", "4", "0"], "--tokens 0: must be at least 1"),
         (["--context", "-2"], "--context -2: must be at least 1"),
+        (["--context", "9999999"], "--context 9999999: tiny-v3 ends at"),
         (["--model", "demo"], "give one of both"),
         (["--seconds", "0"], "--seconds 0.0: must be above 0"),
         (["--seconds", "nan"], "--seconds nan: must be above 0 and finite"),
