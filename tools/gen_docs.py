@@ -44,7 +44,8 @@ CONTRACTS_HEAD = """\
 What a kernel must do, op by op. The docstrings are the contract; the torch reference in
 `ds_runtime/ops/reference/` is its executable form, and `ds_runtime.testing.conformance` runs every
 kernel against that reference in float64. The error bound is relative: the norm of the difference
-divided by the norm of the oracle, by compute dtype.
+divided by the norm of the oracle, by compute dtype. Where a docstring says nothing of strides a
+tensor is contiguous.
 
 A *function* op is called as it stands. An *object* op is made once per site from the site's
 `Facts`; it owns packed weights or the state of a step. *Heavy* ops on the reference are warned

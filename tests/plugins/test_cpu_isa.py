@@ -116,7 +116,6 @@ def test_a_processor_that_lacks_it_is_named(monkeypatch):
 
 def test_without_libraries_there_is_no_choice(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "library_folder", lambda: tmp_path)
-    native.why_not.cache_clear()
     native.runnable.cache_clear()
     try:
         assert native.NOT_BUILT in refused("generic")
@@ -125,7 +124,6 @@ def test_without_libraries_there_is_no_choice(monkeypatch, tmp_path):
         with pytest.raises(UnsupportedError, match="not built"):
             native.library()
     finally:
-        native.why_not.cache_clear()
         native.runnable.cache_clear()
 
 

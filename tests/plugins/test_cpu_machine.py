@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,29 @@ def test_memory_cgroup_v2_inside_a_container(tmp_path):
         },
     )
     assert machine.memory(root) == (2 * GIB, 0)
+
+
+def test_memory_under_a_limit_of_address_space(tmp_path, monkeypatch):
+    root = write(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/status": "Name:\tpython\nVmSize:\t 1048576 kB\nVmRSS:\t 9 kB\n",
+        },
+    )
+    assert machine.memory(root) == (64 * GIB, 48 * GIB)
+    monkeypatch.setattr(machine, "address_space", lambda: 3 * GIB)
+    assert machine.memory(root) == (3 * GIB, 2 * GIB)
+    monkeypatch.setattr(machine, "address_space", lambda: GIB // 2)
+    assert machine.memory(root) == (GIB // 2, 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
+def test_the_limit_of_a_process_is_seen():
+    code = "from ds_runtime_cpu import machine; print(machine.address_space())"
+    for limit, said in (("4000000", str(4000000 * 1024)), ("unlimited", "None")):
+        command = ["sh", "-c", f"ulimit -v {limit} && exec {sys.executable} -c '{code}'"]
+        assert subprocess.check_output(command, text=True).strip() == said
 
 
 def test_memory_cgroup_v1(tmp_path):

@@ -229,7 +229,7 @@ def test_a_library_without_openmp_is_said(monkeypatch, caplog):
 
 def test_without_libraries_every_native_kernel_refuses(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "library_folder", lambda: tmp_path)
-    native.why_not.cache_clear()
+    native.runnable.cache_clear()
     try:
         offers = kernels.ATTENTION + kernels.MOE + kernels.LINEAR_KERNELS + kernels.SMALL_OPS
         some = facts(torch.float32)
@@ -239,8 +239,15 @@ def test_without_libraries_every_native_kernel_refuses(monkeypatch, tmp_path):
         assert refused["cpu.linear_plain"] is None
         assert refused["cpu.mla_decode_matmul"] is None
         assert "compiler" in native.NOT_BUILT
+        for name in ("libds_cpu_sve.so", "other_libds_cpu_generic.so", "ds_cpu_generic.txt"):
+            (tmp_path / name).touch()
+        native.runnable.cache_clear()
+        said = "native library: built for sve only, none of which this processor runs; reinstall"
+        assert all(str(k.refuse(some)).startswith(said) for k in kernels.SMALL_OPS)
+        with native.using(None), pytest.raises(UnsupportedError, match=said):
+            native.library()
     finally:
-        native.why_not.cache_clear()
+        native.runnable.cache_clear()
 
 
 def test_a_file_that_is_no_library_is_named(tmp_path):

@@ -39,7 +39,7 @@ _A8 = (
     "multiple of 32 columns divides are held in the compute dtype"
 )
 _KV_B = "kv_b is kept twice: whole for prefill, and per head for decode"
-_MAX_EXPERTS = 1024  # of the native router's buffers
+MAX_EXPERTS = 1024  # of the native router's buffers
 _MAX_INDEX = 1024  # of the native index prologue's
 
 
@@ -91,8 +91,8 @@ def _index(facts: Facts) -> str | None:
 
 
 def _experts(facts: Facts) -> str | None:
-    if facts.dims.get("experts", 0) > _MAX_EXPERTS:
-        return f"chooses among at most {_MAX_EXPERTS} experts, not {facts.dims['experts']}"
+    if facts.dims.get("experts", 0) > MAX_EXPERTS:
+        return f"chooses among at most {MAX_EXPERTS} experts, not {facts.dims['experts']}"
     return None
 
 

@@ -131,8 +131,13 @@ def _reclaimable(folder: Path) -> int:
 
 
 def memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, free) bytes that this process may use: the smallest of machine and cgroups."""
+    """(total, free) bytes that this process may use: the smallest of machine, cgroups and what
+    `ulimit -v` leaves of the address space.
+    """
     total, free = _machine_memory(root)
+    if (limit := address_space()) is not None:
+        used = _status_bytes(root, "VmSize")
+        total, free = min(total, limit), min(free, max(0, limit - used))
     for folder in _cgroup_dirs(root, "memory"):
         for limit_file, used_file in (
             ("memory.max", "memory.current"),
@@ -145,6 +150,24 @@ def memory(root: Path = Path("/")) -> tuple[int, int]:
             total = min(total, limit)
             free = min(free, max(0, limit - max(0, used)))
     return total, min(free, total)
+
+
+def address_space() -> int | None:
+    """Bytes of the process's limit of address space, or None without one."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _status_bytes(root: Path, name: str) -> int:
+    for line in _read(root / "proc/self/status").splitlines():
+        key, _, rest = line.partition(":")
+        if key == name and (number := rest.split()) and number[0].isdigit():
+            return int(number[0]) * 1024
+    return 0
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:

@@ -34,6 +34,8 @@ NOT_BUILT = (
     "native library not built: reinstall with a C++17 compiler and CMake (DS_REQUIRE_NATIVE=1 pip "
     "install ... shows why it could not be)"
 )
+_NONE_RUNS = "none of which this processor runs; reinstall, which builds one for every x86-64"
+_STEM = "ds_cpu_"  # and the variant, behind "lib" where systems have that
 
 _P, _I, _D = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _T = ctypes.c_int32  # dtype code, see DTYPES
@@ -191,12 +193,12 @@ def library_folder() -> Traversable:
 def _candidates(folder: Traversable) -> list[Path]:
     if not folder.is_dir():
         return []
-    found = [Path(str(p)) for p in folder.iterdir() if "ds_cpu_" in p.name]
+    found = [Path(str(p)) for p in folder.iterdir() if p.name.removeprefix("lib").startswith(_STEM)]
     return sorted(p for p in found if p.suffix in (".so", ".dylib", ".dll"))
 
 
 def _isa(path: Path) -> str:
-    return path.stem.partition("ds_cpu_")[2]
+    return path.stem.removeprefix("lib").removeprefix(_STEM)
 
 
 def open_library(path: Path) -> Library | NotAvailable:
@@ -293,7 +295,7 @@ def library() -> Library:
     if _library is None:
         name = isa_in_use()
         if name is None:
-            raise UnsupportedError(why_not() or "no native library runs on this processor")
+            raise UnsupportedError(why_not() or NOT_BUILT)
         _library = _opened(_path(name))
     return _library
 
@@ -350,10 +352,14 @@ def unbind_caller() -> None:
         _unbound = None
 
 
-@cache
 def why_not() -> str | None:
-    """None if native libraries were built, else the sentence. Looks at files only."""
-    return None if _candidates(library_folder()) else NOT_BUILT
+    """None if a native library was built that this processor runs, else the sentence. Looks at
+    files only.
+    """
+    if runnable():
+        return None
+    built = ", ".join(built_for())
+    return f"native library: built for {built} only, {_NONE_RUNS}" if built else NOT_BUILT
 
 
 def built_for() -> list[str]:

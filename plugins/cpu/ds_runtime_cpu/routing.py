@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Routing
+from ds_runtime_cpu.kernels import MAX_EXPERTS
 from ds_runtime_cpu.native import active
-from ds_runtime_cpu.small import CODE
+from ds_runtime_cpu.small import CODE, in_rows
 
 _METHODS = {"greedy": 0, "group_limited_greedy": 1, "noaux_tc": 2}
 
@@ -16,6 +17,8 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """RouterLogits for float32 and bfloat16 activations."""
     tokens, hidden = x.shape
     experts = weight.shape[0]
+    assert weight.dtype == torch.float32 and weight.shape[1] == hidden, (weight, hidden)
+    x, weight = in_rows(x), weight.contiguous()
     out = torch.empty(tokens, experts)
     active.router_logits(
         CODE[x.dtype],
@@ -31,11 +34,16 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Route over at most 1024 experts."""
+    """Route over at most MAX_EXPERTS experts."""
     tokens, experts = logits.shape
     top_k = routing.top_k
     width = top_k + routing.shared
-    assert top_k <= experts and experts % routing.n_group == 0, (experts, routing)
+    assert top_k <= experts <= MAX_EXPERTS and experts % routing.n_group == 0, (experts, routing)
+    assert logits.dtype == torch.float32, logits.dtype
+    logits = in_rows(logits)
+    if bias is not None:
+        assert bias.dtype == torch.float32 and bias.shape == (experts,), bias
+        bias = bias.contiguous()
     weights = torch.empty(tokens, width)
     ids = torch.empty(tokens, width, dtype=torch.int32)
     active.route(

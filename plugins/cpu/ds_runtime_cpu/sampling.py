@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime_cpu.native import active
+from ds_runtime_cpu.small import in_rows
+
+_SETTINGS = [torch.float32, torch.int32, torch.float32, torch.float32, torch.float64]
 
 
 def sample(
@@ -18,8 +21,11 @@ def sample(
 ) -> Tensor:
     """Sample."""
     rows, vocab = logits.shape
+    logits = _checked(logits)
     tokens = torch.empty(rows, dtype=torch.int64)
     settings = [t.contiguous() for t in (temperature, top_k, top_p, min_p, uniform)]
+    kinds = [t.dtype for t in settings]
+    assert kinds == _SETTINGS and all(t.shape == (rows,) for t in settings), settings
     active.sample(
         logits.data_ptr(),
         logits.stride()[0],
@@ -34,6 +40,7 @@ def sample(
 def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     """MaskLogits."""
     rows, vocab = logits.shape
+    logits = _checked(logits)
     out, words = torch.empty(rows, vocab), -(-vocab // 32)
     if not masks.shape[0]:
         return out.copy_(logits)
@@ -55,6 +62,7 @@ def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, T
     """Logprobs."""
     rows, vocab = logits.shape
     assert top_n <= vocab, (top_n, vocab)
+    logits = _checked(logits)
     ids = ids.contiguous()
     chosen = torch.empty(rows)
     values = torch.empty(rows, top_n)
@@ -71,3 +79,8 @@ def logprobs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, T
         vocab,
     )
     return chosen, values, top_ids
+
+
+def _checked(logits: Tensor) -> Tensor:
+    assert logits.dtype == torch.float32 and logits.shape[1] > 0, (logits.dtype, logits.shape)
+    return in_rows(logits)

@@ -7,19 +7,37 @@ An op of one token works for a microsecond or two, so what Python spends around 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ds_runtime_cpu.native import active
 
-CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
-CACHE = CODE | {torch.uint8: 3}  # bytes are a cache of latent_fp8_groups
+
+class _Codes(dict[torch.dtype, int]):
+    """Dtypes as the native kernels number them."""
+
+    def __missing__(self, dtype: torch.dtype) -> Any:
+        names = " or ".join(str(known).removeprefix("torch.") for known in self)
+        raise TypeError(f"native CPU kernels take {names} here, not {dtype}")
+
+
+CODE = _Codes({torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2})
+CACHE = _Codes(CODE | {torch.uint8: 3})  # bytes are a cache of latent_fp8_groups
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x whose last dim is contiguous: itself, or a copy."""
+    return x if x.stride()[-1] == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RmsNorm for float32 and bfloat16."""
     rows, n = x.shape
-    out = torch.empty_like(x)
+    assert weight.shape == (n,), (weight.shape, n)
+    x, weight = in_rows(x), weight.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     active.rms_norm(
         CODE[x.dtype],
         CODE[weight.dtype],
@@ -37,8 +55,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """AddRmsNorm for float32 and bfloat16; the sum is written over a contiguous residual."""
     rows, n = x.shape
-    out = torch.empty_like(x)
-    summed = residual if residual.is_contiguous() else torch.empty_like(x)
+    assert x.dtype == residual.dtype and x.shape == residual.shape, (x, residual)
+    assert weight.shape == (n,), (weight.shape, n)
+    x, residual, weight = in_rows(x), in_rows(residual), weight.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    summed = residual if residual.is_contiguous() else torch.empty_like(out)
     active.add_rms_norm(
         CODE[x.dtype],
         CODE[weight.dtype],
@@ -59,6 +80,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SiluMul for float32 and bfloat16."""
     rows, both = gate_up.shape
+    gate_up = in_rows(gate_up)
     n = both // 2
     out = gate_up.new_empty(rows, n)
     active.silu_mul(
@@ -72,7 +94,8 @@ def embed(ids: Tensor, table: Tensor, start: int) -> Tensor:
     held, hidden = table.shape
     rows, item = ids.shape[0], table.dtype.itemsize
     out = table.new_empty(rows, hidden)
-    ids = ids.contiguous()
+    assert ids.dtype == torch.int64, ids.dtype
+    ids, table = ids.contiguous(), in_rows(table)
     active.embed(
         ids.data_ptr(),
         table.data_ptr(),
@@ -90,6 +113,7 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     """QuantizeGroup for float32 and bfloat16."""
     rows, n = x.shape
     assert n % group == 0, (n, group)
+    x = in_rows(x)
     q = torch.empty(rows, n, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, n // group)
     active.quantize_group(
