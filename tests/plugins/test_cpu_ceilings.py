@@ -42,7 +42,7 @@ def test_ceilings(monkeypatch):
     found = CpuPlatform().ceilings()
     assert found.cache == machine.last_level_cache()
     assert set(found.compute) >= CpuPlatform().info().fast_dtypes
-    assert found.bandwidth >= found.typical > 1e8 or not native.runnable()
+    assert 1e8 < CpuPlatform().read_rate() < 10 * found.bandwidth
     by = "the native library" if native.runnable() else "torch's sums"
     assert by in found.note
 

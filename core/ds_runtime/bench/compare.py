@@ -3,10 +3,12 @@
 Both get the same shapes: decode steps of some batches after short prompts, and the prefill of one
 long prompt. Engines that Python can load stay loaded in processes of their own and wait while the
 other is timed; llama.cpp's own benchmark programs run anew at each of their turns. A round is one
-turn of each, in alternating order; figures are medians over rounds, and every round is kept.
+turn of each with every case, in alternating order; figures are medians over rounds, and every round
+is kept.
 
-Memory that other machines share has more than one speed: it is read before and behind every turn,
-so that many rounds in which it changed can be told, and those of one speed be taken together.
+Memory that other machines share has more than one speed: both engines time a case right after each
+other, and memory is read before, between and behind, so that many turns in which it changed can be
+told, and those of one speed be taken together.
 """
 
 from __future__ import annotations
@@ -259,7 +261,7 @@ def run(
     disturbed: list[float | None] = []
     limits: list[list[float | None]] = []  # by round
     ceilings: list[dict[str, Any]] = []  # at the beginning of each
-    reads: list[list[float]] = []  # there, and behind each engine's turn
+    reads: list[list[list[float]]] = []  # by round and case: before, between and behind both turns
     ended: str | None = None
     try:
         about = {ours.name: ours.about()}
@@ -267,34 +269,42 @@ def run(
         steps = [(c.batch, c.input_len + c.output_len // 2) for c in cases if c.output_len]
         for number in range(rounds):
             ready(number)
-            measured = [ours.ask({"do": "limits", "steps": steps})]
-            neighbours, before = Neighbours(), ours.cpu + peer.cpu
-            turns = (ours, peer) if number % 2 == 0 else (peer, ours)
-            timed = []
+            timed: dict[str, list[float]] = {ours.name: [], peer.name: []}
+            read_at: list[list[float]] = []
+            limited: list[float | None] = []
             try:
-                for engine in turns:
-                    timed.append(engine.rates(cases))
-                    measured.append(ours.ask({"do": "limits", "steps": steps}))  # may have changed
+                measured = ours.ask({"do": "limits", "steps": steps})
+                first, step_bytes = measured["ceilings"], iter(measured["step_bytes"])
+                neighbours, before = Neighbours(), ours.cpu + peer.cpu
+                read = ours.ask({"do": "read"})["read"]
+                for i, case in enumerate(cases):
+                    turns = (ours, peer) if (number + i) % 2 == 0 else (peer, ours)
+                    around = [read]
+                    for engine in turns:
+                        timed[engine.name] += engine.rates([case])
+                        around.append(read := ours.ask({"do": "read"})["read"])
+                    turn = turns.index(ours)
+                    mean = sum(around[turn : turn + 2]) / 2
+                    decodes = case.output_len and mean
+                    limited.append(case.batch * mean / next(step_bytes) if decodes else None)
+                    read_at.append(around)
             except ConfigError as e:
                 if number == 0:
                     raise
                 ended = f"round {number + 1} of {rounds}: {e}"
                 break
-            for engine, rates in zip(turns, timed, strict=True):
-                found[engine.name].append(rates)
+            for name, rates in timed.items():
+                found[name].append(rates)
             disturbed.append(neighbours.share(ours.cpu + peer.cpu - before))
-            ceilings.append(measured[0]["ceilings"])
-            found_at = (m["ceilings"] for m in measured)
-            reads.append([c.get("typical") or c["bandwidth"] for c in found_at])
-            around = turns.index(ours)
-            read = sum(reads[-1][around : around + 2]) / 2
-            limits.append(_limits(cases, read, measured[0]["step_bytes"]))
+            ceilings.append(first)
+            reads.append(read_at)
+            limits.append(limited)
     finally:
         peer.close()
         ours.close()
     results = []
     for i, case in enumerate(cases):
-        own, other = ([turn[i] for turn in found[e.name]] for e in (ours, peer))
+        own, other = ([of[i] for of in found[e.name]] for e in (ours, peer))
         mine, theirs = statistics.median(own), statistics.median(other)
         results.append(
             {
@@ -302,7 +312,8 @@ def run(
                 **asdict(case),
                 "tokens_per_s": {ours.name: mine, peer.name: theirs},
                 "ratio": mine / theirs,
-                "limits": [turn[i] for turn in limits],
+                "limits": [of[i] for of in limits],
+                "reads": [of[i] for of in reads],
                 "rounds": {ours.name: own, peer.name: other},
             }
         )
@@ -312,7 +323,6 @@ def run(
         "engines": about,
         "results": results,
         "ceilings": ceilings,
-        "reads": reads,
         "neighbours": disturbed,
         **({"ended": ended} if ended else {}),
         **environment(),
@@ -322,8 +332,8 @@ def run(
 def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
     """Rounds whose readings of memory agree, those of the same speed together, the slowest first.
 
-    reads: of each round, typical bytes per second at its beginning and behind each turn. What
-    happened within a turn they do not tell.
+    reads: of each round, bytes per second before, between and behind the turns. What happened
+    within a turn they do not tell.
     """
     steady = sorted((max(r), i) for i, r in enumerate(reads) if max(r) <= STEADY * min(r))
     found: list[list[tuple[float, int]]] = []
@@ -333,14 +343,6 @@ def by_speed(reads: Sequence[Sequence[float]]) -> list[list[int]]:
         else:
             found.append([(read, number)])
     return [sorted(number for _, number in group) for group in found]
-
-
-def _limits(
-    cases: Sequence[Case], bandwidth: float, step_bytes: Sequence[float]
-) -> list[float | None]:
-    """Tokens per second of decode at a read bandwidth; None for a prefill."""
-    left = iter(step_bytes)
-    return [c.batch * bandwidth / next(left) if c.output_len and bandwidth else None for c in cases]
 
 
 def _ratio(
@@ -354,7 +356,8 @@ def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     peer = report["engine"]
     rounds = len(report["neighbours"])
-    read = statistics.median(x for reads in report["reads"] for x in reads) / 1e9
+    every = (x for r in report["results"] for reads in r["reads"] for x in reads)
+    read = statistics.median(every) / 1e9
     lines = [f"{report['model']} against {peer}: medians of {rounds}; memory reads {read:.1f} GB/s"]
     for r in report["results"]:
         rates = r["tokens_per_s"]
@@ -364,15 +367,11 @@ def render(report: Mapping[str, Any]) -> str:
             f"{r['case']:<12} {rates['ds-runtime']:>9,.1f} tokens/s{share:<22} "
             f"{peer} {rates[peer]:>9,.1f}  ratio {r['ratio']:.2f}"
         )
-    for group in by_speed(report["reads"]):
-        if not 1 < len(group) < rounds:
-            continue
-        read = statistics.median(x for i in group for x in report["reads"][i]) / 1e9
-        ratios = (
-            f"{r['case']} {_ratio(r['rounds'], 'ds-runtime', peer, group):.2f}"
-            for r in report["results"]
-        )
-        lines.append(f"ratios of {len(group)} rounds at {read:.1f} GB/s: {', '.join(ratios)}")
+        for group in by_speed(r["reads"]):
+            if 1 < len(group) < rounds:
+                read = statistics.median(x for i in group for x in r["reads"][i]) / 1e9
+                ratio = _ratio(r["rounds"], "ds-runtime", peer, group)
+                lines.append(f"    {len(group)} rounds at {read:.1f} GB/s: ratio {ratio:.2f}")
     worst = max((x for x in report["neighbours"] if x is not None), default=0.0)
     lines.append(f"other processes used at most {worst:.0%} of the processors in a round")
     if threads := report["engines"].get("ds-runtime", {}).get("threads"):

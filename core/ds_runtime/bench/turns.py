@@ -2,8 +2,9 @@
 
     python -m ds_runtime.bench.turns ds-runtime|transformers
 
-The first line holds its settings, every further one a request: `limits`, or `seconds` of a batch.
-It loads once and waits between its turns, so that engines can take turns without loading again.
+The first line holds its settings, every further one a request: `limits`, `read`, or `seconds` of a
+batch. It loads once and waits between its turns, so that engines can take turns without loading
+again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Engine(Protocol):
 
     def limits(self, steps: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Measured ceilings, and bytes that decode steps of (batch, context) must read."""
+
+    def read_rate(self) -> float:
+        """Bytes per second that memory gives right now; 0 if it cannot tell."""
 
     def seconds(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Time to generate exactly `tokens` tokens for every prompt, without an early end."""
@@ -79,6 +83,9 @@ class Ours:
             "step_bytes": [sum(work.nbytes for work in step.values()) for step in found],
         }
 
+    def read_rate(self) -> float:
+        return self._assembly.platform.read_rate(0)
+
     def seconds(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         return generate_seconds(self._llm, prompts, tokens)
 
@@ -94,6 +101,8 @@ def answer(engine: Engine, request: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if request["do"] == "limits":
         found = engine.limits(request["steps"])
+    elif request["do"] == "read":
+        found = {"read": engine.read_rate()}
     else:
         batch, length, tokens = request["batch"], request["input_len"], request["output_len"]
         prompts = random_prompts(batch, length, engine.vocab)

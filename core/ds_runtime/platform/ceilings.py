@@ -33,6 +33,13 @@ def measure(platform: Platform, rank: int = 0) -> Ceilings:
     )
 
 
+def read_rate(platform: Platform, rank: int = 0) -> float:
+    """Bytes per second of the fastest reading of a short while."""
+    device = platform.device(rank)
+    nbytes = buffer_bytes(cache_bytes(device), platform.memory(rank).free)
+    return bandwidth(device, platform.synchronize, nbytes)
+
+
 def buffer_bytes(cache: int, free: int) -> int:
     """Bytes to read so that nothing of them stays in a cache of that size."""
     return max(1 << 20, min(max(_BUFFER, 4 * cache), free // 4))

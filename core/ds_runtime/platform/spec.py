@@ -34,17 +34,15 @@ class Ceilings:
     """What a device reaches at most, measured on it: what figures of kernels are held against.
 
     bandwidth: bytes read per second from memory, out of every cache, in the fastest reading.
-    typical: in the median one, which is less where others use the memory; 0: not told. compute:
-    operations per second of the fastest matmul by dtype ("int8" counts integer operations); a dtype
-    that is not in it was not measured. cache: bytes of the last-level cache, 0 if unknown. note:
-    how it was measured.
+    compute: operations per second of the fastest matmul by dtype ("int8" counts integer
+    operations); a dtype that is not in it was not measured. cache: bytes of the last-level cache, 0
+    if unknown. note: how it was measured.
     """
 
     bandwidth: float
     compute: Mapping[str, float]
     cache: int = 0
     note: str = ""
-    typical: float = 0.0
 
 
 class Communicator(Protocol):
@@ -187,6 +185,14 @@ class Platform(ABC):
         from ds_runtime.platform.ceilings import measure
 
         return measure(self, rank)
+
+    def read_rate(self, rank: int = 0) -> float:
+        """Bytes per second that its memory gives right now: a short reading, for machines on which
+        that changes from minute to minute.
+        """
+        from ds_runtime.platform.ceilings import read_rate
+
+        return read_rate(self, rank)
 
     def synchronize(self) -> None:  # noqa: B027 (optional: synchronous devices need nothing)
         """Wait until the device has finished all work of this process."""

@@ -36,6 +36,9 @@ class Eager:
     def limits(self, steps: Sequence[tuple[int, int]]) -> dict[str, Any]:
         return {}
 
+    def read_rate(self) -> float:
+        return 0.0
+
     def seconds(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         ids = torch.tensor(prompts)
         with torch.inference_mode():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 STREAMS = (1, 4)  # of reading at once per thread: which hides more of memory's latency differs
 _SECONDS = 2.0  # of reading: memory is what other processes disturb most
+_SHORT, _SMALL = 0.4, 512 << 20  # and bytes, where it is only to tell how fast memory is right now
 
 
 def measure(platform: CpuPlatform) -> Ceilings:
@@ -25,16 +26,22 @@ def measure(platform: CpuPlatform) -> Ceilings:
     fast = platform.info().fast_dtypes
     if native.isa_in_use() is None:
         read, by = ceilings.bandwidth(device, platform.synchronize, size), "torch's sums"
-        typical = 0.0
     else:
-        (read, typical), by = bandwidth(size), "the native library"
+        (read, _), by = bandwidth(size), "the native library"
     compute = ceilings.compute(device, platform.synchronize, fast)
-    return Ceilings(read, compute, cache, f"memory by {by}, matmuls by torch", typical)
+    return Ceilings(read, compute, cache, f"memory by {by}, matmuls by torch")
 
 
-def bandwidth(nbytes: int) -> tuple[float, float]:
+def read_rate() -> float:
+    """Bytes per second of the median reading within less than a second."""
+    cache = machine.last_level_cache()
+    size = min(ceilings.buffer_bytes(cache, machine.memory()[1]), max(_SMALL, 4 * cache))
+    return bandwidth(size, _SHORT)[1]
+
+
+def bandwidth(nbytes: int, spent: float = _SECONDS) -> tuple[float, float]:
     """Bytes per second of reading a buffer of that size, on large pages where there are any: of the
-    fastest reading, and of the median one."""
+    fastest reading, and of the median one, within `spent` seconds."""
     words = torch.empty(nbytes // 8, dtype=torch.int64)
     call, total = native.calls(), torch.empty(1, dtype=torch.int64)
     call.large_pages(words.data_ptr(), words.nbytes)
@@ -42,7 +49,7 @@ def bandwidth(nbytes: int) -> tuple[float, float]:
 
     def seconds(streams: int) -> list[float]:
         where = words.data_ptr(), words.nbytes, streams, total.data_ptr()
-        return ceilings.timed(lambda: call.read(*where), lambda: None, _SECONDS / len(STREAMS))
+        return ceilings.timed(lambda: call.read(*where), lambda: None, spent / len(STREAMS))
 
     readings = [seconds(streams) for streams in STREAMS]
     typical = min(map(statistics.median, readings))

@@ -150,6 +150,12 @@ class CpuPlatform(Platform):
 
         return measure(self)
 
+    def read_rate(self, rank: int = 0) -> float:
+        """The median of some readings by the native library."""
+        from ds_runtime_cpu.ceilings import read_rate
+
+        return read_rate() if native.isa_in_use() else super().read_rate(rank)
+
     def communicator(
         self, rank: int, size: int, init_method: str, timeout: float = 600.0
     ) -> Communicator:

@@ -58,23 +58,24 @@ class Fixed:
     def __init__(self, name, rounds, order, reads=()):
         self.name, self.cpu, self._rounds, self._order = name, 0.0, iter(rounds), order
         self._reads = iter(reads)
-        self.closed = False
+        self.closed, self._due = False, []
 
     def about(self, threads=None):
         return {"is": self.name, "threads": threads or 3}
 
     def ask(self, request):
-        assert request["do"] == "limits"
-        self._order.append("limits")
-        bandwidth = 1e9 * next(self._reads)
-        ceilings = {"bandwidth": bandwidth, "typical": 0.0}
-        if len(self._order) > 4:  # a platform that tells what memory mostly gave
-            ceilings = {"bandwidth": 1e15, "typical": bandwidth}
-        return {"ceilings": ceilings, "step_bytes": [4e9 for _ in request["steps"]]}
+        self._order.append(request["do"])
+        if request["do"] == "read":
+            return {"read": 1e9 * next(self._reads)}
+        step_bytes = [4e9 * batch for batch, _ in request["steps"]]
+        return {"ceilings": {"bandwidth": 1e15}, "step_bytes": step_bytes}
 
     def rates(self, cases):
-        self._order.append(self.name)
-        return next(self._rounds)
+        (case,) = cases
+        self._order.append(f"{self.name} {case.name}")
+        if not self._due:
+            self._due = list(next(self._rounds))
+        return [self._due.pop(0)]
 
     def close(self):
         self.closed = True
@@ -82,33 +83,37 @@ class Fixed:
 
 def test_rounds_alternate_and_medians_are_compared():
     order = []
-    reads = [190, 210, 200, 50, 110, 90, 200, 200, 210]
+    reads = [190, 210, 200, 210, 190, *(50, 110, 90, 100, 50), *(200, 200, 210, 200, 200)]
     ours = Fixed("ds-runtime", [[10.0, 5.0], [30.0, 1.0], [20.0, 3.0]], order, reads)
     peer = Fixed("other", [[4.0, 6.0], [5.0, 6.0], [99.0, 6.0]], order)
     cases = (Case(2, 16, 32), Case(1, 512, 0))
     found = compare.run(ours, peer, cases, 3, lambda n: order.append(n))
     assert order == [
-        *(0, "limits", "ds-runtime", "limits", "other", "limits"),
-        *(1, "limits", "other", "limits", "ds-runtime", "limits"),
-        *(2, "limits", "ds-runtime", "limits", "other", "limits"),
+        *(0, "limits", "read", "ds-runtime batch 2", "read", "other batch 2", "read"),
+        *("other prefill 512", "read", "ds-runtime prefill 512", "read"),
+        *(1, "limits", "read", "other batch 2", "read", "ds-runtime batch 2", "read"),
+        *("ds-runtime prefill 512", "read", "other prefill 512", "read"),
+        *(2, "limits", "read", "ds-runtime batch 2", "read", "other batch 2", "read"),
+        *("other prefill 512", "read", "ds-runtime prefill 512", "read"),
     ]
     decode, prefill = found["results"]
     assert decode["tokens_per_s"] == {"ds-runtime": 20.0, "other": 5.0}
     assert decode["ratio"] == 4.0 and prefill["ratio"] == 0.5
     assert decode["rounds"]["other"] == [4.0, 5.0, 99.0]
     # Of what was read before and behind this engine's turn.
-    assert decode["limits"] == [100.0, 50.0, 100.0] and prefill["limits"] == [None] * 3
-    assert [c["bandwidth"] for c in found["ceilings"]] == [190e9, 1e15, 1e15]
-    assert found["reads"][1] == [50e9, 110e9, 90e9]
+    assert decode["limits"] == [50.0, 25.0, 50.0] and prefill["limits"] == [None] * 3
+    assert [c["bandwidth"] for c in found["ceilings"]] == [1e15] * 3
+    assert decode["reads"][1] == [50e9, 110e9, 90e9] and prefill["reads"][1] == [90e9, 100e9, 50e9]
     assert found["engines"]["other"] == {"is": "other", "threads": 3} and found["commit"]
     assert "ended" not in found
     assert ours.closed and peer.closed
     text = compare.render(found | {"model": "m"}).splitlines()
     assert "medians of 3" in text[0]
     assert "memory reads 200.0 GB/s" in text[0]
-    assert "20% of its limit" in text[1] and "ratio 4.00" in text[1]
-    assert "prefill 512" in text[2]
-    assert text[3] == "ratios of 2 rounds at 200.0 GB/s: batch 2 0.29, prefill 512 0.67"
+    assert "40% of its limit" in text[1] and "ratio 4.00" in text[1]
+    assert text[2] == "    2 rounds at 200.0 GB/s: ratio 0.29"
+    assert "prefill 512" in text[3]
+    assert text[4] == "    2 rounds at 200.0 GB/s: ratio 0.67"
     assert text[-1] == "both with 3 threads"
 
 
@@ -196,7 +201,7 @@ def test_llama_cpp_that_is_no_program_or_never_ends(tmp_path, monkeypatch):
 
 
 def test_whole_rounds_are_kept_when_an_engine_fails():
-    ours = Fixed("ds-runtime", [[10.0], [30.0], [20.0]], [], [100] * 9)
+    ours = Fixed("ds-runtime", [[10.0], [30.0], [20.0]], [], [100] * 40)
     peer = Fixed("other", [[4.0], [5.0]], [])
     answer = peer.rates
 
@@ -209,10 +214,11 @@ def test_whole_rounds_are_kept_when_an_engine_fails():
     peer.rates = rates
     found = compare.run(ours, peer, (Case(1, 16, 32),), 5, lambda n: None)
     assert found["results"][0]["rounds"] == {"ds-runtime": [10.0, 30.0], "other": [4.0, 5.0]}
-    assert len(found["reads"]) == len(found["neighbours"]) == len(found["ceilings"]) == 2
+    assert len(found["results"][0]["reads"]) == len(found["results"][0]["limits"]) == 2
+    assert len(found["neighbours"]) == len(found["ceilings"]) == 2
     text = compare.render(found | {"model": "m"}).splitlines()
     assert text[-1] == "ended early in round 3 of 5: other: is gone"
-    again = Fixed("ds-runtime", [[10.0]], [], [100] * 9)
+    again = Fixed("ds-runtime", [[10.0]], [], [100] * 40)
     with pytest.raises(ConfigError, match="is gone"):
         compare.run(again, peer, (Case(1, 16, 32),), 5, lambda n: None)
 
@@ -235,6 +241,9 @@ class Counted:
     def limits(self, steps):
         return {"steps": steps}
 
+    def read_rate(self):
+        return 5e9
+
     def seconds(self, prompts, tokens):
         self.asked.append((len(prompts), len(prompts[0]), tokens))
         return float(tokens)
@@ -248,13 +257,14 @@ def test_a_turn_times_one_token_and_all(monkeypatch):
         {"do": "seconds", "batch": 4, "input_len": 16, "output_len": 32},
         {"do": "seconds", "batch": 1, "input_len": 64, "output_len": 0},
         {"do": "limits", "steps": [[1, 32]]},
+        {"do": "read"},
     ]
     out = io.StringIO()
     assert turns.main("ds-runtime", io.StringIO("\n".join(map(json.dumps, asked))), out) == 0
-    about, decode, prefill, limits = map(json.loads, out.getvalue().splitlines())
+    about, decode, prefill, limits, read = map(json.loads, out.getvalue().splitlines())
     assert about == {"about": {}}
     assert (decode["first"], decode["whole"]) == (1.0, 33.0)
-    assert prefill["first"] == 1.0 and limits["steps"] == [[1, 32]]
+    assert prefill["first"] == 1.0 and limits["steps"] == [[1, 32]] and read["read"] == 5e9
     # The first run of each, behind another engine's turn, is not counted.
     assert made.asked[1:] == [(4, 16, 1), (4, 16, 1), (4, 16, 33), (1, 64, 1), (1, 64, 1)]
     assert decode["cpu"] >= 0
@@ -291,7 +301,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch, checkpoint):
 
     def child(name, settings, cases):
         asked.append((name, settings, cases))
-        return Fixed(name, [[20.0, 80.0]] * 2, [], [100] * 6)
+        return Fixed(name, [[20.0, 80.0]] * 2, [], [100] * 40)
 
     monkeypatch.setattr(compare, "Child", child)
     programs(tmp_path)
