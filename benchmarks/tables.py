@@ -22,15 +22,16 @@ Made by `python benchmarks/tables.py` from [compare.jsonl](compare.jsonl), which
 command, version and commit. Each row is one run of `ds-runtime bench compare`: both engines on the
 same machine, in turns, medians over rounds. Decode rates are tokens per second over the whole batch
 after prompts of 16 tokens; "limit" is what the weights and cache that a step must read allow at the
-speed of memory right before and behind the turn, and the share of it a median over rounds. Records
-up to `51855d2` took the fastest reading, the oldest ones that of a round's beginning, and counted
-bfloat16 in 16 bits where it is held in 12; later ones take the median reading and count what is
-read. Where memory is shared with other machines, a turn may meet another speed than its readings.
+speed of memory right before and behind the turn, and the share of it a median over rounds. Both
+engines time a case right after each other; up to `afe09c6` all cases of one engine were followed by
+all of the other's. Records up to `51855d2` took the fastest reading, the oldest ones that of a
+round's beginning, and counted bfloat16 in 16 bits where it is held in 12; later ones take the
+median reading and count what is read. Where memory is shared with other machines, a turn may meet
+another speed than its readings.
 "At most" is the limit over the peer's rate: the ratio of an engine that does nothing but read.
 Medians leave out rounds in which other processes took a tenth or more of the processors' time, and
 "rounds" says how many are left; rows with none are left out. Rounds whose readings agree have rows
-of their own where they are three or more, and name that speed of memory; rows that name none may be
-of several.
+of their own where they are three or more, and name that speed of memory; the others are of all.
 """
 DISTURBED = 0.1
 FEWEST = 3  # rounds at one speed of memory that are worth rows of their own
@@ -60,10 +61,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         peer = row["engine"]
         quantised = row["settings"].get("quantize")
-        for speed, some in _rounds(row):
-            model = row["model"] + (f" as {quantised}" if quantised else "") + speed
-            beside = row["engines"][peer].get("model", peer)
-            for r in row["results"]:
+        model = row["model"] + (f" as {quantised}" if quantised else "")
+        beside = row["engines"][peer].get("model", peer)
+        for r in row["results"]:
+            for speed, some in _rounds(row, r):
                 mine, theirs = (
                     median(r["rounds"][e][i] for i in some) for e in ("ds-runtime", peer)
                 )
@@ -76,24 +77,26 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                     most = f"{median(r['limits'][i] / other[i] for i in some):.2f}"
                 rounds = f"{len(some)} of {len(row['neighbours'])}"
                 lines.append(
-                    f"| {model} | {beside} | {r['case']} | {mine:.1f} | {theirs:.1f} "
+                    f"| {model} | {beside} | {r['case']}{speed} | {mine:.1f} | {theirs:.1f} "
                     f"| {mine / theirs:.2f} | {most} | {limit} | {rounds} |"
                 )
                 model = beside = ""
     return "\n".join(lines)
 
 
-def _rounds(row: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
-    """(what to say of memory, rounds) of each group of a record's rounds; none that is empty."""
+def _rounds(row: Mapping[str, Any], result: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """(what to say of memory, rounds) of all of a case's rounds, and of those at one speed."""
     quiet = [i for i, share in enumerate(row["neighbours"]) if (share or 0.0) < DISTURBED]
-    reads = [row["reads"][i] for i in quiet] if "reads" in row else []
-    found = []
-    for group in by_speed(reads):
+    reads = result.get("reads") or row.get("reads")  # of this case, or of a round of all
+    if not quiet:
+        return []
+    found = [("", quiet)]
+    for group in by_speed([reads[i] for i in quiet]) if reads else ():
         some = [quiet[i] for i in group]
-        read = median(x for i in some for x in row["reads"][i]) / 1e9
+        read = median(x for i in some for x in reads[i]) / 1e9
         if len(some) >= FEWEST:
             found.append((f", memory at {read:.0f} GB/s", some))
-    return found or ([("", quiet)] if quiet else [])
+    return found
 
 
 def machine(row: Mapping[str, Any]) -> str:
