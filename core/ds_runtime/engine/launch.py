@@ -287,7 +287,9 @@ def _exit_with_parent(folder: Path) -> None:
 
 def leave_reason(spec: RankSpec, error: BaseException) -> None:
     """Write why this rank ends, for the watcher."""
-    message = str(error) or "the system refused memory" * isinstance(error, MemoryError)
+    message = str(error)
+    if not message and isinstance(error, MemoryError):
+        message = "the system refused memory"
     if not isinstance(error, errors.DsRuntimeError):
         message = f"engine rank {spec.rank} failed: {type(error).__name__}: {message}"
     said = {"time": time.time(), "kind": type(error).__name__, "message": message}

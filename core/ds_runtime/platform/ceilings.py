@@ -23,12 +23,10 @@ _FLOATS = ("float32", "bfloat16", "float16")
 def measure(platform: Platform, rank: int = 0) -> Ceilings:
     """Bandwidth by a reduction over a large buffer, compute by square matmuls; the best of each."""
     device = platform.device(rank)
-    wait = platform.synchronize
-    cache = cache_bytes(device)
     return Ceilings(
-        bandwidth(device, wait, buffer_bytes(cache, platform.memory(rank).free)),
-        compute(device, wait, platform.info(rank).fast_dtypes),
-        cache,
+        read_rate(platform, rank),
+        compute(device, platform.synchronize, platform.info(rank).fast_dtypes),
+        cache_bytes(device),
         "torch: sums over a buffer, square matmuls",
     )
 

@@ -10,7 +10,7 @@ from ds_runtime.api import ExpertSource, Facts, Packed, UnsupportedError, Weight
 from ds_runtime_cpu.linear import compute_dtype, prepack, prepacked_linear
 from ds_runtime_cpu.native import calls
 from ds_runtime_cpu.panels import COLUMNS, Form, Stack, forms_of
-from ds_runtime_cpu.small import CODE
+from ds_runtime_cpu.small import CODE, in_rows
 
 
 class ExpertsNative:
@@ -88,13 +88,11 @@ class _Run:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, top_k = ids.shape
-        by_row, by_column = x.stride()
-        if by_column != 1:
-            return self(x.clone(memory_format=torch.contiguous_format), weights, ids)
+        x = in_rows(x)
         out = x.new_empty(x.shape)
         self._call(
             x.data_ptr(),
-            by_row,
+            x.stride()[0],
             weights.data_ptr(),
             ids.data_ptr(),
             out.data_ptr(),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_runtime.api import Weight, WeightPart, decode_scale
 from ds_runtime_cpu.native import calls, library
-from ds_runtime_cpu.small import CODE
+from ds_runtime_cpu.small import CODE, in_rows
 
 COLUMNS = 64  # of a panel
 _DENSE, _FP8, _INT8, _INT4, _INT4_ZEROS, _BF12 = range(6)  # DsFormat
@@ -270,21 +270,18 @@ class Matmul:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k], the same for all heads → [T, heads · n], new."""
+        x = in_rows(x)
         tokens, k = x.shape
-        by_row, by_column = x.stride()
-        if by_column != 1:
-            return self(x.clone(memory_format=torch.contiguous_format))
         assert k == self._k and x.dtype == self._dtype, (x.shape, x.dtype, self._k)
         out = x.new_empty(tokens, self._heads * self._n)
-        self._call(x.data_ptr(), by_row, 0, out.data_ptr(), tokens)
+        self._call(x.data_ptr(), x.stride()[0], 0, out.data_ptr(), tokens)
         return out
 
     def per_head(self, x: Tensor) -> Tensor:
         """x [T, heads, k] → [T, heads, n + rest], new and contiguous."""
+        x = in_rows(x)
         tokens, heads, k = x.shape
-        by_row, by_head, by_column = x.stride()
-        if by_column != 1:
-            return self.per_head(x.clone(memory_format=torch.contiguous_format))
+        by_row, by_head, _ = x.stride()
         assert (heads, k, x.dtype) == (self._heads, self._k, self._dtype), (x.shape, x.dtype)
         out = x.new_empty(tokens, heads, self._n)
         self._call(x.data_ptr(), by_row, by_head, out.data_ptr(), tokens)
