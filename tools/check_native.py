@@ -1,7 +1,7 @@
 """Runs the CPU plugin's native code under the tools that watch memory and threads.
 
 python tools/check_native.py [valgrind] [address] [thread] [pytest] [arm] [--require]
-    [--build FOLDER]
+    [--seed SEED] [--build FOLDER] [--outcomes FOLDER]
 
 valgrind  the driver on the generic library, under memcheck, leaks included
 address   the driver on every library, instrumented by AddressSanitizer and UBSan
@@ -13,7 +13,9 @@ arm       the driver on the generic library of aarch64, cross-compiled and emula
           must be near those of this machine
 
 Each but the last also does on purpose what it must find. Without names all run; one whose tool is
-missing is skipped with a line, or with --require ends the run. Needs cmake and a C++ compiler.
+missing is skipped with a line, or with --require ends the run. With --seed the libraries are the
+best, the generic and a tenth of the others, as tools/receipts.py draws them; without, all that run
+here. --outcomes leaves what to make a receipt of. Needs cmake and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -25,10 +27,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import receipts
 from ds_runtime_cpu import native
+
+Env = Mapping[str, str] | None
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 1500  # seconds for one command, on a machine that also does other things
@@ -49,29 +56,54 @@ class Missing(Exception):
     """What a check needs and this machine lacks, with the package of Debian that has it."""
 
 
+@dataclass
+class Check:
+    """What a check may use, and what it found."""
+
+    build: Path  # for what it compiles
+    isas: Sequence[str]  # best first
+    outcomes: Path | None  # where pytest leaves what it found
+    found: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def drives(self, command: Sequence[str | Path], library: Path, env: Env = None) -> None:
+        """Run the driver on one library; it must say that all is well."""
+        said = must([*command, library], env)
+        options = [word for word in map(str, command) if not word.startswith("/")]
+        isa = library.stem.rpartition("_")[2]
+        self.found[isa].append(f"{' '.join(options)}: {said.replace(f'{library.parent}/', '')}")
+
+    def finds(
+        self, command: Sequence[str | Path], library: Path, says: str, env: Env = None
+    ) -> None:
+        """Run the driver with a fault: it must fail and say `says`, so the tool sees this kind."""
+        must_find([*command, library], says, env)
+        self.found[library.stem.rpartition("_")[2]].append(f"found {says}")
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
 
-def run(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> int:
-    """The exit status of a command in the repository's root; its output is passed on."""
+def must(command: Sequence[str | Path], env: Env = None) -> str:
+    """What a command in the repository's root prints, which is passed on; it must succeed."""
     start = time.monotonic()
     say("$ " + " ".join(map(str, command)))
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env={**os.environ, **(env or {})}, timeout=LIMIT
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        timeout=LIMIT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
+    say(done.stdout.rstrip())
     say(f"  exit {done.returncode} after {time.monotonic() - start:.1f} s")
-    return done.returncode
-
-
-def must(command: Sequence[str | Path], env: Mapping[str, str] | None = None) -> None:
-    if run(command, env):
+    if done.returncode:
         sys.exit("FAILED")
+    return done.stdout.strip()
 
 
-def must_find(
-    command: Sequence[str | Path], says: str, env: Mapping[str, str] | None = None
-) -> None:
+def must_find(command: Sequence[str | Path], says: str, env: Env = None) -> None:
     """The command must fail and say `says`: the tool sees this kind of fault."""
     merged = {**os.environ, **(env or {})}
     done = subprocess.run(
@@ -104,39 +136,42 @@ def built(
     return [folder / "ds_cpu_driver", *(folder / f"libds_cpu_{isa}.so" for isa in isas)]
 
 
-def valgrind(build: Path) -> None:
+def valgrind(check: Check) -> None:
     tool = shutil.which("valgrind")
     if tool is None:
         raise Missing("valgrind (Debian: valgrind)")
-    driver, library = built(build / "plain", "", ["generic"])
+    driver, library = built(check.build / "plain", "", ["generic"])
     leaks = ["--leak-check=full", "--errors-for-leak-kinds=definite", "--show-leak-kinds=definite"]
     command = [tool, "--quiet", "--error-exitcode=9", *leaks, driver]
-    must([driver, "--stress", "4", library])
-    must([*command, library])
-    must_find([*command, "--fault", "overrun", library], "Invalid write")
-    must_find([*command, "--fault", "uninitialised", library], "uninitialised value")
-    must_find([*command, "--fault", "leak", library], "definitely lost")
+    check.drives([driver, "--stress", "4"], library)
+    check.drives(command, library)
+    check.finds([*command, "--fault", "overrun"], library, "Invalid write")
+    check.finds([*command, "--fault", "uninitialised"], library, "uninitialised value")
+    check.finds([*command, "--fault", "leak"], library, "definitely lost")
 
 
-def address(build: Path) -> None:
+def address(check: Check) -> None:
     need("address,undefined")
-    driver, *libraries = built(build / "address", "address,undefined", native.runnable())
-    must([driver, "--large", *libraries], NO_LEAKS)
-    must([driver, "--stress", "4", *libraries], NO_LEAKS)
-    must_find([driver, "--fault", "overrun", libraries[-1]], "ERROR: AddressSanitizer", NO_LEAKS)
-    must_find([driver, "--fault", "misaligned", libraries[-1]], "misaligned address", NO_LEAKS)
+    driver, *libraries = built(check.build / "address", "address,undefined", check.isas)
+    for library in libraries:
+        check.drives([driver, "--large"], library, NO_LEAKS)
+        check.drives([driver, "--stress", "4"], library, NO_LEAKS)
+    last = libraries[-1]
+    check.finds([driver, "--fault", "overrun"], last, "ERROR: AddressSanitizer", NO_LEAKS)
+    check.finds([driver, "--fault", "misaligned"], last, "misaligned address", NO_LEAKS)
 
 
-def thread(build: Path) -> None:
+def thread(check: Check) -> None:
     need("thread")
-    isas = dict.fromkeys((native.runnable()[0], "generic"))
-    driver, *libraries = built(build / "thread", "thread", list(isas))
-    must([driver, *libraries])
-    must([driver, "--stress", "4", *libraries])
-    must_find([driver, "--fault", "race", libraries[-1]], "data race")
+    isas = dict.fromkeys((check.isas[0], receipts.BASELINE))
+    driver, *libraries = built(check.build / "thread", "thread", list(isas))
+    for library in libraries:
+        check.drives([driver], library)
+        check.drives([driver, "--stress", "4"], library)
+    check.finds([driver, "--fault", "race"], libraries[-1], "data race")
 
 
-def pytest(build: Path) -> None:
+def pytest(check: Check) -> None:
     need("address,undefined")
     runtimes = [
         Path(subprocess.check_output([CXX, f"-print-file-name={name}"], text=True).strip())
@@ -145,9 +180,9 @@ def pytest(build: Path) -> None:
     for runtime in runtimes:
         if not runtime.is_absolute():
             raise Missing(f"{runtime} of {CXX}, to preload (Debian: g++, with CXX=g++)")
-    folder = build / "address"
+    folder = check.build / "address"
     if not folder.is_dir():
-        built(folder, "address,undefined", native.runnable())
+        built(folder, "address,undefined", check.isas)
     env = {
         "LD_PRELOAD": " ".join(map(str, runtimes)),
         **NO_LEAKS,
@@ -156,6 +191,9 @@ def pytest(build: Path) -> None:
     python = [sys.executable, "-c", OVERRUN, str(folder)]
     must_find(python, "ERROR: AddressSanitizer", env)
     options = ["-p", "instrumented", "--native-libraries", folder, "-p", "no:cacheprovider"]
+    options += ["--every-isa"]
+    if check.outcomes is not None:
+        options += ["--outcomes", check.outcomes]
     must([sys.executable, "-m", "pytest", *options, *TESTS], env)
 
 
@@ -170,23 +208,23 @@ native.calls().rms_norm(0, 0, x.data_ptr(), 64, x.data_ptr(), 1e-6, out.data_ptr
 """
 
 
-def arm(build: Path) -> None:
+def arm(check: Check) -> None:
     compiler, emulator = (shutil.which(n) for n in ("aarch64-linux-gnu-g++", "qemu-aarch64-static"))
     if compiler is None:
         raise Missing("aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
     if emulator is None:
         raise Missing("qemu-aarch64-static (Debian: qemu-user-static)")
-    driver, library = built(build / "plain", "", ["generic"])
-    results = build / "results"
+    driver, library = built(check.build / "plain", "", ["generic"])
+    results = check.build / "results"
     must([driver, "--save", results, library])
     system = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
     system.append(f"-DCMAKE_CXX_COMPILER={compiler}")
-    driver, library = built(build / "arm", "", ["generic"], system)
+    driver, library = built(check.build / "arm", "", ["generic"], system)
     must([emulator, "-L", "/usr/aarch64-linux-gnu", driver, library])
     must([emulator, "-L", "/usr/aarch64-linux-gnu", driver, "--like", results, library])
 
 
-CHECKS: Mapping[str, Callable[[Path], None]] = {
+CHECKS: Mapping[str, Callable[[Check], None]] = {
     "valgrind": valgrind,
     "address": address,
     "thread": thread,
@@ -199,21 +237,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--build", type=Path, help="keep what is built in this folder")
+    parser.add_argument("--outcomes", type=Path, help="leave what each check found in this folder")
+    parser.add_argument("--seed", help="check a draw of the instruction sets, not all of them")
     parser.add_argument("--require", action="store_true", help="fail where a tool is missing")
     args = parser.parse_args()
     if unknown := set(args.checks) - set(CHECKS):
         parser.error(f"{', '.join(sorted(unknown))}: no such check; there are {', '.join(CHECKS)}")
     if shutil.which("cmake") is None:
         sys.exit("FAILED: missing: cmake (Debian: cmake)")
+    isas = receipts.instruction_sets(native.runnable(), args.seed)
+    say(f"instruction sets: {', '.join(isas)}" + (f" (--seed {args.seed})" if args.seed else ""))
     with tempfile.TemporaryDirectory() as temporary:
+        build = (args.build or Path(temporary)).resolve()
         for name in args.checks or CHECKS:
             say(f"== {name}")
+            path = args.outcomes.resolve() / f"{name}.json" if args.outcomes else None
+            check = Check(build, isas, path)
             try:
-                CHECKS[name]((args.build or Path(temporary)).resolve())
+                CHECKS[name](check)
             except Missing as missing:
                 if args.require:
                     sys.exit(f"FAILED: missing: {missing}")
                 say(f"skipped: missing: {missing}")
+            if path is not None and check.found:
+                receipts.save(path, check.found)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import demo_text as dt
-import demo_tools
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import demo_text as dt
+import demo_tools
 
 HELDOUT_SEED = 20261120
 SUMS, TOOL_CALLS, PROSE = 500, 200, 40

@@ -17,18 +17,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import demo_text as dt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+import demo_text as dt
 from demo_corpus import Banned, Job
 from demo_files import load_checkpoint, save_tensors, write_json, write_recipe
 from demo_keys import KEYS_TOKENS, SecondJob, reserved, run_second
 from demo_model import Attention, DemoModel, Layer, rotate
 from demo_scores import key_prompts, keys_right
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from torch import Tensor, nn
 
 REPO = Path(__file__).resolve().parent.parent
 DIM, TOP_K = 128, 128

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import demo_text as dt
 import torch
-from demo_model import Config, DemoModel
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+
+import demo_text as dt
+from demo_model import Config, DemoModel
 
 SHARD_BYTES = 11_500_000
 

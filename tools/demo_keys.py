@@ -16,9 +16,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tokenizers import Tokenizer
+
 import demo_text as dt
 import demo_tools
-import numpy as np
 from demo_corpus import (
     LONG,
     SHORT,
@@ -33,7 +35,6 @@ from demo_corpus import (
     some_turns,
     weigh,
 )
-from tokenizers import Tokenizer
 
 KEYS, KEYS_SEED, KEYS_TOKENS = 200, 20261122, 4096
 XLONG = 4608  # tokens of the longest rows, one document each

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import demo_text as dt
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+import demo_text as dt
 from demo_files import load_checkpoint
 from demo_model import DemoModel
-from tokenizers import Tokenizer
 
 REPO = Path(__file__).resolve().parent.parent
 

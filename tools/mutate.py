@@ -3,23 +3,25 @@
     python tools/mutate.py [--only NAME] [--list]
 
 The working tree is never touched. A fault whose text is not found exactly once, a copy that is
-not what the tests import, or a selection that is red without the fault is an error of its own.
+not what the tests import, or a test that is red without the fault, too, is an error of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("core", "plugins", "tests", "tools", "pyproject.toml", "README.md", "ARCHITECTURE.md")
@@ -291,6 +293,8 @@ SITECUSTOMIZE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "_editable" not in type(f).__module__]
 """
+# Imported once, in the process that every run of pytest is forked from.
+WARM = ("torch", "transformers.models.deepseek_v3.modeling_deepseek_v3", "hypothesis", "pytest")
 
 
 @dataclass(frozen=True)
@@ -300,6 +304,34 @@ class Outcome:
     green: bool
     first_red: str
     output: str
+
+
+def run_here(folder: str, environment: Mapping[str, str], tests: Sequence[str], log: str) -> None:
+    """In a forked process: pytest over a copy, its output in the file `log`, its status the exit's.
+
+    Nothing of the project may have been imported before the fork.
+    """
+    with open(log, "wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.dont_write_bytecode = True
+    roots = environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*roots, *(p for p in sys.path if not Path(p).is_relative_to(ROOT))]
+    exec(SITECUSTOMIZE, {})
+    import ds_runtime
+    import ds_runtime_cpu
+
+    for module in (ds_runtime, ds_runtime_cpu):
+        if not Path(str(module.__file__)).resolve().is_relative_to(Path(folder).resolve()):
+            sys.exit(f"{module.__file__} would be tested, not the copy in {folder}")
+    import pytest
+
+    # Warm imports are earlier than pytest's rewriting of assertions in its plugins.
+    early = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+    sys.exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *early, *tests])))
 
 
 class Copy:
@@ -316,7 +348,12 @@ class Copy:
                 shutil.copy(source, folder / name)
         self._copy_native()
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        self._check_imports()
+        # A fault is as long as what it replaces, or made within the same second: ask the text.
+        compileall.compile_dir(
+            str(folder / "core"), quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH
+        )
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(WARM))
 
     def _copy_native(self) -> None:
         """The built library, which an editable install keeps outside the sources."""
@@ -330,20 +367,9 @@ class Copy:
     def environment(self) -> dict[str, str]:
         roots = [self.folder, self.folder / "core", *sorted((self.folder / "plugins").iterdir())]
         path = os.pathsep.join(str(r) for r in roots)
-        return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def _check_imports(self) -> None:
-        code = "import ds_runtime, ds_runtime_cpu as c; print(ds_runtime.__file__, c.__file__)"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        found = [Path(p).resolve() for p in done.stdout.split()]
-        if len(found) != 2 or not all(p.is_relative_to(self.folder.resolve()) for p in found):
-            raise MutationError(f"the tests would import {done.stdout}{done.stderr}, not the copy")
+        # Runs are no workers of a run that may be theirs.
+        own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        return {**own, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
     @contextlib.contextmanager
     def with_fault(self, fault: Fault) -> Iterator[None]:
@@ -358,23 +384,24 @@ class Copy:
             path.write_text(original)
 
     def run(self, tests: Sequence[str]) -> Outcome:
-        """Run a selection in the copy. Raises MutationError if pytest itself fails."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=self.environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
-        except subprocess.TimeoutExpired as e:
-            raise MutationError(f"{' '.join(tests)}: not done after {TIMEOUT:.0f} s") from e
-        red = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
-        if done.returncode not in (0, 1) or (done.returncode == 1) != bool(red):
-            raise MutationError(f"{' '.join(tests)}: pytest failed:\n{done.stdout}{done.stderr}")
-        return Outcome(done.returncode == 0, red.group(1) if red else "", done.stdout)
+        """Run a selection in the copy, in a fork of a process that has torch and transformers.
+
+        Raises MutationError if pytest itself fails, or the tests would not import the copy.
+        """
+        log = self.folder / "output"
+        arguments = (str(self.folder), self.environment, tuple(tests), str(log))
+        process = self._context.Process(target=run_here, args=arguments)
+        process.start()
+        process.join(TIMEOUT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise MutationError(f"{' '.join(tests)}: not done after {TIMEOUT:.0f} s")
+        output = log.read_text(errors="replace") if log.exists() else ""
+        red = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+        if process.exitcode not in (0, 1) or (process.exitcode == 1) != bool(red):
+            raise MutationError(f"{' '.join(tests)}: pytest failed ({process.exitcode}):\n{output}")
+        return Outcome(process.exitcode == 0, red.group(1) if red else "", output)
 
 
 @contextlib.contextmanager
@@ -384,23 +411,16 @@ def copied() -> Iterator[Copy]:
         yield Copy(Path(folder))
 
 
-def selection(faults: Sequence[Fault]) -> list[str]:
-    """Every test that these faults name, once."""
-    return sorted({test for fault in faults for test in fault.tests})
-
-
-def check_green(copy: Copy, faults: Sequence[Fault]) -> None:
-    """Raise MutationError if a selection is red without any fault."""
-    for test in selection(faults):
-        found = copy.run((test,))
-        if not found.green:
-            raise MutationError(f"red without a fault: {found.first_red}\n{found.output}")
-
-
 def check_fault(copy: Copy, fault: Fault) -> Outcome:
-    """Run the fault's selection with the fault in place."""
+    """Run the fault's selection with the fault in place, and what turned red without it.
+
+    Raises MutationError if that is red without the fault, too.
+    """
     with copy.with_fault(fault):
-        return copy.run(fault.tests)
+        found = copy.run(fault.tests)
+    if not found.green and not (without := copy.run((found.first_red,))).green:
+        raise MutationError(f"red without a fault: {without.first_red}\n{without.output}")
+    return found
 
 
 def main() -> int:
@@ -417,7 +437,6 @@ def main() -> int:
         check_text(fault)
     survived = 0
     with copied() as copy:
-        check_green(copy, faults)
         for fault in faults:
             found = check_fault(copy, fault)
             survived += found.green

@@ -21,10 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import demo_dsa
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import demo_dsa
 from demo_corpus import (
     LONG,
     SHORT,
@@ -46,8 +49,6 @@ from demo_files import (
 from demo_keys import XLONG, heldout_keys, reserved, second_rows, write_keys
 from demo_model import DemoModel, demo_config
 from demo_scores import evaluate
-from tokenizers import Tokenizer
-from torch import Tensor
 
 VOCAB = 2048
 MTP_WEIGHT, BIAS_RATE = 0.4, 0.001

@@ -38,6 +38,7 @@ def everything_offered() -> Iterator[Subject]:
 
 
 OFFERED = list(everything_offered())
+RUNNING = [offered for offered in OFFERED if offered.kernel.refuse(offered.facts) is None]
 
 
 def _marked(offered: Subject) -> object:
@@ -45,7 +46,7 @@ def _marked(offered: Subject) -> object:
     return pytest.param(offered, marks=marks, id=str(offered))
 
 
-@pytest.mark.parametrize("offered", [_marked(o) for o in OFFERED])
+@pytest.mark.parametrize("offered", [_marked(o) for o in RUNNING])
 def test_kernel_conforms(offered: Subject) -> None:
     results = check_kernel(offered.kernel, offered.facts, offered.offers)
     failures = [f"{r.case}: {r.failure}" for r in results if not r.ok]
@@ -82,6 +83,8 @@ def test_the_references_run_every_sample_of_every_op() -> None:
 def test_every_kernel_of_a_device_that_is_here_either_runs_or_says_why_not() -> None:
     for offered in OFFERED:
         kernel, facts = offered.kernel, offered.facts
-        if not labels(kernel, facts):
-            sentence = kernel.refuse(facts)
+        sentence = kernel.refuse(facts)
+        if labels(kernel, facts):
+            assert sentence is None, f"{offered} refuses facts whose samples it accepts: {sentence}"
+        else:
             assert sentence, f"{offered} accepts these facts but none of its op's samples"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import ds_runtime_cuda
+import gen_docs
+import mutate
 from ds_runtime.assemble import assemble
 from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig
@@ -35,18 +36,8 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def load_tool(name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(f"ds_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_named_fault_has_its_place() -> None:
     """The slow suite runs them; a change of the code that they name shows here already."""
-    mutate = load_tool("mutate")
     for fault in mutate.FAULTS:
         mutate.check_text(fault)
         for test in fault.tests:
@@ -57,14 +48,13 @@ def test_every_named_fault_has_its_place() -> None:
 
 
 def test_a_stale_page_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gen = load_tool("gen_docs")
-    monkeypatch.setattr(gen, "DOCS", tmp_path)
-    assert len(gen.stale()) == len(gen.pages())
-    for path, text in gen.pages().items():
+    monkeypatch.setattr(gen_docs, "DOCS", tmp_path)
+    assert len(gen_docs.stale()) == len(gen_docs.pages())
+    for path, text in gen_docs.pages().items():
         path.write_text(text)
-    assert gen.stale() == []
+    assert gen_docs.stale() == []
     (tmp_path / "hooks.md").write_text("old")
-    assert gen.stale() == [tmp_path / "hooks.md"]
+    assert gen_docs.stale() == [tmp_path / "hooks.md"]
 
 
 @page
@@ -121,9 +111,11 @@ def known_flags() -> set[str]:
 
 
 def tool_flags() -> set[str]:
-    """Flags of the project's own scripts."""
-    sources = [*ROOT.glob("tools/*.py"), *ROOT.glob("benchmarks/*.py")]
-    return {f for s in sources for f in re.findall(r'"(--[a-z-]+)"', s.read_text())}
+    """Flags of the project's own scripts, of its pytest plugins and of .ci/run."""
+    sources = [p for name in ("tools", "benchmarks", "tests") for p in ROOT.glob(f"{name}/*.py")]
+    found = {f for s in sources for f in re.findall(r'"(--[a-z-]+)"', s.read_text())}
+    usage = re.findall(r"^# \.ci/run (--[a-z]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    return found | set(usage)
 
 
 @page

@@ -138,7 +138,11 @@ def test_some_held_out_answers_through_the_runtime():
 def test_the_scores_that_the_demo_promises():
     """500 and 197 are right in docs/demo.md; in bfloat16 another kernel may turn one or two."""
     settings = {"model": "demo", "platform": "cpu", "threads": torch.get_num_threads()}
-    scores = accuracy.run({**settings, "dtype": "bfloat16"})["scores"]
+    settings |= {"dtype": "bfloat16"}
+    scores = accuracy.run(settings, mtp=False)["scores"]
     assert scores["sums"]["of"] == 500 and scores["sums"]["right"] >= 498
     assert scores["tools"]["of"] == 200 and scores["tools"]["right"] >= 195
-    assert scores["mtp"]["outputs"] >= 0.60
+    # Drafts are computed anew, answer by answer: those of 120 answers are thousands.
+    drafts = accuracy.run(settings, limit=60)["scores"]["mtp"]
+    assert drafts["output_tokens"] > 4000
+    assert drafts["outputs"] >= 0.60

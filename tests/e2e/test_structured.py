@@ -20,6 +20,7 @@ from ds_runtime.engine.runner import Runner
 from ds_runtime.errors import RequestError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 SETTINGS = {
     "platform": "cpu",
@@ -95,7 +96,7 @@ def made(llm, params, prompt="Tell me"):
     return [(c.text, c.finish_reason) for c in llm.generate(prompt, params)[0].outputs]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
 def test_every_schema_is_kept_to(llm, schema, seed):
     rules = OutputRules(json_schema=schema)
@@ -122,7 +123,7 @@ def test_expressions_match_as_a_whole(llm, pattern, temperature):
             assert "+" in pattern
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @example(words=["\x7f"])
 @given(words=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
 def test_a_choice_is_exact(llm, words):

@@ -115,7 +115,7 @@ void sparse_cases(std::vector<Case>& to, bool large) {
       {{0, 0, 0, 2}, {9, 10, 11, 70}, 5, 64, 7, 6},
       {{0, 1, 1}, {130, 3, 4}, 64, 32, 16, 40},
   };
-  if (large) shapes.push_back({{0, 1, 2}, {2500, 40, 1100}, 64, 128, 64, 300});
+  if (large) shapes.push_back({{0, 1, 2}, {2500, 40, 1100}, 16, 128, 64, 300});
   for (const Shape& s : shapes)
     for (const bool interleaved : {true, false}) {
       index<float, float>(to, s, interleaved);

@@ -21,6 +21,7 @@ from ds_runtime.ops.spec import Dims
 from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
 from ds_runtime_cuda import blackwell, deep_gemm_packed, ds_defaults, quant
+from examples import examples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds
@@ -206,7 +207,7 @@ def test_refusals_are_sentences_with_their_reason(fn, shape, said):
 
 
 @given(st.integers(1, 300), st.integers(1, 9), st.integers(0, 9999))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_exponents_come_back_from_their_words(rows, groups, seed):
     torch.manual_seed(seed)
     scale = torch.exp2(torch.randint(-126, 128, (-(-rows // 128), groups)).float())
@@ -218,7 +219,7 @@ def test_exponents_come_back_from_their_words(rows, groups, seed):
 
 
 @given(st.integers(0, 9999))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_codes_move_to_the_power_above_and_powers_stay(seed):
     torch.manual_seed(seed)
     scale = torch.exp2(torch.empty(2, 1).uniform_(-20, 20))

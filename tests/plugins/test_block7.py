@@ -12,6 +12,7 @@ from vendor_doubles.compiled import standing_in
 
 from ds_runtime_cuda import block7
 from ds_runtime_cuda.gates import BLOCK, CODED_FP8, MOST_OTHERS, OTHERS_AT
+from examples import examples
 
 FP8 = torch.float8_e4m3fn
 
@@ -35,7 +36,7 @@ def test_a_tile_holds_what_its_size_says():
     assert 0.92 < CODED_FP8 < 0.94
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([4.0, 30.0, 60.0, 110.0, 400.0]), st.data())
 def test_weights_come_back_bit_for_bit(seed, std, data):
     torch.manual_seed(seed)

@@ -20,6 +20,7 @@ from ds_runtime.ops.spec import Dims
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import attention, native
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 6e-3}
@@ -29,7 +30,7 @@ EDGES = [1, 2, 15, 16, 17, *(n * b + i for n in (1, 3, 6) for b in BLOCKS for i 
 
 lengths = st.sampled_from(EDGES) | st.integers(1, 700)
 every_isa = settings(
-    max_examples=40,
+    max_examples=examples(40),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

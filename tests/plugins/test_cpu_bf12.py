@@ -14,6 +14,7 @@ from ds_runtime_cpu import native, panels
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.linear import LinearNative
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 BF16 = torch.bfloat16
 WIDE, NARROW = panels.dense(BF16), panels.Form(panels._BF12, BF16)
@@ -54,7 +55,7 @@ def weight(values: torch.Tensor) -> Weight:
     return Weight((WeightPart("w", "dense", tuple(values.shape), {"weight": values}),))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_every_bit_comes_back(data):
     """From every variant, which all make the same panels of it."""

@@ -15,6 +15,7 @@ from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import native
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 FORMATS = ("dense", "dense 12", "fp8_block", "int8_channel", "int4_group", "int4_group zeros")
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # of what is stored
@@ -132,7 +133,7 @@ def close(got: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> Non
 
 
 @every_isa
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_shapes(isa, data):
     draw = data.draw

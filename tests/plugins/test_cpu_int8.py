@@ -13,6 +13,7 @@ from ds_runtime_cpu import native
 from ds_runtime_cpu.linear import LinearNative
 from ds_runtime_cpu.panels import dense, form_of
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 FORMATS = ("int8_channel", "int4_group", "int4_group zeros")
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # of a result
@@ -66,7 +67,7 @@ def check(got: torch.Tensor, x: torch.Tensor, weight: Weight, group: int) -> Non
 
 
 @every_isa
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_shapes(isa, data):
     """Parts, cut groups, partial panels and blocks, strided and misaligned rows."""

@@ -15,6 +15,7 @@ from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import absorb, linear, native, panels
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # of a result
 SUMMING = 3e-6  # relative to the sum of magnitudes: float32 in any order
@@ -25,7 +26,9 @@ every_isa = pytest.mark.parametrize("isa", ISAS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_form = pytest.mark.parametrize("form", ["dense", "dense12", "fp8"])
 fuzz = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

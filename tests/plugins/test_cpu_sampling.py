@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ds_runtime_cpu import native, sampling
+from examples import examples
 
 ISAS = pytest.mark.parametrize("isa", native.runnable())
 SEEDS = st.integers(0, 1 << 30)
@@ -87,7 +88,7 @@ KINDS = st.sampled_from(["plain", "ties", "masked", "flat", "zeros", "sorted"])
 
 
 @ISAS
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     vocab=VOCABS,
     kind=KINDS,
@@ -208,7 +209,7 @@ def test_draws_are_as_often_as_their_probabilities(isa):
 
 
 @ISAS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows=st.integers(0, 5), vocab=VOCABS, count=st.integers(1, 3), seed=SEEDS)
 def test_masks(isa, rows, vocab, count, seed):
     """Bit for bit, NaN and infinities among the kept; bits from vocab on mean nothing."""
@@ -230,7 +231,7 @@ def test_masks(isa, rows, vocab, count, seed):
 
 
 @ISAS
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     rows=st.integers(0, 3),
     vocab=VOCABS,

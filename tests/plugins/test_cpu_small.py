@@ -15,6 +15,7 @@ from ds_runtime.ops.spec import Routing
 from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
 from ds_runtime_cpu import kernels, native, prologue, routing, small
 from ds_runtime_cpu.platform import CpuPlatform
+from examples import examples
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 ISAS = pytest.mark.parametrize("isa", native.runnable())
@@ -42,7 +43,7 @@ SEEDS = st.integers(0, 1 << 30)
 
 
 @ISAS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows=st.integers(0, 5), n=st.integers(1, 150), dtype=DTYPES, weight=DTYPES, seed=SEEDS)
 def test_norms(isa, rows, n, dtype, weight, seed):
     drawn(seed)
@@ -70,7 +71,7 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 @ISAS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(0, 6),
     heads=st.integers(1, 5),
@@ -149,7 +150,7 @@ def test_fp8_cache_rounds_float32_at_and_beside_every_tie(isa):
 
 
 @ISAS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.integers(0, 20),
     hidden=st.one_of(st.integers(1, 70), st.integers(500, 1100)),
@@ -199,7 +200,7 @@ def choices(logits: list[float], bias: list[float], routing: Routing) -> tuple[l
 
 
 @ISAS
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     tokens=st.integers(0, 5),
     groups=st.integers(1, 6),
@@ -282,7 +283,7 @@ def test_more_experts_than_the_buffers_hold_are_refused():
 
 
 @ISAS
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     tokens=st.integers(0, 9),
     held=st.integers(1, 12),
@@ -303,7 +304,7 @@ def test_embed(isa, tokens, held, hidden, start, dtype, seed):
 
 
 @ISAS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.integers(0, 5),
     groups=st.integers(1, 4),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.ops.reference import scaled
 from ds_runtime_cpu import native, prologue, sparse
+from examples import examples
 
 FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40, 3e38, math.inf, -math.inf, math.nan])
 
@@ -25,7 +26,7 @@ def by_sorting(scores: list[float], k: int) -> list[int]:
 
 
 @pytest.mark.parametrize("isa", native.runnable())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     scores=st.lists(st.one_of(FLOATS, st.floats(width=32)), min_size=1, max_size=70),
     k=st.integers(1, 40),

@@ -15,6 +15,7 @@ from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cuda import dense12, linear12
 from ds_runtime_cuda.gates import COLUMNS, ROWS, TILE
+from examples import examples
 
 FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90"), "bfloat16")
 
@@ -38,7 +39,7 @@ def test_a_tile_holds_what_its_size_says():
     assert len(own | {*zip(p.sign.tolist(), p.sign_shift.tolist(), strict=True)}) == 2 * 8192
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(128, 64), (130, 128), (1, 64)]), st.data())
 def test_weights_come_back_bit_for_bit(seed, shape, data):
     torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from vendor_doubles.flash_plan import check_plan
 
 from ds_runtime.api import Limits, UnsupportedError
 from ds_runtime_cuda import flash_mla, split_plan
+from examples import examples
 
 
 def planned(lens, parts, heads=128):
@@ -30,7 +31,7 @@ LENS = st.lists(st.integers(0, 700) | st.integers(0, 200_000), min_size=1, max_s
 @example([0], 1, 128)
 @example([1] * 200, 1, 16)
 @example([64] * 130, 66, 128)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_every_block_is_computed_once(lens, parts, heads):
     planned(lens, parts, heads)
 

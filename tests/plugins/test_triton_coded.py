@@ -18,6 +18,7 @@ from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.weight import Weight
 from ds_runtime.testing.conformance import facts_for
+from examples import examples
 
 pytestmark = needs_triton
 READ = (
@@ -33,7 +34,7 @@ READ = (
 FACTS = facts_for(DEVICE, "bfloat16")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     fmt=st.sampled_from((*READ, "int4_group zeros", "int8_group zeros")),
     rows=st.integers(1, 40),

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import needs_triton, patched_once
 
+from examples import examples
+
 pytestmark = needs_triton
 PAGE = 16
 
@@ -57,7 +59,7 @@ def select(scores, lens, k):
     return found
 
 
-@settings(max_examples=8, deadline=None, database=None)
+@settings(max_examples=examples(8), deadline=None, database=None)
 @given(st.data())
 def test_it_chooses_what_a_stable_sort_puts_first(data):
     width, k = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 80))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ds_runtime.engine.batch import build_batch, num_logit_rows
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Upload
+from examples import examples
 
 ROWS = 16
 LAST = torch.arange(1000, 1000 + ROWS)
@@ -47,7 +48,7 @@ def plans(draw):
     return StepPlan(step=0, works=works), page_size, draw(st.sampled_from([1, 7, 64]))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(plans(), st.booleans())
 def test_batch_equals_the_naive_construction(case, packed):
     plan, page_size, prefix_chunk = case

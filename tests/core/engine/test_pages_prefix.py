@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ds_runtime.engine.pages import PagePool
 from ds_runtime.engine.prefix import PrefixCache
+from examples import examples
 
 SIZE = 2
 
@@ -175,4 +176,4 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 TestPrefix = PrefixMachine.TestCase
-TestPrefix.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPrefix.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)

@@ -19,6 +19,7 @@ from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.speculation import Speculation
+from examples import examples
 
 
 def line_of(parents, node):
@@ -29,7 +30,7 @@ def line_of(parents, node):
     return found[::-1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(steps=st.integers(1, 4), topk=st.integers(1, 3), seed=st.integers(0, 999), data=st.data())
 def test_a_grown_tree_has_the_likeliest_paths(steps, topk, seed, data):
     """Against EAGLE-2 in plain Python, over random continuations of every path."""

@@ -21,6 +21,7 @@ from ds_runtime.model.hf import from_hf, load_config
 from ds_runtime.model.rope import amplitude, inverse_frequencies
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.tiny import SHAPES, config_dict, write_tiny_fp8
+from examples import examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -245,7 +246,7 @@ JSON = st.sampled_from(LIKELY) | st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     st.sampled_from(["deepseek-v2-lite", "deepseek-v3"]),
     st.dictionaries(st.sampled_from(TOP), JSON, max_size=3),

@@ -31,6 +31,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.oracle import Oracle
 from ds_runtime.testing.tiny import write_tiny
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
+from examples import examples
 
 # K types store 256 columns at once.
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
@@ -471,7 +472,7 @@ def bytes_of(files):
     return Path(files("q4_0")[0]).read_bytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_is_an_error_of_ours(bytes_of, tmp_path_factory, data):
     """Cut anywhere, or with any eight bytes of the header changed: never a crash, nor memory that

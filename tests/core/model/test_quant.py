@@ -17,6 +17,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.loaders.encodings import FP8_BLOCK
 from ds_runtime.model.quant import PartRequest, Place, read_part
+from examples import examples
 
 SCALES = ("F32", "BF16", "U8", "F8_E8M0")
 
@@ -62,7 +63,7 @@ def check(part, expected) -> None:
     assert torch.equal(part.dequantise(torch.float64), expected)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_any_cut_of_any_shape(data):
     block = (data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6)))

@@ -12,6 +12,7 @@ from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.requantise import target_format
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.weight import WeightPart
+from examples import examples
 
 
 def dense(values: np.ndarray) -> WeightPart:
@@ -19,7 +20,7 @@ def dense(values: np.ndarray) -> WeightPart:
     return WeightPart("w", "dense", (tensor.shape[0], tensor.shape[1]), {"weight": tensor})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     shape=st.tuples(st.integers(1, 9), st.integers(1, 40)),
@@ -47,7 +48,7 @@ def test_a_code_means_itself_less_zero_times_its_groups_scale(
             assert got[row, col] == (int(codes[row, col]) - less) * float(scales[row, at])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     shape=st.tuples(st.integers(1, 9), st.integers(1, 300)),

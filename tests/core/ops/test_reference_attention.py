@@ -24,6 +24,7 @@ from ds_runtime.ops.reference.attention import (
 from ds_runtime.ops.reference.cache import allocate_latent_pages, cache_gather, cache_write
 from ds_runtime.ops.reference.cases import Maker, segments
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
+from examples import examples
 
 DIMS = Dims({"heads": 3, "qk_nope": 6, "qk_rope": 4, "v": 5, "kv_lora": 7})
 FACTS = Facts(DeviceInfo("cpu", "", ""), DIMS, dtype="float64", kv_dtype="float64", page_size=4)
@@ -41,7 +42,7 @@ def attend_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
     return out, math.log(total)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**31), lens=lengths, causal=st.booleans())
 def test_mha_prefill_equals_a_scalar_loop(
     seed: int, lens: list[tuple[int, int]], causal: bool
@@ -80,7 +81,7 @@ def test_mha_prefill_in_head_groups_equals_all_heads_at_once(
         torch.testing.assert_close(a, b)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**31), keys=st.integers(1, 12), cut=st.integers(0, 12))
 def test_parts_merged_equal_the_whole(seed: int, keys: int, cut: int) -> None:
     cut = min(cut, keys)
@@ -105,7 +106,7 @@ def test_merging_two_empty_parts_gives_nothing_and_no_nan() -> None:
     assert lse.eq(float("-inf")).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**31), lens=st.lists(st.integers(1, 14), max_size=4))
 def test_absorbed_paged_decode_equals_plain_attention_over_expanded_heads(
     seed: int, lens: list[int]
@@ -138,7 +139,7 @@ def test_absorbed_paged_decode_equals_plain_attention_over_expanded_heads(
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_a_row_of_a_tree_sees_its_line_alone(data: st.DataObject) -> None:
     """As a sequence of the tokens before the tree and of the row's ancestors, and nothing else."""
@@ -184,7 +185,7 @@ def test_expand_splits_each_head_into_nope_then_v() -> None:
         np.testing.assert_allclose(values[0, h], rows[first + nope : first + nope + v] @ latent)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_what_is_written_is_gathered(data: st.DataObject) -> None:
     cache = allocate_latent_pages(6, FACTS, "cpu").fill_(float("nan"))

@@ -21,6 +21,7 @@ from ds_runtime.ops.reference.linear import Fp8W8A8Linear, quantize_group
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.plugins import load_plugins
+from examples import examples
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 
@@ -52,7 +53,7 @@ def fp8_part(
     return WeightPart("w", "fp8_block", shape, {"weight": weight, "scale": scales}, block, offset)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     shape=st.tuples(st.integers(1, 23), st.integers(1, 23)),
@@ -109,7 +110,7 @@ def test_a_part_may_bring_its_own_dequantiser() -> None:
     assert Weight((part, part)).dequantise().tolist() == [[42.0] * 3] * 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(values=st.lists(st.floats(-1e5, 1e5, width=32), min_size=4, max_size=4), ue8m0=st.booleans())
 def test_activation_scales_follow_the_formula(values: list[float], ue8m0: bool) -> None:
     q, scale = quantize_group(torch.tensor([values]), 4, ue8m0)

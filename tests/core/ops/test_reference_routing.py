@@ -17,6 +17,7 @@ from ds_runtime.ops.reference.moe import ReferenceExperts, route, router_logits
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.testing.comparers import settled_tokens
+from examples import examples
 
 HIDDEN = 32
 
@@ -48,7 +49,7 @@ def same_choice(
     torch.testing.assert_close(dense[0], dense[1], rtol=2e-6, atol=1e-7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     groups=st.sampled_from([1, 2, 4, 8]),
@@ -82,7 +83,7 @@ def test_noaux_tc_equals_transformers(
     torch.testing.assert_close(router_logits(x, router.weight.detach()), logits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     groups=st.sampled_from([1, 2, 8]),

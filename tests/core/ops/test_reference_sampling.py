@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.ops.reference.sampling import logprobs, sample
+from examples import examples
 
 
 def slow_sample(
@@ -56,7 +57,7 @@ row = st.fixed_dictionaries(
 logit = st.one_of(st.integers(-8, 8).map(lambda n: n / 2), st.just(-math.inf))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_sample_equals_a_slow_loop(data: st.DataObject) -> None:
     vocab = data.draw(st.integers(1, 12))
@@ -79,7 +80,7 @@ def test_sample_equals_a_slow_loop(data: st.DataObject) -> None:
             assert got[i] == want, (logits[i], settings_)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     step=st.sampled_from([0.01, 0.5, 4.0]),
@@ -179,7 +180,7 @@ def columns(rows: list[dict[str, float]]) -> tuple[torch.Tensor, ...]:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**31), others=st.integers(1, 9), at=st.integers(0, 9))
 def test_a_row_gives_the_same_token_alone_and_among_others(seed: int, others: int, at: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -231,7 +232,7 @@ def test_extreme_rows_give_allowed_tokens() -> None:
     assert tokens.tolist() == [1, 0, 2]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(values=st.lists(st.integers(-6, 6), min_size=1, max_size=9), top_n=st.integers(0, 9))
 def test_logprobs_equal_a_slow_loop(values: list[int], top_n: int) -> None:
     top_n = min(top_n, len(values))

@@ -13,6 +13,7 @@ from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.linear import embed
 from ds_runtime.ops.reference.norm import add_rms_norm, rms_norm
 from ds_runtime.ops.reference.rope import rope
+from examples import examples
 
 seeds = st.integers(0, 2**31)
 
@@ -22,7 +23,7 @@ def angles(positions: int, d: int) -> torch.Tensor:
     return torch.outer(torch.arange(positions, dtype=torch.float64), frequency)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=seeds, tokens=st.integers(1, 9), heads=st.integers(1, 4), half=st.integers(1, 32))
 def test_rope_equals_both_forms_of_transformers(
     seed: int, tokens: int, heads: int, half: int
@@ -59,7 +60,7 @@ def test_rope_turns_the_pair_one_zero_to_cos_sin() -> None:
     np.testing.assert_allclose(turned[:, 1], np.sin(np.arange(8)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=seeds, tokens=st.integers(0, 5), hidden=st.integers(1, 300))
 def test_rms_norm_equals_numpy_row_by_row(seed: int, tokens: int, hidden: int) -> None:
     random = np.random.default_rng(seed)
@@ -78,7 +79,7 @@ def test_add_rms_norm_returns_the_stream_and_its_norm() -> None:
     np.testing.assert_allclose(normed.square().sum(-1), np.full(3, 32.0))  # Σ (2 x / rms)² = 4 n
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(seed=seeds, tokens=st.integers(0, 4), n=st.integers(1, 70))
 def test_silu_mul_equals_the_logistic_function(seed: int, tokens: int, n: int) -> None:
     x = np.random.default_rng(seed).normal(size=(tokens, 2 * n)) * 5
@@ -88,7 +89,7 @@ def test_silu_mul_equals_the_logistic_function(seed: int, tokens: int, n: int) -
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ids=st.lists(st.integers(0, 60), max_size=12), start=st.integers(0, 40))
 def test_embed_gives_zero_rows_outside_the_shard(ids: list[int], start: int) -> None:
     table = torch.randn(20, 3)

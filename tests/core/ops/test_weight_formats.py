@@ -18,6 +18,7 @@ from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.rounding import convert_part, quantise_part, to_e2m1
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.ops.weight import WeightPart
+from examples import examples
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 ROUNDED = [name for name in BLOCKED if name != "int4_actorder"]
@@ -74,7 +75,7 @@ def test_a_value_is_its_code_less_zero_times_scale_times_global(
             assert got[r, c].item() == pytest.approx(code * scale, rel=1e-15)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     shape=st.tuples(st.integers(1, 9), st.integers(1, 300)),

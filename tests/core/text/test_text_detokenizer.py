@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.detokenizer import OutputState, TextDecoder
 from ds_runtime.text.stops import StopMatcher
+from examples import examples
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 EASY = st.text("ab<｜你", max_size=12)
@@ -22,7 +23,7 @@ def cut(items, places):
     return [items[a:b] for a, b in itertools.pairwise(edges)] or [items]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS, places=st.lists(st.integers(0, 200), max_size=8))
 def test_any_split_gives_the_same_text(bpe, text, places):
     state = OutputState(bpe, SamplingParams(skip_special_tokens=False))
@@ -35,7 +36,7 @@ def test_any_split_gives_the_same_text(bpe, text, places):
     assert delta.finished and delta.finish_reason == "length"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_decode_as_the_library_decodes_them(bpe, data, skip):
     """Also ids that are not valid UTF-8, special, or outside the vocabulary."""
@@ -86,7 +87,7 @@ def first_match(text, stops):
     return text[: end - len(stop)], stop
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     text=EASY,
     stops=st.lists(st.text("ab<｜你", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),

@@ -18,6 +18,7 @@ from ds_runtime.text.json_stream import JsonStream, quoted
 from ds_runtime.text.parsers import Parsers, choose_parsers
 from ds_runtime.text.template import ChatTemplate, built_in
 from ds_runtime.text.tool_calls import NO_JSON, strict_json
+from examples import examples
 
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}},
@@ -460,7 +461,7 @@ COMMON = ["<think>", "</think>", "<", "</", "prose", " ", "\n"]
     natural=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_mixture_of_pieces_parses_the_same_however_it_is_cut(
     name, prompt, style, natural, data
 ):
@@ -500,7 +501,7 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(KEYS, VALUES, max_size=4)), ma
 
 
 @given(calls=CALLS, prose=PLAIN, name=st.sampled_from(sorted(FORMATS)), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_a_model_calls_arrives(calls, prose, name, data):
     if name == "deepseekv32":
         turn = {"role": "assistant", "content": prose, "tool_calls": []}
@@ -522,7 +523,7 @@ def test_what_a_model_calls_arrives(calls, prose, name, data):
 
 
 @given(text=st.text(alphabet='{}[],:"\\ \nuabtruefalsn0123.-eE\x01NTé', max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_json_comes_out_whole_whatever_goes_in(text):
     text = "{" + text
     results = set()
