@@ -199,13 +199,17 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def validate(kind: type[B], value: Mapping[str, Any], prefix: str = "") -> B:
-    """`value` as a `kind`, or an ApiError that names the field."""
+    """`value` as a `kind`, or an ApiError that names the field.
+
+    A null is a field that was left out: the field keeps its default, if it has one.
+    """
     known: dict[str, Any] = {}
     for name, field in value.items():
         if name in kind.ONLY:
             _check_only(kind, prefix + name, name, field)
-        if name in kind.model_fields:
-            known[name] = field
+        if (info := kind.model_fields.get(name)) is not None:
+            if field is not None or info.is_required():
+                known[name] = field
         elif name not in kind.ONLY and name not in kind.IGNORED:
             _unknown(kind, prefix + name, name)
     for name, field in kind.model_fields.items():
