@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace, _SubParsersAction
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.cli.config_file import add_config_file
+from ds_runtime.cli.fit import check_fit
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig
@@ -28,7 +29,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         description="Show the binding: a line per op with its kernel, then who lost and who "
         "refused, with the reason. `plan lock FILE` writes it for `serve --plan FILE`; "
         "`plan diff A B` compares two such files (exit code 1 if they differ). --device decides "
-        "for a device that is not here.",
+        "for a device that is not here, and ends with an error if the model does not fit there.",
     )
     parser.add_argument("action", nargs="?", choices=("show", "lock", "diff"), default="show")
     parser.add_argument("files", nargs="*", metavar="FILE", help="for lock: one, for diff: two")
@@ -69,9 +70,16 @@ def run(args: Namespace) -> int:
     lacking = [name.strip() for name in args.without.split(",") if name.strip()]
     if lacking and args.device is None:
         raise ConfigError("--without: only a device that --device describes can lack something")
-    assembly = assemble(config, explicit, device=args.device, without=lacking)
+
+    def decided(tp: int) -> Assembly:
+        wanted = replace(config, tp=tp)
+        return assemble(wanted, explicit, device=args.device, without=lacking)
+
+    assembly = decided(config.tp)
     tell_left_out(assembly)
     text = json.dumps(assembly.plan.to_dict(), indent=1)
+    if args.device is not None and args.action == "lock":
+        check_fit(assembly, args.device, decided)
     if args.action == "lock":
         return _lock(args.files[0], text, assembly)
     if args.explain is not None:
@@ -79,6 +87,8 @@ def run(args: Namespace) -> int:
     else:
         shown = _described(assembly, args.device) + render(assembly.plan)
         print(text if args.json else "\n".join((shown, *_receipts(assembly, args))))
+        if args.device is not None:
+            check_fit(assembly, args.device, decided)
     return 0
 
 

@@ -1,0 +1,69 @@
+"""Whether a model fits in the memory of a described device, and the smallest layout that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ds_runtime.errors import ConfigError, DsRuntimeError
+from ds_runtime.progress import amount
+
+if TYPE_CHECKING:
+    from ds_runtime.assemble import Assembly
+
+MOST_RANKS = 64
+
+
+def shortfall(assembly: Assembly) -> str | None:
+    """What does not fit in one rank's device, as starting would find; None if all does."""
+    from ds_runtime.engine.memory import context_length, kv_memory
+    from ds_runtime.model.estimate import needed_bytes, page_table_bytes
+
+    memory = assembly.platform.memory()
+    needed = needed_bytes(assembly) + page_table_bytes(assembly)
+    if needed > memory.free:
+        return f"the weights of one rank need {amount(needed)}"
+    context = context_length(assembly)
+    try:
+        cache = kv_memory(assembly, memory.free - needed, memory.total, context)
+    except ConfigError as e:
+        return str(e)
+    pages = -(-context // cache.page_size)
+    if cache.pages < pages:
+        return (
+            f"the weights of one rank need {amount(needed)}, and a KV cache of one context of "
+            f"{context} tokens {amount(pages * cache.page_bytes)}"
+        )
+    return None
+
+
+def check_fit(assembly: Assembly, device: str, with_ranks: Callable[[int], Assembly]) -> None:
+    """ConfigError if the model does not fit in the described device, with the smallest number of
+    ranks with which it does. with_ranks: decides anew for another `--tp`."""
+    said = shortfall(assembly)
+    if said is None:
+        return
+    info, config = assembly.device, assembly.config
+    fits = next(_fitting(config.tp, with_ranks), None)
+    remedy = (
+        f"no larger --tp up to {MOST_RANKS} makes it fit; a smaller --context-length or a model in "
+        "fewer bits may"
+        if fits is None
+        else f"--tp {fits} is the smallest layout that fits"
+    )
+    ranks = "one rank" if config.tp == 1 else f"--tp {config.tp}"
+    raise ConfigError(
+        f"{config.model} does not fit on {device} ({info.name}, {amount(info.memory)}) with "
+        f"{ranks}: {said}; {remedy}"
+    )
+
+
+def _fitting(tp: int, with_ranks: Callable[[int], Assembly]) -> Iterator[int]:
+    """The larger numbers of ranks that fit, smallest first."""
+    ranks = 2 * tp
+    while ranks <= MOST_RANKS:
+        with suppress(DsRuntimeError):  # heads that so many ranks cannot divide
+            if shortfall(with_ranks(ranks)) is None:
+                yield ranks
+        ranks *= 2
