@@ -118,8 +118,10 @@ def config(folder: Path, **more: object) -> EngineConfig:
 
 
 def write_blocks(folder: Path) -> None:
-    """A checkpoint that says it holds int8 in blocks."""
+    """A checkpoint that says it holds int8 in blocks. Without weights: plain ones beside such a
+    config would be read as they are."""
     write_tiny(folder, "v3")
+    (folder / "model.safetensors").unlink()
     path = folder / "config.json"
     blocks = {"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": blocks}))

@@ -14,7 +14,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import Checkpoint, read_header
 from ds_runtime.model.layouts import FLOATS
 from ds_runtime.model.manifest import Stored
-from ds_runtime.model.peft import PREFIX, WEIGHTS, PeftConfig
+from ds_runtime.model.peft import PREFIX, WEIGHTS, PeftConfig, check_weights
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _UNSERVED = {
@@ -53,15 +53,7 @@ class Adapter:
     def __init__(self, folder: Path, modules: Mapping[str, Stored]) -> None:
         self.config = PeftConfig.load(folder)
         path = folder / WEIGHTS
-        if not path.is_file():
-            pickled = folder / "adapter_model.bin"
-            why = (
-                "only the pickled adapter_model.bin is there, which can run code when loaded: save "
-                "it again with safe_serialization"
-                if pickled.is_file()
-                else "missing: is the download complete?"
-            )
-            raise CheckpointError(f"{path}: {why}")
+        check_weights(path)
         self.path = path
         self._modules = modules
         self._files = Checkpoint(folder, read_header(path))

@@ -16,7 +16,10 @@ from ds_runtime.ops.spec import Dims, Routing
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN rope scaling (arXiv 2309.00071) as DeepSeek configures it."""
+    """YaRN rope scaling (arXiv 2309.00071) as DeepSeek configures it.
+
+    mscale: 0 where config.json states mscale_all_dim alone, which then counts for softmax only.
+    """
 
     factor: float
     original: int
@@ -79,6 +82,7 @@ class ModelConfig:
     quantization: Mapping[str, Any]
     eos_tokens: tuple[int, ...]
     indexing: Indexing | None = None  # attention is dense without
+    left_over: str = field(default="", compare=False)  # a quantization_config that is not used
 
     @property
     def qk_head(self) -> int:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig, Yarn
 from ds_runtime.model.indexing import check_indexing, read_indexing
+from ds_runtime.model.leftover import left_over
 from ds_runtime.model.reader import Reader
 from ds_runtime.ops.spec import Routing
 
@@ -31,7 +33,8 @@ _RECOGNISED = {
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json."""
+    """Read `folder`/config.json. What it says of quantisation does not count where the weights are
+    not quantised."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(
@@ -41,7 +44,10 @@ def load_config(folder: Path) -> ModelConfig:
     beside = folder / QUANT_FILE
     if beside.is_file():
         raw = with_quant_file(raw, _object(beside))
-    return from_hf(raw, str(path))
+    config = from_hf(raw, str(path))
+    if config.quantization and (said := left_over(folder, config.quantization, QUANT_FILE)):
+        return replace(config, quantization={}, left_over=said)
+    return config
 
 
 def with_quant_file(raw: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,35 +205,53 @@ def _routing(get: Reader, experts: int, v3: bool) -> Routing:
 
 
 def _rope(get: Reader) -> tuple[float, Yarn | None]:
-    """(theta, yarn) from `rope_scaling` + `rope_theta`, or from `rope_parameters`."""
-    parameters = Reader(get.mapping("rope_parameters"), get.where, "rope_parameters")
-    scaling = Reader(get.mapping("rope_scaling"), get.where, "rope_scaling")
-    if not scaling.raw:
-        scaling = parameters
-    theta = parameters.number("rope_theta", get.number("rope_theta", 10000.0, 1.0), 1.0)
-    kind = scaling.text("rope_type") or scaling.text("type") or "default"
+    """(theta, yarn) as transformers 5 reads them: a `rope_scaling` that says anything stands alone,
+    else `rope_parameters` does; `rope_theta` outside of it counts where it has none."""
+    under = "rope_scaling" if get.mapping("rope_scaling") else "rope_parameters"
+    scaling = Reader(get.mapping(under), get.where, under)
+    theta = scaling.number("rope_theta", get.number("rope_theta", 10000.0, 1.0), 1.0)
+    key = "type" if scaling.any("rope_type") is None else "rope_type"
+    kind = "default" if scaling.any(key) is None else scaling.text(key)
     if kind not in ("default", "yarn"):
         raise UnsupportedError(f"{get.where}: rope type {kind!r}; supported: default, yarn")
     for key, served in (("attention_factor", None), ("truncate", True)):
-        value = scaling.any(key)
-        if value is not None and value is not served:
-            raise UnsupportedError(
-                f"{get.where}: {scaling.under}.{key} {shown(value)} is not supported; leave it out"
-            )
+        _leave_out(scaling, key, served)
     if kind == "default":
         return theta, None
-    original = scaling.integer("original_max_position_embeddings", default=0)
-    return theta, Yarn(
+    for reader in (scaling, get):
+        if reader.any("partial_rotary_factor") != 1:
+            _leave_out(reader, "partial_rotary_factor", None)
+    return theta, _yarn(get, scaling)
+
+
+def _leave_out(reader: Reader, key: str, served: object) -> None:
+    """UnsupportedError for a key that is there with another value than the one served."""
+    value = reader.raw.get(key, served)
+    if value is not served:
+        name = f"{reader.under}.{key}" if reader.under else key
+        raise UnsupportedError(
+            f"{reader.where}: {name} {shown(value)} is not supported; leave it out"
+        )
+
+
+def _yarn(get: Reader, scaling: Reader) -> Yarn:
+    """Its numbers; an original length outside of `scaling` counts first, and 0 where transformers
+    takes it for nothing."""
+    name = "original_max_position_embeddings"
+    length = get.integer("max_position_embeddings")
+    inside = scaling.integer(name, default=length, least=1)
+    all_dim = _or_default(scaling, "mscale_all_dim", 0.0)
+    return Yarn(
         factor=scaling.number("factor"),
-        original=original or get.integer("max_position_embeddings"),
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
-        mscale=_mscale(scaling, "mscale", 1.0),
-        mscale_all_dim=_mscale(scaling, "mscale_all_dim", 0.0),
+        original=get.integer(name, default=inside, least=1),
+        beta_fast=_or_default(scaling, "beta_fast", 32.0),
+        beta_slow=_or_default(scaling, "beta_slow", 1.0),
+        mscale=_or_default(scaling, "mscale", 0.0) if all_dim else 1.0,
+        mscale_all_dim=all_dim,
     )
 
 
-def _mscale(scaling: Reader, key: str, default: float) -> float:
+def _or_default(scaling: Reader, key: str, default: float) -> float:
     """A positive number, or 0 which means the default."""
     return scaling.number(key, default) if scaling.any(key) != 0 else default
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ds_runtime.model.config import ModelConfig
 
 ROWS, COLS = 0, 1
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")  # of keys and values
 VOCAB = 2  # rows of the vocabulary, of which every rank gets an equal, padded number
 
 FormatOf = Callable[[str], str]

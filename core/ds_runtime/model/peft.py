@@ -193,9 +193,23 @@ def _map(path: Path, raw: Mapping[str, Any], what: str) -> Iterable[tuple[str, A
     return value.items()
 
 
+def check_weights(path: Path) -> None:
+    """CheckpointError unless the file of an adapter's weights is there."""
+    if path.is_file():
+        return
+    why = (
+        "only the pickled adapter_model.bin is there, which can run code when loaded: save "
+        "it again with safe_serialization"
+        if path.with_name("adapter_model.bin").is_file()
+        else "missing: is the download complete?"
+    )
+    raise CheckpointError(f"{path}: {why}")
+
+
 def adapted_modules(folder: Path, known: Collection[str]) -> set[str]:
     """Those of the `known` modules that an adapter changes, by the names of its tensors."""
     path = folder / WEIGHTS
+    check_weights(path)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -203,7 +217,7 @@ def adapted_modules(folder: Path, known: Collection[str]) -> set[str]:
             names: list[str] = list(header.keys())
     except (OSError, ValueError, AttributeError, RecursionError) as e:
         raise CheckpointError(
-            f"{path}: cannot be read ({type(e).__name__}: {e}); is the download complete?"
+            f"{path}: cannot be read ({type(e).__name__}: {e}); download it again"
         ) from e
     found = {
         n.removeprefix(PREFIX).partition(".lora_")[0].removesuffix(".base_layer") for n in names

@@ -26,10 +26,15 @@ def cos_sin_table(
 
 
 def amplitude(config: ModelConfig) -> float:
-    """What cos and sin are multiplied by: 1 for every DeepSeek model so far."""
+    """What cos and sin are multiplied by: 1 for every DeepSeek model so far.
+
+    It is m(1) unless both mscale and mscale_all_dim are stated, as in transformers.
+    """
     yarn = config.yarn
     if yarn is None:
         return 1.0
+    if not yarn.mscale:
+        return yarn.multiplier(1.0)
     return yarn.multiplier(yarn.mscale) / yarn.multiplier(yarn.mscale_all_dim)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ds_runtime.errors import CheckpointError
+from ds_runtime.errors import CheckpointError, shown
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.manifest import Stored
+from ds_runtime.model.layouts import FLOATS
+from ds_runtime.model.manifest import CACHE_SCALES, Stored
 from ds_runtime.model.quant import Place, Quant, wrong_components, wrong_plain
+from ds_runtime.ops.spec import DENSE
 
 _SHOWN = 4
-_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.")
 _DRAFT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # only a layer that drafts has it
@@ -41,7 +42,7 @@ def check_checkpoint(
         instead = _instead(checkpoint, quant, modules, next(iter(lacking)))
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(list(lacking.values()))} missing; config.json asks for "
-            f"{asked} and {config.experts} experts{instead}: is the download complete?"
+            f"{asked} and {config.experts} experts{instead}"
             f"{'' if within else _chooses(lacking, checkpoint)}"
         )
     needed |= {n for s in modules.values() if s.format for n in quant.unread(s.module)}
@@ -91,7 +92,7 @@ def _chooses(lacking: Mapping[str, str], checkpoint: Checkpoint) -> str:
     if "model.layers.0.self_attn." in found:  # nobody chose before
         return ""
     return (
-        f" If {_layers(found)} attended what an earlier one chose, indexer_types, "
+        f". If {_layers(found)} attended what an earlier one chose, indexer_types, "
         "index_topk_pattern or index_topk_freq would say so"
     )
 
@@ -115,14 +116,23 @@ def _shares(name: str, config: ModelConfig) -> bool:
 def _instead(
     checkpoint: Checkpoint, quant: Quant, modules: Mapping[str, Stored], module: str
 ) -> str:
-    """What is there of a quantised module that lacks a tensor, if anything is."""
-    if not modules[module].format:
-        return ""
-    module = modules[module].module
-    there = [n for n in checkpoint.names if n.startswith(f"{module}.")]
-    if not there:
-        return ""
-    return f", and for {quant.format_of(module)} weights of {module}, where {_some(there)}"
+    """What is there of a quantised module that lacks a tensor, if anything is, and the remedy."""
+    stored = modules[module]
+    there = [n for n in checkpoint.names if n.startswith(f"{stored.module}.")]
+    if not stored.format or not there:
+        return "; take config.json and the weights from the same checkpoint"
+    method = quant.quantization.get("quant_method", "none")
+    dense = there == [f"{stored.module}.weight"] and checkpoint.entry(there[0]).dtype in FLOATS
+    remedy = (
+        f"{stored.module} is dense: list it where quantization_config names what is not quantised"
+        if dense and quant.encoding(stored.module) != DENSE
+        else f"quantization_config (quant_method {shown(method)}) describes other weights: take "
+        "config.json and the weights from the same checkpoint"
+    )
+    return (
+        f", and for {quant.format_of(stored.module)} weights of {stored.module}, where "
+        f"{_some(there)}; {remedy}"
+    )
 
 
 def _some(names: list[str]) -> str:
@@ -136,7 +146,7 @@ def _some(names: list[str]) -> str:
 
 def ignorable(name: str) -> bool:
     """Rotation tables, and scales of a cache of keys and values."""
-    return name.endswith("rotary_emb.inv_freq") or name.endswith(_CACHE_SCALES)
+    return name.endswith("rotary_emb.inv_freq") or name.endswith(CACHE_SCALES)
 
 
 def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:

@@ -358,6 +358,67 @@ def test_an_older_file_with_whole_kv_b(files, tmp_path):
         assert torch.equal(it.part(module).dequantise(), meant[f"{module}.weight"])
 
 
+def with_whole(meant, layers=(0, 1), flat=False, kind=Type.F32):
+    """Adds attn_kv_b to the halves of these layers, which may be without heads (ik_llama.cpp)."""
+
+    def change(values, tensors):
+        for layer in layers:
+            whole = meant[f"model.layers.{layer}.self_attn.kv_b_proj.weight"].numpy()
+            raw = gguf.quants.quantize(whole, kind) if kind != Type.F32 else whole
+            tensors[f"blk.{layer}.attn_kv_b.weight"] = (raw, kind)
+            for half in ("k_b", "v_b") if flat else ():
+                data, of = tensors[f"blk.{layer}.attn_{half}.weight"]
+                data = np.ascontiguousarray(data).reshape(-1, data.shape[-1])
+                tensors[f"blk.{layer}.attn_{half}.weight"] = (data, of)
+
+    return change
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("name", ["f32", "q8_0", "q4_k", "q4_0"])
+def test_a_file_with_kv_b_and_its_halves(files, tmp_path, name, layers, flat):
+    """Of such a layer the whole is read, in its own type; of others the halves."""
+    path, _, meant = files(name)
+    change = with_whole(meant, layers, flat, Type.F32 if name == "f32" else Type.Q8_0)
+    it = Source(resolve_model(str(rewritten(path, tmp_path / "both.gguf", change))))
+    for module in it.linears:
+        part, want = it.part(module), meant[f"{module}.weight"]
+        whole = module.endswith("kv_b_proj") and int(module.split(".")[2]) in layers
+        if whole and name != "f32":
+            assert part.format == "int8_group"
+            torch.testing.assert_close(part.dequantise(), want, rtol=0, atol=want.abs().max() / 99)
+        else:
+            assert torch.equal(part.dequantise(), want), module
+
+
+def test_one_half_beside_a_whole_kv_b_says_nothing(files, tmp_path):
+    path, _, meant = files("f32")
+
+    def change(values, tensors):
+        with_whole(meant)(values, tensors)
+        del tensors["blk.0.attn_k_b.weight"], tensors["blk.1.attn_v_b.weight"]
+
+    it = Source(resolve_model(str(rewritten(path, tmp_path / "half.gguf", change))))
+    for module in it.linears:
+        assert torch.equal(it.part(module).dequantise(), meant[f"{module}.weight"])
+
+
+@pytest.mark.parametrize("half", ["k_b", "v_b"])
+@pytest.mark.parametrize("cut", [np.s_[:3], np.s_[:, :32], np.s_[:, :, :16]])
+def test_halves_of_another_shape_than_the_whole_are_named(files, tmp_path, half, cut):
+    path, _, meant = files("f32")
+
+    def change(values, tensors):
+        with_whole(meant)(values, tensors)
+        data, kind = tensors[f"blk.1.attn_{half}.weight"]
+        tensors[f"blk.1.attn_{half}.weight"] = (np.ascontiguousarray(data[cut]), kind)
+
+    said = r"model\.layers\.1\.self_attn\.kv_b_proj\.weight has shape \[384, 64\], and its halves"
+    with pytest.raises(CheckpointError, match=said):
+        Source(resolve_model(str(rewritten(path, tmp_path / "other.gguf", change))))
+
+
 def renamed(values, tensors):
     tensors["blk.0.odd.weight"] = tensors.pop("blk.0.attn_output.weight")
 

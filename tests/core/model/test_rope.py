@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from itertools import product
+
 import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3RotaryEmbedding,
+    yarn_apply_mscale,
+)
 
+from ds_runtime.errors import DsRuntimeError, UnsupportedError
 from ds_runtime.model.hf import from_hf
-from ds_runtime.model.rope import amplitude, cos_sin_table
+from ds_runtime.model.rope import amplitude, cos_sin_table, inverse_frequencies
 from ds_runtime.testing.tiny import config_dict
 
 SCALINGS = [
@@ -50,3 +57,102 @@ def test_amplitude_is_one_for_equal_mscales():
     _, values = config_dict("v3")
     raw = {**values, "architectures": ["DeepseekV3ForCausalLM"]}
     assert amplitude(from_hf(raw)) == 1.0
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LEGACY = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 96}
+FORMS = [  # of rope_scaling and of rope_parameters
+    None,
+    {},
+    {"rope_type": "default"},
+    {"type": "default"},
+    {"rope_theta": 3e5},  # without a type
+    YARN,
+    LEGACY,
+    {"rope_type": "yarn", "factor": 8.0},  # the original length is the model's
+    {**YARN, "type": "linear"},
+    {**LEGACY, "rope_type": "default"},
+    {"rope_type": "yarn"},  # without a factor
+    {**YARN, "factor": 0.5},
+    {**YARN, "truncate": True, "attention_factor": None},
+    {**YARN, "original_max_position_embeddings": 0},
+    {**YARN, "beta_fast": 0, "beta_slow": 0},
+    {**YARN, "beta_fast": 4, "beta_slow": 2.0},
+    *(
+        {**YARN, **fields}
+        for fields in (
+            {k: v for k, v in (("mscale", m), ("mscale_all_dim", a)) if v is not None}
+            for m, a in product((None, 0, 0.707, 1.0), (None, 0, 0.707))
+        )
+    ),
+]
+OTHERS = [None, {"rope_type": "default", "rope_theta": 7e4}, {**YARN, "factor": 3.0}]
+
+
+def with_thetas(form):
+    """The same with and without a theta of its own."""
+    return [form] if not form or "rope_theta" in form else [form, {**form, "rope_theta": 5e5}]
+
+
+def combinations():
+    forms = [each for form in FORMS for each in with_thetas(form)]
+    for form, other, outer, length in product(forms, OTHERS, (None, 2e4), (None, 128)):
+        for one, two in (("rope_scaling", "rope_parameters"), ("rope_parameters", "rope_scaling")):
+            said = {one: form, two: other, "rope_theta": outer}
+            said["original_max_position_embeddings"] = length
+            yield {k: v for k, v in said.items() if v is not None}
+
+
+def by_transformers(cls, rotary, raw):
+    """(inverse frequencies, what cos and sin and what scores are multiplied by); None: refused."""
+    try:
+        config = cls.from_dict(deepcopy(raw))
+        made = rotary(config)
+    except (KeyError, ZeroDivisionError):
+        return None
+    head = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
+    scale = yarn_apply_mscale(config.rope_parameters, head**-0.5)
+    return made.inv_freq.double(), made.attention_scaling, scale
+
+
+@pytest.mark.parametrize("family", ["v2", "v3"])
+def test_every_combination_of_keys_means_what_transformers_reads(family):
+    """Where it raises, so does this runtime, in its own words."""
+    cls = {"v2": DeepseekV2Config, "v3": DeepseekV3Config}[family]
+    rotary = {"v2": DeepseekV2RotaryEmbedding, "v3": DeepseekV3RotaryEmbedding}[family]
+    _, values = config_dict(family, qk_rope_head_dim=16)
+    values = {k: v for k, v in values.items() if k != "rope_parameters"}
+    values["architectures"] = [f"Deepseek{family.upper()}ForCausalLM"]
+    served = refused = 0
+    for said in combinations():
+        raw = {**values, **said}
+        theirs = by_transformers(cls, rotary, raw)
+        if theirs is None:
+            with pytest.raises(DsRuntimeError, match=r"factor|original_max_position"):
+                from_hf(raw)
+            refused += 1
+            continue
+        ours = from_hf(raw)
+        assert torch.allclose(inverse_frequencies(ours), theirs[0], rtol=1e-5), said
+        assert amplitude(ours) == pytest.approx(theirs[1], rel=1e-9), said
+        assert ours.softmax_scale == pytest.approx(theirs[2], rel=1e-9), said
+        served += 1
+    assert served > 800 and refused > 20
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rope_scaling": {**YARN, "attention_factor": 1.5}}, "rope_scaling.attention_factor 1.5"),
+        ({"rope_parameters": {**YARN, "truncate": None}}, "rope_parameters.truncate None"),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": YARN, "partial_rotary_factor": 0.5}, ": partial_rotary_factor 0.5 is"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope type 'linear'; supported"),
+        ({"rope_scaling": {"rope_type": "", "type": "yarn"}}, "rope type ''; supported"),
+    ],
+)
+def test_what_transformers_reads_and_this_runtime_does_not_is_named(said, message):
+    _, values = config_dict("v3", rope_parameters=None)
+    with pytest.raises(UnsupportedError) as caught:
+        from_hf({**values, "architectures": ["DeepseekV3ForCausalLM"], **said})
+    assert message in str(caught.value)

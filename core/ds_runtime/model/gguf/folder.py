@@ -21,7 +21,7 @@ from ds_runtime.model.gguf.names import named
 from ds_runtime.model.gguf.tokenizer import tokenizer_files
 
 LINK = "gguf.json"  # in the folder: the files, and how many layers are the model's
-_MADE = 1  # changes where the same file would give other JSON
+_MADE = 2  # changes where the same file would give other JSON
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _GENERATION = "generation_config.json"
 

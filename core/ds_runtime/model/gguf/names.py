@@ -1,15 +1,18 @@
 """Tensors of a GGUF file under the names that a checkpoint gives them. Torch-free.
 
 Stacks of experts become one tensor each, as their bytes lie one behind the other. kv_b_proj is cut
-in two, `k_b` and `v_b`, except in older files.
+in two, `k_b` and `v_b`, except in older files; where a file holds both forms (ik_llama.cpp's, and
+those of llama.cpp's draft of MLA), the whole is read.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ds_runtime.errors import CheckpointError
 from ds_runtime.model.gguf.header import GgufTensor
 
 K_B, V_B = "k_b", "v_b"
@@ -46,9 +49,29 @@ _SAYS_NOTHING = ("rope_freqs.weight",)
 
 
 def named(tensors: Mapping[str, GgufTensor], layers: int) -> dict[str, GgufTensor]:
-    """Every tensor by its name in a checkpoint. Layers from `layers` on, which draft, are left out;
-    names that the architecture does not have stay as they are."""
-    return dict(_named(tensors, layers))
+    """Every tensor by its name in a checkpoint. Layers from `layers` on, which draft, are left out,
+    and halves of a kv_b_proj that is there whole; names that the architecture does not have stay as
+    they are."""
+    found = dict(_named(tensors, layers))
+    for whole in [n for n in found if n.endswith(".kv_b_proj.weight")]:
+        _leave_out_halves(found, whole)
+    return found
+
+
+def _leave_out_halves(found: dict[str, GgufTensor], whole: str) -> None:
+    """Take the halves of a whole kv_b_proj out. CheckpointError if they are of another shape."""
+    module = whole.removesuffix(".weight")
+    keys, below = (found.pop(f"{module}.{half}", None) for half in (K_B, V_B))
+    if keys is None or below is None:
+        return
+    shape, parts = found[whole].shape, (keys.shape, below.shape)
+    wide = below.shape[-1:] == shape[-1:] and keys.shape[1:-1] in ((), shape[-1:])
+    if not wide or sum(map(math.prod, parts)) != math.prod(shape):
+        raise CheckpointError(
+            f"{found[whole].file}: {whole} has shape {list(shape)}, and its halves beside it "
+            f"{list(keys.shape)} ({K_B}) and {list(below.shape)} ({V_B}), which together do not "
+            "make it; the file was put together of two models: convert or download it again"
+        )
 
 
 def _named(tensors: Mapping[str, GgufTensor], layers: int) -> Iterator[tuple[str, GgufTensor]]:

@@ -1,27 +1,27 @@
-"""AWQ and GPTQ: 4-bit codes and zero points, packed eight to a word, and transposed."""
+"""AWQ and GPTQ: 4-bit codes and zero points, packed eight to a word, and transposed.
+
+GPTQModel's `dynamic` says of modules, by regex, what differs from the rest of the config.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.model.loaders.encodings import expect
-from ds_runtime.model.loaders.names import Names
+from ds_runtime.model.loaders.encodings import expect, mapping
+from ds_runtime.model.loaders.names import Names, compiled, not_converted
 from ds_runtime.ops.spec import DENSE, Encoding
 
 _TENSORS = {"weight": "qweight", "scale": "scales", "zero": "qzeros"}
+_KEPT = ("modules_to_not_convert", "ignored_layers")
 _ALWAYS_DENSE = Names(["lm_head", "embed_tokens", "gate"], "")
 
 
 def awq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     """`version` "gemm": words along the output rows, in AWQ's order of nibbles."""
-    get = quantization.get
-    expect("bits", get("bits", get("w_bit")), 4)
-    expect("version", str(get("version", "gemm")).lower(), "gemm")
-    expect("zero_point", get("zero_point", True), True)
-    group = _group(get("group_size", get("q_group_size")))
-    return _all_but(Encoding("int4_group", "awq", _TENSORS, block=(1, group)), quantization)
+    return _by_module(quantization, _awq)
 
 
 def gptq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
@@ -29,6 +29,19 @@ def gptq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
 
     Where it is false, `g_idx` must name the groups in order: the layout sees to that.
     """
+    return _by_module(quantization, _gptq)
+
+
+def _awq(quantization: Mapping[str, Any]) -> Encoding:
+    get = quantization.get
+    expect("bits", get("bits", get("w_bit")), 4)
+    expect("version", str(get("version", "gemm")).lower(), "gemm")
+    expect("zero_point", get("zero_point", True), True)
+    group = _group(get("group_size", get("q_group_size")))
+    return Encoding("int4_group", "awq", _TENSORS, block=(1, group))
+
+
+def _gptq(quantization: Mapping[str, Any]) -> Encoding:
     get = quantization.get
     expect("bits", get("bits"), 4)
     expect("desc_act", get("desc_act", False), False, True)
@@ -37,10 +50,8 @@ def gptq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     group = _group(get("group_size"))
     if get("desc_act", False) and group:
         tensors = {**_TENSORS, "group": "g_idx"}
-        encoding = Encoding("int4_actorder", layout, tensors, block=(1, group))
-    else:
-        encoding = Encoding("int4_group", layout, _TENSORS, unread=("g_idx",), block=(1, group))
-    return _all_but(encoding, quantization)
+        return Encoding("int4_actorder", layout, tensors, block=(1, group))
+    return Encoding("int4_group", layout, _TENSORS, unread=("g_idx",), block=(1, group))
 
 
 def _group(size: object) -> int:
@@ -54,7 +65,37 @@ def _group(size: object) -> int:
     return size
 
 
-def _all_but(encoding: Encoding, quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
-    keys = ("modules_to_not_convert", "ignored_layers")
-    kept = [_ALWAYS_DENSE, *(Names(quantization.get(key), key) for key in keys)]
-    return lambda module: DENSE if any(module in names for names in kept) else encoding
+def _by_module(
+    quantization: Mapping[str, Any], encoding_of: Callable[[Mapping[str, Any]], Encoding]
+) -> Callable[[str], Encoding]:
+    """The lists of dense modules first, then the first entry of `dynamic` that matches."""
+    every = encoding_of(quantization)
+    kept = [_ALWAYS_DENSE, *not_converted(quantization, _KEPT)]
+    dynamic = _dynamic(quantization, encoding_of)
+
+    def of(module: str) -> Encoding:
+        if any(module in names for names in kept):
+            return DENSE
+        return next((e for regex, e in dynamic if regex.match(module)), every)
+
+    return of
+
+
+def _dynamic(
+    quantization: Mapping[str, Any], encoding_of: Callable[[Mapping[str, Any]], Encoding]
+) -> list[tuple[re.Pattern[str], Encoding]]:
+    """(regex for the beginning of a path, encoding) of each entry: "-:REGEX" leaves modules dense,
+    "+:REGEX" and REGEX give them other values of the config's keys."""
+    found = []
+    for entry, said in mapping("dynamic", quantization.get("dynamic")).items():
+        key = f"dynamic.{entry}"
+        regex = compiled(entry.removeprefix("-:").removeprefix("+:"), key)
+        other = mapping(key, said)
+        if entry.startswith("-:"):
+            found.append((regex, DENSE))
+            continue
+        try:
+            found.append((regex, encoding_of({**quantization, **other})))
+        except UnsupportedError as e:
+            raise UnsupportedError(f"{key}: {e}") from e
+    return found

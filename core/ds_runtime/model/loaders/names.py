@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import translate
+from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
 
@@ -13,6 +14,7 @@ _KEPT_DENSE = frozenset(
     {"lm_head", "head", "embed", "embed_tokens", "gate", "eh_proj", "norm", "enorm", "hnorm"}
     | {"weights_proj"}
 )
+_PLAIN, _REFERS = re.compile(r"[\w.-]*"), re.compile(r"\\\d")
 _ROUTED = re.compile(r"\.experts\.\d+\.|\.experts$")
 
 
@@ -37,7 +39,8 @@ class Names:
 
     "re:…" is a regex that must match the beginning of the module's path; an entry with *, ? or [
     is a glob for the path or a parent of it; anything else names whole parts of the path
-    ("self_attn.o_proj", "model.layers.61", "lm_head"). The leading "model." may be left out.
+    ("self_attn.o_proj", "model.layers.61", "lm_head"), with or without a dot at either end
+    ("model.layers.0.", ".self_attn."). The leading "model." may be left out.
     """
 
     def __init__(self, entries: object, key: str) -> None:
@@ -48,9 +51,10 @@ class Names:
                                    "module names")  # fmt: skip
         globs = [e for e in entries if not e.startswith("re:") and set(e) & set("*?[")]
         regexes = [e[3:] for e in entries if e.startswith("re:")]
-        self._regexes = [_compiled(r, key) for r in regexes]
+        self._regexes = [compiled(r, key) for r in regexes]
         self._globs = re.compile("|".join(map(translate, globs))) if globs else None
-        self._parts = {bare(e) for e in entries} - {bare(g) for g in globs}
+        named = (e.strip(".") for e in entries if e not in globs)
+        self._parts = {bare(name) for name in named if name}
         self._firsts = {part.partition(".")[0] for part in self._parts}
 
     @classmethod
@@ -75,7 +79,53 @@ class Names:
         return self._globs is not None and any(map(self._globs.match, _parents(module)))
 
 
-def _compiled(regex: str, key: str) -> re.Pattern[str]:
+class _Converted:
+    """Modules that transformers' should_convert_module leaves as they are, for the entries of a
+    list: each is a regex for the beginning of a path up to a dot, or the end of a path as it is.
+
+    In an entry of names and dots alone a dot is a dot: transformers takes "model.layers.1." for
+    layers 10 to 19, too, which vLLM and who writes such lists do not.
+    """
+
+    def __init__(self, entries: list[str], key: str) -> None:
+        self._ends = tuple(entries)
+        regexes = [e for e in entries if not e.startswith("re:") and _is_regex(e, key)]
+        regexes = [re.escape(e) if _PLAIN.fullmatch(e) else e for e in regexes]
+        joined = [
+            e for e in regexes if "(" not in e and not _REFERS.search(e)
+        ]  # no groups that could collide
+        wholes = [e for e in regexes if e not in joined] + ["|".join(joined)] * bool(joined)
+        self._starts = [re.compile(rf"(?:{e})(?:(?<=\.)|(?=\.|$))") for e in wholes]
+
+    def __contains__(self, module: str) -> bool:
+        return module.endswith(self._ends) or any(r.match(module) for r in self._starts)
+
+
+def _is_regex(entry: str, key: str) -> bool:
+    """Whether an entry is a regex; a glob that is none counts as a glob alone."""
+    try:
+        compiled(entry, key)
+    except UnsupportedError:
+        if not set(entry) & set("*?["):
+            raise
+        return False
+    return True
+
+
+def not_converted(
+    quantization: Mapping[str, Any], keys: tuple[str, ...]
+) -> list[Names | _Converted]:
+    """What the lists under these keys leave dense. Entries of `modules_to_not_convert` count as
+    transformers takes them, and like those of the others as Names does: lists that vLLM reads name
+    parts in the middle of paths."""
+    kept: list[Names | _Converted] = [Names(quantization.get(key), key) for key in keys]
+    key = "modules_to_not_convert"
+    if key in keys and quantization.get(key):
+        kept.append(_Converted(list(quantization[key]), key))
+    return kept
+
+
+def compiled(regex: str, key: str) -> re.Pattern[str]:
     """UnsupportedError if it is none, or one that is too large or too deep."""
     try:
         return re.compile(regex)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_runtime.model.loaders.encodings import expect, in_blocks, rows
-from ds_runtime.model.loaders.names import Names, kept_dense
+from ds_runtime.model.loaders.names import kept_dense, not_converted
 from ds_runtime.ops.spec import DENSE, Encoding
 
 _KEPT = ("modules_to_not_convert", "ignored_layers", "ignore")
@@ -47,7 +47,7 @@ def mxfp8(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
 
 def all_but(encoding: Encoding, quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     """This encoding for every Linear that native checkpoints quantise, less those listed."""
-    kept = [Names(quantization.get(key), key) for key in _KEPT]
+    kept = not_converted(quantization, _KEPT)
     return lambda m: DENSE if kept_dense(m) or any(m in names for names in kept) else encoding
 
 
