@@ -34,7 +34,7 @@ def _samples(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if hasattr(config, "workerinput"):
         return
     if _samples(config):
         os.environ[SEED] = config.option.matrix_seed or os.urandom(4).hex()

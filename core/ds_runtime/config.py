@@ -312,11 +312,13 @@ class ServerConfig:
     )
     reasoning_parser: str = _f(
         "auto",
-        "who splits reasoning from the answer: deepseek-v3, deepseek-r1, none, or the model's",
+        "who splits reasoning from the answer: deepseek-v3, deepseek-r1, glm45, none, or the "
+        "model's",
     )
     tool_call_parser: str = _f(
         "auto",
-        "who reads tool calls: deepseekv3, deepseekv31, deepseekv32, none, or the model's",
+        "who reads tool calls: deepseekv3, deepseekv31, deepseekv32, glm45, glm47, none, or the "
+        "model's",
     )
     strip_thinking_cache: bool = _f(
         False, "keep reasoning out of the prefix cache: later prompts leave it out anyway"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_runtime.errors import RequestError, shown
-from ds_runtime.output_rules import OutputRules, ToolRules, ToolSchema
+from ds_runtime.output_rules import TOOL_FORMATS, OutputRules, ToolRules, ToolSchema
 from ds_runtime.server.protocol import ChatRequest, OpenAIRequest, Sampling
 from ds_runtime.text.parsers import Parsers
 from ds_runtime.text.reasoning import opening
@@ -123,7 +123,7 @@ def _calls(body: ChatRequest, parsers: Parsers) -> ToolRules | None:
     name: object = None
     match choice:
         case None | "none" | "auto":
-            if choice == "none" or not tools or parsers.tool_calls is None:
+            if choice == "none" or not tools or parsers.tool_calls not in TOOL_FORMATS:
                 return None
         case "required":
             pass
@@ -142,6 +142,12 @@ def _calls(body: ChatRequest, parsers: Parsers) -> ToolRules | None:
         raise RequestError(
             "tool_choice demands a call, but the server parses none: start it with "
             "--tool-call-parser",
+            "tool_choice",
+        )
+    if parsers.tool_calls not in TOOL_FORMATS:
+        raise RequestError(
+            f"tool_choice demands a call, but calls as {parsers.tool_calls} reads them cannot be "
+            f'demanded, only those of {", ".join(TOOL_FORMATS)}: use "auto"',
             "tool_choice",
         )
     several = name is None and body.parallel_tool_calls is not False

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
-from ds_runtime.text.json_stream import JsonStream, quoted
-from ds_runtime.text.markers import Markers
-from ds_runtime.text.tool_calls import NO_JSON, Schemas, ToolCallParser, strict_json
+from ds_runtime.text.markers import Found, Markers
+from ds_runtime.text.tag_calls import Kind, TagToolParser
+from ds_runtime.text.tool_calls import Schemas
 
 BLOCK, BLOCK_END = "<｜DSML｜function_calls", "</｜DSML｜function_calls"
 INVOKE, INVOKE_END = "<｜DSML｜invoke", "</｜DSML｜invoke"
@@ -23,15 +22,17 @@ _STRING = re.compile(r'\bstring="(true|false)"')
 _SPACE = re.compile(r"\s+")
 
 
-class DsmlToolParser(ToolCallParser):
+class DsmlToolParser(TagToolParser):
     """`<D function_calls>`, `<D invoke name>` and `<D parameter name string>`, where D is ｜DSML｜.
 
-    Arguments come out as one JSON object: text parameters while they come, others whole. Accepted
-    too: calls without the outer block, a JSON object instead of parameters, `<D invoke …/>`.
+    Accepted too: calls without the outer block, a JSON object instead of parameters,
+    `<D invoke …/>`.
     """
 
     MARKERS = Markers((BLOCK, BLOCK_END, INVOKE, INVOKE_END, PARAM, PARAM_END, *_OTHER))
     OPENERS = (BLOCK, INVOKE, _OTHER[0])
+    TAGS, VALUE_END = MARKERS, PARAM_END
+    CLOSERS = Markers((PARAM_END, INVOKE_END, BLOCK_END, _OTHER[1]))
 
     def __init__(
         self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
@@ -39,11 +40,7 @@ class DsmlToolParser(ToolCallParser):
         super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
         self._skips = False  # white space between tags is no content
         self._tag = ""
-        self._called = ""
-        self._num_params = 0
-        self._is_text = True
-        self._value: list[str] = []
-        self._json = JsonStream()
+        self._tag_loosely = False
 
     def _content(self) -> bool:
         text = self._text
@@ -53,15 +50,15 @@ class DsmlToolParser(ToolCallParser):
             if self._pos == len(text):
                 return False
         if self._open and self._skips and not self._num_params and text[self._pos] == "{":
-            self._json, self._step = JsonStream(), self._object
+            self._json, self._step = self._new_json(self.TAGS), self._object
             return True
-        found = self._markers.find(text, self._pos)
-        end = self._markers.held(text, self._pos) if found is None else found[0]
+        self._outside()
+        found, end = self._seek(self._markers)
         # Two line breaks before the calls belong to the format.
         said = text[self._pos : end]
         if found is None:
             said = said[: len(said) - min(2, len(said) - len(said.rstrip("\n")))]
-        elif found[2] in self.OPENERS:
+        elif found.name in self.OPENERS:
             said = said.removesuffix("\n\n")
         if said:
             self._skips = False
@@ -72,11 +69,13 @@ class DsmlToolParser(ToolCallParser):
         self._marker(found)
         return True
 
-    def _marker(self, found: tuple[int, int, str]) -> None:
+    def _marker(self, found: Found) -> None:
         """Go on after the beginning of a tag."""
-        self._pos = found[1]
-        if found[2] in self.MARKERS.names:
-            self._tag, self._step, self._skips = found[2], self._inside_tag, True
+        self._pos = found.end
+        if found.name in self.MARKERS.names:
+            self._tag, self._step, self._skips = found.name, self._inside_tag, True
+            self._tag_loosely = not found.exact
+            self._loose = self._loose or found.name in self.OPENERS
         else:
             self._markers, self._step = self.MARKERS, self._content
 
@@ -98,9 +97,11 @@ class DsmlToolParser(ToolCallParser):
         if self._tag == PARAM_END:
             return
         if self._tag == PARAM:
-            self._begin_value(attributes)
+            self._parameter(attributes)
             return
         self._end_call()
+        if self._tag in (BLOCK_END, _OTHER[1]):
+            self._loose = False
         if self._tag != INVOKE:
             return
         name = _NAME.search(attributes)
@@ -109,76 +110,35 @@ class DsmlToolParser(ToolCallParser):
             self._skips = self._skips and not said
             self._say(said)
             return
-        self._called, self._num_params = name.group(1), 0
-        self._begin(self._called)
+        self._begin_call(name.group(1))
         if attributes.endswith("/>"):
             self._end_call()
 
-    def _end_call(self) -> None:
-        if self._open:
-            self._argue("}" if self._num_params else "{}")
-            self._end(complete=True)
-
-    def _begin_value(self, attributes: str) -> None:
-        name, kind = _NAME.search(attributes), _STRING.search(attributes)
+    def _parameter(self, attributes: str) -> None:
+        name, told = _NAME.search(attributes), _STRING.search(attributes)
         if not self._open or name is None:
             return  # what follows is content
         key = name.group(1)
-        self._is_text = kind.group(1) == "true" if kind else self._wants_text(key)
-        before = ", " if self._num_params else "{"
-        self._argue(f'{before}"{quoted(key)}": ' + ('"' if self._is_text else ""))
-        self._num_params += 1
-        self._value, self._step = [], self._inside_value
-
-    def _wants_text(self, key: str) -> bool:
-        """Whether the client's schema asks for a string there."""
-        properties = self.functions.get(self._called, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, Mapping) else None
-        return isinstance(schema, Mapping) and schema.get("type") == "string"
-
-    def _inside_value(self) -> bool:
-        """A parameter's value; any tag ends it."""
-        found = self.MARKERS.find(self._text, self._pos)
-        end = self.MARKERS.held(self._text, self._pos) if found is None else found[0]
-        self._add_value(self._text[self._pos : end])
-        self._pos = end
-        if found is None:
-            return False
-        self._end_value()
-        self._marker(found)
-        return True
-
-    def _add_value(self, part: str) -> None:
-        if self._is_text:
-            self._argue(quoted(part))
+        if told is not None:
+            kind = Kind.TEXT if told.group(1) == "true" else Kind.JSON
         else:
-            self._value.append(part)
+            kind = Kind.TEXT if self._schema(key).get("type") == "string" else Kind.EITHER
+        self._begin_value(key, kind, self._tag_loosely)
 
-    def _end_value(self) -> None:
-        if self._is_text:
-            self._argue('"')
-            return
-        raw = "".join(self._value)
-        is_json = strict_json(raw.strip()) is not NO_JSON
-        self._argue(raw.strip() if is_json else f'"{quoted(raw)}"')
+    def _after_value(self) -> None:
+        self._step, self._skips = self._content, True
 
     def _object(self) -> bool:
         """All arguments as one JSON object."""
-        found = self.MARKERS.find(self._text, self._pos)
-        end = self.MARKERS.held(self._text, self._pos) if found is None else found[0]
-        part, rest = self._json.feed(self._text[self._pos : end])
-        self._argue(part)
-        self._pos = end - len(rest)
-        if not self._json.done:
-            if found is None:
-                return False
-            self._argue(self._json.close())
-        self._end(complete=True)
-        self._step, self._skips = self._content, True
+        self._argue(self._feed_json()[0])
+        if self._json.done or self._json.stopped:
+            self._argue("" if self._json.done else self._json.close())
+            self._end(complete=True)
+            self._after_value()
         return True
 
     def _finish(self, rest: str, natural: bool) -> None:
-        rest = self._markers.release(rest)
+        rest = self._markers.release(rest, self._loose)
         if self._step == self._content:
             self._say(rest.rstrip("</｜") if self._open or self._skips else rest)
         elif self._step == self._inside_tag:
@@ -186,16 +146,11 @@ class DsmlToolParser(ToolCallParser):
                 self._take_tag("")
             elif natural and rest.strip() and not _ATTRIBUTE.match(rest):
                 self._say(rest)  # never became a tag
-        elif self._step == self._inside_value:
-            self._add_value(rest)
-            if natural:
-                self._end_value()
-            else:
-                self._argue("".join(self._value))
+        elif self._in_value:
+            self._finish_value(rest, natural)
         elif self._step == self._object:
-            self._argue(self._json.feed(rest)[0])
+            self._argue(self._json.close() if natural else self._json.cut())
             if natural:
-                self._argue(self._json.close())
                 self._end(complete=True)
         if natural:  # the model forgot to close it
             self._end_call()

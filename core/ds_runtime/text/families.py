@@ -1,4 +1,4 @@
-"""The generations of DeepSeek models, as far as text goes: template, tools text, parsers.
+"""The generations of models, as far as text goes: template, tools text, parsers.
 
 A checkpoint's own template always wins. What it lacks (a template at all, words about tools, which
 the templates of V3 to V3.1 leave to the server) comes from here.
@@ -47,7 +47,9 @@ def _tools_text(call: str, chaining: str) -> Callable[[Tools], str]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One generation. `template`: a file in templates/, or None for the DSML encoding."""
+    """One generation. `template`: a file in templates/, None for the DSML encoding, or "" where
+    only the checkpoint has one.
+    """
 
     template: str | None
     reasoning: str | None = None
@@ -70,13 +72,17 @@ V3_0324 = Family("v3.jinja", "deepseek-v3", "deepseekv3", _V3_TOOLS, {"opens_ear
 R1 = Family("v3.jinja", "deepseek-r1", "deepseekv3", _V3_TOOLS, {"reasons": True})
 V31 = Family("v31.jinja", "deepseek-v3", "deepseekv31", _V31_TOOLS)
 V32 = Family(None, "deepseek-v3", "deepseekv32")
+GLM = Family("", "glm45", "glm47")  # 4.7 and 5
+
+# GLM-4.5 and 4.6 put arguments on lines of their own, 4.7 and 5 do not.
+_GLM_LINES = re.compile(r"</arg_key>(\n|\\n)")
 
 _R1_NAME = re.compile(r"(?<![a-z0-9])r1(?![0-9a-z])")
 
 
 def find_family(folder: str | Path, model: str = "") -> Family | None:
-    """The family of a checkpoint, from config.json and its name; None if it is no DeepSeek. One
-    with a base speaks as the base does.
+    """The family of a checkpoint, from config.json and its name; None if it is none of these.
+    One with a base speaks as the base does.
 
     `model`: the hub id or path that the user gave.
     """
@@ -85,6 +91,8 @@ def find_family(folder: str | Path, model: str = "") -> Family | None:
     kind = str(config.get("model_type", "")).replace("-", "_")
     if kind == "deepseek_v2":
         return V3 if "v2.5" in name else V2
+    if kind == "glm_moe_dsa":
+        return GLM
     if kind == "deepseek_v32":
         return V31 if "exp" in name or "math" in name else V32
     if kind != "deepseek_v3":
@@ -105,4 +113,6 @@ def tool_format(sources: Sequence[str], family: Family | None) -> str | None:
         return "deepseekv32"
     if "<｜tool▁sep｜>" in text:
         return "deepseekv3" if "```json" in text else "deepseekv31"
+    if "<arg_key>" in text:
+        return "glm45" if _GLM_LINES.search(text) else "glm47"
     return None if family is None else family.tool_calls

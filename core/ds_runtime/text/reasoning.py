@@ -13,7 +13,9 @@ from ds_runtime.text.events import Content, Reasoning
 from ds_runtime.text.markers import Markers
 
 OPEN, CLOSE = "<think>", "</think>"
-_TURNS = ("<｜Assistant｜>", "<｜User｜>", "<｜end▁of▁sentence｜>")  # one begins, the others end
+# The first begins the assistant's turn, the others end it.
+_TURNS = ("<｜Assistant｜>", "<｜User｜>", "<｜end▁of▁sentence｜>")
+_GLM_TURNS = ("<|assistant|>", "<|user|>", "<|observation|>", "<|system|>")
 _AFTER_TOOL = ("<｜tool▁outputs▁end｜>", "<｜tool▁output▁end｜>")
 
 
@@ -29,17 +31,18 @@ class ReasoningParser:
 
     style "deepseek-r1": reasoning unless the prompt says otherwise, with the line breaks around
     the tags taken away, as R1's template writes them. "deepseek-v3": reasoning only where the
-    prompt or the model opens it, every byte kept. `openers` are markers that end reasoning without
-    a `</think>`: where they are found, everything from them on is the answer.
+    prompt or the model opens it, every byte kept. "glm45": the same without the line breaks around
+    the tags, which GLM-4.5's template writes. `openers` are markers that end reasoning without a
+    `</think>`: where they are found in just this spelling, everything from them on is the answer.
     """
 
     def __init__(self, style: str, prompt: str, openers: tuple[str, ...] = ()) -> None:
-        self._trims = style == "deepseek-r1"
+        self._trims = style != "deepseek-v3"
         self._ends = _ends(openers)
         self._held = ""
         self._skips = False  # line breaks that belong to the format come next
         self.unclosed = False  # left by an opener: a `</think>` may still come
-        self._state = _begin(prompt, self._trims)
+        self._state = _begin(prompt, style)
 
     @property
     def in_answer(self) -> bool:
@@ -84,7 +87,7 @@ class ReasoningParser:
 
     def _inside(self, text: str, out: list[Reasoning | Content]) -> str:
         found = self._ends.find(text)
-        part = text[: self._ends.held(text) if found is None else found[0]]
+        part = text[: self._ends.held(text) if found is None else found.start]
         if self._trims:
             part = part.rstrip("\r\n")
         if part:
@@ -92,11 +95,10 @@ class ReasoningParser:
         if found is None:
             self._held = text[len(part) :]
             return ""
-        start, end, marker = found
         self._state = _State.ANSWER
-        self.unclosed = marker != CLOSE
+        self.unclosed = found.name != CLOSE
         self._skips = self._trims and not self.unclosed
-        return text[start if self.unclosed else end :]
+        return text[found.start if self.unclosed else found.end :]
 
     def _opening(self, text: str) -> str:
         body = text.lstrip()
@@ -113,7 +115,8 @@ class ReasoningParser:
         return text
 
 
-def _begin(prompt: str, always: bool) -> _State:
+def _begin(prompt: str, style: str) -> _State:
+    turns = _GLM_TURNS if style == "glm45" else _TURNS
     tail = prompt[-64:].rstrip()
     if tail.endswith(OPEN):
         return _State.ENTERING
@@ -121,19 +124,19 @@ def _begin(prompt: str, always: bool) -> _State:
         return _State.ANSWER
     if tail.endswith(_AFTER_TOOL):
         return _State.UNDECIDED
-    turn = max(map(prompt.rfind, _TURNS))
-    if prompt.startswith(_TURNS[0], turn) and not tail.endswith(_TURNS[0]):
+    turn = max(map(prompt.rfind, turns))
+    if prompt.startswith(turns[0], turn) and not tail.endswith(turns[0]):
         # What the assistant has begun to say, or to think, is to be continued.
         thinks = prompt.rfind(OPEN, turn) > prompt.rfind(CLOSE, turn)
         return _State.REASONING if thinks else _State.ANSWER
-    return _State.ENTERING if always else _State.UNDECIDED
+    return _State.ENTERING if style == "deepseek-r1" else _State.UNDECIDED
 
 
 def opening(style: str, prompt: str) -> str:
     """Whether reasoning comes first behind `prompt`: "open" (it does), "optional" (if the model
     opens it) or "none".
     """
-    begun = _begin(prompt, style == "deepseek-r1")
+    begun = _begin(prompt, style)
     if begun is _State.UNDECIDED:
         return "optional"
     return "none" if begun is _State.ANSWER else "open"

@@ -68,7 +68,8 @@ class ChatTemplate:
         self._constants = dict(constants)
         self._tools_text = None if family is None else family.tools_text
         text, names = "".join(sources.values()), set[str]()
-        self._wants_object = bool(_WANTS_OBJECT.search(text)) and "is string" not in text
+        as_json = bool(_WANTS_OBJECT.search(text)) and "is string" not in text
+        self._wants_object = as_json or "<arg_key>" in text  # GLM's goes through the arguments
         self.tool_calls = tool_format(list(sources.values()), family)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
@@ -203,7 +204,7 @@ def load_template(
                 "Pass a template with --chat-template FILE"
             ) from e
         return ChatTemplate(sources, special, origin, family)
-    return None if family is None else built_in(family)
+    return None if family is None or family.template == "" else built_in(family)
 
 
 def built_in(family: Family) -> Template:

@@ -1,7 +1,9 @@
 """Tool calls in generated text: what all formats share, and the format of V3 and V3.1.
 
 State machines over the text as it comes: each character is looked at once or twice, whatever the
-length. Output that breaks the format never raises; its markers vanish, its text stays.
+length. Output that breaks the format never raises; its markers vanish, its text stays. Other
+spellings of the markers count from a canonical marker that begins calls on, until text follows
+that belongs to none.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, ClassVar
 
 from ds_runtime.text.events import CallArguments, CallBegin, CallEnd, Content, Event
 from ds_runtime.text.json_stream import JsonStream
-from ds_runtime.text.markers import Markers
+from ds_runtime.text.markers import Found, Markers
 from ds_runtime.text.reasoning import CLOSE
 
 
@@ -25,6 +27,8 @@ def _with_close(markers: Markers) -> Markers:
 
 
 MAX_NAME = 512  # characters; what is longer is no name
+_SLICE = 1 << 14  # characters of JSON at a time
+_MAX_AGAIN = 1 << 18  # characters that may be read again because a string was none
 
 # The parameters' types by function, where the client's schemas tell.
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -65,6 +69,10 @@ class ToolCallParser:
         self._out: list[Event] = []
         self._step: Callable[[], bool] = self._content
         self._markers = self.MARKERS
+        self._loose = False  # lenient spellings count
+        self._again = _MAX_AGAIN
+        self._json = JsonStream()
+        self._raw: list[str] = []  # of a value that is passed on as a whole
 
     def drop_close(self) -> None:
         """A `</think>` that comes yet is no content: a call has ended the reasoning before it."""
@@ -82,11 +90,14 @@ class ToolCallParser:
 
     def finish(self, natural: bool) -> list[Event]:
         """What was held back. `natural`: the model ended the text, it was not cut."""
+        out = self._take()
+        while natural and (unread := self._settle()):
+            out += self.feed(unread)
         rest, self._text, self._pos = self._text[self._pos :], "", 0
         self._finish(rest, natural)
         if self._open:
             self._end(complete=False)
-        return self._take()
+        return out + self._take()
 
     # ---- for the formats ----
 
@@ -98,8 +109,26 @@ class ToolCallParser:
         """The text ends with `rest` not consumed."""
         raise NotImplementedError
 
+    def _settle(self) -> str:
+        """Decide at the text's end what was uncertain: text to read on from, if any."""
+        raise NotImplementedError
+
+    def _seek(self, markers: Markers) -> tuple[Found | None, int]:
+        """The next marker that counts, and where what comes before it, or may be one, ends."""
+        found = markers.find(self._text, self._pos, self._loose)
+        if found is not None:
+            return found, found.start
+        return None, markers.held(self._text, self._pos, self._loose)
+
+    def _outside(self) -> None:
+        """Between calls: text that is no marker ends what a canonical marker has begun."""
+        if self._loose and not self._open:
+            text, pos, markers = self._text, self._pos, self._markers
+            self._loose = bool(markers.at(text, pos, True) or markers.unfinished(text, pos, True))
+
     def _say(self, text: str) -> None:
         if text:
+            self._loose = self._loose and self._open
             self._out.append(Content(text))
 
     def _begin(self, name: str) -> None:
@@ -122,6 +151,35 @@ class ToolCallParser:
         if not self._silent:
             self.num_calls += complete
             self._out.append(CallEnd(self._index, complete))
+
+    def _new_json(self, ends: Markers, bare: bool = False) -> JsonStream:
+        return JsonStream(ends, doubts=self._again > 0, bare=bare)
+
+    def _feed_json(self) -> tuple[str, str, int]:
+        """Feed the JSON some text: the JSON that is certain, what was fed, and how much is left
+        of it and what came before, once the JSON has ended.
+        """
+        stop = min(len(self._text), self._pos + _SLICE)
+        piece = self._text[self._pos : stop]
+        certain, rest = self._json.feed(piece)
+        if len(rest) > len(piece):  # back to a marker that came before
+            self._again -= len(rest)
+            self._text, self._pos = rest + self._text[stop:], 0
+        else:
+            self._pos = stop - len(rest)
+        return certain, piece, len(rest)
+
+    def _feed_raw(self) -> bool:
+        """Gather a value that is passed on as a whole; whether a marker has ended it."""
+        _, piece, left = self._feed_json()
+        self._raw.append(piece)
+        if self._json.stopped:
+            self._cut_raw(left)
+        return self._json.stopped
+
+    def _cut_raw(self, left: int) -> None:
+        raw = "".join(self._raw)
+        self._raw = [raw[: len(raw) - left]]
 
     def _take(self) -> list[Event]:
         out, self._out = self._out, []
@@ -157,8 +215,6 @@ class TokenToolParser(ToolCallParser):
         super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
         self._skips: re.Pattern[str] | None = None  # what is dropped before content
         self._head = ""
-        self._json = JsonStream()
-        self._raw: list[str] = []
 
     def _content(self) -> bool:
         text = self._text
@@ -167,8 +223,8 @@ class TokenToolParser(ToolCallParser):
                 self._pos = skipped.end()
             if self._pos == len(text):
                 return False
-        found = self._markers.find(text, self._pos)
-        end = self._markers.held(text, self._pos) if found is None else found[0]
+        self._outside()
+        found, end = self._seek(self._markers)
         if end > self._pos:
             self._skips = None
             self._say(text[self._pos : end])
@@ -178,24 +234,27 @@ class TokenToolParser(ToolCallParser):
         self._marker(found)
         return True
 
-    def _marker(self, found: tuple[int, int, str]) -> None:
+    def _marker(self, found: Found) -> None:
         """Go on after a marker."""
-        self._pos = found[1]
-        if found[2] == CALL_BEGIN:
+        self._pos = found.end
+        if found.name in self.OPENERS:
+            self._loose = True
+        elif found.name == CALLS_END:
+            self._loose = False
+        if found.name == CALL_BEGIN:
             self._head, self._raw, self._step = "", [], self._before_separator
-        elif found[2] == CLOSE:
+        elif found.name == CLOSE:
             self._markers = self.MARKERS
         else:
             self._step = self._content
-            self._skips = _SPACE if found[2] in _BOUNDS else self._skips
+            self._skips = _SPACE if found.name in _BOUNDS else self._skips
 
     def _before_separator(self) -> bool:
         """The type (V3) or the name (V3.1)."""
-        found = self._markers.find(self._text, self._pos)
-        end = self._markers.held(self._text, self._pos) if found is None else found[0]
-        if found is not None and found[2] == SEP and end - self._pos <= MAX_NAME:
+        found, end = self._seek(self._markers)
+        if found is not None and found.name == SEP and end - self._pos <= MAX_NAME:
             self._head = self._text[self._pos : end].strip()
-            self._pos, self._step = found[1], self._after_separator
+            self._pos, self._step = found.end, self._after_separator
             return True
         if found is None and end - self._pos <= MAX_NAME:
             return False
@@ -218,8 +277,8 @@ class TokenToolParser(ToolCallParser):
     def _name(self) -> bool:
         text, self._step = self._text, self._name
         match = _NAME_END.search(text, self._pos)
-        found = _ENDS.find(text, self._pos)
-        ends = [m.start() for m in (match,) if m] + [f[0] for f in (found,) if f]
+        found, _ = self._seek(_ENDS)
+        ends = [m.start() for m in (match,) if m] + [f.start for f in (found,) if f]
         if not ends and len(text) - self._pos <= MAX_NAME:
             return False
         end = min([*ends, self._pos + MAX_NAME])
@@ -235,56 +294,59 @@ class TokenToolParser(ToolCallParser):
             return False
         self._pos = fence.end()
         if rest[0] == "{":
-            self._json, self._step = JsonStream(), self._object
+            self._json, self._step = self._new_json(_ENDS), self._object
         else:
-            self._step = self._no_object
+            self._json, self._step = self._new_json(_ENDS, bare=True), self._no_object
         return True
 
     def _object(self) -> bool:
         """Arguments, passed on as they come."""
-        found = _ENDS.find(self._text, self._pos)
-        end = _ENDS.held(self._text, self._pos) if found is None else found[0]
-        part, rest = self._json.feed(self._text[self._pos : end])
-        self._argue(part)
-        self._pos = end - len(rest)
+        self._argue(self._feed_json()[0])
         if self._json.done:
             self._end(complete=True)
             self._step, self._skips = self._content, _AFTER_JSON
-        elif found is not None:
-            self._argue(self._json.close())
-            self._end(complete=True)
-            self._marker(found)
-        else:
-            return False
+        elif self._json.stopped:
+            self._end_object()
         return True
+
+    def _end_object(self) -> None:
+        self._argue(self._json.close())
+        self._end(complete=True)
+        self._step, self._skips = self._content, None
 
     def _no_object(self) -> bool:
         """Arguments that are no object: whole or not at all."""
-        found = _ENDS.find(self._text, self._pos)
-        end = _ENDS.held(self._text, self._pos) if found is None else found[0]
-        self._raw.append(self._text[self._pos : end])
-        self._pos = end
-        if found is None:
-            return False
-        self._argue(_as_json("".join(self._raw)))
-        self._end(complete=True)
-        self._marker(found)
+        if self._feed_raw():
+            self._end_raw()
         return True
 
+    def _end_raw(self) -> None:
+        self._argue(_as_json("".join(self._raw)))
+        self._end(complete=True)
+        self._step, self._skips = self._content, None
+
+    def _settle(self) -> str:
+        unread = self._json.settle() if self._open else ""
+        if unread and self._step == self._object:
+            self._end_object()
+        elif unread:
+            self._cut_raw(len(unread))
+            self._end_raw()
+        self._again -= len(unread)
+        return unread
+
     def _finish(self, rest: str, natural: bool) -> None:
-        rest = self._markers.release(rest)
+        rest = self._markers.release(rest, self._loose)
         if self._step == self._content:
             self._say(rest)
         elif not self._open:
             if natural:  # never a call, so it was an answer
                 self._say(self._head + rest)
         elif self._step == self._object:
-            self._argue(self._json.feed(rest)[0])
-            if natural:
-                self._argue(self._json.close())
+            self._argue(self._json.close() if natural else self._json.cut())
         else:
             raw = "".join(self._raw) + rest
-            self._argue(_as_json(raw) if natural else raw)
+            self._argue(_as_json(_ENDS.release(raw, loose=True)) if natural else raw)
         if self._open and natural:  # the model forgot to close it
             self._end(complete=True)
 

@@ -333,12 +333,16 @@ def test_13_reasoning_first_then_the_call(name):
 
 
 @pytest.mark.parametrize("bar", ["|", "｜｜", "‖", "||"])
-def test_14_other_bars(bar):
+def test_14_other_bars_behind_a_canonical_beginning(bar):
     for name, text in FORMATS.items():
-        other = text.replace("｜", bar)
+        begun = text.index(">") + 1
+        other = text[:begun] + text[begun:].replace("｜", bar)
         assert parse(other, name) == parse(text, name)
         assert parse(other, name, *range(1, len(other))) == parse(text, name)
-    assert parse(V31.replace("▁", "_"), "deepseekv31") == parse(V31, "deepseekv31")
+        assert parse(text.replace("｜", bar), name) == ("", text.replace("｜", bar), [])
+    begun = V31.index(">") + 1
+    blanks = V31[:begun] + V31[begun:].replace("▁", "_")
+    assert parse(blanks, "deepseekv31") == parse(V31, "deepseekv31")
 
 
 @pytest.mark.parametrize(
