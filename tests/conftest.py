@@ -7,6 +7,7 @@ share of the cores; with all cores in each, threads wait for those that another 
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -25,3 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_collection_finish() -> None:
+    """What thousands of collected tests hold is not looked through at every garbage collection."""
+    gc.collect()
+    gc.freeze()

@@ -35,9 +35,7 @@ SOURCES = (
     "tests/native/*.cpp",
     "tests/native/*.h",
     "tests/plugins/narrowing.py",
-    "tests/matrix.py",
     "tools/check_native.py",
-    "tools/receipts.py",
     *TESTS,
 )
 

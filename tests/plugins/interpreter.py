@@ -94,11 +94,33 @@ def patched_once() -> Iterator[None]:
         kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
         return known(kind) if type(kind) is tl.dtype else np_dtype(kind)  # pointers have no hash
 
+    tensor, block = tl.tensor.__init__, tl.block_type.__init__
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of tensors, which never change theirs
+    blocks: dict[tuple[int, ...], tuple[Any, int]] = {}
+
+    def tensor_init(self: Any, handle: Any, kind: Any) -> None:
+        key = tuple(kind.shape.values) if kind.is_block() else ()
+        if key not in shapes:
+            tensor(self, handle, kind)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = shapes[key]
+
+    def block_init(self: Any, element: Any, shape: Any) -> None:
+        key = tuple(int(getattr(n, "value", n)) for n in shape)
+        if key not in blocks:
+            block(self, element, shape)
+            blocks[key] = self.shape, self.numel
+        self.element_ty, (self.shape, self.numel) = element, blocks[key]
+        self.name = f"<{key}, {element}>"
+
     interpreter._patch_lang, interpreter._get_np_dtype = once, looked_up
+    tl.tensor.__init__, tl.block_type.__init__ = tensor_init, block_init
     try:
         yield
     finally:
         interpreter._patch_lang, interpreter._get_np_dtype = patch, np_dtype
+        tl.tensor.__init__, tl.block_type.__init__ = tensor, block
         for scope in reversed(scopes.values()):
             scope.restore()
 

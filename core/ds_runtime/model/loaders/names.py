@@ -84,7 +84,7 @@ class _Converted:
     list: each is a regex for the beginning of a path up to a dot, or the end of a path as it is.
 
     In an entry of names and dots alone a dot is a dot: transformers takes "model.layers.1." for
-    layers 10 to 19, too, which vLLM and who writes such lists do not.
+    layers 10 to 19, too, which those who write such lists do not mean.
     """
 
     def __init__(self, entries: list[str], key: str) -> None:
@@ -116,7 +116,7 @@ def not_converted(
     quantization: Mapping[str, Any], keys: tuple[str, ...]
 ) -> list[Names | _Converted]:
     """What the lists under these keys leave dense. Entries of `modules_to_not_convert` count as
-    transformers takes them, and like those of the others as Names does: lists that vLLM reads name
+    transformers takes them, and like those of the others as Names does: some lists name
     parts in the middle of paths."""
     kept: list[Names | _Converted] = [Names(quantization.get(key), key) for key in keys]
     key = "modules_to_not_convert"
