@@ -18,7 +18,10 @@ pytest_plugins = ("matrix", "report")
 
 # `--hypothesis-profile=deep` tries ten times as many examples; see `examples`.
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
-settings.register_profile("deep", max_examples=1000, deadline=None, print_blob=True)
+# Each run of it tries others, also where hypothesis takes a machine for CI.
+settings.register_profile(
+    "deep", max_examples=1000, deadline=None, derandomize=False, print_blob=True
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -44,10 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Outcomes(config.option.outcomes), "matrix-outcomes")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if (seed := os.environ.get(SEED)) is None:
-        return "instruction sets: every case"
-    return f"instruction sets: best, generic, a tenth of the others (--matrix-seed {seed})"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if (seed := os.environ.get(SEED)) is not None:
+        terminalreporter.write_line(
+            "instruction sets: the best and the generic one, and a tenth of the cases of others: "
+            f"--matrix-seed {seed}"
+        )
 
 
 def in_matrix(nodeid: str) -> bool:
@@ -65,7 +67,7 @@ def isa_of(item: pytest.Item) -> str | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     runnable = native.runnable()
-    always = {None, receipts.BASELINE, *runnable[:1]}
+    always = {None, receipts.BASELINE, *runnable[:1], *set(runnable) - receipts.covered("isas")}
     seed, kept, left = os.environ.get(SEED), [], []
     for item in items:
         isa = isa_of(item)
@@ -79,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Outcomes:
-    """Collects what the cases of the matrix found, and writes it when the run ends."""
+    """Collects what the cases of the matrix found, and writes it when a run of all has passed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -90,5 +92,7 @@ class Outcomes:
         if isa is not None and (report.when == "call" or not report.passed):
             self.found[str(isa)].append(f"{report.nodeid} {report.outcome}")
 
-    def pytest_sessionfinish(self) -> None:
-        receipts.save(self.path, self.found)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.path.unlink(missing_ok=True)
+        if session.exitstatus == 0 and session.config.option.every_isa:
+            receipts.save(self.path, self.found)

@@ -14,6 +14,7 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import grimp
@@ -65,6 +66,10 @@ def circles(imports: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 def imports(names: list[str]) -> dict[str, set[str]]:
     """Which module imports which, lazily and for types, too."""
+    for name in names:
+        origin = find_spec(name)
+        if origin is None or not Path(str(origin.origin)).is_relative_to(ROOT):
+            sys.exit(f"{name} is installed from elsewhere: pip install -e . in {ROOT} first")
     first, *others = names
     graph = grimp.build_graph(first, *others, exclude_type_checking_imports=False, cache_dir=None)
     return {m: graph.find_modules_directly_imported_by(m) for m in graph.modules}

@@ -389,6 +389,7 @@ class Copy:
         Raises MutationError if pytest itself fails, or the tests would not import the copy.
         """
         log = self.folder / "output"
+        log.unlink(missing_ok=True)
         arguments = (str(self.folder), self.environment, tuple(tests), str(log))
         process = self._context.Process(target=run_here, args=arguments)
         process.start()

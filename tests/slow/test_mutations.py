@@ -1,4 +1,4 @@
-"""Every named fault turns its tests red, and without a fault they are green."""
+"""Every named fault turns one of its tests red that is green without it."""
 
 from __future__ import annotations
 

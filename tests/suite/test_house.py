@@ -21,6 +21,7 @@ def test_imports_for_types_and_inside_functions_count(tmp_path, monkeypatch):
     lines = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ringed import one\n"
     (package / "two.py").write_text(lines)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(house, "ROOT", tmp_path)
     assert house.circles(house.imports(["ringed"])) == [["ringed.one", "ringed.two"]]
 
 
