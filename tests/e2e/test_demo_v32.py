@@ -31,6 +31,7 @@ def engines():
         yield dense, sparse
 
 
+@pytest.mark.slow
 def test_perplexity_is_near_the_dense_demos_although_tokens_are_dropped(engines):
     """Of all passages, and of as many tokens as index_topk, where nothing is dropped."""
     dense, sparse = engines

@@ -39,6 +39,7 @@ def whole(code: bytes) -> bool:
 FORMS = [form for each in streamed._FORMS.values() for form in each.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_compile(home, form):
     code = nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form))
@@ -166,6 +167,7 @@ def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
     assert names[len(maps) :] == fields[source == "linear12.cu" :]
 
 
+@pytest.mark.slow
 def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
 

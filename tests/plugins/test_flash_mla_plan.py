@@ -110,6 +110,7 @@ for lens, parts in cases:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_plans_the_same():
     run_apart(CHECKS)

@@ -9,6 +9,7 @@ from interpreter import needs_triton, patched_once
 pytestmark = needs_triton
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])  # interpreted, no bfloat16
 @pytest.mark.parametrize(
     ("tokens", "experts", "n"), [(5, 256, 4096), (33, 65, 4100), (300, 3, 4224)]

@@ -32,6 +32,7 @@ def rows_of(count, seed):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("block", "seed"), [(16, 1), (16, 2), (64, 3), (256, 4)])
 def test_rows_in_blocks_give_what_a_row_alone_gives(monkeypatch, block, seed):
