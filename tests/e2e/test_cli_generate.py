@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.model.hf import load_config
 from ds_runtime.testing.adapters import write_adapter
@@ -36,6 +38,7 @@ def test_generate_prints_what_the_offline_api_gives(tiny: Path) -> None:
     assert done.stdout == chat + "\n"
 
 
+@pytest.mark.slow
 def test_generate_with_an_adapter_prints_what_the_offline_api_gives(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def recorded(monkeypatch):
     del sys.modules["recorded"]
 
 
+@pytest.mark.slow
 def test_captured_and_overlapped_steps(tiny, alone, recorded):
     settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": ()}
     with LLM(tiny, extra_plugins=[recorded], **settings, graph_sizes=(2, 8)) as llm:

@@ -96,7 +96,14 @@ def eager(recorded):
     return found
 
 
-@pytest.mark.parametrize("how", ["prepared inside", "prepared in front", "rehearsed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "prepared inside",
+        pytest.param("prepared in front", marks=pytest.mark.slow),
+        pytest.param("rehearsed", marks=pytest.mark.slow),
+    ],
+)
 @DRAFTING
 def test_every_kind_of_request(recorded, plain, eager, drafting, how, monkeypatch):
     """Logprobs, penalties, biases, stop strings, grammars, in batches between and at the sizes."""
