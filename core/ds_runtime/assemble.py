@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ds_runtime import __version__
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.estimate import beside_bytes, packed_bytes
+from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.model.nextn import HEAD, NextN, find_nextn, nextn_sites
@@ -29,6 +29,13 @@ from ds_runtime.model.requantise import (
     with_fp8_drafts,
     with_target,
     with_w4afp8_experts,
+)
+from ds_runtime.model.room import (
+    REQUEST_TOKENS,
+    REQUESTS,
+    SecondForm,
+    requests_that_fit,
+    settle_forms,
 )
 from ds_runtime.model.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
@@ -74,13 +81,34 @@ class Assembly:
     facts: Facts
     loader: QuantLoader
     binding: Binding
-    plan: Plan
     plugins: Plugins
     offers: Offers
     lora: LoraPlan | None
     others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here, or broken
     nextn: NextN | None = None  # the draft layer, where there is speculation
     nextn_loader: QuantLoader | None = None
+    changes: tuple[tuple[str, str, str, str], ...] = ()  # of defaults: field, change, who, why
+    forms: tuple[SecondForm, ...] = ()  # of weights, kept or not
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The binding, and what it follows from."""
+        config, facts = self.config, self.facts
+        return Plan(
+            model=self.folder.name,
+            platform=self.platform.name,
+            arch=self.device.arch,
+            dtype=config.dtype,
+            kv_layout=self.binding.layout.tag,
+            kv_dtype=facts.kv_dtype,
+            index_dtype=facts.index_dtype if self.model.indexing is not None else "",
+            page_size=config.page_size,
+            tp=config.tp,
+            dp_attention=config.enable_dp_attention,
+            rows=make_rows(self.binding.decisions),
+            changes=self.changes,
+            versions=_versions(self.plugins),
+        )
 
     @property
     def cached_layers(self) -> int:
@@ -135,7 +163,13 @@ def assemble(
     config = _auto_dtype(config, model, info)
     facts = _facts(config, model, info)
     _check_fusions(config.disable_fusion)
-    config, changes = _apply_defaults(config, facts, frozenset(explicit), plugins)
+    explicit = frozenset(explicit)
+    config, changes = _apply_defaults(config, facts, explicit, plugins)
+    named = {*explicit, *(name for name, *_ in changes)}
+    asks = platform.own_memory and info.memory > 0 and "max_running_requests" not in named
+    few = config.max_running_requests
+    if asks:
+        config = with_changes(config, {"max_running_requests": REQUESTS})
     _check_threads(config)
     check_graph_sizes(config)
     lora = LoraPlan.of(config, model)
@@ -207,7 +241,7 @@ def assemble(
         )
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     pins += backend_pins(config, offers.kernels, used)
-    binding, uncaptured = _decide(sites, offers, facts, pins, apart)
+    binding, _ = _decide(sites, offers, facts, pins, apart)
     if widens := _widening(binding):
         if config.speculative_draft_quantize == "fp8":
             raise ConfigError(
@@ -216,54 +250,63 @@ def assemble(
             )
         drafts = exact
         sites = sites_of(apart)
-        binding, uncaptured = _decide(sites, offers, facts, pins, apart)
+        binding, _ = _decide(sites, offers, facts, pins, apart)
     if model.indexing is not None and any(k and s.op == "mla_inputs" for s, k in binding.choices):
         # The kernel in front of attention makes no index keys: their weight is one of its own.
         sites = sites_of(apart | {INDEX_KEYS})
-        binding, uncaptured = _decide(sites, offers, facts, pins, apart)
-    while op := _crowding(binding, config, model, info.memory):
-        facts = replace(facts, crowded=facts.crowded | {op})
-        binding, uncaptured = _decide(sites, offers, facts, pins, apart)
-    if not _fits(binding, config, model, info.memory):
-        binding, uncaptured = _decide(sites, offers, facts, pins, apart, compact=True)
-    if uncaptured:
-        config = with_changes(config, {"disable_graph": True})
-        changes.append(("disable_graph", "False → True", "core", uncaptured))
-    plan = Plan(
-        model=folder.name,
-        platform=platform.name,
-        arch=info.arch,
-        dtype=config.dtype,
-        kv_layout=binding.layout.tag,
-        kv_dtype=facts.kv_dtype,
-        index_dtype=facts.index_dtype if model.indexing is not None else "",
-        page_size=config.page_size,
-        tp=config.tp,
-        dp_attention=config.enable_dp_attention,
-        rows=make_rows(binding.decisions),
-        changes=tuple(changes),
-        versions=_versions(plugins),
-    )
-    _check_strict(config, plan)
+
+    def decided(crowded: frozenset[str], compact: bool = False) -> Assembly:
+        """With no second forms of weights of the ops `crowded`."""
+        own = replace(facts, crowded=crowded)
+        binding, uncaptured = _decide(sites, offers, own, pins, apart, compact)
+        made = Assembly(
+            config=config,
+            folder=folder,
+            model=model,
+            platform=platform,
+            device=info,
+            facts=binding.base,
+            loader=loader,
+            binding=binding,
+            plugins=plugins,
+            offers=offers,
+            lora=lora,
+            others=_refused(plugins, others),
+            nextn=nextn,
+            nextn_loader=nextn_loader,
+            changes=tuple(changes),
+        )
+        return _uncapturing(made, uncaptured) if uncaptured else made
+
+    assembly, forms = settle_forms(decided)
+    if not _fits(assembly.binding, config, model, info.memory):
+        assembly = decided(frozenset(), compact=True)
+        forms = ()
+    if asks:
+        assembly = _with_requests(assembly, few)
+    assembly = replace(assembly, forms=forms)
+    _check_strict(config, assembly.plan)
     if config.plan:
-        check_against(plan, config.plan)
-    return Assembly(
-        config=config,
-        folder=folder,
-        model=model,
-        platform=platform,
-        device=info,
-        facts=binding.base,
-        loader=loader,
-        binding=binding,
-        plan=plan,
-        plugins=plugins,
-        offers=offers,
-        lora=lora,
-        others=_refused(plugins, others),
-        nextn=nextn,
-        nextn_loader=nextn_loader,
-    )
+        check_against(assembly.plan, config.plan)
+    return assembly
+
+
+def _uncapturing(assembly: Assembly, why: str) -> Assembly:
+    """The same without captured steps."""
+    config = with_changes(assembly.config, {"disable_graph": True})
+    change = ("disable_graph", "False → True", "core", why)
+    return replace(assembly, config=config, changes=(*assembly.changes, change))
+
+
+def _with_requests(assembly: Assembly, before: int) -> Assembly:
+    """The same with as many requests at once as the device has memory for."""
+    count = requests_that_fit(assembly)
+    why = "a device of its own memory decodes hundreds of requests in little more time"
+    if count < REQUESTS:
+        why = f"memory has room for no more, of {REQUEST_TOKENS} tokens each"
+    change = ("max_running_requests", f"{before} → {count}", "core", why)
+    config = with_changes(assembly.config, {"max_running_requests": count})
+    return replace(assembly, config=config, changes=(*assembly.changes, change))
 
 
 def _widening(binding: Binding) -> str:
@@ -301,23 +344,6 @@ def _decide(
             eager = decide_all(sites, offers, facts, pins, apart, compact)
             return eager, _uncaptured(eager) or f"not all can be captured: {e}"
     return decide_all(sites, offers, facts, pins, apart, compact), ""
-
-
-_ROOM = 0.7  # of what --mem-fraction-static gives, that weights with second forms may take
-_STEP = 0.05  # of a device's memory, for what a step computes, where --kv-memory is given
-
-
-def _crowding(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> str:
-    """The op whose weights' second forms take most, if all forms leave too little for caches, else
-    "". memory: bytes of a device."""
-    forms = beside_bytes(model, binding, config.dtype, config.attention_tp)
-    share = config.mem_fraction_static or 1.0
-    most = _ROOM * share * memory
-    if config.kv_memory:
-        most = min(most, (1 - _STEP) * memory - config.kv_memory)
-    if not memory or not forms or _held(binding, config, model) <= most:
-        return ""
-    return max(forms, key=lambda op: forms[op])
 
 
 def _held(binding: Binding, config: EngineConfig, model: ModelConfig) -> int:

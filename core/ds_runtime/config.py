@@ -19,6 +19,7 @@ from ds_runtime.speculation import check as check_speculation
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+FORMS = ("auto", "off", "all")
 QUANTIZE = ("none", "int8", "int4")
 PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
 
@@ -92,16 +93,29 @@ class EngineConfig:
     )
     kv_memory: int | None = _f(
         None,
-        "memory for the KV cache, e.g. 2GB (default: the smaller of 8 full contexts and the "
-        "platform's share of free memory: 25 % on a CPU)",
+        "memory for the KV cache, e.g. 2GB (default: what weights and steps leave of a device, in "
+        "which both take nine tenths at most; on a CPU the smaller of 8 full contexts and 25 % of "
+        "free memory)",
         size=True,
     )
     mem_fraction_static: float | None = _f(
-        None, "share of the memory for weights and KV cache together, instead of --kv-memory"
+        None,
+        "share of the memory that is free before loading, for weights and KV cache together",
+    )
+    memory_for_speed: str = _f(
+        "auto",
+        "second copies of weights, in forms that decode steps read faster: all, none (off), or "
+        "those that leave enough KV cache (auto)",
+        choices=FORMS,
     )
     page_size: int = _f(16, "tokens per KV page")
     disable_radix_cache: bool = _f(False, "compute every prompt from its start, reusing no KV")
-    max_running_requests: int = _f(64, "most requests that run at once", group="scheduling")
+    max_running_requests: int = _f(
+        64,
+        "most requests that run at once (default: 64; on a device of its own memory 512, or as "
+        "many as find room for 2,048 tokens each)",
+        group="scheduling",
+    )
     max_queued_requests: int = _f(1024, "waiting requests before new ones get 503")
     max_step_tokens: int = _f(2048, "most tokens that one step computes")
     chunked_prefill_size: int = _f(512, "most prompt tokens of one request in one step")

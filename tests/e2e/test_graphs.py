@@ -14,8 +14,8 @@ import torch
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
+from ds_runtime.capture_sizes import graph_sizes
 from ds_runtime.config import EngineConfig, check_graph_sizes
-from ds_runtime.engine.graphs import graph_sizes
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError

@@ -182,7 +182,8 @@ def test_the_plan_says_which_rows_each_serves(tmp_path, model, layers, note):
         ({}, ("LinearDense", "LinearFew", "ExpertsDense"), 55),
         ({"kv_memory": 100 << 30}, ("LinearDense", "LinearFew"), 32),
         ({"mem_fraction_static": 0.35}, ("LinearDense", "LinearFew"), 32),
-        ({"mem_fraction_static": 0.3}, (), 31),
+        ({"mem_fraction_static": 0.3}, ("LinearDense", "LinearFew"), 32),
+        ({"mem_fraction_static": 0.21}, (), 31),
     ],
 )
 def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):

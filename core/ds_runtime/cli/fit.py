@@ -17,7 +17,7 @@ MOST_RANKS = 64
 
 def shortfall(assembly: Assembly) -> str | None:
     """What does not fit in one rank's device, as starting would find; None if all does."""
-    from ds_runtime.engine.memory import context_length, kv_memory
+    from ds_runtime.engine.memory import Room, context_length, kv_memory
     from ds_runtime.model.estimate import needed_bytes, page_table_bytes
 
     memory = assembly.platform.memory()
@@ -26,7 +26,8 @@ def shortfall(assembly: Assembly) -> str | None:
         return f"the weights of one rank need {amount(needed)}"
     context = context_length(assembly)
     try:
-        cache = kv_memory(assembly, memory.free - needed, memory.total, context)
+        room = Room(memory.total, memory.free, memory.free - needed)
+        cache = kv_memory(assembly, room, context)
     except ConfigError as e:
         return str(e)
     pages = -(-context // cache.page_size)

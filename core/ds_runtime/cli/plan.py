@@ -65,6 +65,7 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"--explain {args.explain!r}: no such op{hint}")
     config, explicit = build(EngineConfig, args)
     from ds_runtime.assemble import assemble
+    from ds_runtime.model import room
     from ds_runtime.plan import render
 
     lacking = [name.strip() for name in args.without.split(",") if name.strip()]
@@ -77,7 +78,8 @@ def run(args: Namespace) -> int:
 
     assembly = decided(config.tp)
     tell_left_out(assembly)
-    text = json.dumps(assembly.plan.to_dict(), indent=1)
+    held = room.said(assembly)
+    text = json.dumps({**assembly.plan.to_dict(), "memory": held}, indent=1)
     if args.device is not None and args.action == "lock":
         check_fit(assembly, args.device, decided)
     if args.action == "lock":
@@ -86,7 +88,7 @@ def run(args: Namespace) -> int:
         print(_explained(assembly, args.explain, args.json))
     else:
         shown = _described(assembly, args.device) + render(assembly.plan)
-        print(text if args.json else "\n".join((shown, *_receipts(assembly, args))))
+        print(text if args.json else "\n".join((shown, *held, *_receipts(assembly, args))))
         if args.device is not None:
             check_fit(assembly, args.device, decided)
     return 0

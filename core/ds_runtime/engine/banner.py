@@ -29,8 +29,12 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         f"{amount(runner.model.packed_bytes)} packed{per_rank}",
         f"memory    {amount(memory.total)}, {amount(memory.free)} free",
         f"KV cache  {runner.kv_tokens} tokens in {places}, "
-        f"{amount(runner.memory.total)}{per_rank}, {plan.kv_layout}; context "
-        f"{runner.context_length}",
+        f"{amount(runner.memory.total)}{per_rank} ({runner.memory.total / memory.total:.0%} of the "
+        f"device), {plan.kv_layout}",
+        f"contexts  {runner.context_length} tokens each; the KV cache holds "
+        f"{runner.kv_tokens / runner.context_length:.1f} full ones; at most "
+        f"{config.max_running_requests} requests run at once",
+        *(f"{'copies':<10}{form}" for form in assembly.forms),
         *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
         *op_lines(assembly),
         *_not_captured(runner),

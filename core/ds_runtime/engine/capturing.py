@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.engine.cycles import Cycles
-from ds_runtime.engine.graphs import DecodeGraphs, Place, graph_sizes
+from ds_runtime.engine.graphs import DecodeGraphs, Place
 from ds_runtime.engine.late import LateGraphs
-from ds_runtime.engine.pieces import PiecewiseModel, PrefillGraphs, prefill_graph_sizes
+from ds_runtime.engine.pieces import PiecewiseModel, PrefillGraphs
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.speculate import Speculator
 from ds_runtime.engine.tree import Trees

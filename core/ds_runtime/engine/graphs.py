@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.config import EngineConfig
 from ds_runtime.engine.batch import page_table
 from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import MaskedDraw
@@ -31,21 +30,6 @@ from ds_runtime.errors import DsRuntimeError, PluginError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
-
-_EVERY = 32  # rows: a larger step that is captured late takes too long for that to matter
-
-
-def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
-    """Rows of the steps to capture, rising: --graph-sizes, or ever wider apart. late: each when it
-    is needed, so that no step has spare rows.
-    """
-    most, given = config.max_running_requests, config.graph_sizes
-    if given is None and late:
-        return tuple(range(1, min(most, _EVERY) + 1))
-    if given is None:
-        sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
-        return (*(size for size in sizes if size < most), most)
-    return tuple(sorted(set(given)))
 
 
 class Model(Protocol):

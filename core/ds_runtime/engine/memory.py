@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.estimate import activation_bytes, sparse_bytes
+from ds_runtime.model.room import kv_room, page_bytes, reserve
 from ds_runtime.progress import amount
 
 FULL_CONTEXTS = 8
@@ -26,14 +30,14 @@ def context_length(assembly: Assembly) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """What one rank can hold. page_bytes: one page over all layers."""
+    """What one rank can hold. page_bytes: one page over all layers. why: what sets the size."""
 
     pages: int
     page_bytes: int
     free: int
-    share: float | None  # of the free memory; None: the user's --kv-memory or fraction
     page_size: int
-    step_tokens: int = 0  # whose activations leave less than the platform's share; 0: they do not
+    why: str
+    remedy: str = ""  # of a cache that is too small, beside the flags of memory
 
     @property
     def total(self) -> int:
@@ -43,53 +47,70 @@ class KvMemory:
     def too_small(self, pages: int, context: int) -> ConfigError:
         """The error for a cache that does not hold one full context."""
         needed = amount(-(-context // self.page_size) * self.page_bytes)
-        have = amount(pages * self.page_bytes)
         fits = pages * self.page_size
-        given = self.share is None
-        what = "your setting gives" if given else f"{self.share:.0%} of free memory is"
         lower = f"lower --context-length, e.g. to {fits}, or " if fits else ""
-        if self.step_tokens:
-            lower = f"lower --max-step-tokens (now {self.step_tokens}), {lower}"
         return ConfigError(
-            f"KV cache: one context of {context} tokens needs {needed}, but {what} {have}, "
-            f"{fits} tokens; {amount(self.free)} are free: {lower}raise --kv-memory "
-            "or --mem-fraction-static"
+            f"KV cache: one context of {context} tokens needs {needed}, but {self.why} "
+            f"{amount(pages * self.page_bytes)}, {fits} tokens; {amount(self.free)} are free: "
+            f"{self.remedy}{lower}raise --kv-memory or --mem-fraction-static"
         )
 
 
-def kv_memory(assembly: Assembly, free: int, total: int, context: int) -> KvMemory:
-    """Pages for the KV cache of one rank that has `total` bytes of memory, `free` of them left
-    after loading."""
-    config = assembly.config
-    facts = assembly.binding.base
-    per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.cached_layers
-    if (index := assembly.binding.index_layout) is not None:
-        per_token += index.bytes_per_token(facts) * assembly.indexers
-    page_bytes = per_token * config.page_size
-    one = -(-context // config.page_size)
-    share, step_tokens = None, 0
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of one rank's device in bytes: all of it, and what was free before the weights were
+    loaded and is free now."""
+
+    total: int
+    before: int
+    free: int
+
+
+def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
+    """Pages for the KV cache of one rank. Raises ConfigError for a flag that asks for more memory
+    than there is."""
+    config, size = assembly.config, page_bytes(assembly)
+    made = partial(KvMemory, page_bytes=size, free=room.free, page_size=config.page_size)
     if config.kv_memory is not None:
-        if config.kv_memory > free:
+        if config.kv_memory > room.free:
             raise ConfigError(
-                f"--kv-memory {amount(config.kv_memory)}: only {amount(free)} are free after "
+                f"--kv-memory {amount(config.kv_memory)}: only {amount(room.free)} are free after "
                 "loading the weights; give less"
             )
-        pages = config.kv_memory // page_bytes
-    elif config.mem_fraction_static is not None:
-        rest = int(total * (1.0 - config.mem_fraction_static))  # what is to stay free
-        if rest >= free:
-            raise ConfigError(
-                f"--mem-fraction-static {config.mem_fraction_static:g}: of {amount(total)}, the "
-                f"weights leave {amount(free)} free, and {amount(rest)} are to stay so: nothing "
-                "is left for the KV cache; raise it"
-            )
-        pages = (free - rest) // page_bytes
-    else:
-        share = assembly.platform.kv_share
-        left = max(0, free - sparse_bytes(assembly))
-        beside = max(0, left - activation_bytes(assembly))
-        most = int(left * share)
-        if beside < most:
-            most, share, step_tokens = beside, beside / free, config.max_step_tokens
-        pages = min(FULL_CONTEXTS * one, most // page_bytes)
-    return KvMemory(pages, page_bytes, free, share, config.page_size, step_tokens)
+        return made(config.kv_memory // size, why="your setting gives")
+    if config.mem_fraction_static is not None or assembly.platform.own_memory:
+        return _of_device(assembly, room, made)
+    share, remedy = assembly.platform.kv_share, ""
+    left = max(0, room.free - sparse_bytes(assembly))
+    beside = max(0, left - activation_bytes(assembly))
+    most = int(left * share)
+    if beside < most:
+        most, share, remedy = beside, beside / room.free, _fewer_tokens(config)
+    one = -(-context // config.page_size)
+    pages = min(FULL_CONTEXTS * one, most // size)
+    return made(pages, why=f"{share:.0%} of free memory is", remedy=remedy)
+
+
+def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) -> KvMemory:
+    """Where weights and cache share a device's own memory, or a fraction that the user gives."""
+    config, fraction = assembly.config, assembly.config.mem_fraction_static
+    reserved = reserve(assembly)
+    left = kv_room(config, room.total, room.before, room.free, reserved.total)
+    if fraction is not None and left <= 0:
+        raise ConfigError(
+            f"--mem-fraction-static {fraction:g}: of {amount(room.before)} that were free, the "
+            f"weights leave {amount(room.free)}, and {amount(int(room.before * (1 - fraction)))} "
+            "are to stay free: nothing is left for the KV cache; raise it"
+        )
+    why = "your setting gives"
+    if fraction is None:
+        why = (
+            f"beside steps of {config.max_step_tokens} tokens ({amount(reserved.activations)}), "
+            f"captured steps ({amount(reserved.captured)}) and other memory there are"
+        )
+    pages = max(0, left) // page_bytes(assembly)
+    return made(pages, why=why, remedy="" if fraction else _fewer_tokens(config))
+
+
+def _fewer_tokens(config: EngineConfig) -> str:
+    return f"lower --max-step-tokens (now {config.max_step_tokens}), "

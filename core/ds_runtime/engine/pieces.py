@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ds_runtime.config import PREFILL_GRAPH_TOKENS, EngineConfig
 from ds_runtime.engine.graphs import captured, made_ready
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
@@ -29,17 +28,6 @@ from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
 
 log = logging.getLogger(__name__)
-
-
-def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Tokens of the steps to capture, rising: --prefill-graph-sizes, or ever wider apart."""
-    most, given = config.max_step_tokens, config.prefill_graph_sizes
-    if given is None:
-        common = config.chunked_prefill_size + config.max_running_requests
-        most = min(most, common, PREFILL_GRAPH_TOKENS)
-        sizes = (16, 32, *range(64, 256, 32), *range(256, most, 64))
-        return (*(size for size in sizes if size < most), most)
-    return tuple(sorted(set(given)))
 
 
 class PiecewiseModel(Protocol):

@@ -26,7 +26,7 @@ from ds_runtime.engine.cycle import VerifyGraph
 from ds_runtime.engine.graphs import DecodeGraph, Place
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.masked import can_capture
-from ds_runtime.engine.memory import KvMemory, context_length, kv_memory
+from ds_runtime.engine.memory import KvMemory, Room, context_length, kv_memory
 from ds_runtime.engine.rehearse import rehearsing
 from ds_runtime.engine.sampler import Draws, Sampler
 from ds_runtime.engine.speculate import Speculator
@@ -76,11 +76,11 @@ class Runner:
         self.speculation = Speculation.of(self.config)
         self.width = self.speculation.tokens if self.speculation else 1
         self.simulated: float | None = None  # probability of a draft, instead of its truth
-        total = self.platform.memory(local_rank).total
+        idle = self.platform.memory(local_rank)
         captures = self.bound.base.graph_capture
         self.capturing = Capturing(assembly, comm.size, local_rank, captures)
         early = self.capturing.early_rows(self.context_length, self.width) if rank == 0 else ()
-        with Ahead(self.bound, self.device, early, total):
+        with Ahead(self.bound, self.device, early, idle.total):
             self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
@@ -116,7 +116,7 @@ class Runner:
                 (self.max_pages, self.context_length, self.config.prefix_chunk),
                 (self.rank, self.config.attention_ranks),
             )
-        self.memory = self._plan_memory()
+        self.memory = self._plan_memory(idle.free)
         self.num_pages = self.memory.pages
         self.caches = self._allocate(self.num_pages + captures, poison)
         self._unfinished: tuple[Handle, Callable[[], None]] | None = None
@@ -168,16 +168,17 @@ class Runner:
         """
         return self.num_pages * self.config.page_size * self.config.attention_ranks
 
-    def _plan_memory(self) -> KvMemory:
-        """The pages that every rank can hold: collective."""
+    def _plan_memory(self, before: int) -> KvMemory:
+        """The pages that every rank can hold: collective. before: bytes of its device that were
+        free before loading."""
         here = (socket.gethostname(), str(self.device))
         sharing = self.comm.gather_objects(here).count(here)  # and all have loaded by now
         first = self.local_rank - self.comm.rank  # of this group
         others = {*range(self.local_ranks)} - {*range(first, first + self.comm.size)}
         sharing += sum(self.platform.device(rank) == self.device for rank in others)
         memory = self.platform.memory(self.local_rank)
-        free, total = memory.free // sharing, memory.total // sharing
-        mine = kv_memory(self.assembly, free, total, self.context_length)
+        room = Room(memory.total // sharing, before // sharing, memory.free // sharing)
+        mine = kv_memory(self.assembly, room, self.context_length)
         pages = self.comm.gather_objects(mine.pages)
         fewest = min(pages)
         if fewest < self.max_pages:

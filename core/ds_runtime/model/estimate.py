@@ -62,6 +62,23 @@ def beside_bytes(
     return found
 
 
+def saved_bytes(
+    model: ModelConfig, binding: Binding, dtype: str, attention_tp: int
+) -> dict[str, float]:
+    """Bytes that a decode step of one request reads less for second forms of weights, by op. Of
+    routed experts it reads as many as one token chooses."""
+    found: dict[str, float] = {}
+    for site, kernel, size in _sizes(model, binding, dtype, attention_tp):
+        if share := beside_of(binding, site, kernel):
+            read = size
+            if site.op == "experts":
+                slots = site.shape[0] - model.experts
+                chosen = model.routing.top_k if model.routing else 0
+                read *= (chosen + slots) / site.shape[0]
+            found[site.op] = found.get(site.op, 0) + (1 - share) * read
+    return found
+
+
 def _sizes(
     config: ModelConfig, binding: Binding, dtype: str, attention_tp: int
 ) -> Iterator[tuple[Site, Kernel | None, float]]:
@@ -133,13 +150,19 @@ def activation_bytes(assembly: Assembly) -> int:
     cached tokens. What sparse attention holds is `sparse_bytes`.
     """
     config, dims = assembly.config, assembly.facts.dims
+    expanded = dims["heads"] * (dims["qk_nope"] + dims["v"])
+    cached = config.prefix_chunk * expanded * ITEM_BYTES[config.dtype]
+    return step_bytes(assembly, config.max_step_tokens) + cached
+
+
+def step_bytes(assembly: Assembly, tokens: int) -> int:
+    """The same of a step of so many tokens that expands no cached ones."""
+    dims = assembly.facts.dims
     head, heads, hidden = dims["qk_nope"] + dims["qk_rope"], dims["heads"], dims["hidden"]
-    expanded = heads * (dims["qk_nope"] + dims["v"])
-    attention = heads * (head + dims["v"]) + expanded
+    attention = heads * (head + dims["v"]) + heads * (dims["qk_nope"] + dims["v"])
     experts = dims["top_k"] * (2 * hidden + 3 * dims["moe_intermediate"])
     values = 4 * hidden + max(attention, 3 * dims["intermediate"], experts)
-    both = config.max_step_tokens * values + config.prefix_chunk * expanded
-    return both * ITEM_BYTES[config.dtype]
+    return tokens * values * ITEM_BYTES[assembly.config.dtype]
 
 
 def positions_of(assembly: Assembly) -> int:

@@ -63,7 +63,8 @@ class Dims(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """One device as a kernel may look at it. Memory in bytes.
+    """One device as a kernel may look at it. Memory in bytes, its bandwidth in bytes per second (0:
+    not known).
 
     `type` is the torch device type string, `arch` a vendor's architecture name, `features` what
     the hardware or the installed software can do, `fast_dtypes` the dtypes with a fast matmul.
@@ -76,6 +77,7 @@ class DeviceInfo:
     fast_dtypes: frozenset[str] = frozenset({"float32"})
     memory: int = 0
     cores: int = 1
+    bandwidth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class TorchPlatform(Platform):
     graph: str
     asynchronous = True
     captures = True
-    kv_share = 0.85
+    own_memory = True
 
     def runtime(self) -> Any:
         """Torch's module of the device. Override where another package has to bring it."""

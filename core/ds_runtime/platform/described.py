@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "devices.json"
-_PROPERTIES = ("name", "asynchronous", "captures", "kv_share")
+_PROPERTIES = ("name", "asynchronous", "captures", "own_memory", "kv_share")
 _DTYPES = frozenset({"bf16", "fp16", "fp8"})  # features that say in what a device computes
 _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}
 
@@ -135,7 +135,7 @@ def _properties(platform: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def _info(values: dict[str, Any], installed: Iterable[str]) -> DeviceInfo:
     missing = _REQUIRED - values.keys()
-    unknown = values.keys() - _REQUIRED - {"features"}
+    unknown = values.keys() - _REQUIRED - {"features", "bandwidth_gb_s"}
     if missing or unknown:
         raise ValueError(f"missing {sorted(missing)}, unknown {sorted(unknown)}")
     return DeviceInfo(
@@ -146,4 +146,5 @@ def _info(values: dict[str, Any], installed: Iterable[str]) -> DeviceInfo:
         fast_dtypes=frozenset(values["fast_dtypes"]),
         memory=int(values["memory_gb"] * 1e9),
         cores=values["cores"],
+        bandwidth=int(values.get("bandwidth_gb_s", 0) * 1e9),
     )

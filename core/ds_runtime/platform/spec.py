@@ -104,9 +104,11 @@ class Platform(ABC):
     capture_after: 0 if steps are captured at start; else each when it has run that often op by op,
     for devices where recording is cheap and a spare row is not: decode steps, and chains of drafts
     with their verification, without adapters or sparse attention; the capture runs the step, too.
-    kv_share: the share of what is free after loading that the KV cache takes where the user says
-    nothing. local_rank: the index of this process's device, once it is an engine's; where a server
-    runs several engines, their ranks are numbered through.
+    own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
+    and steps leave (`model/room.py`). kv_share: elsewhere, the share of what is free after loading
+    that the KV cache takes at most where the user says nothing. local_rank: the index of this
+    process's device, once it is an engine's; where a server runs several engines, their ranks are
+    numbered through.
     """
 
     name: str = ""
@@ -117,6 +119,7 @@ class Platform(ABC):
     branches: bool = False
     captures_prefill: bool = False
     capture_after: int = 0
+    own_memory: bool = False
     kv_share: float = 0.25
     local_rank: int | None = None
 

@@ -88,9 +88,6 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         *_beside(facts),
         *keys,
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
-        Change(
-            "max_running_requests", 256, "a GPU decodes hundreds of requests in little more time"
-        ),
         _step_tokens(facts),
         Change("chunked_prefill_size", 8192, "a GPU is idle below thousands of tokens"),
     ]

@@ -66,9 +66,6 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
     return [
         Change("page_size", 128, "attention reads pages of a multiple of 16 tokens, best of 128"),
         Change("index_cache_dtype", facts.dtype, "Ascend 910 multiplies no FP8"),
-        Change(
-            "max_running_requests", 256, "an NPU decodes hundreds of requests in little more time"
-        ),
         Change("max_step_tokens", 8192, "an NPU is idle below thousands of tokens"),
         Change("chunked_prefill_size", 8192, "an NPU is idle below thousands of tokens"),
     ]

@@ -69,9 +69,6 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
     return [
         *([keys] if older else []),
         Change("page_size", 64, "larger pages are fewer entries in every page table"),
-        Change(
-            "max_running_requests", 256, "a GPU decodes hundreds of requests in little more time"
-        ),
         Change("max_step_tokens", 8192, "a GPU is idle below thousands of tokens"),
         Change("chunked_prefill_size", 8192, "a GPU is idle below thousands of tokens"),
     ]

@@ -68,7 +68,6 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
     return [
         *changes,
         Change("page_size", 64, "decode and index kernels read whole pages of 64 tokens"),
-        Change("max_running_requests", 128, "a GPU decodes many requests in little more time"),
         Change("max_step_tokens", 4096, "a GPU is idle below thousands of tokens"),
         Change("chunked_prefill_size", 4096, "a GPU is idle below thousands of tokens"),
     ]

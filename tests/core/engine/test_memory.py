@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.memory import context_length, kv_memory
+from ds_runtime.engine.memory import Room, context_length
+from ds_runtime.engine.memory import kv_memory as of_room
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.estimate import activation_bytes
 
@@ -22,12 +23,16 @@ def assembly(max_positions=1000, dims=None, **settings):
     layout = SimpleNamespace(bytes_per_token=lambda facts: 100)
     return SimpleNamespace(
         config=EngineConfig(page_size=16, dtype="float32", **settings),
-        facts=SimpleNamespace(dims=dict.fromkeys(WIDTHS, 0) | (dims or {})),
-        model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None),
+        facts=SimpleNamespace(dims=dict.fromkeys(WIDTHS, 0) | (dims or {}), graph_capture=False),
+        model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None, vocab_size=0),
         cached_layers=3,
         binding=SimpleNamespace(layout=layout, base=None, index_layout=None),
-        platform=SimpleNamespace(kv_share=0.25),
+        platform=SimpleNamespace(own_memory=False, kv_share=0.25),
     )
+
+
+def kv_memory(assembly, free, total, context, before=0):
+    return of_room(assembly, Room(total, before, free), context)
 
 
 def test_eight_full_contexts_when_memory_is_plenty():
@@ -63,12 +68,14 @@ def test_an_explicit_size_is_taken_as_it_is():
     )
 
 
-def test_a_fraction_counts_the_weights_and_leaves_the_rest_free():
-    # Of 10 GB, 9 GB may be used, and the weights took 4: 5 GB are left for the cache.
-    got = kv_memory(assembly(mem_fraction_static=0.9), free=6 * 10**9, total=10**10, context=1000)
-    assert got.pages == (6 * 10**9 - int(10**10 * (1.0 - 0.9))) // PAGE
-    with pytest.raises(ConfigError, match=r"--mem-fraction-static 0\.4: of 10\.0 GB, the weights"):
-        kv_memory(assembly(mem_fraction_static=0.4), free=6 * 10**9, total=10**10, context=1000)
+def test_a_fraction_is_of_what_was_free_before_the_weights():
+    """As SGLang means it: of 8 GB that were free, 7.2 may be used, and the weights took 2."""
+    sizes = {"free": 6 * 10**9, "before": 8 * 10**9, "total": 10**10, "context": 1000}
+    got = kv_memory(assembly(mem_fraction_static=0.9), **sizes)
+    assert got.pages == (6 * 10**9 - int(8 * 10**9 * (1.0 - 0.9))) // PAGE
+    said = r"0\.2: of 8\.0 GB that were free, the weights leave 6\.0 GB, and 6\.4"
+    with pytest.raises(ConfigError, match=said):
+        kv_memory(assembly(mem_fraction_static=0.2), **sizes)
 
 
 def test_more_than_is_free_is_refused():

@@ -1,0 +1,32 @@
+"""Which sizes of steps are captured. Torch-free."""
+
+from __future__ import annotations
+
+from ds_runtime.config import PREFILL_GRAPH_TOKENS, EngineConfig
+
+_EVERY = 32  # rows: a larger step that is captured late takes too long for that to matter
+
+
+def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
+    """Rows of the decode steps to capture, rising: --graph-sizes, or ever wider apart. late: each
+    when it is needed, so that no step has spare rows.
+    """
+    most, given = config.max_running_requests, config.graph_sizes
+    if given is None and late:
+        return tuple(range(1, min(most, _EVERY) + 1))
+    if given is None:
+        sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
+        return (*(size for size in sizes if size < most), most)
+    return tuple(sorted(set(given)))
+
+
+def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Tokens of the steps with prompts to capture, rising: --prefill-graph-sizes, or ever wider
+    apart."""
+    most, given = config.max_step_tokens, config.prefill_graph_sizes
+    if given is None:
+        common = config.chunked_prefill_size + config.max_running_requests
+        most = min(most, common, PREFILL_GRAPH_TOKENS)
+        sizes = (16, 32, *range(64, 256, 32), *range(256, most, 64))
+        return (*(size for size in sizes if size < most), most)
+    return tuple(sorted(set(given)))

@@ -1,0 +1,216 @@
+"""What a device of its own memory has room for: KV cache, second forms of weights, requests.
+
+Torch-free. The same arithmetic decides before weights are read, on a device that nobody uses, and
+sizes the KV cache after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
+from ds_runtime.model.estimate import (
+    ITEM_BYTES,
+    activation_bytes,
+    beside_bytes,
+    needed_bytes,
+    page_table_bytes,
+    positions_of,
+    saved_bytes,
+    sparse_bytes,
+    step_bytes,
+)
+from ds_runtime.model.sites import vocab_rows
+from ds_runtime.progress import amount
+from ds_runtime.speculation import Speculation
+
+if TYPE_CHECKING:
+    from ds_runtime.assemble import Assembly
+    from ds_runtime.config import EngineConfig
+
+REQUESTS = 512  # that run at once where memory allows
+REQUEST_TOKENS = 2048  # of each of them, at least, or its context
+STATIC = 0.9  # of the device, for weights and KV cache at most
+OTHERS = 10**9  # bytes: contexts of libraries, and what the allocator cannot give back
+KEPT = 0.6  # of the KV cache without second forms of weights, that these must leave
+_DRAWN = 4  # float32 copies of a step's logits while tokens are drawn
+_NODES = 48 << 10  # bytes of the device that a captured step takes per layer
+_PEERS = 512 << 20  # bytes that a communicator of several ranks keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Bytes of a device that are neither weights nor KV cache. activations: of the largest step,
+    with its logits. captured: the memory of captured steps. communication: buffers of several
+    ranks."""
+
+    activations: int
+    captured: int
+    communication: int
+    others: int = OTHERS
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.activations + self.captured + self.communication + self.others
+
+
+def reserve(assembly: Assembly) -> Reserve:
+    """What is kept free beside weights and KV cache on one rank's device."""
+    config = assembly.config
+    shape = Speculation.of(config)
+    rows = config.max_running_requests * (1 if shape is None else shape.tokens)
+    vocab = vocab_rows(assembly.model, config.tp) * config.tp
+    logits = _DRAWN * min(rows, config.max_step_tokens) * vocab * 4
+    step = activation_bytes(assembly) + sparse_bytes(assembly) + page_table_bytes(assembly)
+    captured = 0
+    if assembly.facts.graph_capture:
+        decodes, prompts = graph_sizes(config), prefill_graph_sizes(config)
+        tokens = min(max(rows, *prompts), config.max_step_tokens)
+        nodes = _NODES * assembly.cached_layers * (len(decodes) + len(prompts))
+        captured = step_bytes(assembly, tokens) + logits + nodes
+    communication = 0
+    if config.tp > 1:
+        width = assembly.facts.dims["hidden"] * ITEM_BYTES[config.dtype]
+        communication = _PEERS + 2 * config.max_step_tokens * width
+    return Reserve(step + logits, captured, communication)
+
+
+def kv_room(config: EngineConfig, total: int, before: int, free: int, reserved: int) -> int:
+    """Bytes for the KV cache of a device of `total` bytes, of which `before` were free before the
+    weights were loaded and `free` are now. Negative where the weights leave nothing.
+
+    --mem-fraction-static F: weights and KV cache together take F of what was free before.
+    """
+    if config.mem_fraction_static is not None:
+        return free - int(before * (1.0 - config.mem_fraction_static))
+    return min(int(STATIC * total), total - reserved) - (total - free)
+
+
+def page_bytes(assembly: Assembly) -> int:
+    """Bytes of one page over all layers, index keys included."""
+    facts = assembly.binding.base
+    per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.cached_layers
+    if (index := assembly.binding.index_layout) is not None:
+        per_token += index.bytes_per_token(facts) * assembly.indexers
+    return per_token * assembly.config.page_size
+
+
+def idle_room(assembly: Assembly) -> int:
+    """Bytes for the KV cache of one rank on a device that nobody else uses."""
+    config, total = assembly.config, assembly.device.memory
+    free = total - needed_bytes(assembly)
+    if config.kv_memory is not None:
+        return min(config.kv_memory, free - reserve(assembly).total)
+    return kv_room(config, total, total, free, reserve(assembly).total)
+
+
+@dataclass(frozen=True, slots=True)
+class SecondForm:
+    """The weights of an op in a faster form beside the one they came in. nbytes: of one rank.
+    tokens: that the KV cache holds less for it. seconds: that a decode step of one request takes
+    less, by the device's memory bandwidth; None where that is not known."""
+
+    op: str
+    nbytes: int
+    tokens: int
+    seconds: float | None
+    kept: bool
+
+    def __str__(self) -> str:
+        saves = "" if self.seconds is None else f", saves {self.seconds * 1e3:.2f} ms"
+        return (
+            f"{self.op}: {amount(self.nbytes)} beside its weights, {self.tokens} tokens of KV "
+            f"cache{saves} of a decode step: {'kept' if self.kept else 'left out'}"
+        )
+
+
+def settle_forms(
+    decided: Callable[[frozenset[str]], Assembly],
+) -> tuple[Assembly, tuple[SecondForm, ...]]:
+    """The assembly with the second forms of weights that it keeps, and all that there are.
+
+    decided: decides with such forms of these ops left out. By --memory-for-speed; `auto` keeps
+    them while the KV cache holds `REQUESTS` (or --max-running-requests) full contexts, or `KEPT` of
+    what it would hold without them, whichever is less. Those of experts go first.
+    """
+    every = chosen = decided(frozenset())
+    config, left = every.config, frozenset[str]()
+    forms = _forms(every)
+    if not forms:
+        return every, ()
+    if config.memory_for_speed == "off":
+        left = frozenset(forms)
+        chosen = decided(left)
+    elif config.memory_for_speed == "auto" and every.device.memory:
+        wanted = _wanted(decided(frozenset(forms)))
+        while (here := _forms(chosen)) and idle_room(chosen) < wanted:
+            left |= {"experts" if "experts" in here else max(here, key=lambda op: here[op])}
+            chosen = decided(left)
+    size = page_bytes(chosen) // config.page_size
+    rate, saved = every.device.bandwidth, _saved(every)
+    return chosen, tuple(
+        SecondForm(
+            op,
+            int(nbytes),
+            int(nbytes) // size,
+            saved[op] / rate if rate else None,
+            op not in left,
+        )
+        for op, nbytes in sorted(forms.items())
+    )
+
+
+def _forms(assembly: Assembly) -> dict[str, float]:
+    config = assembly.config
+    return beside_bytes(assembly.model, assembly.binding, config.dtype, config.attention_tp)
+
+
+def _saved(assembly: Assembly) -> dict[str, float]:
+    config = assembly.config
+    return saved_bytes(assembly.model, assembly.binding, config.dtype, config.attention_tp)
+
+
+def _wanted(bare: Assembly) -> int:
+    """Bytes of KV cache that second forms must leave. bare: without them."""
+    one = -(-positions_of(bare) // bare.config.page_size) * page_bytes(bare)
+    room = idle_room(bare)
+    if bare.config.kv_memory is not None:
+        return min(bare.config.kv_memory, room)
+    return max(min(bare.config.max_running_requests * one, int(KEPT * room)), min(one, room))
+
+
+def requests_that_fit(assembly: Assembly) -> int:
+    """How many requests run at once by default: `REQUESTS`, or as many as each find room for
+    `REQUEST_TOKENS` tokens; all of the sizes that --graph-sizes names."""
+    config = assembly.config
+    each = min(REQUEST_TOKENS, positions_of(assembly))
+    pages = max(0, idle_room(assembly)) // page_bytes(assembly)
+    fit = pages * config.page_size * config.attention_ranks // each
+    fit = fit if fit < 8 else fit // 8 * 8
+    return max(1, min(REQUESTS, fit), *(config.graph_sizes or ()))
+
+
+def said(assembly: Assembly) -> list[str]:
+    """Lines on what one rank's device will hold, where its memory is its own and known."""
+    if not assembly.platform.own_memory or not assembly.device.memory:
+        return []
+    room, kept = max(0, idle_room(assembly)), reserve(assembly)
+    page = page_bytes(assembly)
+    tokens = room // page * assembly.config.page_size
+    context = positions_of(assembly)
+    parts = {
+        "steps": kept.activations,
+        "captured steps": kept.captured,
+        "communication": kept.communication,
+        "others": kept.others,
+    }
+    free = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
+    return [
+        f"memory {amount(assembly.device.memory)}: weights {amount(needed_bytes(assembly))}, KV "
+        f"cache {amount(room)} ({tokens} tokens, {tokens / context:.1f} full contexts of "
+        f"{context}); kept free for {free}",
+        *(f"copy {form}" for form in assembly.forms),
+    ]

@@ -1,0 +1,157 @@
+"""What a device of its own memory has room for, over devices, models and flags."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_runtime.assemble import assemble
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
+from ds_runtime.model.estimate import beside_bytes, needed_bytes, positions_of
+from ds_runtime.model.room import (
+    REQUEST_TOKENS,
+    REQUESTS,
+    idle_room,
+    kv_room,
+    page_bytes,
+    reserve,
+)
+from examples import examples
+
+FIXTURES = Path(__file__).parent / "fixtures"
+GB = 10**9
+DEVICES = {  # name → layouts of V3 that fit there, V2-Lite fits on one
+    "h100": (16,),
+    "h200": (8,),
+    "mi300x": (8,),
+    "b200": (8,),
+    "910b": (32,),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    def made(name):
+        at = tmp_path_factory.mktemp(name)
+        shutil.copy(FIXTURES / f"deepseek-{name}.json", at / "config.json")
+        return str(at)
+
+    known = {name: made(name) for name in ("v2-lite", "v3")}
+    return known.__getitem__
+
+
+def settled(model, device, **flags):
+    return assemble(EngineConfig(model=model, **flags), tuple(flags), device=device)
+
+
+def forms(assembly):
+    config = assembly.config
+    return beside_bytes(assembly.model, assembly.binding, config.dtype, config.attention_tp)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    total=st.integers(1, 200 * GB),
+    weights=st.integers(0, 250 * GB),
+    others=st.integers(0, 50 * GB),
+    reserved=st.integers(0, 50 * GB),
+    fraction=st.none() | st.floats(0.01, 1.0),
+)
+def test_weights_cache_and_steps_never_take_more_than_the_device_has(
+    total, weights, others, reserved, fraction
+):
+    before, config = total - others, EngineConfig(mem_fraction_static=fraction)
+    room = kv_room(config, total, before, before - weights, reserved)
+    if fraction is None:
+        assert room == min(int(0.9 * total), total - reserved) - weights - others
+        assert others + weights + room + reserved <= total
+        assert others + weights + room <= 0.9 * total
+    else:
+        assert abs(room - (fraction * before - weights)) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["v2-lite", "v3"])
+def test_defaults_fill_the_device_and_leave_what_steps_need(folder, device, name):
+    for tp in DEVICES[device] if name == "v3" else (1,):
+        for divided in (False, True)[: 1 + (tp > 1 and device != "910b")]:  # there it does not fit
+            found = settled(folder(name), device, tp=tp, enable_dp_attention=divided)
+            total, room = found.device.memory, idle_room(found)
+            kept = reserve(found)
+            assert needed_bytes(found) + room + kept.total <= total
+            assert room == min(int(0.9 * total), total - kept.total) - needed_bytes(found)
+            assert room >= positions_of(found) // found.config.page_size * page_bytes(found)
+            tokens = room // page_bytes(found) * found.config.page_size * (tp if divided else 1)
+            count = found.config.max_running_requests
+            assert count == REQUESTS or tokens < REQUESTS * REQUEST_TOKENS
+            assert count * REQUEST_TOKENS <= tokens
+            said = next(c for c in found.plan.changes if c[0] == "max_running_requests")
+            assert said[1] == f"64 → {count}"
+
+
+def test_a_cpu_and_what_the_user_says_keep_their_number(folder):
+    assert (
+        settled(folder("v2-lite"), "h200", max_running_requests=7).config.max_running_requests == 7
+    )
+    cpu = assemble(EngineConfig(model=folder("v2-lite"), platform="cpu"))
+    assert cpu.config.max_running_requests == 64
+
+
+def test_sizes_to_capture_that_are_named_are_never_above_the_number_of_requests(folder):
+    flags = {"tp": 8, "graph_sizes": (1, 400)}
+    assert settled(folder("v3"), "h200", **flags).config.max_running_requests == 400
+
+
+@pytest.mark.parametrize("context", [None, 512, 4096, 32768])
+@pytest.mark.parametrize("memory_for_speed", ["auto", "off", "all"])
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_second_forms_leave_the_cache_what_it_is_to_keep(folder, device, memory_for_speed, context):
+    longest = {"context_length": context} if context else {}
+    flag = {"memory_for_speed": memory_for_speed}
+    found = settled(folder("v2-lite"), device, **flag, **longest)
+    bare = settled(folder("v2-lite"), device, memory_for_speed="off", **longest)
+    every = settled(folder("v2-lite"), device, memory_for_speed="all", **longest)
+    here, there = forms(found), forms(every)
+    assert not forms(bare) and set(there) == {"linear", "experts"}
+    if memory_for_speed != "auto":
+        assert here == ({} if memory_for_speed == "off" else there)
+        return
+    contexts = REQUESTS * -(-positions_of(found) // found.config.page_size) * page_bytes(found)
+    wanted = min(contexts, 0.6 * idle_room(bare))
+    assert idle_room(found) >= wanted - 1
+    assert "experts" not in here or "linear" in here  # those of experts go first
+    if here != there:  # and not without need
+        assert idle_room(every) < wanted
+    listed = {form.op: form for form in found.forms}
+    assert {op for op, form in listed.items() if form.kept} == set(here)
+    for op, form in listed.items():
+        assert form.nbytes == int(there[op])
+        lost = form.nbytes / page_bytes(found) * found.config.page_size
+        assert abs(form.tokens - lost) <= 1
+
+
+def test_kv_memory_and_the_fraction_decide_on_second_forms_too(folder):
+    assert set(forms(settled(folder("v2-lite"), "h200", kv_memory=100 * GB))) == {"linear"}
+    assert set(forms(settled(folder("v2-lite"), "h200", kv_memory=10 * GB))) > {"linear"}
+    assert not forms(settled(folder("v2-lite"), "h200", mem_fraction_static=0.21))
+
+
+def test_the_plan_says_what_the_device_holds_and_what_each_copy_costs(folder, capsys):
+    plan = ["plan", "--model", folder("v2-lite"), "--device", "h200"]
+    assert main(plan) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "KV cache",
+        "full contexts of 163840",
+        "copy experts: 22.5 GB",
+        "of a decode step",
+    ):
+        assert part in said
+    assert said.count(": kept") == 2
+    assert main([*plan, "--memory-for-speed", "off"]) == 0
+    assert capsys.readouterr().out.count(": left out") == 2
