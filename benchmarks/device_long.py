@@ -32,7 +32,7 @@ from device_decode import seconds, step_profile, value
 
 from ds_runtime import LLM
 from ds_runtime.bench.one_batch import random_prompts
-from ds_runtime.bench.record import append, environment
+from ds_runtime.bench.record import append, environment, load_format
 from ds_runtime.engine.engine import Engine
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.indexer import Selection
@@ -114,7 +114,7 @@ def prefill_ms(llm: LLM, length: int, vocab: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, help="its folder, or one of a config.json alone")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--short", type=int, nargs="*", default=[2048])
     parser.add_argument("--long", type=int, nargs="*", default=[65536])
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     settings = {name: value(text) for name, text in (s.split("=", 1) for s in args.set)}
+    settings.setdefault("load_format", load_format(args.checkpoint))
     vocab = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]
     most = max([*args.short, *args.long, *args.prefill]) + 512
     start = time.perf_counter()

@@ -34,7 +34,7 @@ import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.bench.one_batch import random_prompts
-from ds_runtime.bench.record import append, environment
+from ds_runtime.bench.record import append, environment, load_format
 
 FIRST = 17
 
@@ -190,7 +190,7 @@ def value(text: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, help="its folder, or one of a config.json alone")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64, 128])
     parser.add_argument("--steps", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--runs", type=int, default=3)
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     settings = {name: value(text) for name, text in (s.split("=", 1) for s in args.set)}
+    settings.setdefault("load_format", load_format(args.checkpoint))
     settings = {"disable_radix_cache": True, "graph_sizes": tuple(args.batch), **settings}
     settings |= {"max_running_requests": max(args.batch)}
     vocab = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]

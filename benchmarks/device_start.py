@@ -1,10 +1,11 @@
 """From launch to first token, with empty and with full caches of kernels, and where the time goes.
 
-    ds-runtime bench make-checkpoint --shape v3-slice --dtype fp8 DIR
+    ds-runtime bench make-checkpoint --shape v3-slice --dtype fp8 --config-only DIR
     python benchmarks/device_start.py DIR [--runs N] [--out FILE]
 
-The files are read once before, so that they lie in the page cache. Each start is a process of its
-own; the first finds caches (of Triton and of DeepGEMM) that are empty, the others what it left.
+Without --config-only the files of the weights are read, too: once before, so that they lie in the
+page cache. Each start is a process of its own; the first finds caches (of Triton and of DeepGEMM)
+that are empty, the others what it left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ds_runtime.bench.record import append, environment
+from ds_runtime.bench.record import append, environment, load_format
 
 CACHES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR")
 START = """
@@ -48,7 +49,7 @@ def timed(owner, name, what):
 timed(runner, "load_model", "loading")
 timed(runner.Runner, "warm_up", "warm-up")
 timed(capturing.Captured, "capture", "capturing")
-with LLM(sys.argv[1]) as llm:
+with LLM(sys.argv[1], load_format=sys.argv[3]) as llm:
     mark("ready")
     llm.generate([[1, 2, 3, 4, 5, 6, 7, 8]], SamplingParams(max_tokens=1, ignore_eos=True))
     mark("first token")
@@ -59,7 +60,7 @@ print(json.dumps(marks))
 def start(folder: Path, caches: str) -> dict[str, float]:
     """Seconds since launch of what happened."""
     own = {name: f"{caches}/{name}" for name in CACHES}
-    command = [sys.executable, "-c", START, str(folder), str(time.time())]
+    command = [sys.executable, "-c", START, str(folder), str(time.time()), load_format(folder)]
     done = subprocess.run(
         command, env={**os.environ, **own}, check=True, stdout=subprocess.PIPE, text=True
     )

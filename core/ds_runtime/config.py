@@ -36,6 +36,12 @@ class EngineConfig:
     model: str = _f(
         "demo", "checkpoint folder, hub id, or 'demo' for the embedded model", group="model"
     )
+    load_format: str = _f(
+        "auto",
+        "auto reads the checkpoint's files; dummy makes random weights on the device from "
+        "config.json alone, in its formats, to measure speed: answers mean nothing",
+        choices=("auto", "dummy"),
+    )
     chat_template: str | None = _f(None, "jinja file used instead of the checkpoint's template")
     context_length: int | None = _f(None, "longest prompt + output (default: the model's)")
     dtype: str = _f("auto", "compute dtype", choices=DTYPES)

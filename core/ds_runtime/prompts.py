@@ -14,6 +14,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.base import part_of
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
+from ds_runtime.model.hub import text_folder
 from ds_runtime.outputs import Completion, Job, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.families import find_family
@@ -30,7 +31,8 @@ class JobMaker:
     """Numbers requests and encodes their prompts. A checkpoint without tokenizer takes ids."""
 
     def __init__(self, assembly: Assembly) -> None:
-        self._folder, self._override = assembly.folder, assembly.config.chat_template
+        self._folder = text_folder(assembly.folder, assembly.config.load_format)
+        self._override = assembly.config.chat_template
         self._family = find_family(assembly.folder, assembly.config.model)
         file = part_of(self._folder, "tokenizer.json")
         self._tokenizer = Tokenizer.load(self._folder) if file.is_file() else None

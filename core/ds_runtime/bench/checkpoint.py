@@ -72,8 +72,7 @@ def make_checkpoint(
         raise ConfigError(f"--seed {seed}: must be from 0 to {_MAX_SEED}")
     if shard_bytes < 1:
         raise ConfigError(f"--shard-size {shard_bytes}: must be above 0, like 5GB")
-    raw = config_of(shape, dtype)
-    out.mkdir(parents=True, exist_ok=True)
+    raw = make_config(out, shape, dtype)
     plan = list(plan_tensors(raw))
     largest = max(math.prod(p.shape) for p in plan)
     pools = Pools(_TORCH[raw["torch_dtype"]], dtype, seed, min(_POOL, 2 * largest))
@@ -87,11 +86,18 @@ def make_checkpoint(
     where = {p.name: file for file, shard in zip(files, shards, strict=True) for p in shard}
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (out / INDEX).write_text(json.dumps(index, indent=1))
+    return out
+
+
+def make_config(out: Path, shape: str, dtype: str = "bfloat16") -> dict[str, Any]:
+    """Write all but the weights: config.json, which is returned, and a small tokenizer."""
+    raw = config_of(shape, dtype)
+    out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(raw, indent=1))
     generation = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
     (out / "generation_config.json").write_text(json.dumps(generation))
     _write_tokenizer(out)
-    return out
+    return raw
 
 
 def plan_tensors(raw: dict[str, Any]) -> Iterator[Planned]:

@@ -28,6 +28,11 @@ def as_served(platform: Platform) -> None:
         os.environ.setdefault(name, value)
 
 
+def load_format(folder: Path) -> str:
+    """`dummy` for a folder that has no weights, so that they are made on the device."""
+    return "auto" if any(folder.glob("*.safetensors")) else "dummy"
+
+
 def environment() -> dict[str, Any]:
     """When, where and with which software; `commit` is null outside a git checkout."""
     return {
@@ -39,7 +44,14 @@ def environment() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), "ds-runtime": __version__, **_packages()},
         "commit": commit(),
+        **({"weights": "DUMMY"} if _dummies() else {}),
     }
+
+
+def _dummies() -> bool:
+    """Whether this process has decided for a model of random weights."""
+    assemble = sys.modules.get("ds_runtime.assemble")
+    return assemble is not None and bool(assemble.dummies)
 
 
 def _packages() -> dict[str, str]:

@@ -198,6 +198,11 @@ def _make_checkpoint(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     parser.add_argument("--shard-size", type=size, default=5 * 10**9, metavar="SIZE", help="(5GB)")
+    parser.add_argument(
+        "--config-only",
+        action="store_true",
+        help="write no weights: --load-format dummy makes them on the device",
+    )
     parser.set_defaults(run=run_make_checkpoint)
 
 
@@ -357,7 +362,7 @@ def run_compare(args: Namespace) -> int:
 
 def run_make_checkpoint(args: Namespace) -> int:
     """Write the checkpoint."""
-    from ds_runtime.bench.checkpoint import make_checkpoint
+    from ds_runtime.bench.checkpoint import make_checkpoint, make_config
 
     out = Path(args.out)
     try:
@@ -365,10 +370,15 @@ def run_make_checkpoint(args: Namespace) -> int:
             raise ConfigError(
                 f"make-checkpoint {out}: exists and is not an empty folder; name another"
             )
-        make_checkpoint(out, args.shape, args.dtype, args.seed, args.shard_size, progress=True)
+        if args.config_only:
+            make_config(out, args.shape, args.dtype)
+        else:
+            make_checkpoint(out, args.shape, args.dtype, args.seed, args.shard_size, progress=True)
     except OSError as e:
         raise ConfigError(f"make-checkpoint {out}: cannot be written: {e}") from e
-    print(f"{out}: {args.shape} in {args.dtype}; next: ds-runtime bench one-batch --model {out}")
+    dummy = " --load-format dummy" if args.config_only else ""
+    then = f"ds-runtime bench one-batch --model {out}{dummy}"
+    print(f"{out}: {args.shape} in {args.dtype}; next: {then}")
     return 0
 
 

@@ -11,6 +11,8 @@ from ds_runtime.model.manifest import stored_modules
 from ds_runtime.plan import PlanRow
 from ds_runtime.progress import amount
 
+DUMMY = "weights   DUMMY: random numbers made on the device; answers mean nothing"
+
 
 def banner(assembly: Assembly, runner: Runner) -> str:
     """The start-up text of a loaded engine."""
@@ -27,6 +29,7 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         f"model     {plan.model}: {model.architecture}, {model.layers} layers, "
         f"{count(parameters(model))} parameters, {config.dtype}, "
         f"{amount(runner.model.packed_bytes)} packed{per_rank}",
+        *([DUMMY] if config.load_format == "dummy" else ()),
         f"memory    {amount(memory.total)}, {amount(memory.free)} free",
         f"KV cache  {runner.kv_tokens} tokens in {places}, "
         f"{amount(runner.memory.total)}{per_rank} ({runner.memory.total / memory.total:.0%} of the "

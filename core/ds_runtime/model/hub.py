@@ -9,6 +9,7 @@ import importlib.resources
 import json
 from pathlib import Path
 
+from ds_runtime.base import part_of
 from ds_runtime.errors import CheckpointError
 
 EMBEDDED = {"demo": "ds_runtime.demo", "demo-v32": "ds_runtime.demo_v32"}
@@ -39,6 +40,14 @@ def resolve_model(name: str) -> Path:
             f"deepseek-ai/DeepSeek-V2-Lite, or {' or '.join(map(repr, EMBEDDED))}"
         )
     return _from_hub(name)
+
+
+def text_folder(folder: Path, load_format: str) -> Path:
+    """Where tokenizer and template lie: in the model's folder. Those of the demo stand in for a
+    model of dummy weights that has none."""
+    if load_format == "dummy" and not part_of(folder, "tokenizer.json").is_file():
+        return resolve_model("demo")
+    return folder
 
 
 def _from_hub(name: str) -> Path:

@@ -110,7 +110,7 @@ class Quant:
                 return Place(stacked, (total, cols), index, rows if name == "up_proj" else 0)
         tensors = {
             component: name
-            for component, name in self._named(stored.module, encoding).items()
+            for component, name in self.named(stored.module, encoding).items()
             if component not in encoding.optional or name in checkpoint
         }
         return Place(tensors, (rows, cols))
@@ -120,7 +120,8 @@ class Quant:
         return [f"{module}.{name}" for name in self.encoding(module).unread]
 
     @staticmethod
-    def _named(module: str, encoding: Encoding) -> dict[str, str]:
+    def named(module: str, encoding: Encoding) -> dict[str, str]:
+        """Component → tensor of one Linear."""
         above = module.rpartition(".")[0]
         return {
             component: f"{above}.{name[3:]}" if name.startswith("../") else f"{module}.{name}"

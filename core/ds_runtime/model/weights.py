@@ -12,6 +12,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
+from ds_runtime.model.dummy import DummyCheckpoint
 from ds_runtime.model.estimate import (
     beside_of,
     needed_bytes,
@@ -20,6 +21,8 @@ from ds_runtime.model.estimate import (
     rotation_bytes,
 )
 from ds_runtime.model.loader import Loader
+from ds_runtime.model.manifest import stored_modules
+from ds_runtime.model.nextn import NextN, nextn_modules
 from ds_runtime.model.quant import Quant
 from ds_runtime.model.verify import unread_indexers
 from ds_runtime.ops.bound import BoundOps
@@ -44,10 +47,10 @@ def load_model(
     the packed weights would not fit, both before any weight is read.
     """
     config = assembly.model
-    checkpoint = Checkpoint(assembly.folder)
+    quant, lora = Quant.of(assembly), assembly.lora
+    checkpoint = _opened(assembly, quant)
     dtype = torch_dtype(assembly.config.dtype)
     try:
-        quant, lora = Quant.of(assembly), assembly.lora
         alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
         load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora, head_comm=alone)
         check_memory(assembly, comm, device)
@@ -71,10 +74,10 @@ def load_draft(
     nextn = assembly.nextn
     if nextn is None:
         return None
-    checkpoint = Checkpoint(nextn.folder)
+    quant = Quant.of(assembly, nextn)
+    checkpoint = _opened(assembly, quant, nextn)
     dtype = torch_dtype(assembly.config.dtype)
     try:
-        quant = Quant.of(assembly, nextn)
         alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
         own = (bound, model.comm, device, dtype)
         load = Loader(model.config, quant, checkpoint, *own, nextn=nextn, head_comm=alone)
@@ -86,6 +89,18 @@ def load_draft(
             return DraftModel(model, load)
     finally:
         checkpoint.close()
+
+
+def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Checkpoint:
+    """The checkpoint of the model or of its draft layer, or random tensors in its place."""
+    folder = assembly.folder if nextn is None else nextn.folder
+    if assembly.config.load_format != "dummy":
+        return Checkpoint(folder)
+    if nextn is None:
+        modules = stored_modules(assembly.model, quant.format_of)
+    else:
+        modules = nextn_modules(assembly.model, nextn, quant.format_of)
+    return DummyCheckpoint(folder, assembly.model, quant, modules.values())
 
 
 def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -85,6 +86,7 @@ def admin_routes(service: Service) -> APIRouter:
                 "version": __version__,
                 "served_model_name": service.model.name,
                 "model_path": service.model.path,
+                "weights": _weights(ready.settings),
                 "engine": ready.settings,
                 "server": settings,
                 "context_length": ready.context_length,
@@ -151,3 +153,7 @@ async def _one_token(service: Service) -> None:
         raise EngineDeadError(f"no token within {_PROBE_SECONDS:g} s") from e
     finally:
         run.close()
+
+
+def _weights(engine: Mapping[str, Any]) -> str:
+    return "DUMMY" if engine.get("load_format") == "dummy" else "checkpoint"

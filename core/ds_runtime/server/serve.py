@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.hub import EMBEDDED, resolve_model
+from ds_runtime.model.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.model.peft import AdapterSpec
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
@@ -65,9 +65,10 @@ def serve(
     address = server_config.host, server_config.port
     with contextlib.closing(listen(*address)) as sock, logging_to(server_config):
         folder = resolve_model(engine_config.model)
-        tokenizer = Tokenizer.load(folder)
+        text = text_folder(folder, engine_config.load_format)
+        tokenizer = Tokenizer.load(text)
         family = find_family(folder, engine_config.model)
-        template = load_template(folder, tokenizer, engine_config.chat_template, family)
+        template = load_template(text, tokenizer, engine_config.chat_template, family)
         parsers = choose_parsers(
             server_config.reasoning_parser,
             server_config.tool_call_parser,

@@ -45,6 +45,7 @@ class Server:
 
     def __init__(self, reply):
         self.reply, self.seen, self.connections = reply, [], 0
+        self.info = 404, {}, [b"no such page"]
 
     async def serve(self, reader, writer):
         self.connections += 1
@@ -59,6 +60,8 @@ class Server:
                 self.seen.append((path, head, json.loads(raw) if raw else None))
                 if path.endswith("/models"):
                     status, headers, pieces = 200, {}, [MODELS]
+                elif path == "/server_info":
+                    status, headers, pieces = self.info
                 else:
                     status, headers, pieces = self.reply(*self.seen[-1])
                 lines = [f"HTTP/1.1 {status} X", *(f"{k}: {v}" for k, v in headers.items())]
@@ -306,6 +309,23 @@ def plain(path, head, body):
         whole = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage}
         return 200, {}, [json.dumps(whole).encode()]
     return 200, STREAM, [chunk("a"), chunk(tokens=1), DONE]
+
+
+@pytest.mark.parametrize(
+    ("info", "said"),
+    [
+        ((200, {}, [b'{"weights": "DUMMY"}']), True),
+        ((200, {}, [b'{"weights": "checkpoint"}']), False),
+        ((200, {}, [b'["other server"]']), False),
+        ((200, {}, [b"no JSON"]), False),
+    ],
+)
+def test_the_record_says_that_weights_are_random_where_the_server_does(capsys, info, said):
+    common = ["--num-prompts", "1", "--json", "--endpoint", "/v1/completions"]
+    with serving(plain) as server:
+        server.info = info
+        assert main(["bench", "serving", "--base-url", server.url, *common]) == 0
+    assert ("weights" in json.loads(capsys.readouterr().out)) == said
 
 
 @pytest.mark.parametrize("flags", [[], ["--disable-stream"], ["--request-rate", "500"]])

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.bench.checkpoint import Pools, make_checkpoint, plan_tensors
+from ds_runtime.bench.record import load_format
 from ds_runtime.bench.shapes import DTYPES, config_of
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
@@ -107,3 +108,12 @@ def test_unknown_names():
         config_of("huge", "bfloat16")
     with pytest.raises(ConfigError, match="--dtype 'int3'"):
         config_of("lite-8", "int3")
+
+
+def test_a_config_alone_is_enough_for_random_weights(tmp_path, capsys):
+    folder = tmp_path / "m"
+    command = ["bench", "make-checkpoint", str(folder), "--shape", "tiny-v3", "--config-only"]
+    assert main(command) == 0
+    assert "--load-format dummy" in capsys.readouterr().out
+    assert not any(folder.glob("*.safetensors")) and load_format(folder) == "dummy"
+    assert main(["generate", "hello", "--model", str(folder), "--load-format", "dummy"]) == 0

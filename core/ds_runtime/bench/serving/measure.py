@@ -69,6 +69,7 @@ async def measure(
     """Load `target` with `prompts`. ConfigError when it refuses the first one already."""
     model = asked.model or await served_model(target)
     options = await _probe(target, asked, model, prompts, max(1, warmups))
+    weights = await _weights(target)
 
     async def send(prompt: Prompt, late: float) -> Answer:
         return await target.post(asked.endpoint, _body(asked, model, prompt, options), late)
@@ -86,8 +87,19 @@ async def measure(
         "extra_body": dict(asked.extra),
         "load": asdict(load) | {"rate": None if load.rate == float("inf") else load.rate},
         **environment(),
+        **weights,
     }
     return Measured(report, answers, begin)
+
+
+async def _weights(target: Target) -> dict[str, str]:
+    """What a server says that runs on random weights; nothing of any other."""
+    status, body = await target.get("/server_info")
+    try:
+        dummy = status == 200 and json.loads(body)["weights"] == "DUMMY"
+    except (ValueError, LookupError, TypeError):
+        dummy = False
+    return {"weights": "DUMMY"} if dummy else {}
 
 
 async def _probe(
