@@ -103,11 +103,16 @@ def _signature(function: Any) -> str:
 
 
 HOOKS_HEAD = """\
-All hooks are called once, at start-up, never during a step. A plugin is a module named in the
+All hooks are called at start-up, never during a step. A plugin is a module named in the
 entry-point group `ds_runtime`, with functions of these names marked `@hookimpl`
 (`from ds_runtime.api import hookimpl`). A function may take fewer arguments than listed, so that
 an argument added here later breaks nobody. A plugin that raises, misspells a hook or an argument,
 or returns something else is dropped whole: `ds-runtime plugins --verbose` shows its traceback.
+
+`ds_platform`, the offers and `ds_defaults` are called once per process for the same arguments, and
+their answers are kept; each runtime gets a copy of the platform. A call above 1 s is a line in the
+log, with plugin, hook and seconds. A hook starts no runtime: `LLM`, `assemble` and `load_plugins`
+raise within one, also in a thread that it waits for.
 
 Order of assembly: `ds_platform`, device facts, config.json, `ds_defaults`, the frozen config, the
 offers (`ds_attention`, `ds_moe`, `ds_quant_loaders`, `ds_topk`, `ds_ops`), shared layouts, one

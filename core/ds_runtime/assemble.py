@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime import __version__
+from ds_runtime.asking import check_outside
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
@@ -141,6 +142,7 @@ def assemble(
     can run then. `loaded`: plugins, where somebody has loaded them already. Raises ConfigError,
     UnsupportedError or CheckpointError; nothing has been allocated then.
     """
+    check_outside()
     plugins = loaded or load_plugins(
         config.plugins, extra_plugins, allowlist=config.plugin_allowlist
     )

@@ -1,4 +1,7 @@
-"""The ten hooks. All are called once, at start-up, by `ds_runtime.plugins`; never in a step.
+"""The ten hooks. All are called at start-up, by `ds_runtime.plugins`; never in a step.
+
+The answers of `ds_platform`, of the offers and of `ds_defaults` depend on their arguments alone:
+with the same ones each is called once per process.
 
 A plugin is a module (entry-point group `ds_runtime`) with functions of these names marked
 `@hookimpl`. It may take fewer arguments than the spec lists. A plugin that raises becomes a

@@ -20,6 +20,7 @@ from typing import Any
 import pluggy
 
 from ds_runtime import __version__, hookspecs
+from ds_runtime.asking import FAILURES, Misuse, ask, asking, check_outside
 from ds_runtime.errors import ConfigError
 from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, Entry, find
 from ds_runtime.ops.spec import (
@@ -40,7 +41,6 @@ ALWAYS = {  # part of every process
     "checkpoints": "ds_runtime.model.loaders",
 }
 ON_REQUEST = {"null": "ds_runtime.testing.null"}  # loaded only when named
-_FAILURES = (Exception, SystemExit)  # a plugin that leaves is broken; an interrupt is the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ class Plugins:
     def call(self, hook: str, only: str | None = None, **kwargs: Any) -> list[tuple[str, Any]]:
         """(plugin name, result) of all that implement `hook`; one that raises is dropped.
 
-        `only` asks one plugin alone.
+        `only` asks one plugin alone. Pure hooks are called once per process (`asking`).
         """
         results = []
         for name, function, arguments in self._implementations(hook):
             if only is not None and name != only:
                 continue
+            self.calls += 1
             try:
-                self.calls += 1
-                if os.environ.get("DS_TRACE_PLUGINS"):
-                    print(f"plugin call: {name}.{hook}", file=sys.stderr)
-                results.append((name, function(*(kwargs[a] for a in arguments))))
-            except _FAILURES as e:
+                results.append((name, ask(name, hook, function, [kwargs[a] for a in arguments])))
+            except Misuse as e:
+                self.drop(name, _broken(str(e)))
+            except FAILURES as e:
                 self.drop(name, _broken(f"{hook} raised {type(e).__name__}: {e}"))
         return results
 
@@ -115,7 +115,7 @@ class Plugins:
         collected: dict[str, list[Any]] = {}
         for hook in hookspecs.OFFER_HOOKS:
             for name, offered in self.call(hook, facts=facts):
-                self._collect(name, hook, offered, collected)
+                collected.setdefault(name, []).extend(offered)
         owners: dict[str, str] = {}
         self.owners = owners
         for name in sorted(collected, key=lambda n: (self.reports[n].third_party, n)):
@@ -133,12 +133,6 @@ class Plugins:
             tuple(o for _, o in kept if isinstance(o, QuantLoader)),
             frozenset(o.provider for third, o in kept if third and not isinstance(o, Layout)),
         )
-
-    def _collect(self, name: str, hook: str, offered: Any, collected: dict[str, list[Any]]) -> None:
-        try:
-            collected.setdefault(name, []).extend(offered or ())
-        except _FAILURES as e:
-            self.drop(name, _broken(f"{hook} returned no sequence: {type(e).__name__}: {e}"))
 
     def platforms(self) -> dict[str, tuple[Platform | None, Refusal | None]]:
         """Every plugin's platform by plugin name, or why it has none here."""
@@ -176,8 +170,9 @@ def load_plugins(
     parties' distributions may be imported. `failed`: plugins that are not to be imported, because
     they crash (`platform.isolate`). `installed`: what `installed_plugins` has found before. Raises
     ConfigError for an unknown name, unless `lenient`: then `Plugins.unknown` says so, for commands
-    that report on plugins.
+    that report on plugins. PluginError where a plugin calls this while it is asked.
     """
+    check_outside()
     wanted, source = _wanted(names)
     found = installed_plugins() if installed is None else installed
     allowed = _allowed(allowlist, found)
@@ -291,12 +286,15 @@ def _register(
     if refusal is not None:
         return
     try:
-        loaded = import_module(module) if isinstance(module, str) else module
+        with asking(name, "import"):
+            loaded = import_module(module) if isinstance(module, str) else module
         if wrong := _wrong_argument(loaded):
             raise TypeError(wrong)
         plugins.manager.register(loaded, name)
         plugins.manager.check_pending()
-    except _FAILURES as e:
+    except Misuse as e:
+        plugins.drop(name, _broken(str(e)))
+    except FAILURES as e:
         plugins.drop(name, _broken(f"{type(e).__name__}: {e}"))
 
 

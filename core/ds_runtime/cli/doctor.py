@@ -124,6 +124,8 @@ _MISSING = {
 
 
 def _plugin_rows(plugins: Plugins, described: Iterable[Mapping[str, Any]]) -> list[Row]:
+    from ds_runtime.asking import asking
+
     rows = []
     for row in described:
         rows.append((f"plugin {row['name']}", str(row["says"])))
@@ -134,7 +136,8 @@ def _plugin_rows(plugins: Plugins, described: Iterable[Mapping[str, Any]]) -> li
         if diagnose is None:
             continue
         try:
-            rows += [(f"{name}: {what}", str(said)) for what, said in diagnose()]
+            with asking(name, "DIAGNOSE"):
+                rows += [(f"{name}: {what}", str(said)) for what, said in diagnose()]
         except (Exception, SystemExit) as e:
             rows.append((f"plugin {name}", f"broken: DIAGNOSE raised {type(e).__name__}: {e}"))
     return rows

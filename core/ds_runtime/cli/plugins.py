@@ -113,11 +113,14 @@ def _facts(works: list[Platform]) -> Facts:
 
 def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | None:
     """What a plugin without a platform says of this machine, by its optional PROBE."""
+    from ds_runtime.asking import asking
+
     probe = getattr(plugins.manager.get_plugin(name), "PROBE", None)
     if has_platform or probe is None:
         return None
     try:
-        found: Refusal | None = probe()
+        with asking(name, "PROBE"):
+            found: Refusal | None = probe()
     except (Exception, SystemExit) as e:
         from ds_runtime.ops.spec import Refusal
 

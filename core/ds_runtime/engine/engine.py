@@ -218,8 +218,14 @@ class _Observers:
     """Plugins that watch. One that raises is dropped with a line on standard error."""
 
     def __init__(self, assembly: Assembly) -> None:
-        found = assembly.plugins.call("ds_observer", config=assembly.config)
+        plugins = assembly.plugins
+        asked = plugins.implementing("ds_observer")
+        found = plugins.call("ds_observer", config=assembly.config)
         self._seen = [(name, observer) for name, observer in found if observer is not None]
+        for name in asked:
+            if (refusal := plugins.reports[name].refusal) is not None:
+                said = f"plugin {name}: observer dropped: {refusal}"
+                print(said, file=sys.stderr, flush=True)
 
     def tell(self, engine: Engine, messages: list[Tokens | Failed]) -> None:
         """`on_step(stats)` once, then `on_finish(tokens)` for every request that ended."""
