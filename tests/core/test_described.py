@@ -14,6 +14,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.platform.described import describe
 from ds_runtime.plugins import load_plugins
+from ds_runtime.testing import support
 
 SOURCE = """
 from ds_runtime.api import OPS, Kernel, Platform, Refusal, hookimpl
@@ -68,6 +69,15 @@ def acme(tmp_path, monkeypatch):
         return importlib.import_module("acme_devices")
 
     return make
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_a_device_that_nothing_has_run_on_is_marked(acme, said, capsys):
+    x3 = X1 if said is None else {**X1, "unrun": said}
+    module = acme({**DEVICES, "devices": {"x3": x3}})
+    assert describe(load_plugins((), [module]), "x3").unrun == bool(said)
+    page = support.as_markdown([], load_plugins((), [module]))
+    assert f"| x3 | Acme X1, acme1{', *unrun*' if said else ''} |" in page
 
 
 def test_a_described_device_has_its_platform_and_its_software(acme):

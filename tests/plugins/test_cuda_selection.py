@@ -15,6 +15,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.memory import kv_memory
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.estimate import sparse_bytes
+from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.sparse import SCORES
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import load_plugins
@@ -66,6 +67,8 @@ TABLE = [
     (BF16, "h200", (), "flash_mla.MlaDecodeFewHeads", OWN, CUBLAS, GROUPED),
     (BF16, "sm100", (), f"{FI}.MlaDecodeTrtllm", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "a100", (), f"{FI}.MlaDecode", f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "rtx4090", (), f"{FI}.MlaDecode", f"{FI}.mha_prefill", CUBLAS, GROUPED),
+    (BF16, "gb10", (), f"{FI}.MlaDecode", f"{FI}.mha_prefill", CUBLAS, GROUPED),
     (BF16, "a100", LIBRARIES, "reference.ReferenceMlaDecode", "reference.mha_prefill", CUBLAS,
      GROUPED),
 ]  # fmt: skip
@@ -133,6 +136,24 @@ def test_what_lacks_captures_is_said(folder):
     _, plan = bound(folder, BF16, "a100", LIBRARIES)
     (change,) = (c for c in plan.changes if c[0] == "disable_graph")
     assert "mla_decode (reference.ReferenceMlaDecode)" in change[3]
+
+
+@pytest.mark.parametrize("device", ["a100", "l40s", "rtx5090", "gb10"])
+def test_a_grouped_matmul_that_waits_for_the_host_is_not_captured(folder, device):
+    """torch has one of its own for 9.0 and 10; elsewhere it reads where groups end on the host."""
+
+    def said(device, captured):
+        assembly = assemble(EngineConfig(model=folder(BF16)), (), device=device)
+        (kernel,) = (k for k in assembly.offers.kernels if k.name == GROUPED)
+        facts = replace(assembly.facts, weight_format="dense", shape=(64, 1408, 2048))
+        return refusal(kernel, replace(facts, graph_capture=captured))
+
+    arch = {"a100": "sm80", "l40s": "sm89", "rtx5090": "sm120", "gb10": "sm121"}[device]
+    wanted = f"waits for the host on {arch}, which no capture can: pass --disable-graph"
+    assert str(said(device, True)) == wanted
+    assert said(device, False) is None
+    for other in ("h200", "b200", "b300"):
+        assert said(other, True) is None
 
 
 def test_devices_are_well_formed():

@@ -15,7 +15,10 @@ from ds_runtime.testing import fake
 from ds_runtime_cpu import isa, machine
 
 ROOT = Path(__file__).parents[2]
-NAMED = "a100 h100 h200 b200 b300 mi300x mi355x 910b 910c max1550 b580 b60 epyc-9755 graviton4"
+NAMED = (
+    "a100 rtx4090 l40s h100 h200 b200 b300 rtx5090 gb10 mi300x mi355x 910b 910c max1550 b580 b60 "
+    "epyc-9755 graviton4"
+)
 
 
 def test_the_table_is_as_written(monkeypatch):
@@ -35,6 +38,42 @@ def test_every_plugin_with_a_platform_describes_devices():
         assert info.memory > 4e9 and info.cores > 1 and "float32" in info.fast_dtypes
         # An FP8 matmul is one of the device's type, not of another vendor's encoding.
         assert ("fp8" in info.features) == ("float8_e4m3fn" in info.fast_dtypes)
+
+
+def test_what_nothing_has_run_on_is_marked():
+    """README.md says where something has; of accelerators, on two."""
+    found = fake.devices()
+    run = {name for name, p in found.items() if p.name != "cpu" and not p.unrun}
+    assert run == {"h100", "h200"}
+    assert {n for n in NAMED.split() if found[n].unrun} == set(NAMED.split()) - run - {
+        "epyc-9755",
+        "graviton4",
+    }
+    page = (ROOT / "docs/support.md").read_text()
+    for name, platform in found.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | "))
+        assert line.endswith(", *unrun* |") == platform.unrun
+
+
+@pytest.mark.parametrize("device", ["rtx4090", "l40s", "rtx5090", "gb10"])
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v3.2", "deepseek-v2-lite", "demo-v32"])
+def test_nothing_made_for_another_capability_serves_on_8_9_and_12(tmp_path, model, device):
+    """Neither Hopper's nor capability 10's matrix instructions are there: portable kernels serve,
+    and each that is made for others says for which."""
+    path = model
+    if model != "demo-v32":
+        path = str(tmp_path)
+        config = ROOT / f"tests/core/model/fixtures/{model}.json"
+        (tmp_path / "config.json").write_text(config.read_text())
+    assembly = fake.plan(path, device)
+    rows = assembly.plan.rows
+    assert {row.provider for row in rows if row.kernel != "composed"} == {"triton"}
+    assert "disable_graph" not in {change[0] for change in assembly.plan.changes}
+    arch = fake.device(device).arch
+    made = {"cuda", "deep_gemm", "flash_mla", "sgl_kernel"}
+    refused = {s for r in rows for k, s in r.refused if k.partition(".")[0] in made}
+    for_others = {s for s in refused if s.startswith("made for sm")}
+    assert for_others and all(s.endswith(f", not for {arch}") for s in for_others)
 
 
 @pytest.mark.parametrize("device", ["mi300x", "mi355x", "910b", "max1550", "b60", "b200", "a100"])

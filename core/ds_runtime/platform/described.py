@@ -8,8 +8,9 @@ A plugin ships `devices.json` beside its `__init__.py`:
                         "cores": 64, "fast_dtypes": ["bfloat16"], "features": ["fp8"]}}}
 
 `installed` are the features that stand for the software of the plugin's extra; every device gets
-them. A plugin that cannot serve its devices yet gives the properties of a platform that plans look
-at instead of a class: `"platform": {"name": "acme", "captures": true}`. Torch-free.
+them. `"unrun": true` says of a device that nothing has run on one. A plugin that cannot serve its
+devices yet gives the properties of a platform that plans look at instead of a class:
+`"platform": {"name": "acme", "captures": true}`. Torch-free.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}
 class DescribedPlatform(Platform):
     """A platform on a device that is only described: it decides, and nothing runs."""
 
-    def __init__(self, properties: Mapping[str, Any], info: DeviceInfo) -> None:
+    def __init__(
+        self, properties: Mapping[str, Any], info: DeviceInfo, unrun: bool = False
+    ) -> None:
         for key, value in properties.items():
             setattr(self, key, value)
         self._info = info
+        self.unrun = unrun
 
     def info(self, rank: int = 0) -> DeviceInfo:
         return self._info
@@ -68,7 +72,8 @@ def describe(plugins: Plugins, wanted: str, without: Iterable[str] = ()) -> Desc
     for name, platform in found.items():
         info = platform.info()
         if wanted.lower() in (name, info.arch):
-            return DescribedPlatform(platform.properties(), _lacking(info, tuple(without)))
+            lacking = _lacking(info, tuple(without))
+            return DescribedPlatform(platform.properties(), lacking, platform.unrun)
     known = sorted({*found, *(p.info().arch for p in found.values())})
     near = difflib.get_close_matches(wanted.lower(), known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
@@ -117,7 +122,7 @@ def described(plugins: Plugins) -> Iterator[tuple[str, DescribedPlatform]]:
             properties = _properties(raw["platform"])
             for device, values in raw["devices"].items():
                 info = _info(values, raw.get("installed", ()))
-                yield device, DescribedPlatform(properties, info)
+                yield device, DescribedPlatform(properties, info, _unrun(values))
         except Exception as e:
             raise PluginError(f"plugin {name}: {FILE}: {type(e).__name__}: {e}") from e
 
@@ -133,9 +138,16 @@ def _properties(platform: str | Mapping[str, Any]) -> dict[str, Any]:
     return dict(platform)
 
 
+def _unrun(values: Mapping[str, Any]) -> bool:
+    said = values.get("unrun", False)
+    if not isinstance(said, bool):
+        raise ValueError(f"unrun: {said!r} is neither true nor false")
+    return said
+
+
 def _info(values: dict[str, Any], installed: Iterable[str]) -> DeviceInfo:
     missing = _REQUIRED - values.keys()
-    unknown = values.keys() - _REQUIRED - {"features", "bandwidth_gb_s"}
+    unknown = values.keys() - _REQUIRED - {"features", "unrun", "bandwidth_gb_s"}
     if missing or unknown:
         raise ValueError(f"missing {sorted(missing)}, unknown {sorted(unknown)}")
     return DeviceInfo(

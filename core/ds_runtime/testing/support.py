@@ -85,16 +85,20 @@ Formats of a kernel that have the same devices share a row. `/fp8`: with an FP8 
 
 Asked of the kernels' own gates for DeepSeek-V3 on eight ranks and pages of {page} tokens, with the
 software that the devices' files name: nothing ran for it. `ds-runtime plan --device X` says what is
-chosen for a model.
+chosen for a model. *Unrun*: no kernel has run on such a device, and what is said of it is what its
+vendor and the libraries publish.
 """
 
 
 def as_markdown(rows: Iterable[Row], plugins: Plugins) -> str:
     """A page: what devices there are, then a table per op, kernels and formats down, dtypes
     across."""
-    devices = {name: platform.info(0) for name, platform in described(plugins)}
+    found = dict(described(plugins))
+    devices = {name: platform.info(0) for name, platform in found.items()}
     lines = [HEAD.format(page=PAGE_SIZE), "| device | is |", "|---|---|"]
-    lines += [f"| {name} | {info.name}, {info.arch} |" for name, info in devices.items()]
+    for name, info in devices.items():
+        unrun = ", *unrun*" if found[name].unrun else ""
+        lines.append(f"| {name} | {info.name}, {info.arch}{unrun} |")
     columns = [d + cache for d in DTYPES for cache in ("", "/fp8")]
     for op, mine in groupby(rows, key=lambda r: r.op):
         used = [c for c in columns if OPS[op].layout or "/" not in c]

@@ -83,6 +83,17 @@ def sixteen_bytes(facts: Facts) -> str | None:
     return f"needs rows of whole 16 bytes, and {odd[0]} values are none" if odd else None
 
 
+_GROUPED = ("sm90", "sm100", "sm103")  # for which torch has a grouped matmul of its own
+
+
+def queues(facts: Facts) -> str | None:
+    """Elsewhere torch._grouped_mm reads where groups end and multiplies them one by one."""
+    if facts.graph_capture and facts.device.arch not in _GROUPED:
+        said = f"waits for the host on {facts.device.arch}, which no capture can"
+        return Fixable(said, "pass --disable-graph")
+    return None
+
+
 def in_fours(facts: Facts) -> str | None:
     """Source: check_routing of the library's fused MoE."""
     count = facts.shape[0] if facts.shape else 0

@@ -5,7 +5,8 @@ and which functions it exports, are features of the device (software.py); what i
 with the package's name. Ranks on compute capability 9.0 are by measurement (cuda_kernels.md and
 sparse_attention.md in benchmarks/results; rows of experts: device_decode.md): what was not faster
 than portable kernels, or was not run, stays behind them. On capability 10, which nobody could run,
-they are by what the libraries say.
+they are by what the libraries say. On 8.9 and 12, where nothing has run either, portable kernels
+serve: what is made for 9.0 or 10 names these, and refuses there.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from ds_runtime_cuda.gates import (
     not_large,
     offer,
     quantises,
+    queues,
     scaled_kv,
     scales_on_chip,
     sixteen_bytes,
@@ -307,6 +309,7 @@ MOE: tuple[Kernel, ...] = (
         RANK_BEHIND,
         BF16,
         sixteen_bytes,
+        queues,
         formats=DENSE,
     ),
     _streamed(
