@@ -52,7 +52,10 @@ class Driver:
 
     def _cuDeviceGetAttribute(self, value, attribute, device):
         major, minor = self.capabilities[device.value - 40]
-        value._obj.value = {16: 132, 75: major, 76: minor}[attribute]
+        known = {16: 132, 75: major, 76: minor, 36: 3_201_000, 37: 6144}
+        if attribute in (36, 37) and device.value == 41:
+            return 1  # a driver that does not say
+        value._obj.value = known[attribute]
         return 0
 
     def _nvmlDeviceGetHandleByPciBusId_v2(self, bus, handle):
@@ -65,8 +68,9 @@ class Driver:
 
 
 def test_a_gpu_is_read_from_the_driver():
-    assert gpu(0, Driver) == Gpu("NVIDIA H200", (9, 0), 150 << 30, 132, "0000:40:00.0")
-    assert gpu(1, Driver).arch == "sm100"
+    rate = 3_201_000_000 * 2 * 6144 // 8
+    assert gpu(0, Driver) == Gpu("NVIDIA H200", (9, 0), 150 << 30, 132, "0000:40:00.0", rate)
+    assert gpu(1, Driver).arch == "sm100" and gpu(1, Driver).bandwidth == 0
     assert memory("0000:41:00.0", Driver) == (150 << 30, 41 << 30)
 
 

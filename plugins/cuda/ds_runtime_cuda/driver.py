@@ -14,6 +14,7 @@ from typing import Any
 DRIVER = "libcuda.so.1"
 MANAGEMENT = "libnvidia-ml.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CUdevice_attribute
+_MEMORY_CLOCK, _BUS_WIDTH = 36, 37  # in kHz, in bits; two transfers per clock
 _TEXT = 128
 
 
@@ -23,13 +24,15 @@ class DriverError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One visible GPU. memory in bytes; cores are multiprocessors; bus is its PCI address."""
+    """One visible GPU. memory in bytes; cores are multiprocessors; bus is its PCI address;
+    bandwidth of the memory in bytes per second, 0 where the driver does not say."""
 
     name: str
     capability: tuple[int, int]
     memory: int
     cores: int
     bus: str
+    bandwidth: int = 0
 
     @property
     def arch(self) -> str:
@@ -64,6 +67,7 @@ def gpu(index: int, load: Callable[[str], Any] = ctypes.CDLL) -> Gpu:
         memory=memory.value,
         cores=_attribute(cuda, _MULTIPROCESSORS, device),
         bus=_text(cuda, "cuDeviceGetPCIBusId", device),
+        bandwidth=_bandwidth(cuda, device),
     )
 
 
@@ -71,6 +75,15 @@ def _attribute(cuda: Any, attribute: int, device: ctypes.c_int) -> int:
     value = ctypes.c_int()
     _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
     return value.value
+
+
+def _bandwidth(cuda: Any, device: ctypes.c_int) -> int:
+    """Bytes per second; 0 from a driver that does not say, since nothing fails without it."""
+    try:
+        clock, width = (_attribute(cuda, name, device) for name in (_MEMORY_CLOCK, _BUS_WIDTH))
+    except DriverError:
+        return 0
+    return clock * 1000 * 2 * width // 8
 
 
 def _text(cuda: Any, function: str, device: ctypes.c_int) -> str:

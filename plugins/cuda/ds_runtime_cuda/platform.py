@@ -81,6 +81,7 @@ def describe(gpu: driver.Gpu, libraries: frozenset[str]) -> DeviceInfo:
         fast_dtypes=frozenset(fast),
         memory=gpu.memory,
         cores=gpu.cores,
+        bandwidth=gpu.bandwidth,
     )
 
 
