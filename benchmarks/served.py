@@ -16,13 +16,13 @@ import psutil
 
 
 @contextlib.contextmanager
-def served(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
-    """(address, the server's process), once it serves; ended at the end."""
+def served(*flags: str, seconds: float = 120.0) -> Iterator[tuple[str, psutil.Process]]:
+    """(address, the server's process), once it serves within so many seconds; ended at the end."""
     command = [sys.executable, "-m", "ds_runtime", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True)
         try:
-            yield _address(process, log.name), psutil.Process(process.pid)
+            yield _address(process, log.name, seconds), psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -32,8 +32,8 @@ def served(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
                 process.wait()
 
 
-def _address(process: subprocess.Popen[str], log: str | int) -> str:
-    path, deadline = Path(f"/proc/self/fd/{log}"), time.monotonic() + 120
+def _address(process: subprocess.Popen[str], log: str | int, seconds: float) -> str:
+    path, deadline = Path(f"/proc/self/fd/{log}"), time.monotonic() + seconds
     while True:
         said = path.read_text()
         if found := re.search(r"serving .* at (http://\S+) ", said):
