@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -27,8 +28,14 @@ from ds_runtime.bench.serving.load import Load
 from ds_runtime.bench.serving.measure import Asked, measure
 from ds_runtime.bench.serving.prompts import Prompt
 
-ROUNDS = 4  # requests per client
+REQUESTS = 256  # in a run, at least
+RUNS = 3  # after a warm-up; the median counts
 START = 400.0  # seconds that a first start may take, which compiles kernels
+
+
+def _count(clients: int) -> int:
+    """Requests of one run: at least two per client."""
+    return max(2 * clients, REQUESTS)
 
 
 def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
@@ -42,15 +49,16 @@ def offline(args: argparse.Namespace, clients: int) -> dict[str, Any]:
     from ds_runtime import LLM, SamplingParams
 
     vocab = json.loads((args.folder / "config.json").read_text())["vocab_size"]
-    given = prompts(clients * ROUNDS, args.input_len, vocab, clients)
     params = SamplingParams(max_tokens=args.output_len, ignore_eos=True, temperature=0.0)
     settings = {"load_format": load_format(args.folder), "max_running_requests": clients}
     with LLM(str(args.folder), **settings) as llm:
-        llm.generate(prompts(clients, args.input_len, vocab, 1), params)
-        begin = time.perf_counter()
-        llm.generate(given, params)
-        seconds = time.perf_counter() - begin
-    return {"requests_per_s": len(given) / seconds, "seconds": seconds}
+        rates = []
+        for seed in range(RUNS + 1):  # the first warms up
+            given = prompts(_count(clients), args.input_len, vocab, seed)
+            begin = time.perf_counter()
+            llm.generate(given, params)
+            rates.append(len(given) / (time.perf_counter() - begin))
+    return {"requests_per_s": statistics.median(rates[1:]), "runs": rates[1:]}
 
 
 async def _online(args: argparse.Namespace, url: str, clients: int) -> dict[str, Any]:
@@ -58,20 +66,26 @@ async def _online(args: argparse.Namespace, url: str, clients: int) -> dict[str,
     target, load = Target(url), Load(concurrency=clients)
     asked = Asked("/v1/completions", extra={"ignore_eos": True, "temperature": 0.0})
     try:
-        for seed in (2, clients):  # the first warms up
-            count = clients * (1 if seed == 2 else ROUNDS)
-            ids = prompts(count, args.input_len, vocab, seed)
+        found = []
+        for seed in range(RUNS + 1):  # the first warms up
+            ids = prompts(_count(clients), args.input_len, vocab, 1000 * clients + seed)
             given = [Prompt(args.output_len, ids=tuple(each)) for each in ids]
-            found = (await measure(target, asked, given, load)).report
+            report = (await measure(target, asked, given, load)).report
+            assert report["failed"] == 0, report
+            found.append(report)
         status, body = await target.get("/server_info")
         assert status == 200, body
         info = json.loads(body)
     finally:
         target.close()
-    kept = ("completed", "failed", "duration", "request_throughput", "median_ttft_ms")
-    kept += ("median_tpot_ms", "client_cpu")
-    report = {name: found[name] for name in kept if name in found}
-    return report | {"kv_tokens": info["kv_tokens"]}
+    rates = [report["request_throughput"] for report in found[1:]]
+    kept = {name: found[-1][name] for name in ("ttft_ms", "tpot_ms", "itl_ms") if name in found[-1]}
+    return {
+        "requests_per_s": statistics.median(rates),
+        "runs": rates,
+        "kv_tokens": info["kv_tokens"],
+        **kept,
+    }
 
 
 def _device() -> str:
@@ -112,10 +126,12 @@ def main() -> int:
     with served(*flags, seconds=START) as (url, _):
         for clients in args.clients:
             online = uvloop.run(_online(args, url, clients))
-            share = online["completed"] / online["duration"] / alone[clients]["requests_per_s"]
+            share = online["requests_per_s"] / alone[clients]["requests_per_s"]
             row["clients"][clients] = {"generate": alone[clients], "serve": online, "share": share}
             print(json.dumps({clients: row["clients"][clients]}), flush=True)
-    row |= environment() | {"weights": "DUMMY"} if flags[-1] == "dummy" else environment()
+    row |= environment()
+    if flags[-1] == "dummy":
+        row["weights"] = "DUMMY"
     if args.out is not None:
         append(args.out, row)
     return 0
