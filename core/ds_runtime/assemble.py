@@ -378,7 +378,7 @@ def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
     try:
         platform.configure(config)
         asked = "info"
-        return platform.info(0)
+        return platform.device_info(0)
     except ConfigError:
         raise
     except Exception as e:

@@ -12,7 +12,9 @@ from ds_runtime.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.platform.described import describe
+from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing import support
 
@@ -69,6 +71,35 @@ def acme(tmp_path, monkeypatch):
         return importlib.import_module("acme_devices")
 
     return make
+
+
+@pytest.mark.parametrize("said", ["Acme cards", None])
+def test_a_device_is_of_the_family_that_its_platform_says_or_of_its_name(acme, said):
+    platform = {"name": "acme"} if said is None else {"name": "acme", "family": said}
+    module = acme({**DEVICES, "platform": platform})
+    assert describe(load_plugins((), [module]), "x1").device_info().family == (said or "acme")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "family"),
+    [
+        ("Acme cards", "cuda", "Acme cards"),
+        ("", "cuda", "acme"),
+        ("", "cpu", "acme"),  # the host stands in for it
+        ("", "acme", "acme"),
+    ],
+)
+def test_so_is_one_that_is_here(said, kind, family):
+    class Here(Platform):
+        name = "acme"
+
+        def info(self, rank=0):
+            return DeviceInfo(kind, "Acme X1", "acme1")
+
+        device = memory = info
+
+    Here.family = said
+    assert Here().device_info().family == family
 
 
 @pytest.mark.parametrize("said", [True, False, None])

@@ -150,4 +150,4 @@ def test_what_is_not_installed_is_named(kernel):
     mixed = device(arch, features=describe(PLUGINS, arch).info().features | {f"{module}:mixed"})
     assert "two packages" in (kernel.refuse(replace(bare, device=mixed)) or "")
     elsewhere = replace(bare, device=DeviceInfo("cpu", "host", "x86-64"))
-    assert kernel.refuse(elsewhere) == "runs on NVIDIA GPUs, not on cpu"
+    assert kernel.refuse(elsewhere) == "runs on NVIDIA GPUs, not on CPUs"

@@ -270,8 +270,8 @@ def test_other_devices_and_missing_packages_are_named():
     assert said == 'torch-npu is not installed: pip install "ds-runtime[npu]"'
     older = norm.refuse(facts(device=replace(here, arch="ascend310p")))
     assert older == "made for ascend910b and ascend910_93, not for ascend310p"
-    elsewhere = norm.refuse(facts(device=replace(here, arch="gfx942")))
-    assert elsewhere == "runs on Ascend NPUs, not on cpu"
+    elsewhere = norm.refuse(facts(device=fake.device("mi300x")))
+    assert elsewhere == "runs on Ascend NPUs, not on AMD Instinct"
 
 
 def test_every_call_of_the_plugin_is_recorded():

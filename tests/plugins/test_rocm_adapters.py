@@ -19,7 +19,7 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.moe import _experts_case
 from ds_runtime.ops.spec import Dims, Offers
-from ds_runtime.testing import tiny
+from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,
@@ -195,7 +195,8 @@ def test_what_is_not_installed_or_too_old_is_named():
     assert "the installed aiter has no mla.mla_decode_fwd" in decode.refuse(having("aiter"))
     assert "PyPI's, an async iterator: pip uninstall aiter" in decode.refuse(having("aiter:other"))
     assert "gfx942 and gfx950, not for gfx1100" in decode.refuse(having(arch="gfx1100"))
-    assert decode.refuse(having(arch="sm90")) == "runs on AMD GPUs, not on cpu"
+    elsewhere = replace(facts(), device=fake.device("h200"))
+    assert decode.refuse(elsewhere) == "runs on AMD Instinct, not on NVIDIA GPUs"
 
 
 def test_installed_functions_are_found_without_an_import(tmp_path):

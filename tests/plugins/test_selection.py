@@ -55,6 +55,29 @@ def test_what_nothing_has_run_on_is_marked():
         assert line.endswith(", *unrun* |") == platform.unrun
 
 
+FAMILIES = {
+    "cuda": "NVIDIA GPUs",
+    "rocm": "AMD Instinct",
+    "npu": "Ascend NPUs",
+    "xpu": "Intel GPUs",
+    "cpu": "CPUs",
+}
+
+
+@pytest.mark.parametrize("device", NAMED.split())
+def test_refusals_name_the_family_of_the_device_and_not_torchs_type(device):
+    """torch's type of NVIDIA's and of AMD's devices is the same. Sentences of the CPU's kernels are
+    theirs to word."""
+    info = fake.device(device)
+    assert info.family == FAMILIES[fake.devices()[device].name]
+    said = set()
+    for model in ("demo", "demo-v32"):
+        for row in fake.plan(model, device).plan.rows:
+            said |= {s for k, s in row.refused if not k.startswith("cpu.") and "runs on " in s}
+    others = [f for f in FAMILIES.values() if f not in (info.family, "CPUs")]
+    assert said == {f"runs on {other}, not on {info.family}" for other in others}
+
+
 @pytest.mark.parametrize("device", ["rtx4090", "l40s", "rtx5090", "gb10"])
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v3.2", "deepseek-v2-lite", "demo-v32"])
 def test_nothing_made_for_another_capability_serves_on_8_9_and_12(tmp_path, model, device):

@@ -90,7 +90,7 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     bare = facts(device={"features": frozenset({"bf16"})})
     elsewhere = replace(bare, device=DeviceInfo("cpu", "host", "x86-64"))
-    assert kernel.refuse(elsewhere) == "runs on Intel GPUs, not on cpu"
+    assert kernel.refuse(elsewhere) == "runs on Intel GPUs, not on CPUs"
     if kernel.name == "xpu.LinearOneDnn":
         assert kernel.refuse(bare) is None
         return

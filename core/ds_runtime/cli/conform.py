@@ -88,7 +88,7 @@ def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     backend = _backend(platform, args)
     able = [c for c in CHECKS if c != "capture" or backend is not None]
     wanted = conform.Wanted(args.op, args.kernel, args.check or able)
-    device = platform.info(0)
+    device = platform.device_info(0)
     whole = not (args.op or args.kernel or args.check)
     where = Path(args.receipts) if args.receipts else receipts.folder()
     made = []
@@ -141,7 +141,7 @@ def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     from ds_runtime.testing import conform
 
     name = args.kernel[0] if args.kernel else ""
-    result = conform.replay(plugins, platform.info(0), args.case, name)
+    result = conform.replay(plugins, platform.device_info(0), args.case, name)
     said = result.failure or f"conforms: error {result.error:.3g} within {result.tolerance:.3g}"
     print(f"{result.op} {result.kernel}, case {result.case!r} in {result.dtype}: {said}")
     return int(not result.ok)

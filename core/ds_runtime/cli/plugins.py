@@ -107,7 +107,7 @@ def _facts(works: list[Platform]) -> Facts:
     for platform in sorted(works, key=lambda p: (p.score, p.name)):
         # A device that fails has a line of its own in `doctor`.
         with contextlib.suppress(Exception):
-            device = platform.info(0)
+            device = platform.device_info(0)
     return Facts(device, load_config(resolve_model("demo")).dims(1))
 
 

@@ -68,6 +68,7 @@ class DeviceInfo:
 
     `type` is the torch device type string, `arch` a vendor's architecture name, `features` what
     the hardware or the installed software can do, `fast_dtypes` the dtypes with a fast matmul.
+    `family` is what people call all devices of its platform: `Platform.device_info` knows.
     """
 
     type: str
@@ -78,6 +79,11 @@ class DeviceInfo:
     memory: int = 0
     cores: int = 1
     bandwidth: int = 0
+    family: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.family:
+            object.__setattr__(self, "family", "CPUs" if self.type == "cpu" else self.type)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "devices.json"
-_PROPERTIES = ("name", "asynchronous", "captures", "own_memory", "kv_share")
+_PROPERTIES = ("name", "family", "asynchronous", "captures", "own_memory", "kv_share")
 _DTYPES = frozenset({"bf16", "fp16", "fp8"})  # features that say in what a device computes
 _REQUIRED = {"name", "arch", "type", "memory_gb", "cores", "fast_dtypes"}
 
@@ -45,6 +45,7 @@ class DescribedPlatform(Platform):
         for key, value in properties.items():
             setattr(self, key, value)
         self._info = info
+        self._info = self.device_info()
         self.unrun = unrun
 
     def info(self, rank: int = 0) -> DeviceInfo:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.errors import ConfigError, UnsupportedError
@@ -96,6 +96,8 @@ class GraphBackend(Protocol):
 class Platform(ABC):
     """One kind of device. `score` orders platforms that work here: the highest is `auto`.
 
+    family: what people call such devices, in the plural, as sentences name them ("Acme GPUs"); the
+    platform's name where it says nothing.
     asynchronous: work is queued, and the device computes beside the host. captures: `graph_backend`
     gives one. branches: its captures hold work side by side (`ops.branch`). captures_prefill: what
     a capture allocates is memory that torch can address, and is nobody else's until another capture
@@ -112,6 +114,7 @@ class Platform(ABC):
     """
 
     name: str = ""
+    family: str = ""
     api_version: int = API_VERSION
     score: int = 0
     asynchronous: bool = False
@@ -138,6 +141,12 @@ class Platform(ABC):
     @abstractmethod
     def info(self, rank: int = 0) -> DeviceInfo:
         """Facts of the device of local rank `rank`; must not import torch."""
+
+    def device_info(self, rank: int = 0) -> DeviceInfo:
+        """`info`, with the family that its platform is of."""
+        info = self.info(rank)
+        own = info.family if self.name == info.type else self.name
+        return replace(info, family=self.family or own)
 
     @abstractmethod
     def device(self, rank: int = 0) -> torch.device:

@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = given.split(",") if given else metafunc.config.getini("ds_runtime_plugins")
     plugins = load_plugins()
     platform, _ = select_platform(plugins, metafunc.config.getoption("--ds-platform"))
-    device = platform.info(0)
+    device = platform.device_info(0)
     wanted = set(plugins_of(plugins, names))
     plugins.offers(facts_for(device, "float32"))
     providers = {provider for provider, owner in plugins.owners.items() if owner in wanted}

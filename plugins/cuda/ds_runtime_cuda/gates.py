@@ -27,7 +27,7 @@ OWN = frozenset(  # adapters of no library
 
 def gpu(facts: Facts) -> str | None:
     arch = facts.device.arch
-    return None if arch.startswith("sm") else f"runs on NVIDIA GPUs, not on {facts.device.type}"
+    return None if arch.startswith("sm") else f"runs on NVIDIA GPUs, not on {facts.device.family}"
 
 
 def arch(*wanted: str) -> Gate:

@@ -100,6 +100,7 @@ class CudaPlatform(TorchPlatform):
     """Local rank r computes on the r-th visible GPU."""
 
     name = "cuda"
+    family = "NVIDIA GPUs"
     score = 100
     torch_type = "cuda"
     collectives = "nccl"

@@ -49,7 +49,7 @@ LATENT_SPLIT = Layout(
 def _npu(facts: Facts) -> str | None:
     arch = facts.device.arch
     if not arch.startswith("ascend"):
-        return f"runs on Ascend NPUs, not on {facts.device.type}"
+        return f"runs on Ascend NPUs, not on {facts.device.family}"
     if arch not in _ARCHS:
         return f"made for {' and '.join(_ARCHS)}, not for {arch}"
     if "torch_npu" not in facts.device.features:

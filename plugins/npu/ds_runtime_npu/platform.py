@@ -197,6 +197,7 @@ class NpuPlatform(TorchPlatform):
     """Local rank r computes on the r-th die."""
 
     name = "npu"
+    family = "Ascend NPUs"
     score = 100
     torch_type = "npu"
     collectives = "hccl"

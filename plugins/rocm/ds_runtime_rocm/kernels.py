@@ -39,7 +39,7 @@ _ARCHS = ("gfx942", "gfx950")
 def _gpu(facts: Facts) -> str | None:
     arch = facts.device.arch
     if not arch.startswith("gfx"):
-        return f"runs on AMD GPUs, not on {facts.device.type}"
+        return f"runs on AMD Instinct, not on {facts.device.family}"
     return None if arch in _ARCHS else f"made for {' and '.join(_ARCHS)}, not for {arch}"
 
 

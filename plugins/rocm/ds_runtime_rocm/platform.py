@@ -195,6 +195,7 @@ class RocmPlatform(TorchPlatform):
     """Local rank r computes on the r-th GPU."""
 
     name = "rocm"
+    family = "AMD Instinct"
     score = 100
     torch_type = "cuda"  # torch's name for it
     collectives = "nccl"  # RCCL, under the name that torch has for both

@@ -50,7 +50,7 @@ _MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
 def _compiles(facts: Facts) -> str | None:
     device = facts.device
     if FEATURE not in device.features:
-        return f"no Triton that makes code for {device.name}, a {device.type} device, is installed"
+        return f"no Triton that makes code for {device.family}, as {device.name}, is installed"
     return None
 
 

@@ -37,7 +37,7 @@ _INDEX = 64, 128  # heads and width of V3.2's indexer
 
 def _gpu(facts: Facts) -> str | None:
     arch = facts.device.arch
-    return None if arch.startswith("xe") else f"runs on Intel GPUs, not on {facts.device.type}"
+    return None if arch.startswith("xe") else f"runs on Intel GPUs, not on {facts.device.family}"
 
 
 def _xe2(facts: Facts) -> str | None:

@@ -115,6 +115,7 @@ class XpuPlatform(TorchPlatform):
     """Local rank r computes on torch's device xpu:r; a GPU of two stacks is two of them."""
 
     name = "xpu"
+    family = "Intel GPUs"
     score = 80
     torch_type = "xpu"
     collectives = "xccl"
