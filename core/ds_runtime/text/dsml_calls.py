@@ -19,7 +19,6 @@ _BARE = re.compile(r"\s*>?")
 _ATTRIBUTE = re.compile(r'\s*\w+="')
 _NAME = re.compile(r'\bname="([^"]*)"')
 _STRING = re.compile(r'\bstring="(true|false)"')
-_SPACE = re.compile(r"\s+")
 
 
 class DsmlToolParser(TagToolParser):
@@ -38,17 +37,13 @@ class DsmlToolParser(TagToolParser):
         self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
     ) -> None:
         super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
-        self._skips = False  # white space between tags is no content
         self._tag = ""
         self._tag_loosely = False
 
     def _content(self) -> bool:
         text = self._text
-        if self._skips:
-            if skipped := _SPACE.match(text, self._pos):
-                self._pos = skipped.end()
-            if self._pos == len(text):
-                return False
+        if self._skipped():
+            return False
         if self._open and self._skips and not self._num_params and text[self._pos] == "{":
             self._json, self._step = self._new_json(self.TAGS), self._object
             return True

@@ -16,7 +16,6 @@ _BOUNDS = Markers((KEY, CALL_END))
 _KEY_ENDS = Markers((KEY_END, KEY, VALUE, VALUE_END, CALL_END))
 _NAME = re.compile(r"""\s*[^\s<>{}()"'`]+\s*""")
 _HALF_NAME = re.compile(r"""\s*[^\s<>{}()"'`]*\s*""")
-_SPACE = re.compile(r"\s+")
 
 
 class GlmToolParser(TagToolParser):
@@ -37,17 +36,13 @@ class GlmToolParser(TagToolParser):
         self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
     ) -> None:
         super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
-        self._skips = False  # white space after a call is no content
         self._opening = ""  # what began a call, if it is one
         self._key = ""
 
     def _content(self) -> bool:
         text = self._text
-        if self._skips:
-            if skipped := _SPACE.match(text, self._pos):
-                self._pos = skipped.end()
-            if self._pos == len(text):
-                return False
+        if self._skipped():
+            return False
         found, end = self._seek(self._markers)
         said = text[self._pos : end]
         if found is None or found.name == CALL:  # a line break before a call belongs to it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
@@ -9,6 +10,8 @@ from typing import Any, ClassVar
 from ds_runtime.text.json_stream import quoted
 from ds_runtime.text.markers import Found, Markers
 from ds_runtime.text.tool_calls import NO_JSON, Schemas, ToolCallParser, strict_json
+
+_SPACE = re.compile(r"\s+")
 
 
 class Kind(Enum):
@@ -34,6 +37,7 @@ class TagToolParser(ToolCallParser):
         self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
     ) -> None:
         super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
+        self._skips = False  # white space between tags, or behind a call, is no content
         self._called = ""
         self._num_params = 0
         self._kind = Kind.TEXT
@@ -45,6 +49,12 @@ class TagToolParser(ToolCallParser):
     def _after_value(self) -> None:
         """Go on behind a value, at the tag that ends it."""
         raise NotImplementedError
+
+    def _skipped(self) -> bool:
+        """Leave out white space where it is no content; whether nothing is left to read."""
+        if self._skips and (space := _SPACE.match(self._text, self._pos)):
+            self._pos = space.end()
+        return self._skips and self._pos == len(self._text)
 
     def _begin_call(self, name: str) -> None:
         self._called, self._num_params = name, 0
