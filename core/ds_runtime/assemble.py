@@ -122,6 +122,11 @@ class Assembly:
         """Layers with an index cache, where attention is sparse: the draft layer has one, too."""
         return self.model.indexers + (self.nextn is not None and self.model.indexing is not None)
 
+    def left_over(self) -> list[str]:
+        """A sentence per quantization_config, of the model and of its drafts, that is not used."""
+        models = (self.model, *(() if self.nextn is None else (self.nextn.config,)))
+        return list(dict.fromkeys(m.left_over for m in models if m.left_over))
+
     def left_out(self) -> list[str]:
         """A sentence per broken plugin: nothing of it was bound."""
         broken = [(name, r) for name, r in self.others if r.kind == "broken"]

@@ -114,8 +114,8 @@ def _described(assembly: Assembly, device: str | None) -> str:
 
 
 def tell_left_out(assembly: Assembly) -> None:
-    """A line on standard error per broken plugin."""
-    for sentence in assembly.left_out():
+    """A line on standard error per broken plugin, and per quantization_config that is not used."""
+    for sentence in (*assembly.left_out(), *assembly.left_over()):
         print(f"ds-runtime: {sentence}", file=sys.stderr)
 
 

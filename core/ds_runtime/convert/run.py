@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -66,6 +67,8 @@ def convert(
     if shard_bytes < 1:
         raise ConfigError(f"--shard-size {shard_bytes}: must be above 0, like 5GB")
     source = Source(model)
+    if progress and source.config.left_over:
+        print(f"warning: {source.config.left_over}", file=sys.stderr, flush=True)
     try:
         job = _Job(source, target, out, shard_bytes)
         return job.run(progress)

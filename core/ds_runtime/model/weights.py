@@ -54,9 +54,9 @@ def load_model(
         alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
         load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora, head_comm=alone)
         check_memory(assembly, comm, device)
-        for said in (config.left_over, unread_indexers(checkpoint, config)) if progress else ():
-            if said:
-                print(f"warning: {said}", file=sys.stderr, flush=True)
+        unread = (*assembly.left_over(), unread_indexers(checkpoint, config))
+        for said in filter(None, unread) if progress else ():
+            print(f"warning: {said}", file=sys.stderr, flush=True)
         with (
             closing(load),
             Progress("loading weights", load.total_bytes(), enabled=progress) as bar,

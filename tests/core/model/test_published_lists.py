@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.cli import main
 from ds_runtime.convert.source import Source
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.hf import load_config
@@ -241,6 +242,28 @@ def test_a_config_left_over_on_plain_weights_is_said_and_not_used(tmp_path, kind
     it = Source(tmp_path)
     assert {s.format for s in it.linears.values()} == {"dense"}
     Harness(decide(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["plan", "ops", "convert"])
+@pytest.mark.parametrize("kind", ["fp8", "gptq"])
+def test_whoever_reads_a_left_over_config_says_so(tmp_path, capsys, command, kind):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tiny(folder, "v3", 3, **WIDTHS)
+    more = ["--to", "bf16", "--out", str(tmp_path / "out")] if command == "convert" else []
+
+    def said():
+        assert main([command, "--model", str(folder), *more]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if "read as dense" in line]
+
+    configure(folder, CONFIGS[kind])
+    (line,) = said()
+    assert line.endswith("remove it from config.json")
+    assert f"{folder}: the quantization_config (quant_method '{kind}') is not used" in line
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert said() == []
 
 
 @pytest.mark.parametrize("kind", LEFT)
