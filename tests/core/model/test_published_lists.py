@@ -167,6 +167,52 @@ def test_what_dynamic_says_and_nobody_reads_is_named(dynamic, said):
     assert LOADERS["gptq"].refuse({**GPTQ, "dynamic": dynamic}).startswith(said)
 
 
+LISTED = "modules_in_block_to_quantize"
+BLOCK_LISTS = [
+    [["self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"], ["self_attn.o_proj"]],
+    [["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]],
+    [[f"mlp.experts.{e}.{n}_proj" for e in (0, 1, 12)] for n in ("up", "down")],
+    [["model.layers.1.self_attn.o_proj"]],
+    ["o_proj", "down_proj"],
+    [["o_proj"], []],
+    [["lm_head"]],
+]
+
+
+@pytest.mark.parametrize("said", BLOCK_LISTS, ids=str)
+def test_the_modules_in_a_block_that_are_listed_are_quantised_alone(said):
+    """As optimum chooses them: by the end of a path."""
+    ends = tuple(e for each in said for e in ([each] if isinstance(each, str) else each))
+    assert dense("gptq", **{LISTED: said}) == {m for m in MODULES if not m.endswith(ends)}
+
+
+@pytest.mark.parametrize("said", [None, []])
+def test_a_list_of_no_modules_leaves_none_dense(said):
+    assert not dense("gptq", **{LISTED: said})
+
+
+def test_parts_of_paths_are_found_as_vllm_finds_them():
+    want = {m for m in MODULES if "self_attn" not in m and "shared_experts" not in m}
+    assert dense("gptq", **{LISTED: ["self_attn", "mlp.shared_experts"]}) == want
+    assert dense("gptq", **{LISTED: [["model.layers.1"]]}) == {
+        m for m in MODULES if ".layers.1." not in m
+    }
+
+
+def test_what_is_listed_may_still_be_left_dense_or_be_different():
+    more = {"dynamic": {"-:.*o_proj": {}}, "modules_to_not_convert": ["model.layers.0."]}
+    got = dense("gptq", **{LISTED: [["self_attn.o_proj", "mlp.down_proj"]]}, **more)
+    assert got == {m for m in MODULES if not m.endswith("mlp.down_proj") or ".layers.0." in m}
+
+
+@pytest.mark.parametrize(
+    "said", ["o_proj", 3, {"a": 1}, [["o_proj", 3]], [[["o_proj"]]], [""], [[]]]
+)
+def test_a_list_that_is_none_of_modules_is_named(said):
+    found = LOADERS["gptq"].refuse({**GPTQ, LISTED: said})
+    assert found == f"{LISTED} {said!r} is not supported; expected lists of module names"
+
+
 def write(folder, writer, config, chosen):
     """A tiny V3 with these Linears in a format; returns the values that are meant."""
     write_tiny(folder, "v3", 3, **WIDTHS)
@@ -204,6 +250,11 @@ CASES = {
         gptq(False),
         {**GPTQ, "desc_act": False, "dynamic": {"-:.*self_attn.*": {}}},
         lambda m: "self_attn" not in m,
+    ),
+    "gptq listed": (
+        gptq(False),
+        {**GPTQ, "desc_act": False, LISTED: [["mlp.gate_proj", "mlp.up_proj"], ["o_proj"]]},
+        lambda m: m.endswith(("mlp.gate_proj", "mlp.up_proj", "o_proj")),
     ),
     "gptq other groups": (
         gptq(False),

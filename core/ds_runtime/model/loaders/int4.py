@@ -1,6 +1,7 @@
 """AWQ and GPTQ: 4-bit codes and zero points, packed eight to a word, and transposed.
 
-GPTQModel's `dynamic` says of modules, by regex, what differs from the rest of the config.
+GPTQModel's `dynamic` says of modules, by regex, what differs from the rest of the config, and
+optimum's `modules_in_block_to_quantize` which modules are quantised at all.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ds_runtime.model.loaders.names import Names, compiled, not_converted
 from ds_runtime.ops.spec import DENSE, Encoding
 
 _TENSORS = {"weight": "qweight", "scale": "scales", "zero": "qzeros"}
+_PLAIN = re.compile(r"[\w.-]+")
 _KEPT = ("modules_to_not_convert", "ignored_layers")
 _ALWAYS_DENSE = Names(["lm_head", "embed_tokens", "gate"], "")
 
@@ -29,7 +31,32 @@ def gptq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
 
     Where it is false, `g_idx` must name the groups in order: the layout sees to that.
     """
-    return _by_module(quantization, _gptq)
+    listed, of = _quantised(quantization), _by_module(quantization, _gptq)
+    return of if listed is None else lambda module: of(module) if listed(module) else DENSE
+
+
+_LISTED = "modules_in_block_to_quantize"
+
+
+def _quantised(quantization: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    """Whether a module is quantised, or None where no list says which are.
+
+    Lists of lists, or one of all: names are ends of paths, as in optimum, or whole parts of them,
+    as in vLLM.
+    """
+    said = quantization.get(_LISTED)
+    if not said:
+        return None
+    entries: list[Any] = []
+    if isinstance(said, list | tuple):
+        for each in said:
+            entries += each if isinstance(each, list | tuple) else [each]
+    if not entries or not all(isinstance(e, str) and e.strip(".") for e in entries):
+        raise UnsupportedError(
+            f"{_LISTED} {shown(said)} is not supported; expected lists of module names"
+        )
+    names, ends = Names([e for e in entries if _PLAIN.fullmatch(e)], _LISTED), tuple(entries)
+    return lambda module: module.endswith(ends) or module in names
 
 
 def _awq(quantization: Mapping[str, Any]) -> Encoding:
