@@ -13,7 +13,7 @@ import difflib
 import shutil
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -25,6 +25,7 @@ from ds_runtime import interrupt
 from ds_runtime.config import EngineConfig, parse_size
 from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.failure import described
 from ds_runtime.engine.launch import RankGroup
 from ds_runtime.engine.messages import Stats
 from ds_runtime.engine.rankspec import RankSpec
@@ -67,14 +68,12 @@ class LLM:
         names = tuple(m.__name__ for m in extra_plugins)
         folder = make_private_folder() if config.tp > 1 else Path()
         specs = [RankSpec(config, explicit, names, folder, r) for r in range(config.tp)]
-        self._group = RankGroup(specs[1:]) if config.tp > 1 else None
+        self._group = RankGroup(specs[1:], own=specs[0]) if config.tp > 1 else None
         self._finalizer = weakref.finalize(self, _release, self._group, folder)
         self._broken: str | None = None
         self._engine: Engine | None = None
-        try:
+        with self._call():
             self._engine = engine = start_engine(specs[0], extra_plugins, self._group)
-        except BaseException as e:
-            self._fail(e)
         self._assembly = engine.assembly
         self._maker = JobMaker(engine.assembly)
         self._registry = Registry()
@@ -91,11 +90,22 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the model and end the other ranks. May be called twice."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        """Free the model and end the other ranks. May be called twice.
+
+        EngineDeadError where another rank has died, or fails in closing.
+        """
+        if self._engine is None:
+            return
+        group = self._group
+        with self._call():
+            if group is not None:
+                group.leave()
+            self._engine.close()
+        self._engine = None
         self._finalizer()
+        if group is not None and group.failure is not None:
+            self._broken = str(group.failure)
+            raise group.failure
 
     @property
     def plan(self) -> Plan:
@@ -148,7 +158,9 @@ class LLM:
 
         RequestError says why it cannot be; nothing has changed then.
         """
-        self._alive().load_adapter(name, str(path))
+        engine = self._alive()
+        with self._call():
+            engine.load_adapter(name, str(path))
 
     def unload_lora_adapter(self, name: str) -> None:
         """Make room for another. RequestError while requests use it."""
@@ -258,21 +270,40 @@ class LLM:
 
     def _step(self) -> None:
         engine = self._alive()
-        with interrupt.deferred():
+        with interrupt.deferred(), self._call():
+            self._registry.take(engine, engine.step())
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around what the engine does. Where that fails, other than by a refusal, or another rank
+        has died, nothing can be served any more.
+        """
+        group = self._group
+        with nullcontext() if group is None else group.call():
             try:
-                self._registry.take(engine, engine.step())
+                if group is not None and group.failure is not None:
+                    raise group.failure
+                yield
+            except RequestError:
+                raise
             except BaseException as e:
                 self._fail(e)
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """A step or the start broke: nothing can be served any more."""
-        group = self._group
-        first = None if group is None else group.wait_failure(2.0)
+        """End everything; the first cause is raised. What would end this process in silence, or
+        pass by handlers of errors, is an error."""
+        group, engine = self._group, self._engine
+        first = None if group is None else group.fail(error)
+        if first is None and not isinstance(error, Exception | KeyboardInterrupt):
+            first = EngineDeadError(described(error, 0))
         self._broken = str(first or error) or type(error).__name__
-        self.close()
-        if first is not None and isinstance(error, Exception):
-            raise first from error
-        raise error
+        self._engine = None
+        if engine is not None:
+            engine.part()
+        self._finalizer()
+        if first is None or first is error or isinstance(error, KeyboardInterrupt):
+            raise error
+        raise first from error
 
     def _alive(self) -> Engine:
         if self._engine is None:

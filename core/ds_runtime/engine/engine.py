@@ -5,7 +5,6 @@ Used in process by the offline API and, behind sockets, by `engine/loop.py`.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 import time
@@ -19,6 +18,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.base import part_of
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.adapters import Adapters
+from ds_runtime.engine.failure import during
 from ds_runtime.engine.handle import Handle
 from ds_runtime.engine.holdings import Pages
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
@@ -203,9 +203,16 @@ class Engine:
         gc.unfreeze()
         self._grammars.close()
         if self.leader is not None:
-            self.leader.close()
-            with contextlib.suppress(RuntimeError):  # they may be gone already
+            with during("while it closed"):
+                self.leader.close()
                 self.runner.close()
+
+    def part(self) -> None:
+        """Close where the other ranks have been ended."""
+        gc.unfreeze()
+        self._grammars.close()
+        if self.leader is not None:
+            self.leader.part(self.runner)
 
 
 def _pages(config: EngineConfig, count: int) -> Pages:

@@ -1,15 +1,14 @@
 """The engine's processes: one per rank, watched, and ended together.
 
-A child that fails leaves its reason in the private folder; the watcher ends the others and keeps
-the reason of the first. A child whose parent dies exits at once. What children write goes where the
-parent's goes, or line by line to whoever asks for it.
+A child that fails leaves its reason in the private folder and exits; the watcher ends the others,
+whatever they wait in, and keeps the first cause. A child whose parent dies exits at once. What
+children write goes where the parent's goes, or line by line to whoever asks for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import multiprocessing
 import os
 import shutil
@@ -24,16 +23,21 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import cast
 
 import zmq
 
 from ds_runtime import errors, interrupt
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.failure import during, leave_reason, reasons
 from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.rankspec import RankSpec
+from ds_runtime.engine.sentry import Sentry
 from ds_runtime.engine.transport import connect_push, ipc
 
 _GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
+_THEIRS = 1.0  # for the watcher to see that what failed here comes of another rank's death
+_ENDING = 2.0  # for those that are ended
 _LONGEST = 1 << 16  # bytes of a line
 _WHERE: int | None = getattr(signal, "SIGUSR1", None)  # has a rank say where each of its threads is
 
@@ -42,33 +46,52 @@ Tell = Callable[[RankSpec, str], None]
 
 
 class RankGroup:
-    """Some ranks' processes. `failure` is set once, when one of them dies unasked.
+    """Some ranks' processes. `failure` is the first cause, set once, when one of them fails.
 
     `tell` gets what they write, in threads of its own; None: they write where this process does.
+    `own`: the rank that this process is itself, if it is one; it says so with `call` and `fail`.
     """
 
-    def __init__(self, specs: Sequence[RankSpec], tell: Tell | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[RankSpec], tell: Tell | None = None, own: RankSpec | None = None
+    ) -> None:
         self._specs = list(specs)
         self._tell = tell
+        self._own = own
         self._processes: list[BaseProcess] = []
         self._stopping = threading.Event()
+        self._ending = threading.Lock()
+        self._ended = False  # by this process
         self._failed = threading.Event()
         self.failure: errors.DsRuntimeError | None = None
         self._wake, self._woken = multiprocessing.Pipe()
+        self._sentry = None if own is None else Sentry(own.folder)
 
     def start(self) -> None:
         """Start every process (spawn) and the watcher."""
         context = multiprocessing.get_context("spawn")
+        lives: dict[int, Connection] = {}
         with interrupt.ignored():
             for spec in self._specs:
-                self._processes.append(self._start(context, spec))
+                self._processes.append(self._start(context, spec, lives))
         threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
+        if self._sentry is not None:
+            ranks = [spec.rank for spec in self._specs]
+            self._sentry.start(lives, dict(zip(ranks, self.pids, strict=True)))
 
-    def _start(self, context: SpawnContext, spec: RankSpec) -> BaseProcess:
+    def _start(
+        self, context: SpawnContext, spec: RankSpec, lives: dict[int, Connection]
+    ) -> BaseProcess:
         ours, theirs = (None, None) if self._tell is None else context.Pipe(duplex=False)
+        life = None
+        if self._own is not None:
+            lives[spec.rank], life = context.Pipe(duplex=False)
         name = f"ds-runtime rank {spec.rank}"
-        process = context.Process(target=rank_main, args=(spec, theirs), name=name, daemon=True)
+        args = spec, theirs, life
+        process = context.Process(target=rank_main, args=args, name=name, daemon=True)
         process.start()
+        if life is not None:
+            life.close()
         if ours is not None and theirs is not None:
             theirs.close()  # the child has its own: what is read ends with it
             reader = threading.Thread(
@@ -94,71 +117,99 @@ class RankGroup:
         """Why the engine ended, or None while it lives."""
         return None if self.failure is None else str(self.failure)
 
-    def wait_failure(self, timeout: float) -> errors.DsRuntimeError | None:
-        """`failure`, waiting up to `timeout` seconds for it once the processes are started."""
-        if self._processes:
-            self._failed.wait(timeout)
+    def call(self) -> contextlib.AbstractContextManager[None]:
+        """Around whatever this process does as a rank: it is ended if it waits for one that died
+        and does not notice.
+        """
+        return contextlib.nullcontext() if self._sentry is None else self._sentry.call()
+
+    def fail(self, error: BaseException) -> errors.DsRuntimeError | None:
+        """This process, a rank itself, has failed: end the others. Their failure, if it was first:
+        what a communicator says of a rank that died hides why it did.
+        """
+        own = self._own
+        assert own is not None and self._sentry is not None
+        leave_reason(own.folder, own.rank, error)
+        if self._processes and not self._ended:
+            self._failed.wait(_THEIRS)
+            self._stopping.set()
+            self._sentry.stir()
+            if self.failure is None:
+                self.failure = self._first()
+            self._end(time.monotonic() + _ENDING)
+            self._sentry.stir()
         return self.failure
 
-    def stop(self, timeout: float = 5.0) -> None:
-        """Wait for the processes to leave, then end them; returns within about `timeout`."""
+    def leave(self) -> None:
+        """The processes are about to be told to leave: from now on an end is no failure."""
         self._stopping.set()
-        deadline = time.monotonic() + timeout
+
+    def stop(self, timeout: float = 5.0) -> str | None:
+        """Wait for the processes to leave, then end them; returns within about `timeout`. Why they
+        failed in leaving, if one did.
+        """
+        self.leave()
+        deadline, said = time.monotonic() + timeout, None
         for process in self._processes:
             process.join(max(0.0, deadline - 1.0 - time.monotonic()))
+        if self._processes and self.failure is None and not self._ended:
+            self._note_silent()
+            self.failure = self._first()
+            said = self.poll()
         self._end(deadline)
         with contextlib.suppress(OSError):
             self._wake.send_bytes(b"stop")
+        if self._sentry is not None:
+            self._sentry.close()
+        return said
 
     def _end(self, deadline: float) -> None:
-        for process in self._processes:
-            if process.is_alive():
-                process.terminate()
-        for process in self._processes:
-            process.join(max(0.1, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join(1.0)
+        with self._ending:
+            self._ended = True
+            for process in self._processes:
+                if process.is_alive():
+                    process.terminate()
+            for process in self._processes:
+                process.join(max(0.1, deadline - time.monotonic()))
+                if process.is_alive():
+                    process.kill()
+                    process.join(1.0)
 
     def _watch(self) -> None:
-        sentinels = [p.sentinel for p in self._processes]
-        dead = wait([*sentinels, self._woken])
-        if self._stopping.is_set() or self._woken in dead:
-            return
-        for process in self._processes:
-            if process.sentinel in dead:
-                process.join(1.0)  # the sentinel speaks before the exit code is there
-        killed = self._killed()
-        time.sleep(_GRACE)
-        self.failure = self._reason(killed)
-        self._failed.set()
-        self._end(time.monotonic() + 2.0)
+        alive = {p.sentinel: p for p in self._processes}
+        while alive:
+            dead = wait([*alive, self._woken])
+            if self._woken in dead:
+                return
+            for one in dead:
+                alive.pop(cast(int, one)).join(1.0)  # the sentinel speaks before the exit code
+            self._note_silent()
+            if not self._stopping.is_set():
+                time.sleep(_GRACE)
+                self.failure = self._first()
+                self._failed.set()
+                self._end(time.monotonic() + _ENDING)
+                return
 
-    def _killed(self) -> list[tuple[int, int]]:
-        """(rank, signal) of the processes that a signal ended."""
-        found = []
+    def _note_silent(self) -> None:
+        """Give those a reason that have ended without one: as the first, since what another's end
+        brings about leaves one.
+        """
+        leaving = self._stopping.is_set()
         for spec, process in zip(self._specs, self._processes, strict=True):
             code = process.exitcode
-            if code is not None and code < 0:
-                found.append((spec.rank, -code))
-        return found
+            if code is not None and (said := _ended(code, leaving)):
+                error = errors.EngineDeadError(f"engine rank {spec.rank} {said}")
+                leave_reason(spec.folder, spec.rank, error, 0.0)
 
-    def _reason(self, killed: list[tuple[int, int]]) -> errors.DsRuntimeError:
-        """The first cause: a signal, else the earliest reason that a rank left behind."""
-        for rank, number in killed:
-            name = signal.Signals(number).name
-            hint = " (out of memory?)" if number == signal.SIGKILL else ""
-            return errors.EngineDeadError(f"engine rank {rank} was ended by {name}{hint}")
-        left = [r for s in self._specs if (r := read_reason(s.folder, s.rank)) is not None]
-        if left:
-            _, kind, message = min(left)
-            return as_error(kind, message)
-        codes = ", ".join(
-            f"rank {s.rank}: {p.exitcode}"
-            for s, p in zip(self._specs, self._processes, strict=True)
-            if p.exitcode is not None
-        )
-        return errors.EngineDeadError(f"the engine has left (exit codes: {codes})")
+    def _first(self) -> errors.DsRuntimeError | None:
+        """The first cause, unless this process, which is a rank, is it."""
+        own = () if self._own is None else (self._own,)
+        every = [*self._specs, *own]
+        found = reasons(every[0].folder, [spec.rank for spec in every])
+        if not found or found[0].rank in [spec.rank for spec in own]:
+            return None
+        return found[0].error()
 
 
 class EngineProcesses:
@@ -203,20 +254,36 @@ class EngineProcesses:
         """Have every process write where each of its threads is."""
         self.group.trace()
 
-    def stop(self, timeout: float = 5.0) -> None:
-        """Ask the engine to leave, then end what is left."""
+    def stop(self, timeout: float = 5.0) -> str | None:
+        """Ask the engine to leave, then end what is left. Why it failed in leaving, if it did."""
         if self.group.poll() is None:
+            self.group.leave()
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             socket = connect_push(context, self.to_engine)
             socket.send(encoder.encode(Stop()))
             context.destroy(linger=200)
-        self.group.stop(timeout)
+        return self.group.stop(timeout)
 
 
-def rank_main(spec: RankSpec, output: Connection | None = None) -> None:
+def _ended(code: int, leaving: bool) -> str:
+    """What an exit code says that nobody asked for; leaving: they were told to leave."""
+    if code < 0 and not (leaving and code == -signal.SIGTERM):  # which may be sent to everybody
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+    if code > 0 or (code == 0 and not leaving):
+        return (
+            f"has left by itself with exit code {code} and gave no reason: something in its "
+            "process calls os._exit or exit; ds-runtime plugins lists whose code is loaded"
+        )
+    return ""
+
+
+def rank_main(
+    spec: RankSpec, output: Connection | None = None, life: Connection | None = None
+) -> None:
     """Entry of a rank's process; leaves the reason in the folder when it fails.
 
-    `output`: a pipe for what it writes, also below Python.
+    `output`: a pipe for what it writes, also below Python. `life`: one that ends with the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to leave
     if output is not None:
@@ -227,8 +294,9 @@ def rank_main(spec: RankSpec, output: Connection | None = None) -> None:
         faulthandler.register(_WHERE, all_threads=True)
     _exit_with_parent(spec.folder)
     try:
-        for name, value in spec.process_env().items():  # before torch loads what reads them
-            os.environ.setdefault(name, value)
+        with during("at the start"):
+            for name, value in spec.process_env().items():  # before torch loads what reads them
+                os.environ.setdefault(name, value)
         if spec.rank == 0:
             from ds_runtime.engine.loop import serve
 
@@ -241,7 +309,7 @@ def rank_main(spec: RankSpec, output: Connection | None = None) -> None:
         sys.stderr.flush()
         os._exit(0)  # taking torch down in order costs a second
     except BaseException as e:
-        leave_reason(spec, e)
+        leave_reason(spec.folder, spec.rank, e)
         if not isinstance(e, errors.DsRuntimeError):
             traceback.print_exc()
         sys.stderr.flush()
@@ -283,34 +351,3 @@ def _exit_with_parent(folder: Path) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
-
-
-def leave_reason(spec: RankSpec, error: BaseException) -> None:
-    """Write why this rank ends, for the watcher."""
-    message = str(error)
-    if not message and isinstance(error, MemoryError):
-        message = "the system refused memory"
-    if not isinstance(error, errors.DsRuntimeError):
-        message = f"engine rank {spec.rank} failed: {type(error).__name__}: {message}"
-    said = {"time": time.time(), "kind": type(error).__name__, "message": message}
-    path = spec.folder / f"rank{spec.rank}.reason"
-    with contextlib.suppress(OSError):  # the folder is gone with the parent
-        path.with_suffix(".part").write_text(json.dumps(said))
-        path.with_suffix(".part").replace(path)
-
-
-def read_reason(folder: Path, rank: int) -> tuple[float, str, str] | None:
-    """(time, kind, message) that a rank left, if it did."""
-    try:
-        said = json.loads((folder / f"rank{rank}.reason").read_text())
-    except FileNotFoundError:
-        return None
-    return said["time"], said["kind"], said["message"]
-
-
-def as_error(kind: str, message: str) -> errors.DsRuntimeError:
-    """The error of a child, again as its class."""
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, errors.DsRuntimeError):
-        return known(message)
-    return errors.EngineDeadError(message)

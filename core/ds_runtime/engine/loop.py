@@ -9,6 +9,7 @@ import zmq
 
 from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.failure import described
 from ds_runtime.engine.messages import (
     Abort,
     Adapt,
@@ -31,7 +32,7 @@ from ds_runtime.engine.profiler import Profiler
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import bind_pull, connect_push, ipc
-from ds_runtime.errors import DsRuntimeError, RequestError
+from ds_runtime.errors import RequestError
 
 _STATS_SECONDS = 0.25
 
@@ -137,10 +138,10 @@ def serve(spec: RankSpec) -> None:
         loop.run()
         engine.close()
     except BaseException as e:
-        # Where another rank fell, this one only meets the broken connection: the watcher in the
-        # front end's process knows which was first and why.
-        if spec.size == 1 or isinstance(e, DsRuntimeError):
-            outbox.send(encoder.encode(Dead(str(e) or type(e).__name__)))
+        # Of several ranks, one meets only the broken connection of the one that fell: the watcher
+        # in the front end's process knows which was first and why.
+        if spec.size == 1:
+            outbox.send(encoder.encode(Dead(described(e, spec.rank))))
         raise
     finally:
         context.destroy(linger=500)

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from ds_runtime.assemble import Assembly
+from ds_runtime.engine.failure import bounded, during
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import PutAdapter, StepPlan
@@ -27,14 +28,18 @@ from ds_runtime.plan import Plan, difference
 from ds_runtime.platform.spec import Communicator
 
 _LEAVE = b""
+_PARTING = 2.0  # seconds for a communicator to close whose other ranks are gone
 
 
-def join(spec: RankSpec, assembly: Assembly) -> Communicator:
-    """Enter the group of ranks."""
+def join(
+    spec: RankSpec, assembly: Assembly, met: Callable[[], None] = lambda: None
+) -> Communicator:
+    """Enter the group of ranks. met: called when this rank can, before it waits for others."""
     config = assembly.config
     spec.check_device(assembly.platform)
     assembly.platform.local_rank = spec.local_rank
     assembly.platform.init_worker(spec.local_rank, spec.local_ranks, config.threads)
+    met()
     if spec.size == 1:
         return SoloCommunicator()
     init_method = f"file://{spec.folder / 'rendezvous'}"
@@ -52,9 +57,11 @@ def start_runner(
     spec: RankSpec, assembly: Assembly, comm: Communicator, *, poison: bool = False
 ) -> Runner:
     """Compare plans, load, allocate and run one step."""
-    compare_plans(assembly.plan, comm)
-    runner = Runner(assembly, comm, spec.local_rank, spec.local_ranks, poison=poison)
-    runner.warm_up()
+    with during("while it loaded the model"):
+        compare_plans(assembly.plan, comm)
+        runner = Runner(assembly, comm, spec.local_rank, spec.local_ranks, poison=poison)
+    with during("in its first steps"):
+        runner.warm_up()
     gc.freeze()  # what is loaded stays: a collection that walks it takes a tenth of a second
     return runner
 
@@ -114,15 +121,21 @@ class Leader:
             peer.send(_LEAVE)
         self._context.destroy(linger=200)
 
+    def part(self, group: Communicator | Runner | None) -> None:
+        """Let go of others that have been ended: a communicator may wait for them for ever."""
+        self._context.destroy(linger=0)
+        if group is not None:
+            bounded(group.close, _PARTING)
+
 
 def follow(spec: RankSpec) -> None:
     """The life of a rank other than 0: do what rank 0 does, until it says to leave."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox = bind_pull(context, ipc(spec.folder, f"rank{spec.rank}"))
-    assembly = spec.assemble()
-    hello = connect_push(context, ipc(spec.folder, "ranks"))
-    hello.send(str(spec.rank).encode())
-    comm = join(spec, assembly)
+    with during("at the start"):
+        assembly = spec.assemble()
+        hello = connect_push(context, ipc(spec.folder, "ranks"))
+        comm = join(spec, assembly, lambda: hello.send(str(spec.rank).encode()))
     runner = start_runner(spec, assembly, comm)
     decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter)
     while data := inbox.recv():
@@ -132,5 +145,6 @@ def follow(spec: RankSpec) -> None:
         else:
             with contextlib.suppress(CheckpointError):  # rank 0 has it, too, and tells
                 runner.put_adapter(message)
-    runner.close()
+    with during("while it closed"):
+        runner.close()
     context.destroy(linger=0)

@@ -200,8 +200,13 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Every rank launches the same plans in the same order."""
-        self._finish()
-        return self._launch(plan, self.caches)
+        try:
+            self._finish()
+            return self._launch(plan, self.caches)
+        except BaseException as e:
+            prompts = any(work.tokens is not None for work in plan.works)
+            e.add_note("in a step with prompts" if prompts else "in a decode step")
+            raise
 
     def _finish(self) -> None:
         """Draft what the last step launched is to draft: wait for what the device has verified."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assemble import Assembly, assemble
 from ds_runtime.engine.banner import warnings
 from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.failure import during
 from ds_runtime.engine.launch import RankGroup
 from ds_runtime.engine.ranks import Leader, join, start_runner
 from ds_runtime.engine.rankspec import RankSpec
@@ -27,17 +27,26 @@ def start_engine(
     assembly = assemble(spec.config, spec.explicit, plugins) if plugins else spec.assemble()
     for line in warnings(assembly):
         print(line, file=sys.stderr, flush=True)
-    with contextlib.ExitStack() as undo:
-        leader = None
-        if spec.size > 1:
-            leader = Leader(spec.folder, spec.size)
-            undo.callback(leader.close)
+    leader, comm = None, None
+    try:
+        with during("at the start"):
+            if spec.size > 1:
+                leader = Leader(spec.folder, spec.size)
             if others is not None:
                 others.start()
-            check = (lambda: None) if others is None else others.poll
-            leader.wait(assembly.config.dist_timeout, check)
-        comm = join(spec, assembly)
-        undo.callback(comm.close)
-        engine = Engine(assembly, start_runner(spec, assembly, comm), leader)
-        undo.pop_all()
-    return engine
+            comm = join(spec, assembly, lambda: _meet(leader, assembly, others))
+        runner = start_runner(spec, assembly, comm)
+        with during("while it built the engine"):
+            return Engine(assembly, runner, leader)
+    except BaseException as e:
+        if others is not None:  # else whoever watches this process ends the others
+            others.fail(e)
+            if leader is not None:
+                leader.part(comm)
+        raise
+
+
+def _meet(leader: Leader | None, assembly: Assembly, others: RankGroup | None) -> None:
+    if leader is not None:
+        check = (lambda: None) if others is None else others.poll
+        leader.wait(assembly.config.dist_timeout, check)

@@ -64,18 +64,21 @@ class Keeper:
         self.lives = lives
         self._client, self._name, self._told = client, name, told
         self._patience = patience
+        self._fallen = False  # and everybody was told why
         client.outlook = lives.outlook
 
     async def run(self) -> End:
         """Until it is not to be started again."""
         served = False
         while True:
+            self._fallen = False
             self.lives.engine.start()
             watch = asyncio.create_task(self._watch(self.lives.engine))
             try:
                 served = await self._live() or served
             finally:
                 watch.cancel()
+            self._fallen = True
             reason = f"{self._name}{self._client.dead}"
             if not served or not self.lives.may_go_on():
                 self._client.restarting = None
@@ -105,15 +108,19 @@ class Keeper:
         engine = self.lives.renew()
         self._client.renew(engine.to_engine, engine.from_engine)
 
-    async def stop(self, hurried: bool) -> None:
-        """End the engine's processes."""
-        await self._stop(_AT_ONCE if hurried else _STOP_SECONDS)
+    async def stop(self, hurried: bool) -> bool:
+        """End the engine's processes; whether they closed well, or it was known why not."""
+        reason = await self._stop(_AT_ONCE if hurried else _STOP_SECONDS)
+        if self._fallen or reason is None:
+            return True
+        _log.error("%sthe engine failed while it closed: %s", self._name, reason)
+        return False
 
-    async def _stop(self, seconds: float) -> None:
+    async def _stop(self, seconds: float) -> str | None:
         """In a thread, and to its end: nobody else may wait for the same processes meanwhile."""
         ending = asyncio.create_task(asyncio.to_thread(self.lives.engine.stop, seconds))
         try:
-            await asyncio.shield(ending)
+            return await asyncio.shield(ending)
         except asyncio.CancelledError:
             await ending
             raise

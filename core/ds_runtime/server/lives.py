@@ -34,8 +34,8 @@ class Engine(Protocol):
         """Have the processes write where their threads are."""
         ...
 
-    def stop(self, timeout: float = ...) -> None:
-        """End every process within `timeout` seconds."""
+    def stop(self, timeout: float = ...) -> str | None:
+        """End every process within `timeout` seconds. Why they failed in closing, if one did."""
         ...
 
 

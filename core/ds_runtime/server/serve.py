@@ -247,10 +247,11 @@ class _Serving:
             loop.add_signal_handler(number, self._on_signal)
         await self._client.start()
         tasks: list[asyncio.Task[Any]] = []
+        code = 1
         try:
             tasks += [asyncio.create_task(keeper.run()) for keeper in self._keepers]
             tasks.append(asyncio.create_task(self._web.serve(sockets=[self._sock])))
-            return await self._until_the_end(tasks[-1], tasks[:-1])
+            code = await self._until_the_end(tasks[-1], tasks[:-1])
         finally:
             self._client.end()
             self._web.should_exit = True
@@ -259,7 +260,8 @@ class _Serving:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._client.close()
             hurried = self._hurried.is_set()
-            await asyncio.gather(*(keeper.stop(hurried) for keeper in self._keepers))
+            ended = await asyncio.gather(*(keeper.stop(hurried) for keeper in self._keepers))
+        return code if all(ended) else 1
 
     async def _until_the_end(
         self, task: asyncio.Task[None], keeping: Sequence[asyncio.Task[End]]

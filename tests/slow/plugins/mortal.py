@@ -1,0 +1,155 @@
+"""A platform and a kernel of which a rank dies where, and how, the environment says.
+
+MORTAL: "RANK PHASE HOW COMMUNICATOR"; MORTAL_AT: the file that gets the time of the death.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+from ds_runtime.api import OPS, Facts, Kernel, TorchCommunicator, hookimpl
+from ds_runtime_cpu.platform import CpuPlatform
+
+CAUSE = "this is the cause"
+PROMPT = 40  # tokens of the prompts that count; the first steps have others
+
+
+def rank() -> int:
+    """Of this process: as its name says, else it is the user's own."""
+    name = multiprocessing.current_process().name
+    return int(name.rpartition(" ")[2]) if name.startswith("ds-runtime rank") else 0
+
+
+def plan() -> tuple[int, str, str, str]:
+    """(rank, phase, how, communicator)."""
+    number, phase, how, communicator = os.environ["MORTAL"].split()
+    return int(number), phase, how, communicator
+
+
+def die(phase: str) -> None:
+    """If it is time."""
+    number, when, how, _ = plan()
+    if (number, when) != (rank(), phase):
+        return
+    Path(os.environ["MORTAL_AT"]).write_text(str(time.time()))
+    if how == "exit":
+        os._exit(7)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit(CAUSE) if how == "leave" else RuntimeError(CAUSE)
+
+
+class Backend:
+    """Records torch's ops."""
+
+    def __init__(self) -> None:
+        from ds_runtime.testing.replay import ReplayBackend
+
+        self._replays = ReplayBackend()
+
+    def capture(self, run):
+        """See GraphBackend."""
+        die("capture")
+        return self._replays.capture(run)
+
+
+def never(hold: bool) -> None:
+    """As a device that waits for ever for a rank; hold: together with Python's lock."""
+    wait = ctypes.PyDLL(None).sleep if hold else ctypes.CDLL(None).sleep
+    while True:
+        wait(3600)
+
+
+class Deaf(TorchCommunicator):
+    """Does not notice that a rank has died, and leaves the group only together with all others."""
+
+    hold = False
+
+    def _or_never(self, call, *args):
+        try:
+            return call(*args)
+        except RuntimeError:
+            never(self.hold)
+
+    def all_reduce(self, x):
+        return self._or_never(super().all_reduce, x)
+
+    def all_gather(self, x):
+        return self._or_never(super().all_gather, x)
+
+    def gather_objects(self, value):
+        return self._or_never(super().gather_objects, value)
+
+    def close(self):
+        die("close")
+        self.gather_objects(None)
+        super().close()
+
+
+class Holding(Deaf):
+    """Waits with Python's lock."""
+
+    hold = True
+
+
+class Gloo(TorchCommunicator):
+    """As the CPU's own."""
+
+    def close(self):
+        die("close")
+        super().close()
+
+
+KINDS = {"gloo": Gloo, "deaf": Deaf, "holding": Holding}
+
+
+class Mortal(CpuPlatform):
+    """The CPU, with steps that are captured at the start."""
+
+    name = "mortal"
+    capture_after = 0
+    captures = True
+
+    def communicator(self, rank, size, init_method, timeout=600.0):
+        die("start")
+        return KINDS[plan()[3]]("gloo", rank, size, init_method, timeout)
+
+    def graph_backend(self, rank=0):
+        return Backend()
+
+
+class Linear:
+    """The reference, which knows in which step it is by the number of rows."""
+
+    def __init__(self, facts: Facts) -> None:
+        from ds_runtime.ops.reference.linear import ReferenceLinear
+
+        self._reference = ReferenceLinear(facts)
+        self._prompted = False
+
+    def pack(self, weight, facts):
+        die("load")
+        return self._reference.pack(weight, facts)
+
+    def apply(self, x, packed):
+        if x.shape[0] == PROMPT:
+            self._prompted = True
+            die("prefill")
+        elif self._prompted:
+            die("decode")
+        return self._reference.apply(x, packed)
+
+
+@hookimpl
+def ds_platform():
+    return Mortal()
+
+
+@hookimpl
+def ds_ops(facts: Facts) -> list[Kernel]:
+    return [Kernel(OPS["linear"], f"{__name__}:Linear", "mortal", 99, formats=frozenset({"dense"}))]

@@ -1,0 +1,250 @@
+"""A rank that dies, in every phase: everybody reads why, and no process is left after 10 s.
+
+In servers and offline; also where a communicator never notices, as of most devices, and where it
+holds Python's lock while it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.launch import EngineProcesses
+from ds_runtime.engine.messages import Ready, Submit, Tokens, decode_from_engine, encoder
+from ds_runtime.engine.transport import bind_pull, connect_push, private_folder
+from ds_runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 10.0  # seconds from a death to the last process's end
+HERE = Path(__file__).parent
+PHASES = ("start", "load", "capture", "prefill", "decode", "close")
+WHY = {
+    "raise": "engine rank {rank} failed: RuntimeError: this is the cause",
+    "leave": "engine rank {rank} failed: SystemExit: this is the cause",
+    "exit": "engine rank {rank} has left by itself with exit code 7",
+    "kill": "engine rank {rank} was ended by SIGKILL",
+}
+# phase → how, communicator, of rank 0 and of rank 1
+OFFLINE = {
+    "start": ("raise deaf", "exit gloo"),
+    "load": ("kill deaf", "kill gloo"),
+    "capture": ("leave deaf", "raise holding"),
+    "prefill": ("raise gloo", "leave gloo"),
+    "decode": ("raise deaf", "raise deaf"),
+    "close": ("raise gloo", "kill deaf"),
+}
+SERVED = {
+    "start": ("raise gloo", "raise deaf"),
+    "load": ("kill deaf", "raise holding"),
+    "capture": ("raise deaf", "exit gloo"),
+    "prefill": ("leave holding", "kill deaf"),
+    "decode": ("exit gloo", "leave deaf"),
+    "close": ("raise deaf", "raise gloo"),
+}
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    """Where children find it."""
+    monkeypatch.syspath_prepend(str(HERE / "plugins"))
+    yield
+    sys.modules.pop("mortal", None)
+
+
+def environment(tmp_path, rank, phase, how):
+    at = tmp_path / f"at{rank}"
+    return {"MORTAL": f"{rank} {phase} {how}", "MORTAL_AT": str(at)}, at
+
+
+def family(pid):
+    """A process with all below it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        one = psutil.Process(pid)
+        return {one, *one.children(recursive=True)}
+    return set()
+
+
+def check_end(at, processes, since=None):
+    """No process is left, LIMIT seconds after the death."""
+    died = float(at.read_text())
+    _, alive = psutil.wait_procs(processes, max(0.1, died + LIMIT - time.time()))
+    assert not alive, [(p.pid, p.cmdline()) for p in alive]
+
+
+class Offline:
+    """A script's process."""
+
+    def __init__(self, tmp_path, rank, phase, how, platform="mortal"):
+        tmp_path.mkdir(exist_ok=True)
+        env, self.at = environment(tmp_path, rank, phase, how)
+        self.rank, self.phase, self.how = rank, phase, how.split()[0]
+        self.said = tmp_path / f"said{rank}"
+        command = [sys.executable, HERE / "mortal_main.py", "demo", platform]
+        with self.said.open("w") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | env
+            )
+        self.family = set()
+
+    def check(self):
+        """It ends in time, and says why."""
+        while self.process.poll() is None:
+            self.family |= family(self.process.pid)
+            if self.at.exists() and time.time() > float(self.at.read_text()) + LIMIT:
+                break
+            time.sleep(0.05)
+        said = self.said.read_text()
+        assert self.at.exists(), said
+        check_end(self.at, self.family)
+        assert self.process.wait() != 0, said
+        if self.rank or self.how in ("raise", "leave"):
+            self.told(said)
+        assert "\nclosed\n" not in said
+
+    def told(self, said):
+        """The last line but for notes; a rank's own exception keeps its class."""
+        why = WHY[self.how].format(rank=self.rank)
+        if self.how == "raise" and (self.rank == 0 or self.phase == "capture"):
+            why = "RuntimeError: this is the cause"
+        last = re.findall(r"^(?:\[rank0\]: )?((?:\S*Error|ds-runtime): .*)", said, re.MULTILINE)[-1]
+        assert why in last, said
+
+    def end(self):
+        for one in self.family | family(self.process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        self.process.wait()
+
+
+@pytest.mark.parametrize("phases", [PHASES[n : n + 2] for n in range(0, len(PHASES), 2)])
+def test_offline_a_death_is_told_and_ends_both_ranks(tmp_path, phases):
+    cases = [
+        Offline(tmp_path / phase, rank, phase, OFFLINE[phase][rank])
+        for phase in phases
+        for rank in (0, 1)
+    ]
+    check_all(cases)
+
+
+def check_all(cases):
+    """They run side by side: most of their time they wait."""
+    try:
+        for case in cases:
+            case.check()
+    finally:
+        for case in cases:
+            case.end()
+
+
+class Front:
+    """What a server's front end does: it starts the ranks, asks, and has them closed."""
+
+    def __init__(self, folder, phase):
+        config = EngineConfig(
+            model="demo", platform="mortal", dtype="float32", kv_memory=32_000_000, threads=1,
+            context_length=128, tp=2, max_running_requests=2, disable_graph=phase != "capture",
+        )  # fmt: skip
+        self.engine = EngineProcesses(config, folder, ("platform",), ("mortal",))
+        self.context = zmq.Context()
+        self.inbox = bind_pull(self.context, self.engine.from_engine)
+        self.outbox = connect_push(self.context, self.engine.to_engine)
+        self.engine.start()
+        self.family = set().union(*map(family, self.engine.group.pids))
+
+    def until(self, *kinds):
+        """Whether a message of these kinds came before the engine's end."""
+        deadline = time.monotonic() + 60
+        while self.engine.poll() is None and time.monotonic() < deadline:
+            if self.inbox.poll(50):
+                found = map(decode_from_engine.decode, self.inbox.recv_multipart())
+                if any(isinstance(m, kinds) for m in found):
+                    return True
+        return False
+
+    def close(self):
+        self.engine.stop()
+        self.context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch, phase, rank):
+    import mortal
+
+    how = SERVED[phase][rank]
+    env, at = environment(tmp_path, rank, phase, how)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with private_folder() as folder:
+        front = Front(folder, phase)
+        try:
+            serves = front.until(Ready)
+            assert serves is (phase in PHASES[3:]), front.engine.poll()
+            if serves:
+                params = SamplingParams(max_tokens=3)
+                prompt = list(range(5, 5 + mortal.PROMPT))
+                asked = Submit(rid="a", prompt=prompt, params=params, seed=1)
+                front.outbox.send(encoder.encode(asked))
+                assert front.until(Tokens) is (phase != "prefill")
+            if phase == "close":
+                front.engine.stop()
+            else:
+                assert not front.until(())
+            said = WHY[how.split()[0]].format(rank=rank)
+            if (phase, how.split()[0]) == ("capture", "raise"):
+                said = "cannot be captured: RuntimeError: this is the cause"
+            assert said in front.engine.poll()
+            check_end(at, front.family)
+        finally:
+            front.close()
+
+
+INFO = {
+    "METADATA": "Metadata-Version: 2.1\nName: mortal-ranks\nVersion: 1\n",
+    "entry_points.txt": "[ds_runtime]\nmortal = mortal\n",
+}
+
+
+@pytest.mark.parametrize("rank, phase, how", [(0, "load", "raise deaf"), (1, "close", "kill gloo")])
+def test_the_command_says_why_and_fails(tmp_path, rank, phase, how):
+    info = tmp_path / "site" / "mortal_ranks-1.dist-info"
+    info.mkdir(parents=True)
+    for name, text in INFO.items():
+        (info / name).write_text(text)
+    (tmp_path / "site" / "mortal.py").write_text((HERE / "plugins" / "mortal.py").read_text())
+    env, at = environment(tmp_path, rank, phase, how)
+    env["PYTHONPATH"] = str(tmp_path / "site")
+    flags = "--platform mortal --tp 2 --port 0 --dtype float32 --threads 1 --disable-graph"
+    flags += " --context-length 128 --kv-memory 32MB"
+    command = [sys.executable, "-m", "ds_runtime", "serve", *flags.split()]
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | env
+        )
+    try:
+        found = set()
+        while process.poll() is None:
+            found |= family(process.pid)
+            if "serving" in said.read_text():
+                process.terminate()
+                break
+            time.sleep(0.05)
+        assert process.wait(60) == 1
+        text = said.read_text()
+        assert WHY[how.split()[0]].format(rank=rank) in text.splitlines()[-1], text
+        check_end(at, found)
+    finally:
+        process.kill()
+        process.wait()
