@@ -16,15 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import zmq
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.launch import EngineProcesses
 from ds_runtime.engine.messages import Ready, Submit, Tokens, decode_from_engine, encoder
 from ds_runtime.engine.transport import bind_pull, connect_push, private_folder
+from ds_runtime.platform.select import select_platform
+from ds_runtime.plugins import load_plugins
 from ds_runtime.sampling_params import SamplingParams
-
-pytestmark = pytest.mark.slow
 
 LIMIT = 10.0  # seconds from a death to the last process's end
 HERE = Path(__file__).parent
@@ -85,12 +86,14 @@ def check_end(at, processes, since=None):
 class Offline:
     """A script's process."""
 
-    def __init__(self, tmp_path, rank, phase, how, platform="mortal"):
+    def __init__(self, tmp_path, rank, phase, how, base=None):
         tmp_path.mkdir(exist_ok=True)
         env, self.at = environment(tmp_path, rank, phase, how)
+        if base is not None:
+            env["MORTAL_BASE"] = base
         self.rank, self.phase, self.how = rank, phase, how.split()[0]
         self.said = tmp_path / f"said{rank}"
-        command = [sys.executable, HERE / "mortal_main.py", "demo", platform]
+        command = [sys.executable, HERE / "mortal_main.py", "demo", "mortal"]
         with self.said.open("w") as file:
             self.process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | env
@@ -103,7 +106,7 @@ class Offline:
             self.family |= family(self.process.pid)
             if self.at.exists() and time.time() > float(self.at.read_text()) + LIMIT:
                 break
-            time.sleep(0.05)
+            time.sleep(0.25)
         said = self.said.read_text()
         assert self.at.exists(), said
         check_end(self.at, self.family)
@@ -127,6 +130,7 @@ class Offline:
         self.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phases", [PHASES[n : n + 2] for n in range(0, len(PHASES), 2)])
 def test_offline_a_death_is_told_and_ends_both_ranks(tmp_path, phases):
     cases = [
@@ -135,6 +139,17 @@ def test_offline_a_death_is_told_and_ends_both_ranks(tmp_path, phases):
         for rank in (0, 1)
     ]
     check_all(cases)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank, how", [(0, "raise"), (1, "raise"), (1, "kill")])
+def test_on_two_devices_a_death_is_told_and_ends_both_ranks(tmp_path, phase, rank, how):
+    """Whose collectives wait for ever."""
+    base, _ = select_platform(load_plugins())
+    if not base.asynchronous or torch.accelerator.device_count() < 2:
+        pytest.skip(f"two devices are needed; the best platform here is {base.name}")
+    check_all([Offline(tmp_path, rank, phase, f"{how} device", base.name)])
 
 
 def check_all(cases):
@@ -177,6 +192,7 @@ class Front:
         self.context.destroy(linger=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch, phase, rank):
@@ -216,6 +232,7 @@ INFO = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank, phase, how", [(0, "load", "raise deaf"), (1, "close", "kill gloo")])
 def test_the_command_says_why_and_fails(tmp_path, rank, phase, how):
     info = tmp_path / "site" / "mortal_ranks-1.dist-info"
@@ -240,7 +257,7 @@ def test_the_command_says_why_and_fails(tmp_path, rank, phase, how):
             if "serving" in said.read_text():
                 process.terminate()
                 break
-            time.sleep(0.05)
+            time.sleep(0.25)
         assert process.wait(60) == 1
         text = said.read_text()
         assert WHY[how.split()[0]].format(rank=rank) in text.splitlines()[-1], text

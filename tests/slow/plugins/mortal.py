@@ -1,6 +1,7 @@
 """A platform and a kernel of which a rank dies where, and how, the environment says.
 
-MORTAL: "RANK PHASE HOW COMMUNICATOR"; MORTAL_AT: the file that gets the time of the death.
+MORTAL: "RANK PHASE HOW COMMUNICATOR"; MORTAL_AT: the file that gets the time of the death;
+MORTAL_BASE: the platform that it is otherwise (default: the CPU's, with communicators of its own).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 from ds_runtime.api import OPS, Facts, Kernel, TorchCommunicator, hookimpl
+from ds_runtime.plugins import load_plugins
 from ds_runtime_cpu.platform import CpuPlatform
 
 CAUSE = "this is the cause"
@@ -45,17 +47,15 @@ def die(phase: str) -> None:
 
 
 class Backend:
-    """Records torch's ops."""
+    """Another, until it dies."""
 
-    def __init__(self) -> None:
-        from ds_runtime.testing.replay import ReplayBackend
-
-        self._replays = ReplayBackend()
+    def __init__(self, backend) -> None:
+        self._backend = backend
 
     def capture(self, run):
         """See GraphBackend."""
         die("capture")
-        return self._replays.capture(run)
+        return self._backend.capture(run)
 
 
 def never(hold: bool) -> None:
@@ -86,7 +86,6 @@ class Deaf(TorchCommunicator):
         return self._or_never(super().gather_objects, value)
 
     def close(self):
-        die("close")
         self.gather_objects(None)
         super().close()
 
@@ -97,30 +96,43 @@ class Holding(Deaf):
     hold = True
 
 
-class Gloo(TorchCommunicator):
-    """As the CPU's own."""
-
-    def close(self):
-        die("close")
-        super().close()
+KINDS = {"gloo": TorchCommunicator, "deaf": Deaf, "holding": Holding}
 
 
-KINDS = {"gloo": Gloo, "deaf": Deaf, "holding": Holding}
-
-
-class Mortal(CpuPlatform):
-    """The CPU, with steps that are captured at the start."""
+class Dying:
+    """What is added to a platform."""
 
     name = "mortal"
+
+    def communicator(self, rank, size, init_method, timeout=600.0):
+        die("start")
+        made = super().communicator(rank, size, init_method, timeout)
+        close = made.close
+
+        def dying():
+            die("close")
+            close()
+
+        made.close = dying
+        return made
+
+    def graph_backend(self, rank=0):
+        return Backend(super().graph_backend(rank))
+
+
+class Host(CpuPlatform):
+    """The CPU, with steps that are captured at the start, as torch's ops."""
+
     capture_after = 0
     captures = True
 
     def communicator(self, rank, size, init_method, timeout=600.0):
-        die("start")
         return KINDS[plan()[3]]("gloo", rank, size, init_method, timeout)
 
     def graph_backend(self, rank=0):
-        return Backend()
+        from ds_runtime.testing.replay import ReplayBackend
+
+        return ReplayBackend()
 
 
 class Linear:
@@ -147,7 +159,13 @@ class Linear:
 
 @hookimpl
 def ds_platform():
-    return Mortal()
+    if (name := os.environ.get("MORTAL_BASE")) is None:
+        base = Host()
+    else:
+        base, _ = load_plugins().platforms()[name]
+    made = type("Mortal", (Dying, type(base)), {})()
+    made.__dict__.update(base.__dict__)
+    return made
 
 
 @hookimpl
