@@ -24,7 +24,6 @@ from ds_runtime.platform.spec import Platform
 SLOW = 1.0  # seconds of one question, from which a line says whose they were
 LISTS = (*OFFER_HOOKS, "ds_defaults")  # hooks that return sequences
 PURE = ("ds_platform", *LISTS)
-FAILURES = (Exception, SystemExit)  # a plugin that leaves is broken; an interrupt is the user's
 _log = logging.getLogger(__name__)
 
 
@@ -118,7 +117,9 @@ def _answer(plugin: str, hook: str, function: Implementation, arguments: Sequenc
             answer = function(*arguments)
             if hook in LISTS:
                 answer = _tuple(hook, answer)
-    except FAILURES as e:
+    except KeyboardInterrupt:  # the user's; a plugin that leaves is broken
+        raise
+    except BaseException as e:
         failure, stack = e, e.__traceback__
 
         def fail() -> Any:
@@ -132,7 +133,7 @@ def _answer(plugin: str, hook: str, function: Implementation, arguments: Sequenc
 def _tuple(hook: str, answer: Any) -> tuple[Any, ...]:
     try:
         return tuple(answer or ())
-    except Misuse:
+    except (Misuse, KeyboardInterrupt):
         raise
-    except FAILURES as e:
+    except BaseException as e:
         raise Misuse(f"{hook} returned no sequence: {type(e).__name__}: {e}") from e

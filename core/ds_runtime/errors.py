@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class DsRuntimeError(Exception):
     """Base of every error that the runtime raises on purpose."""
@@ -23,6 +26,10 @@ class PluginError(DsRuntimeError):
     """A plugin that cannot be loaded, or that breaks its contract."""
 
 
+class KernelError(PluginError):
+    """A kernel that fails in a call, or gives back something else than its contract says."""
+
+
 class RequestError(DsRuntimeError):
     """A request that cannot be served as asked. `param` names the offending field, if one is."""
 
@@ -41,6 +48,31 @@ class QueueFullError(DsRuntimeError):
 
 class EngineDeadError(DsRuntimeError):
     """An engine process ended. The message carries the reason that it gave."""
+
+
+def named(error: BaseException) -> str:
+    """The class and what it says."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+@contextlib.contextmanager
+def blaming(who: str, further: str, kind: type[PluginError] = PluginError) -> Iterator[None]:
+    """What a plugin raises in here is a PluginError that names it, whatever it is: but an error
+    that is meant for people, memory that ran out, and an interrupt, which is the user's.
+
+    further: the command that looks further.
+    """
+    try:
+        yield
+    except (DsRuntimeError, MemoryError):
+        raise
+    except KeyboardInterrupt as e:
+        e.add_note(f"in {who}")
+        raise
+    except BaseException as e:
+        if type(e).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            raise
+        raise kind(f"{who} failed: {named(e)}; {further}") from e
 
 
 def shown(value: object) -> str:

@@ -11,8 +11,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -20,11 +20,12 @@ from typing import Any
 import pluggy
 
 from ds_runtime import __version__, hookspecs
-from ds_runtime.asking import FAILURES, Misuse, ask, asking, check_outside
-from ds_runtime.errors import ConfigError
+from ds_runtime.asking import Misuse, ask, asking, check_outside
+from ds_runtime.errors import ConfigError, blaming
 from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, Entry, find
 from ds_runtime.ops.spec import (
     API_VERSION,
+    Encoding,
     Facts,
     Kernel,
     Layout,
@@ -80,7 +81,8 @@ class Plugins:
                 results.append((name, ask(name, hook, function, [kwargs[a] for a in arguments])))
             except Misuse as e:
                 self.drop(name, _broken(str(e)))
-            except FAILURES as e:
+            except BaseException as e:
+                _unless_interrupted(e, f"in {hook} of plugin {name}")
                 self.drop(name, _broken(f"{hook} raised {type(e).__name__}: {e}"))
         return results
 
@@ -130,7 +132,7 @@ class Plugins:
         return Offers(
             tuple(o for _, o in kept if isinstance(o, Kernel)),
             tuple(o for _, o in kept if isinstance(o, Layout)),
-            tuple(o for _, o in kept if isinstance(o, QuantLoader)),
+            tuple(_guarded(o, owners[o.provider]) for _, o in kept if isinstance(o, QuantLoader)),
             frozenset(o.provider for third, o in kept if third and not isinstance(o, Layout)),
         )
 
@@ -294,8 +296,40 @@ def _register(
         plugins.manager.check_pending()
     except Misuse as e:
         plugins.drop(name, _broken(str(e)))
-    except FAILURES as e:
+    except BaseException as e:
+        _unless_interrupted(e, f"in the import of plugin {name}")
         plugins.drop(name, _broken(f"{type(e).__name__}: {e}"))
+
+
+def _unless_interrupted(error: BaseException, where: str) -> None:
+    """A plugin that raises anything is broken, one that leaves, too. An interrupt is the user's."""
+    if isinstance(error, KeyboardInterrupt):
+        error.add_note(where)
+        raise error
+
+
+def _guarded(loader: QuantLoader, plugin: str) -> QuantLoader:
+    """The same; what it raises names it."""
+
+    def guard(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        further = f"ds-runtime plugins --verbose says where plugin {plugin} comes from"
+
+        def asked(*args: Any) -> Any:
+            with blaming(f"loader {loader.name} of plugin {plugin}, {what},", further):
+                return function(*args)
+
+        return asked
+
+    def encodings(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
+        return guard("asked for an encoding", parse(quantization))
+
+    parse = guard("asked for encodings", loader.encodings)
+    return replace(
+        loader,
+        accepts=guard("asked whether it accepts a checkpoint", loader.accepts),
+        encodings=encodings,
+        refuse=None if loader.refuse is None else guard("asked what it refuses", loader.refuse),
+    )
 
 
 def _broken(reason: str) -> Refusal:

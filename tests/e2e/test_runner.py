@@ -173,6 +173,9 @@ def test_observers_see_steps_and_ends_and_a_raising_one_is_dropped(runner, capsy
         def call(self, hook, config):
             return [("a", None), ("w", Watcher()), ("b", Broken())]
 
+        def implementing(self, hook):
+            return []
+
     assembly = replace(runner.assembly, plugins=Plugins())
     engine = Engine(assembly, runner)
     run(engine, [Submit(rid="x", prompt=[3], params=SamplingParams(max_tokens=2), seed=0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,6 +20,21 @@ from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.warm import early_rows, prompt_length
 from ds_runtime.platform.spec import GraphBackend
 
+Checking = Callable[[], AbstractContextManager[None]]
+"""Within, a kernel that fails is named."""
+
+
+class _Checked:
+    """GraphBackend over another one: kernels that cannot be captured are named."""
+
+    def __init__(self, backend: GraphBackend, checking: Checking) -> None:
+        self._backend, self._checking = backend, checking
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See GraphBackend."""
+        with self._checking():
+            return self._backend.capture(run)
+
 
 class Capturing:
     """What the platform, the configuration and the bound kernels let be captured.
@@ -27,9 +44,11 @@ class Capturing:
     differ in what they could capture, and sizes that are asked for are there from the start.
     """
 
-    def __init__(self, assembly: Assembly, ranks: int, local_rank: int, on: bool) -> None:
+    def __init__(
+        self, assembly: Assembly, ranks: int, local_rank: int, on: bool, checking: Checking
+    ) -> None:
         config, platform = assembly.config, assembly.platform
-        self._assembly, self._local_rank = assembly, local_rank
+        self._assembly, self._local_rank, self._checking = assembly, local_rank, checking
         self.on, self.late = on, platform.capture_after > 0
         off = config.disable_prefill_graph or config.attention_ranks > 1 or self.late
         none = off or not platform.captures_prefill
@@ -47,7 +66,8 @@ class Capturing:
 
     def _backend(self) -> GraphBackend:
         platform = self._assembly.platform
-        backend, after = platform.graph_backend(self._local_rank), platform.capture_after
+        backend = _Checked(platform.graph_backend(self._local_rank), self._checking)
+        after = platform.capture_after
         return LateGraphs(backend, after) if after else backend
 
     def steps(

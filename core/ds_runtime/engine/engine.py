@@ -30,7 +30,7 @@ from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.step import PutAdapter, StepPlan
 from ds_runtime.eos import eos_ids
-from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError
+from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars
 from ds_runtime.model.config import ModelConfig
@@ -225,14 +225,12 @@ class _Observers:
     """Plugins that watch. One that raises is dropped with a line on standard error."""
 
     def __init__(self, assembly: Assembly) -> None:
-        plugins = assembly.plugins
-        asked = plugins.implementing("ds_observer")
-        found = plugins.call("ds_observer", config=assembly.config)
+        asked = assembly.plugins.implementing("ds_observer")
+        found = assembly.plugins.call("ds_observer", config=assembly.config)
         self._seen = [(name, observer) for name, observer in found if observer is not None]
         for name in asked:
-            if (refusal := plugins.reports[name].refusal) is not None:
-                said = f"plugin {name}: observer dropped: {refusal}"
-                print(said, file=sys.stderr, flush=True)
+            if (refusal := assembly.plugins.reports[name].refusal) is not None:
+                _drop(name, f"{refusal.reason}; ds-runtime plugins {name} --verbose tells of it")
 
     def tell(self, engine: Engine, messages: list[Tokens | Failed]) -> None:
         """`on_step(stats)` once, then `on_finish(tokens)` for every request that ended."""
@@ -245,10 +243,16 @@ class _Observers:
                 _call(observer, "on_step", stats)
                 for message in finished:
                     _call(observer, "on_finish", message)
-            except Exception as e:
+            except KeyboardInterrupt as e:
+                e.add_note(f"in an observer of plugin {name}")
+                raise
+            except BaseException as e:  # one that leaves must not take the engine along
                 self._seen.remove((name, observer))
-                said = f"plugin {name}: observer dropped: {type(e).__name__}: {e}"
-                print(said, file=sys.stderr, flush=True)
+                _drop(name, named(e))
+
+
+def _drop(plugin: str, why: str) -> None:
+    print(f"plugin {plugin}: observer dropped: {why}", file=sys.stderr, flush=True)
 
 
 def _call(observer: Any, method: str, argument: Any) -> None:

@@ -26,7 +26,7 @@ from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.spread import by_rank, logit_places
 from ds_runtime.engine.step import StepPlan, Work
 from ds_runtime.engine.transfer import Buffer, Upload
-from ds_runtime.errors import DsRuntimeError, PluginError
+from ds_runtime.errors import DsRuntimeError, KernelError, PluginError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
@@ -94,6 +94,8 @@ def made_ready(run: Callable[[], None], what: str, remedy: str) -> None:
 def _refusing(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
+    except KernelError as e:
+        raise KernelError(f"{what} cannot be captured: {e}; {remedy} runs without") from e
     except DsRuntimeError:
         raise
     except Exception as e:

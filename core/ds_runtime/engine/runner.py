@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
 from ds_runtime.engine.warm import prompt_length, warm_up_steps
-from ds_runtime.errors import CheckpointError
+from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.bound import BoundOps
@@ -78,9 +79,9 @@ class Runner:
         self.simulated: float | None = None  # probability of a draft, instead of its truth
         idle = self.platform.memory(local_rank)
         captures = self.bound.base.graph_capture
-        self.capturing = Capturing(assembly, comm.size, local_rank, captures)
+        self.capturing = Capturing(assembly, comm.size, local_rank, captures, self.checking)
         early = self.capturing.early_rows(self.context_length, self.width) if rank == 0 else ()
-        with Ahead(self.bound, self.device, early, idle.total):
+        with Ahead(self.bound, self.device, early, idle.total), self.checking():
             self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
@@ -126,6 +127,10 @@ class Runner:
             self.captured = self.capturing.steps(
                 self._place(), self.model, parts, self.sampler, self.speculator, self.trees
             )
+
+    def checking(self) -> AbstractContextManager[None]:
+        """Within, kernels that break their contract are named."""
+        return self.bound.checking(self.assembly.plugins.owners)
 
     def _limits(self) -> Limits:
         return Limits(
@@ -206,7 +211,22 @@ class Runner:
         except BaseException as e:
             prompts = any(work.tokens is not None for work in plan.works)
             e.add_note("in a step with prompts" if prompts else "in a decode step")
+            self._blame(plan, e)
             raise
+
+    def _blame(self, plan: StepPlan, error: BaseException) -> None:
+        """Raise KernelError if a kernel is why a step failed: it fails once more, checked. Where
+        there are several ranks, the others would have to take part in that.
+        """
+        if isinstance(error, KeyboardInterrupt | DsRuntimeError) or self.comm.size > 1:
+            return
+        try:
+            with self.checking():
+                self._launch(plan, self.caches)
+        except KernelError as blamed:
+            raise blamed from error
+        except BaseException:
+            return
 
     def _finish(self) -> None:
         """Draft what the last step launched is to draft: wait for what the device has verified."""
@@ -435,10 +455,11 @@ class Runner:
         self._rehearse()
         plans, count = warm_up_steps(self.config, self.context_length, self.width)
         caches = self._allocate(count, poison=False, quiet=True)
-        for plan in plans:
-            handle = self._launch(plan, caches)
-            if handle.arriving is not None:  # on rank 0; all ranks have its logits
-                self._check(self.collect(handle))
+        with self.checking():
+            for plan in plans:
+                handle = self._launch(plan, caches)
+                if handle.arriving is not None:  # on rank 0; all ranks have its logits
+                    self._check(self.collect(handle))
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_runtime.errors import CheckpointError
+from ds_runtime.errors import CheckpointError, blaming
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.gguf.blocks import BLOCKS
 from ds_runtime.model.layouts import FLOATS, Expected, expected, read_layout
@@ -59,6 +60,11 @@ class PartRequest:
     device: torch.device | str = "cpu"
 
 
+def _blaming(loader: QuantLoader, what: str) -> AbstractContextManager[None]:
+    who = f"loader {loader.name} of plugin {loader.provider or 'unknown'} ({loader.read}), {what},"
+    return blaming(who, "ds-runtime plan --explain linear lists how each weight is stored")
+
+
 @dataclass(frozen=True, slots=True)
 class Quant:
     """A loader with the quantization_config of the checkpoint that it accepted.
@@ -75,7 +81,15 @@ class Quant:
     def open(loader: QuantLoader, quantization: Mapping[str, Any]) -> Quant:
         """The loader with its read function imported."""
         encoding = functools.cache(loader.encodings(quantization))
-        return Quant(loader, quantization, encoding, load_attr(loader.read))
+        with _blaming(loader, "its function read"):
+            read = load_attr(loader.read)
+
+        def named(request: PartRequest) -> WeightPart:
+            with _blaming(loader, f"reading {request.module}"):
+                part: WeightPart = read(request)
+            return part
+
+        return Quant(loader, quantization, encoding, named)
 
     @staticmethod
     def of(assembly: Assembly, nextn: NextN | None = None) -> Quant:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.errors import DsRuntimeError, PluginError
+from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.ops.bind import Binding, site_facts
+from ds_runtime.ops.checked import Bound, checking
 from ds_runtime.ops.shares import Shares, asks_for
 from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
@@ -119,6 +121,8 @@ class BoundOps:
         self.stateful: dict[str, Any] = {}  # state key → one object of that kernel
         self._state_keys: dict[tuple[str, int, str], str] = {}
         self._facts: dict[tuple[str, int, str], Facts] = {}
+        self._bound: list[Bound] = []
+        views: dict[tuple[int, str], list[Ops]] = {}
         bound: dict[tuple[int, str], dict[str, object]] = {}
         composed: list[tuple[Site, Op]] = []
         for site, kernel in binding.choices:
@@ -130,19 +134,26 @@ class BoundOps:
                 composed.append((site, OPS[site.op]))
                 continue
             place = bound.setdefault((site.layer, site.module), {})
+            seen = views.setdefault((site.layer, site.module), [])
             if (shares := binding.shares.get(key)) is None:
-                place[site.op] = self._load(kernel, key)
+                place[site.op] = made = self._load(kernel, key)
+                self._bound.append(Bound(kernel, site, self._facts[key], made, seen))
             else:
                 loaded = [self._load(each, key) for each in shares.kernels]
                 place[site.op] = _ByRows(shares, loaded)
+                for each, made in zip(shares.kernels, loaded, strict=True):
+                    self._bound.append(Bound(each, site, self._facts[key], made, seen))
         for site, op in reversed(composed):  # parts of a fusion come after it: bind them first
             place = bound.setdefault((site.layer, site.module), {})
             parts = Ops.of(place, site.path)
+            views.setdefault((site.layer, site.module), []).append(parts)
             place[op.name] = functools.partial(load_attr(op.composition), parts)
         self._views = {
             (layer, module): Ops.of(place, f"layer {layer} {module}")
             for (layer, module), place in bound.items()
         }
+        for at, view in self._views.items():
+            views.setdefault(at, []).append(view)
 
     def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
         try:
@@ -150,11 +161,11 @@ class BoundOps:
             if kernel.op.kind == "function":
                 return fn
             made = fn(self._facts[key])  # an adapter imports its library here
-        except DsRuntimeError:
+        except (DsRuntimeError, KeyboardInterrupt):
             raise
-        except Exception as e:
+        except BaseException as e:
             raise PluginError(
-                f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {type(e).__name__}: {e}; "
+                f"kernel {kernel.name} ({kernel.fn}) cannot be loaded: {named(e)}; "
                 f"--pin {kernel.op.name}=KERNEL selects another"
             ) from e
         if hasattr(made, "prepare"):
@@ -162,6 +173,13 @@ class BoundOps:
             self._state_keys[key] = state_key
             self.stateful.setdefault(state_key, made)
         return made
+
+    def checking(self, owners: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Within, a kernel that fails, or gives back something else than its contract says, is
+        named by a KernelError. owners: provider → plugin.
+        """
+        owned = (b._replace(plugin=owners.get(p := b.kernel.provider, p)) for b in self._bound)
+        return checking(owned)
 
     def kernels(self) -> Iterator[tuple[Kernel, Facts]]:
         """Every kernel that is bound, with the facts of its place."""

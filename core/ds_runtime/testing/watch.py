@@ -7,7 +7,8 @@ inputs, caches cut to the pages that it uses and experts to those that were chos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,6 +72,10 @@ class WatchedOps(BoundOps):
         # By id of a Packed: it, and its weight. Two kernels may share what one of them has packed.
         self.sources: dict[int, tuple[Packed, Any]] = {}
         super().__init__(binding)
+
+    def checking(self, owners: Mapping[str, str]) -> AbstractContextManager[None]:
+        """Nothing more: every call is judged already, by more than its form."""
+        return nullcontext()
 
     def _load(self, kernel: Kernel, key: tuple[str, int, str]) -> object:
         made = super()._load(kernel, key)
