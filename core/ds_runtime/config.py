@@ -51,6 +51,9 @@ class EngineConfig:
         "groups of 128 with an int8 head",
         choices=QUANTIZE,
     )
+    allow_nan_weights: bool = _f(
+        False, "load tensors that hold NaN: what is computed from them is NaN as well"
+    )
     lora: tuple[str, ...] = _f(
         (), "NAME=DIR: a PEFT adapter that requests may name as their model", repeatable=True
     )

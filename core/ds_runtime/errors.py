@@ -46,6 +46,14 @@ class QueueFullError(DsRuntimeError):
         self.retry_after = retry_after
 
 
+class LogitsError(DsRuntimeError):
+    """The model's logits are NaN or infinite, so that a choice, `rid`, cannot go on."""
+
+    def __init__(self, message: str, rid: str) -> None:
+        super().__init__(message)
+        self.rid = rid
+
+
 class EngineDeadError(DsRuntimeError):
     """An engine process ended. The message carries the reason that it gave."""
 

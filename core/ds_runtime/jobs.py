@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Failed, Tokens
-from ds_runtime.errors import RequestError
 from ds_runtime.outputs import Job
 
 
@@ -24,7 +23,9 @@ class Registry:
     def take(self, engine: Engine, messages: Iterable[Tokens | Failed]) -> None:
         """Hand a step's messages to their calls; jobs that end leave."""
         for message in messages:
-            call = self.calls[message.rid]
+            call = self.calls.get(message.rid)
+            if call is None:  # its text was whole before the step that failed
+                continue
             if isinstance(message, Failed):
                 call.failed = message
                 continue
@@ -61,14 +62,14 @@ class Call:
             job = self._pending.popleft()
             failed = engine.submit(job.submit)
             if failed is not None:
-                raise RequestError(failed.message, failed.param)
+                raise failed.error
             self._registry.calls[job.submit.rid] = self
             self.running[job.submit.rid] = job
 
     def check(self) -> None:
-        """RequestError for a job that the engine could not go on with."""
+        """RequestError or LogitsError for a job that the engine could not go on with."""
         if self.failed is not None:
-            raise RequestError(self.failed.message, self.failed.param)
+            raise self.failed.error
 
     def drop(self, engine: Engine) -> None:
         """Abort what still runs."""

@@ -177,7 +177,8 @@ class LLM:
         A prompt is text or a list of token ids, alone or in a list. `params`: one for all, one
         per prompt, or None for the defaults (greedy, 16 tokens). `lora`: the name of an adapter
         for all, or one or None per prompt. RequestError for a prompt or parameter that cannot be
-        served; the others are then dropped.
+        served, LogitsError where the model's logits are NaN or infinite; the others are then
+        dropped.
         """
         asked = listed(prompts)
         if params is None or isinstance(params, SamplingParams):

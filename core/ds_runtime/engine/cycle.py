@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_runtime.engine.finite import finite_rows
 from ds_runtime.engine.graphs import PageTable, Place, captured, decode_step, prepare_kernels
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.step import Work
@@ -34,7 +35,8 @@ from ds_runtime.speculation import Speculation
 class CyclePlace:
     """What all captured cycles of a runner share.
 
-    hidden: [rows, hidden] and logits [rows, vocab] of the largest verification; tail, tail_logits:
+    hidden: [rows, hidden], logits [rows, vocab] and finite [rows] bool, whether rows of these are
+    numbers, of the largest verification; tail, tail_logits:
     the same of the draft layer, a row per sequence. trees: how drafts hang together, if not as
     chains. tables: by size, [size, pages]: a verification fills in what the drafting behind it
     reads.
@@ -50,6 +52,7 @@ class CyclePlace:
     trees: Trees | None
     hidden: Tensor
     logits: Tensor
+    finite: Tensor
     tail: Tensor
     tail_logits: Tensor
     tables: dict[int, PageTable] = field(default_factory=dict)
@@ -202,8 +205,8 @@ class Rows:
 
 
 class VerifyGraph(Rows):
-    """`size` sequences with `queries` tokens each: `hidden` and `logits` of the place receive the
-    model's results.
+    """`size` sequences with `queries` tokens each: `hidden`, `logits` and `finite` of the place
+    receive the model's results.
     """
 
     def __init__(self, place: CyclePlace, size: int, queries: int) -> None:
@@ -233,6 +236,7 @@ class VerifyGraph(Rows):
             hidden = place.model.forward(batch, place.layers, every=True)
             place.hidden[:rows].copy_(hidden)
             place.model.logits(hidden, place.logits[:rows], batch.adapters)
+            place.finite[:rows].copy_(finite_rows(place.logits[:rows]))
 
         self._replay = captured(run, backend, decode_step(self.size))
 
@@ -242,6 +246,11 @@ class VerifyGraph(Rows):
         self.prepare(works, sent, numbers)
         self._replay()
         return self._place.logits[: self.size * self.queries]
+
+    @property
+    def finite(self) -> Tensor:
+        """Whether rows of the logits are numbers, until the next verification of any size."""
+        return self._place.finite[: self.size * self.queries]
 
     @property
     def inputs(self) -> Tensor:

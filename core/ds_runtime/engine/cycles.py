@@ -94,6 +94,7 @@ class Cycles:
             trees=trees,
             hidden=made(most * queries, width, dtype),
             logits=made(most * max(queries, shape.topk), base.vocab, torch.float32),
+            finite=torch.ones(most * queries, dtype=torch.bool, device=base.device),
             tail=made(most, width, dtype),
             tail_logits=made(most, base.vocab, torch.float32),
         )

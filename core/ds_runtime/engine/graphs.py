@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.batch import page_table
+from ds_runtime.engine.finite import finite_rows
 from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.masked import MaskedDraw
 from ds_runtime.engine.rehearse import Rehearsed
@@ -179,11 +180,12 @@ class _Numbers(NamedTuple):
 
 class DecodeGraph:
     """One captured step of `size` rows, on each rank that has sequences of its own; `logits` [ranks
-    · size, vocab] float32 receives its result.
+    · size, vocab] float32 receives its result, `finite` [ranks · size] bool which rows are numbers.
     """
 
-    def __init__(self, place: Place, size: int, logits: Tensor) -> None:
+    def __init__(self, place: Place, size: int, logits: Tensor, finite: Tensor) -> None:
         self.size = size
+        self.finite = finite
         self._place = place
         self._logits = logits
         limits = place.limits
@@ -285,6 +287,7 @@ class DecodeGraph:
             batch.input_ids = place.last_tokens.index_select(0, rows)
             hidden = place.model.forward(batch, place.caches)
             place.model.logits(hidden, self._logits, batch.ffn_adapters)
+            self.finite.copy_(finite_rows(self._logits))
 
         self._replay = captured(run, backend, decode_step(self.size))
         if self.masked is not None and place.sampler is not None:
@@ -295,7 +298,7 @@ class DecodeGraph:
         """Logits [ranks · size, vocab] of a step whose upload has been sent to `buffer`: of the
         works and of spare rows behind them, one rank after the other.
 
-        They are overwritten by the next replay of any graph.
+        They, and `finite`, are overwritten by the next replay of any graph.
         """
         assert self._replay is not None, "replayed before it was captured"
         self._prepare(works, sent, numbers)
@@ -313,7 +316,11 @@ class DecodeGraphs:
         self._captured = False
         shape = (max(sizes, default=0) * ranks, place.vocab)
         logits = torch.empty(shape, dtype=torch.float32, device=place.device)
-        self._graphs = [DecodeGraph(place, size, logits[: size * ranks]) for size in self.sizes]
+        finite = torch.ones(shape[0], dtype=torch.bool, device=place.device)
+        self._graphs = [
+            DecodeGraph(place, size, logits[: size * ranks], finite[: size * ranks])
+            for size in self.sizes
+        ]
 
     @torch.inference_mode()
     def capture(self, progress: bool = False) -> None:

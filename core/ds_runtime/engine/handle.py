@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ds_runtime.engine.batch import num_logit_rows
+from ds_runtime.engine.messages import TokenLogprob
 from ds_runtime.engine.sampler import Draw, LogprobGroup
 from ds_runtime.engine.step import StepPlan, StepResult, WorkResult
 from ds_runtime.engine.transfer import Download
@@ -58,16 +59,18 @@ class Handle:
     plan: StepPlan
     wanted: Wanted = field(default_factory=Wanted)  # once the rows are sorted
     tokens: list[Tensor] = field(default_factory=list)  # of the draws, in one tensor
+    finite: list[Tensor] = field(default_factory=list)  # whether their logits are, likewise
     accepted: list[Tensor] = field(default_factory=list)  # drafts that were right, per sampler
     drafts: list[Tensor] = field(default_factory=list)  # [samplers, drafts], where asked, parents
     logprobs: list[LogprobGroup] = field(default_factory=list)  # of the draws
     scores: list[list[LogprobGroup]] = field(default_factory=list)  # per SCORE_ROWS scored rows
+    scored: list[Tensor] = field(default_factory=list)  # whether the logits of these are finite
     arriving: Download | None = None
 
     def download(self) -> None:
         """Let the results start for the host."""
         groups = [*self.logprobs, *(group for some in self.scores for group in some)]
-        first = (*self.tokens, *self.accepted, *self.drafts)
+        first = (*self.tokens, *self.finite, *self.scored, *self.accepted, *self.drafts)
         self.arriving = Download([*first, *(t for group in groups for t in group.tensors)])
 
     def result(self) -> StepResult:
@@ -76,24 +79,44 @@ class Handle:
         assert self.arriving is not None, "only rank 0 collects"
         host = iter(self.arriving.wait())
         wanted = self.wanted
-        if self.tokens:
-            self._take_draws(works, host)
+        sent = (self.tokens, self.finite, self.scored)
+        tokens, finite, scored = ([next(host).tolist() for _ in some] for some in sent)
+        if tokens:
+            self._take_draws(works, tokens[0], finite[0], host)
         for number, groups in enumerate(self.scores):
             entries = dict(pair for group in groups for pair in group.fetch(host))
             owners = wanted.score_works[number * SCORE_ROWS :]
             for row in range(len(entries)):
-                works[owners[row]].prompt_logprobs.append(entries[row])
+                self._take_score(works, owners[row], entries[row], scored[number][row])
         return StepResult(step=self.plan.step, works=works)
 
-    def _take_draws(self, works: list[WorkResult], host: Iterator[Tensor]) -> None:
-        """Of each work the tokens behind right drafts, and the one behind the last of these."""
-        samplers, tokens = self.wanted.samplers, next(host).tolist()
+    def _take_score(
+        self, works: list[WorkResult], number: int, entry: TokenLogprob, finite: bool
+    ) -> None:
+        """Of a prompt's token."""
+        result = works[number]
+        result.prompt_logprobs.append(entry)
+        position = self.plan.works[number].start + len(result.prompt_logprobs)
+        if not finite and (result.broken is None or position < result.broken):
+            result.broken, result.tokens, result.logprobs = position, [], []
+
+    def _take_draws(
+        self, works: list[WorkResult], tokens: list[int], finite: list[bool], host: Iterator[Tensor]
+    ) -> None:
+        """Of each work the tokens behind right drafts, and the one behind the last of these, up to
+        the first whose logits are not finite.
+        """
+        samplers = self.wanted.samplers
         rights = next(host).tolist() if self.accepted else [0] * len(samplers)
         drafts, parents = ([next(host).tolist() for _ in self.drafts] + [(), ()])[:2]
         owners: list[WorkResult | None] = []  # per draw; None: behind a wrong draft
         for (i, count), right in zip(samplers, rights, strict=True):
-            works[i].tokens = tokens[len(owners) : len(owners) + right + 1]
-            owners += [works[i]] * (right + 1) + [None] * (count - right - 1)
+            begin, kept = len(owners), right + 1
+            if False in finite[begin : begin + kept]:
+                kept = finite.index(False, begin) - begin
+                works[i].broken = self.wanted.draws[begin + kept].position
+            works[i].tokens = tokens[begin : begin + kept]
+            owners += [works[i]] * kept + [None] * (count - kept)
         for number, (i, _) in enumerate(samplers if drafts else ()):
             if self.plan.works[i].tell_drafts:
                 works[i].drafts = drafts[number]

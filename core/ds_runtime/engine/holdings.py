@@ -119,6 +119,21 @@ class Pages:
         request.node, request.num_shared = path.node, last
         self.pool.free(twins)
 
+    def prove(self, request: Request) -> None:
+        """Logits that were computed from all that the request shares are finite."""
+        if self.prefix is not None and request.node is not None:
+            self.prefix.prove(request.node)
+
+    def discard(self, request: Request) -> None:
+        """Its logits are not finite, and it has left: no page that it computed stays in the prefix
+        cache, nor one that it read before anybody's logits were computed from it.
+        """
+        if self.prefix is None:
+            return
+        known = (request.cached_tokens or 0) // self.page_size
+        found = self.prefix.match(request.tokens(0, request.total_len), request.weights)
+        self.pool.free(self.prefix.discard(found.node, known))
+
     def flush(self) -> int:
         """Empty the prefix cache; the number of pages freed."""
         if self.prefix is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ds_runtime.errors import DsRuntimeError, LogitsError, QueueFullError, RequestError
 from ds_runtime.sampling_params import SamplingParams
 
 
@@ -129,12 +130,23 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A request that the engine will not run. kind: "queue_full" or "invalid"."""
+    """A request that the engine will not run, or not to its end. kind: "queue_full", "invalid", or
+    "broken" where the model's logits are not finite.
+    """
 
     rid: str
     kind: str
     message: str
     param: str | None = None
+
+    @property
+    def error(self) -> DsRuntimeError:
+        """What to raise for it."""
+        if self.kind == "queue_full":
+            return QueueFullError(self.message)
+        if self.kind == "broken":
+            return LogitsError(self.message, self.rid)
+        return RequestError(self.message, self.param)
 
 
 class Stats(msgspec.Struct, tag=True, kw_only=True):
@@ -143,7 +155,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
     neither they nor `pages_free` count are those that running requests use. Of speculation:
     `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
-    them were right.
+    them were right. `broken`: choices that ended because the model's logits were not finite.
     """
 
     running: int = 0
@@ -155,6 +167,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     generated_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    broken: int = 0
     steps: int = 0
     verified: int = 0
     draft_tokens: int = 0

@@ -16,9 +16,10 @@ from typing import NamedTuple
 class Node:
     """One cached page. The root holds no page (−1) and is never evicted."""
 
-    __slots__ = ("children", "key", "num_refs", "page", "parent", "stamp")
+    __slots__ = ("children", "is_proved", "key", "num_refs", "page", "parent", "stamp")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+        self.is_proved = page < 0  # logits that were computed from it, and those above, are finite
         self.parent = parent
         self.key = key
         self.page = page
@@ -35,7 +36,7 @@ class Match(NamedTuple):
 
 
 class PrefixCache:
-    """The tree. Pages enter by `extend` and leave by `evict` or `flush`."""
+    """The tree. Pages enter by `extend` and leave by `evict`, `flush` or `discard`."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -113,6 +114,39 @@ class PrefixCache:
             path.append(node.page)
         return Match(node, path), duplicates
 
+    def prove(self, node: Node) -> None:
+        """Logits that were computed from `node` and all above it are finite."""
+        step: Node | None = node
+        while step is not None and not step.is_proved:
+            step.is_proved = True
+            step = step.parent
+
+    def discard(self, node: Node, known: int) -> list[int]:
+        """Logits that were computed from `node` and all above it are not finite: whoever did had
+        read the first `known` of these pages here. No later prompt matches the others, nor any that
+        nobody proved. Returns the pages that are free now; what runs reads the rest to its end.
+        """
+        path = [node]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
+        path = path[-2::-1]  # from below the root down
+        first = next((i for i, n in enumerate(path) if i >= known or not n.is_proved), len(path))
+        if first == len(path):
+            return []
+        top, parent = path[first], path[first].parent
+        assert parent is not None
+        del parent.children[top.key]
+        top.parent = Node(None, (), -1)
+        top.parent.children[top.key] = top
+        self._push(parent)
+        dropped = []
+        for loose in reversed(path[first:]):
+            if not self._is_loose(loose):
+                break
+            dropped.append(loose.page)
+            self._drop(loose)
+        return dropped
+
     def evict(self, count: int) -> list[int]:
         """Drop up to `count` unreferenced pages, least recently used first; the dropped ids."""
         dropped: list[int] = []
@@ -121,13 +155,17 @@ class PrefixCache:
             if not self._is_loose(node) or node.stamp != stamp:
                 continue
             dropped.append(node.page)
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.key], self._nodes[node.page]
-            node.parent = None
-            self.num_evictable -= 1
-            self._push(parent)
+            self._drop(node)
         return dropped
+
+    def _drop(self, node: Node) -> None:
+        """Take a loose node out."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key], self._nodes[node.page]
+        node.parent = None
+        self.num_evictable -= 1
+        self._push(parent)
 
     def flush(self) -> list[int]:
         """Forget everything: no later prompt matches. Returns the pages that are free now.
@@ -172,6 +210,7 @@ class PrefixCache:
             assert parent.page < 0 or self._nodes[parent.page] is parent
             assert parent.page < 0 or parent.num_refs >= node.num_refs
             assert parent.page < 0 or parent.stamp >= node.stamp
+            assert parent.is_proved or not node.is_proved
             assert all(self._nodes[c.page] is c for c in node.children.values())
             assert not self._is_loose(node) or page in loose, f"page {page} can never be evicted"
             evictable += node.num_refs == 0

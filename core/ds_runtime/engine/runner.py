@@ -6,7 +6,6 @@ the loop may schedule the next step in between.
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from ds_runtime.engine.batch import build_batch
 from ds_runtime.engine.caches import allocate
 from ds_runtime.engine.capturing import Captured, Capturing
 from ds_runtime.engine.cycle import VerifyGraph
+from ds_runtime.engine.finite import finite_rows
 from ds_runtime.engine.graphs import DecodeGraph, Place
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.masked import can_capture
@@ -274,7 +274,11 @@ class Runner:
         order = None if places is None else sent.add(places)
         sent.send(graph.buffer)
         logits = graph.replay(own, sent, numbers)
-        logits = logits[: len(works)] if order is None else logits[sent[order]]
+        handle.finite = [graph.finite[: len(works)].clone()]
+        if order is None:
+            logits = logits[: len(works)]
+        else:
+            logits, handle.finite = logits[sent[order]], [graph.finite[sent[order]]]
         self._draw(handle, draws, logits, sent)
 
     def _replay_cycle(self, graph: VerifyGraph, handle: Handle) -> None:
@@ -318,7 +322,7 @@ class Runner:
         sent.send(graph.behind)
         rows = sent[places]
         whole = len(lies) == graph.queries * len(works)  # then all lie together
-        logits = logits[: len(lies)] if whole else logits[rows]
+        logits, handle.finite = logits[: len(lies)] if whole else logits[rows], [graph.finite[rows]]
         branch = self._draw(handle, draws, logits, sent, claims)
         if branch is not None and branch.order is not None and not plan.drafts:
             assert graph.batch is not None
@@ -334,7 +338,9 @@ class Runner:
         sent: Upload,
         claims: Claims | None = None,
     ) -> Branch | None:
-        """Draw the step's tokens; which drafts of each work were right, if it drafts."""
+        """Draw the step's tokens; which drafts of each work were right, if it drafts. That logits
+        are `handle.finite` has been seen.
+        """
         front, branch = None, None
         if claims is not None:
             front = fronts(claims, self.last_tokens, self.trees, sent)
@@ -354,6 +360,8 @@ class Runner:
                 handle.accepted, order, kept = [branch.accepted], branch.order, branch.draws
         self.sampler.count(draws, drawn, sent, kept)
         handle.tokens = [drawn if order is None else drawn[order]]
+        if order is not None:
+            handle.finite = [some[order] for some in handle.finite]
         handle.logprobs = self.sampler.logprobs(logits, draws, drawn, order)
         return branch
 
@@ -394,12 +402,14 @@ class Runner:
         adapters, branch = batch.logit_adapters, None
         if wanted.draws:
             logits = self._logits(hidden, adapters, wanted.draw_rows)
+            handle.finite = [finite_rows(logits)]
             branch = self._draw(handle, draws, logits, sent, claims)
             del logits
         for first in range(0, len(wanted.scores), SCORE_ROWS):
             some = slice(first, first + SCORE_ROWS)
             logits = self._logits(hidden, adapters, wanted.score_rows[some])
             handle.scores.append(self.sampler.score(logits, wanted.scores[some]))
+            handle.scored.append(finite_rows(logits))
             del logits  # before the next slice's
         if speculator is not None:
             if branch is not None and batch.decode is not None and batch.decode.tree is not None:
@@ -450,7 +460,7 @@ class Runner:
         """Run a prefill and a decode step on pages of their own; nothing of them stays. Then
         capture decode steps, where the platform can.
 
-        CheckpointError when they give NaN: then nothing that is served would be right.
+        CheckpointError when they give NaN or an infinity: nothing that is served would be right.
         """
         self._rehearse()
         plans, count = warm_up_steps(self.config, self.context_length, self.width)
@@ -486,7 +496,7 @@ class Runner:
         self.sampler.clear()
 
     def _check(self, result: StepResult) -> None:
-        if any(math.isnan(work.logprobs[0].logprob) for work in result.works):
+        if any(work.broken is not None for work in result.works):
             raise CheckpointError(
                 f"{self.assembly.folder}: the first step gave NaN: a weight is NaN or infinite, "
                 f"{self.config.dtype} overflows, or a kernel is at fault; try --dtype float32, or "

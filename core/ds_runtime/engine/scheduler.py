@@ -292,10 +292,25 @@ class Scheduler:
                 missing = len(request.prompt_logprobs) - work.start - 1
                 request.prompt_logprobs += outcome.prompt_logprobs[missing:]
             if work.sample:
-                messages.append(self._take(request, work, outcome))
+                messages += self._take(request, work, outcome)
+            elif outcome.broken is not None:
+                messages.append(self._break(request, outcome.broken))
             else:
                 self._computed(request, work.start + work.length)
         return messages
+
+    def _break(self, request: Request, position: int) -> Failed:
+        """End a request: the logits for the token at `position` are not finite."""
+        self._stats.broken += 1
+        self._finish(request)
+        self.holdings.of(request).discard(request)
+        number = position - request.prompt_len
+        which = f"{number + 1} of the answer" if number >= 0 else f"{position + 1} of the prompt"
+        said = (
+            f"the model's logits for token {which} are not finite (NaN or infinity): the choice "
+            "ends here, and nothing that was computed for it stays in the prefix cache"
+        )
+        return Failed(request.rid, "broken", said)
 
     def _follow(self, request: Request, token: int) -> str | None:
         """Tell the grammar; why the request cannot go on."""
@@ -314,8 +329,8 @@ class Scheduler:
             request.group.is_computed = True
         self.holdings.of(request).share(request, end)
 
-    def _take(self, request: Request, work: Work, outcome: WorkResult) -> Tokens | Failed:
-        """Append sampled tokens and see whether the request ends with one of them."""
+    def _take(self, request: Request, work: Work, outcome: WorkResult) -> list[Tokens | Failed]:
+        """Append sampled tokens and see whether the request ends with or behind one of them."""
         params, stats, is_first = request.params, self._stats, not request.output
         request.num_pending -= 1
         message = Tokens(rid=request.rid, tokens=[], cached_tokens=request.cached_tokens or 0)
@@ -337,19 +352,23 @@ class Scheduler:
             if message.finish:
                 break
         kept, drafted = len(message.tokens), work.draws - 1
-        assert kept, f"a work of {request.rid} gave no token"
+        broken = None if message.finish or fault is not None else outcome.broken
+        assert kept or broken is not None, f"a work of {request.rid} gave no token"
         if request.is_running:
             request.num_computed += kept - 1  # one was counted when the step was planned
             if not request.num_pending:  # else another step was planned behind this one
                 request.is_verifying, request.drafts = False, outcome.drafts
                 request.draft_parents = outcome.draft_parents
-        self._computed(request, work.start + work.length - drafted - 1 + kept)
+        if broken is None:
+            self._computed(request, work.start + work.length - drafted - 1 + kept)
+            self.holdings.of(request).prove(request)
         stats.generated_tokens += kept
         if drafted:
             stats.verified += 1
             stats.draft_tokens += drafted
             ended = message.finish == "stop" or fault is not None
-            stats.accepted_tokens += (kept if ended else len(outcome.tokens)) - 1
+            right = (kept if ended else len(outcome.tokens)) - (broken is None)
+            stats.accepted_tokens += right
         if params.logprobs is not None:
             message.logprobs = outcome.logprobs[:kept]
         if params.prompt_logprobs is not None and is_first:
@@ -357,10 +376,13 @@ class Scheduler:
         if fault is not None:
             self._finish(request)
             assert request.guide is not None
-            return Failed(request.rid, "invalid", fault, request.guide.param)
+            return [Failed(request.rid, "invalid", fault, request.guide.param)]
+        if broken is not None:
+            failed = self._break(request, broken)
+            return [message, failed] if kept else [failed]
         if message.finish:
             self._finish(request)
-        return message
+        return [message]
 
 
 _order = attrgetter("order")

@@ -183,9 +183,11 @@ class Speculator:
             judge.send(works, sampler.settings(placed(wanted, lies, rows), rows), simulated)
             judge.draw()
             drawn = judge.drawn
-            tokens = (
-                drawn[: len(lies)].clone() if whole else drawn[put(lies, np.int64, drawn.device)]
-            )
+            if whole:
+                tokens, finite = (t[: len(lies)].clone() for t in (drawn, verified.finite))
+            else:
+                at = put(lies, np.int64, drawn.device)
+                tokens, finite = drawn[at], verified.finite[at]
         else:
             sent, counts = Upload(logits.device), np.array([w.length for w in works], np.int64)
             draws, places = sampler.prepare(wanted, sent), sent.add(lies)
@@ -193,7 +195,7 @@ class Speculator:
             sent.send(verified.behind)
             judge.send(works, sampler.settings((), rows), simulated)
             at, fronts = sent[places], self._last_tokens[verified.inputs]
-            logits = logits[: len(lies)] if whole else logits[at]
+            logits, finite = logits[: len(lies)] if whole else logits[at], verified.finite[at]
             tokens = sampler.draw(logits, draws, sent, fronts[at])
             judge.drawn.index_copy_(0, at, tokens)
             judge.judge()
@@ -201,7 +203,7 @@ class Speculator:
             along = torch.minimum(along, judge.accepted[: len(works)].unsqueeze(1))
             sampler.count(draws, tokens, sent, sent[firsts].unsqueeze(1) + along)
             handle.logprobs = sampler.logprobs(logits, draws, tokens)
-        handle.tokens = [tokens]
+        handle.tokens, handle.finite = [tokens], [finite]
         accepted = judge.accepted[: len(works)].clone()  # before the next step's
         if judge.queries > 1:
             handle.accepted = [accepted]

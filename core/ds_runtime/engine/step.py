@@ -86,7 +86,9 @@ class WorkResult(msgspec.Struct, kw_only=True):
 
     `logprobs`: of these tokens, where asked. `prompt_logprobs` has one entry per prompt position
     start + 1 … that this work covers. `drafts`: for the next step, where asked; where they are a
-    tree with `draft_parents`: behind which of them each comes, counted from 1, or 0.
+    tree with `draft_parents`: behind which of them each comes, counted from 1, or 0. `broken`: the
+    position of the first token, drawn or scored, whose logits were not finite; `tokens` are then
+    those before it.
     """
 
     rid: str
@@ -95,6 +97,7 @@ class WorkResult(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprob] = []
     drafts: list[int] = []
     draft_parents: list[int] = []
+    broken: int | None = None
 
 
 class StepResult(msgspec.Struct, kw_only=True):

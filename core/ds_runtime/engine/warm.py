@@ -76,6 +76,6 @@ def warm_up_steps(
             (decode, length, verified, None),
         ):
             work = Work(rid="", row=rank, rank=rank, start=start, length=count, pages=pages)
-            work.tokens, work.logprobs = tokens, 1  # over the vocabulary: one NaN spoils them
+            work.tokens, work.logprobs = tokens, 1  # whose kernel is to be warm, too
             plan.works.append(work)
     return WarmUp((prefill, decode), len(pages))

@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from ds_runtime.base import base_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.gguf.blocks import BLOCKS, values
 from ds_runtime.model.gguf.folder import LINK, linked_tensors
+from ds_runtime.model.nan import KINDS, PIECE, Bytes, first_nan
 from ds_runtime.model.staging import Staging, shares_memory
 
 INDEX = "model.safetensors.index.json"
@@ -92,6 +94,18 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class _Span(Entry):
+    """Bytes of a shard that are not read as one tensor: NaN is looked for in these `parts`."""
+
+    parts: tuple[Entry, ...] = ()
+
+    @staticmethod
+    def of(entry: Entry, parts: tuple[Entry, ...]) -> _Span:
+        """The bytes of an entry."""
+        return _Span(entry.file, entry.dtype, entry.shape, entry.begin, entry.end, parts)
+
+
+@dataclass(frozen=True, slots=True)
 class _Run:
     """Bytes [begin, end) of a shard, in memory already."""
 
@@ -120,10 +134,18 @@ class Checkpoint:
 
     `entries`: those of other files than a checkpoint's, from `read_header`. `on_read`, if set, is
     called with the number of bytes of each read, by one thread at a time. Several may read.
+    `allow_nan`: False refuses NaN wherever it is read, True even in scales; None: those alone are
+    looked at.
     """
 
-    def __init__(self, folder: Path, entries: dict[str, Entry] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        entries: dict[str, Entry] | None = None,
+        allow_nan: bool | None = None,
+    ) -> None:
         self.folder = folder
+        self.allow_nan = allow_nan
         self.entries: dict[str, Entry] = entries or {}
         self.on_read: Callable[[int], None] | None = None
         self._files: dict[Path, int] = {}  # open descriptors
@@ -205,24 +227,26 @@ class Checkpoint:
         cols: slice | None = None,
         index: int | None = None,
         device: torch.device | str = "cpu",
+        looks: bool = True,
     ) -> Tensor:
         """A tensor with these rows (first dimension) and columns (last) of one in the files.
 
         `index` first picks one matrix of a stack [n, rows, cols]. Slices are within the shape and
         without a step. Reads from the file only what is asked, strip by strip for columns. Blocks
         become float32. On a device that computes beside the host, what is queued there later finds
-        it complete.
+        it complete. looks: for NaN, where it is not allowed; else the caller does.
         """
         entry = self.entry(name)
         if entry.dtype in BLOCKS:
             assert index is None, name
             found = values(entry.dtype, self.row_bytes(name, rows, device))
-            if not bool(torch.isfinite(found).all()):
-                raise CheckpointError(
-                    f"{name}: a scale of its {entry.dtype} blocks is no finite number; the file is "
-                    "damaged: download it again"
-                )
             found = found.view(-1, *entry.shape[1:])
+            if not bool((good := self.is_good(found)).all()):
+                at = [int(i[0]) for i in (~good).nonzero(as_tuple=True)]
+                raise CheckpointError(
+                    f"{entry.file}: {name}: a scale of its {entry.dtype} blocks is no finite "
+                    f"number, that of element {at} of the part read; {self.remedy}"
+                )
             return found if cols is None else found[..., cols].contiguous()
         dtype = DTYPES[entry.dtype]
         shape, begin = entry.shape, entry.begin
@@ -230,11 +254,11 @@ class Checkpoint:
             shape = shape[1:]
             begin += index * math.prod(shape) * dtype.itemsize
         if not shape:
-            return self._bytes(entry, begin, dtype.itemsize, device).view(dtype).reshape(())
+            return self._bytes(entry, begin, dtype.itemsize, device, looks).view(dtype).reshape(())
         r0, r1 = _bounds(rows, shape[0])
         size = math.prod(shape[1:]) * dtype.itemsize  # of a row
         if cols is None or len(shape) == 1:
-            data = self._bytes(entry, begin + r0 * size, (r1 - r0) * size, device)
+            data = self._bytes(entry, begin + r0 * size, (r1 - r0) * size, device, looks)
             return data.view(dtype).reshape(r1 - r0, *shape[1:])
         assert len(shape) == 2, f"{name}: columns of a {len(shape)}-dimensional tensor"
         c0, c1 = _bounds(cols, shape[1])
@@ -242,7 +266,7 @@ class Checkpoint:
         step = max(1, _STRIP // max(1, size))
         for row in range(r0, r1, step):
             last = min(r1, row + step)
-            data = self._bytes(entry, begin + row * size, (last - row) * size, device)
+            data = self._bytes(entry, begin + row * size, (last - row) * size, device, looks)
             # Bytes are copied as bytes: not every dtype has a copy kernel on every device.
             part = data.view(last - row, size)[:, c0 * dtype.itemsize : c1 * dtype.itemsize]
             out.view(torch.uint8)[row - r0 : last - r0] = part
@@ -260,6 +284,16 @@ class Checkpoint:
         kind = BLOCKS[entry.dtype]
         return data.view(-1, entry.shape[-1] // kind.elements * kind.nbytes)
 
+    def is_good(self, numbers: Tensor) -> Tensor:
+        """Which of these scales, or of what was made with them, may stand there."""
+        return ~torch.isinf(numbers) if self.allow_nan else torch.isfinite(numbers)
+
+    @property
+    def remedy(self) -> str:
+        """What to do about NaN."""
+        said = "the file is damaged: download it again"
+        return said if self.allow_nan is None else f"{said}, or load it with --allow-nan-weights"
+
     def sent(self, tensor: Tensor, device: torch.device | str) -> Tensor:
         """A tensor of the host on a device, without waiting for what is queued there."""
         if shares_memory(device):
@@ -273,7 +307,12 @@ class Checkpoint:
         return out.view(tensor.dtype).view(tensor.shape)
 
     def _bytes(
-        self, entry: Entry, begin: int, size: int, device: torch.device | str = "cpu"
+        self,
+        entry: Entry,
+        begin: int,
+        size: int,
+        device: torch.device | str = "cpu",
+        looks: bool = True,
     ) -> Tensor:
         """`size` bytes of a shard from file offset `begin`, as uint8: a new tensor, or a part of
         what was read `together`."""
@@ -282,9 +321,9 @@ class Checkpoint:
         out = next((p for run in runs if (p := run.part(entry, begin, size)) is not None), None)
         if out is None and here:
             out = _room(size)
-            self._fill(entry, begin, out)
+            self._fill(entry if looks else _Span.of(entry, ()), begin, out)
         elif out is None:
-            out = self._fetched(entry, begin, size, device)
+            out = self._fetched(entry if looks else _Span.of(entry, ()), begin, size, device)
         if self.on_read is not None:
             with self._lock:
                 self.on_read(size)
@@ -322,13 +361,16 @@ class Checkpoint:
                 spans[-1] = replace(last, end=max(last.end, entry.end))
             else:
                 spans.append(entry)
-        small = (e for e in entries if e.nbytes <= _SMALL)
+        small = [e for e in entries if e.nbytes <= _SMALL]
         here = [_Run(e.file, e.begin, e.end, _room(e.nbytes)) for e in small]
         there = []
         for e in spans:
             beside = [run for run in here if run.file == e.file]
-            held = self._fetched(e, e.begin, e.nbytes, device, beside)
+            own = (x for x in entries if x.file == e.file and e.begin <= x.begin < e.end)
+            held = self._fetched(_Span.of(e, tuple(own)), e.begin, e.nbytes, device, beside)
             there.append(_Run(e.file, e.begin, e.end, held))
+        for e, run in zip(small, here, strict=True):  # also of such as begin where none is read
+            self._look((e,), e.begin, run.held.numpy())
         self._own.here, self._own.there = here, there
         try:
             yield
@@ -337,8 +379,10 @@ class Checkpoint:
 
     def _fill(self, entry: Entry, begin: int, room: Tensor) -> None:
         """Read a shard's bytes from file offset `begin` on into all of `room`, by several
-        threads."""
-        size, view = room.shape[0], memoryview(room.numpy().data)
+        threads, which look for NaN in what they have read."""
+        size, held = room.shape[0], room.numpy()
+        looks = entry.parts if isinstance(entry, _Span) else (entry,)
+        own = [e for e in looks if e.dtype in KINDS] if self.allow_nan is False else []
         with self._lock:
             file = self._files.get(entry.file)
             if file is None:
@@ -346,15 +390,44 @@ class Checkpoint:
             pool = self._pool()
         most = 1 if getattr(self._own, "undivided", False) else _READERS
         count = max(1, min(torch.get_num_threads(), most, size // _SHARE))
-        edges = [size * i // count for i in range(count + 1)]
-        parts = [(view[a:b], begin + a) for a, b in pairwise(edges)]
-        others = [pool.submit(_fill, file, entry.file, *part) for part in parts[1:]]
+        edges = [*(size * i // count // _ALIGN * _ALIGN for i in range(count)), size]
+        parts = [(held[a:b], begin + a, own) for a, b in pairwise(edges)]
+        others = [pool.submit(self._fill_part, file, entry.file, *part) for part in parts[1:]]
         try:
-            _fill(file, entry.file, *parts[0])
+            self._fill_part(file, entry.file, *parts[0])
         finally:
             wait(others)
         for other in others:
             other.result()
+
+    def _fill_part(
+        self, file: int, name: Path, held: Bytes, begin: int, looks: Sequence[Entry]
+    ) -> None:
+        """All of `held` from an offset of an open file, in pieces that are looked at."""
+        step = PIECE if looks else len(held) or 1
+        for at in range(0, len(held), step):
+            piece = held[at : at + step]
+            _fill(file, name, memoryview(piece.data), begin + at)
+            self._look(looks, begin + at, piece)
+
+    def _look(self, entries: Iterable[Entry], begin: int, held: Bytes) -> None:
+        """CheckpointError for a NaN of these tensors in what was read from file offset `begin`."""
+        if self.allow_nan is not False:
+            return
+        for e in entries:
+            first, last = max(begin, e.begin), min(begin + len(held), e.end)
+            kind = KINDS.get(e.dtype)
+            if first >= last or kind is None:
+                continue
+            # Whole elements: those of a tensor that begins elsewhere are read again, by themselves.
+            first += (e.begin - first) % kind.size
+            last -= (last - e.begin) % kind.size
+            found = first_nan(kind, held[first - begin : max(first, last) - begin])
+            if found is not None:
+                name = next(n for n, other in self.entries.items() if other == e)
+                at = np.unravel_index((first - e.begin) // kind.size + found, e.shape)
+                said = [int(i) for i in at]
+                raise CheckpointError(f"{e.file}: {name}: element {said} is NaN; {self.remedy}")
 
     def undivided(self) -> None:
         """The calling thread reads alone from now on: there are enough that do."""

@@ -14,7 +14,6 @@ through groups, blocks, bytes and words.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -141,6 +140,11 @@ class _Part:
     def name(self, component: str) -> str:
         return self.request.place.tensors[component]
 
+    def at(self, component: str) -> str:
+        """For an error: the file and the tensor."""
+        name = self.name(component)
+        return f"{self.request.checkpoint.entry(name).file}: {name}"
+
     def read(
         self,
         component: str,
@@ -159,6 +163,7 @@ class _Part:
             None if whole else cols,
             request.place.index,
             request.device if device is None else device,
+            component in ("weight", "zero"),  # `check` and `scalar` look at the others
         )
 
     def here(self, component: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
@@ -172,10 +177,11 @@ class _Part:
     def scalar(self, component: str) -> Tensor:
         """A stored number as [1] float32; CheckpointError unless it is positive and finite."""
         value = self.here(component).to(torch.float32).reshape(1)
-        if not float(value) > 0 or math.isinf(float(value)):
+        files = self.request.checkpoint
+        if float(value) <= 0 or not bool(files.is_good(value).all()):
             raise CheckpointError(
-                f"{self.name(component)}: is {float(value)}, expected a positive number; the file "
-                "is damaged: download it again"
+                f"{self.at(component)}: is {float(value)}, expected a positive number; "
+                f"{files.remedy}"
             )
         return self.sent(1 / value if self.encoding.divides else value)
 
@@ -200,7 +206,8 @@ class _Part:
 
     def check(self, scale: Tensor) -> None:
         """CheckpointError if one of a scale grid of the host's is no number."""
-        good = torch.isfinite(decode_scale(scale, torch.float32))
+        files = self.request.checkpoint
+        good = files.is_good(decode_scale(scale, torch.float32))
         if not bool(good.all()):
             row, col = (~good).nonzero()[0].tolist()
             said = scale[row, col]
@@ -208,8 +215,8 @@ class _Part:
             value = int(said.view(torch.uint8)) if one_byte else float(said.to(torch.float32))
             means = " (no number)" if one_byte else ""
             raise CheckpointError(
-                f"{self.name('scale')}: scale [{row}, {col}] of the part read is {value}{means}, "
-                "expected a finite number; the file is damaged: download it again"
+                f"{self.at('scale')}: scale [{row}, {col}] of the part read is {value}{means}, "
+                f"expected a finite number; {files.remedy}"
             )
 
     def made(self, tensors: dict[str, Tensor]) -> WeightPart:

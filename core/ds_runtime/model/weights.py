@@ -95,7 +95,7 @@ def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Che
     """The checkpoint of the model or of its draft layer, or random tensors in its place."""
     folder = assembly.folder if nextn is None else nextn.folder
     if assembly.config.load_format != "dummy":
-        return Checkpoint(folder)
+        return Checkpoint(folder, allow_nan=assembly.config.allow_nan_weights)
     if nextn is None:
         modules = stored_modules(assembly.model, quant.format_of)
     else:

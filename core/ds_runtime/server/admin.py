@@ -12,11 +12,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ds_runtime import __version__
-from ds_runtime.errors import EngineDeadError, RequestError
+from ds_runtime.errors import EngineDeadError, LogitsError, RequestError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.answer import as_json, finish, start
 from ds_runtime.server.body import parse
 from ds_runtime.server.chat import Prompt
+from ds_runtime.server.errors import BROKEN, ApiError
 from ds_runtime.server.formats import GenerateFormat
 from ds_runtime.server.openapi import request_body
 from ds_runtime.server.prepare import Job, Service
@@ -54,7 +55,8 @@ def admin_routes(service: Service) -> APIRouter:
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:
-        """200 once the engine has made a token, 503 if it has not within 30 s."""
+        """200 once the engine has made a token; 503 if it has not within 30 s, or its logits are
+        NaN or infinite."""
         await until_disconnect(request.receive, _one_token(service))
         return as_json({"status": "ok"})
 
@@ -142,7 +144,9 @@ def admin_routes(service: Service) -> APIRouter:
 
 
 async def _one_token(service: Service) -> None:
-    """A token through the whole engine; EngineDeadError when none comes in time."""
+    """A token through the whole engine; EngineDeadError when none comes in time, ApiError when it
+    cannot be drawn.
+    """
     ready = service.client.require()
     params = fit(SamplingParams(max_tokens=1), 1, ready, "prompt")
     form: Any = GenerateFormat(service.tokenizer)
@@ -151,6 +155,8 @@ async def _one_token(service: Service) -> None:
         await asyncio.wait_for(finish(run), _PROBE_SECONDS)
     except TimeoutError as e:
         raise EngineDeadError(f"no token within {_PROBE_SECONDS:g} s") from e
+    except LogitsError as e:
+        raise ApiError(503, str(e), type="server_error", code=BROKEN) from e
     finally:
         run.close()
 

@@ -49,8 +49,8 @@ def start(service: Service, prefix: str, job: Job, begin: float | None = None) -
 
 
 async def finish(run: Run) -> None:
-    """Until every choice has ended."""
-    async for _ in run.pieces():
+    """Until every choice has ended, each with its text."""
+    async for _ in run.pieces(whole=True):
         pass
 
 

@@ -245,7 +245,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     answer = as_api_error(error)
-    if answer.status == 500 and isinstance(error, DsRuntimeError):  # others are logged anyway
+    if answer.is_internal and isinstance(error, DsRuntimeError):  # others are logged anyway
         _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     response = as_json(answer.body(request.url.path), answer.status)
     response.headers.update(answer.headers)

@@ -29,7 +29,7 @@ from ds_runtime.engine.messages import (
     encoder,
 )
 from ds_runtime.engine.transport import bind_pull, connect_push
-from ds_runtime.errors import DsRuntimeError, EngineDeadError, QueueFullError, RequestError
+from ds_runtime.errors import DsRuntimeError, EngineDeadError, RequestError
 from ds_runtime.server.errors import DrainingError, NotReadyError
 
 _LEAVING = "the server is shutting down"
@@ -46,7 +46,8 @@ class Flight:
     async def next(self) -> Tokens:
         """The next tokens of any choice, in order per choice.
 
-        Raises QueueFullError or RequestError as the engine refuses, EngineDeadError when it dies.
+        Raises QueueFullError or RequestError as the engine refuses, LogitsError where one choice
+        cannot go on, EngineDeadError when the engine dies.
         """
         item = await self._queue.get()
         if isinstance(item, Exception):
@@ -321,7 +322,7 @@ class EngineClient:
                 if flight is not None:
                     self.forget([message.rid], abort=False)
                     flight.lose(message.rid)
-                    flight.put(_refusal(message))
+                    flight.put(message.error)
             case Stats():
                 self.stats = message
             case Flushed() | Profiled() | Adapted():
@@ -336,9 +337,3 @@ class EngineClient:
                 self._changed.set()
             case Dead():
                 self.fail(message.reason)
-
-
-def _refusal(message: Failed) -> Exception:
-    if message.kind == "queue_full":
-        return QueueFullError(message.message)
-    return RequestError(message.message, message.param)

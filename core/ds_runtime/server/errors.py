@@ -9,10 +9,13 @@ from typing import Any
 from ds_runtime.errors import (
     DsRuntimeError,
     EngineDeadError,
+    LogitsError,
     QueueFullError,
     RequestError,
 )
 
+BROKEN = "logits_not_finite"
+_INTERNAL = "internal_error"
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -48,6 +51,11 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
         self.details = details
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether it says nothing, so that the log has to."""
+        return self.code == _INTERNAL
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON object that goes over the wire; Anthropic's on its own route."""
@@ -90,6 +98,8 @@ def as_api_error(error: Exception) -> ApiError:
             return _unavailable(str(error), "engine_starting", 5)
         case DrainingError():
             return _unavailable(str(error), "shutting_down", None)
+        case LogitsError():
+            return ApiError(500, str(error), type="server_error", code=BROKEN)
         case EngineDeadError():
             return _unavailable(str(error), "engine_dead", None)
         case ClientGoneError():
@@ -98,7 +108,7 @@ def as_api_error(error: Exception) -> ApiError:
         500,
         "internal error: see the server's log",
         type="server_error",
-        code="internal_error",
+        code=_INTERNAL,
     )
 
 

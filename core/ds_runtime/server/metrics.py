@@ -67,6 +67,12 @@ _STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "requests that gave their pages back to go on later",
     ),
     (
+        "broken",
+        "corrupted_requests",
+        CounterMetricFamily,
+        "choices that ended because the model's logits were NaN or infinite",
+    ),
+    (
         "verified",
         "spec_decode_num_drafts",
         CounterMetricFamily,

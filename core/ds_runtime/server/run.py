@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -9,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from ds_runtime.engine.messages import SubmitGroup, Tokens
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import LogitsError, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
 from ds_runtime.server.choice import Choice, Piece, StartParser, make_choices
@@ -19,6 +20,7 @@ from ds_runtime.server.sampling import draw_seed
 from ds_runtime.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 1024
+_log = logging.getLogger(__name__)
 
 
 class Run:
@@ -93,10 +95,27 @@ class Run:
             for n, (prompt, params) in enumerate(prompts)
         ]
 
-    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece]]:
-        """Pieces in the order in which the engine makes them, until every choice has ended."""
+    async def pieces(self, whole: bool = False) -> AsyncGenerator[tuple[Choice, Piece]]:
+        """Pieces in the order in which the engine makes them, until every choice has ended.
+
+        LogitsError, if that ended some of them: behind the others' last piece, or `whole`, where an
+        answer without these is none, at once.
+        """
+        broken: LogitsError | None = None
         while self._running:
-            message = await self._flight.next()
+            try:
+                message = await self._flight.next()
+            except LogitsError as e:
+                if e.rid not in self._running:
+                    continue
+                if broken is None:
+                    _log.error("%s: %s", self.id, e)
+                    broken = e
+                if whole:
+                    break
+                self._running.discard(e.rid)
+                self._metrics.finished("abort")
+                continue
             if message.rid not in self._running:
                 continue  # sent before the engine saw the abort
             choice = self._by_rid[message.rid]
@@ -108,6 +127,8 @@ class Run:
                 self._flight.drop(message.rid)
                 self._metrics.finished(piece.finish_reason)
             yield choice, piece
+        if broken is not None:
+            raise broken
 
     def _spread(self, choice: Choice, message: Tokens) -> None:
         """Every choice of a prompt shows the prompt's log-probabilities; one message has them."""

@@ -97,7 +97,7 @@ async def _events(
             yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream
         error = as_api_error(names.renamed(e))
-        if error.status == 500:
+        if error.is_internal:
             _log.exception("a stream failed")
         yield form.failure(run, error)
     if form.end:

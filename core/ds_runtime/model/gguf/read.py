@@ -12,6 +12,7 @@ from ds_runtime.model.gguf.blocks import BLOCKS, INTEGERS, values
 from ds_runtime.ops.weight import WeightPart
 
 if TYPE_CHECKING:
+    from ds_runtime.model.checkpoint import Checkpoint
     from ds_runtime.model.quant import PartRequest
 
 _DEQUANTISER = "ds_runtime.model.gguf.read:dequantise"
@@ -42,7 +43,8 @@ def _blocks(request: PartRequest) -> WeightPart:
     raw = raw.view(rows, -1, kind.nbytes)[:, first:last].contiguous()
     shape, format = (rows, cols), request.encoding.format
     if kind.name not in INTEGERS:
-        _check(name, raw.view(-1, kind.nbytes)[:, :4].contiguous().view(torch.float16))
+        scales = raw.view(-1, kind.nbytes)[:, :4].contiguous().view(torch.float16)
+        _check(checkpoint, name, scales.view(rows, -1))
         tensors = {"weight": raw.view(rows, (last - first) * kind.nbytes)}
         return WeightPart(
             request.module, format, shape, tensors, offset=(0, skip), dequantiser=_DEQUANTISER
@@ -51,18 +53,20 @@ def _blocks(request: PartRequest) -> WeightPart:
     codes = codes.view(rows, -1)[:, skip : skip + cols].contiguous()
     group = kind.elements // scale.shape[1]
     scale = scale.view(rows, -1)[:, skip // group :].contiguous()
-    _check(name, scale)
+    _check(checkpoint, name, scale)
     tensors = {"weight": codes, "scale": scale}
     return WeightPart(request.module, format, shape, tensors, (1, group), (0, skip % group))
 
 
-def _check(name: str, scale: Tensor) -> None:
-    """CheckpointError if one of a tensor's scales is no number."""
-    bad = ~torch.isfinite(scale)
+def _check(checkpoint: Checkpoint, name: str, scale: Tensor) -> None:
+    """CheckpointError if one of a tensor's scales [rows, groups] is no number."""
+    bad = ~checkpoint.is_good(scale)
     if bool(bad.any()):
+        row, group = (int(i[0]) for i in bad.nonzero(as_tuple=True))
+        file, value = checkpoint.entry(name).file, float(scale[row, group])
         raise CheckpointError(
-            f"{name}: a scale is {float(scale[bad][0])}, expected a finite number; the file is "
-            "damaged: download it again"
+            f"{file}: {name}: a scale is {value}, that of row {row}, group {group} of the part "
+            f"read, expected a finite number; {checkpoint.remedy}"
         )
 
 
