@@ -71,7 +71,12 @@ class DummyCheckpoint(Checkpoint):
         super().__init__(folder, entries)
 
     def _bytes(
-        self, entry: Entry, begin: int, size: int, device: torch.device | str = "cpu"
+        self,
+        entry: Entry,
+        begin: int,
+        size: int,
+        device: torch.device | str = "cpu",
+        looks: bool = True,
     ) -> Tensor:
         """`size` bytes of a tensor from its byte `begin` on, made where they are wanted."""
         content, device = self._contents[entry.file], torch.device(device)

@@ -30,7 +30,7 @@ from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
 
 if TYPE_CHECKING:
-    from ds_runtime.model.quant import PartRequest
+    from ds_runtime.model.place import PartRequest
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")

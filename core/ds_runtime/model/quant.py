@@ -10,54 +10,17 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from ds_runtime.errors import CheckpointError, blaming
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.gguf.blocks import BLOCKS
 from ds_runtime.model.layouts import FLOATS, Expected, expected, read_layout
 from ds_runtime.model.manifest import Stored
+from ds_runtime.model.place import PartRequest as PartRequest
+from ds_runtime.model.place import Place as Place
 from ds_runtime.ops.spec import DENSE, Encoding, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
-
-if TYPE_CHECKING:
-    from ds_runtime.assemble import Assembly
-    from ds_runtime.model.nextn import NextN
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one Linear lies. tensors: component → name in the checkpoint, the weight first.
-
-    shape: of the matrix that the names hold. index: which matrix of a stack, or None.
-    first_row: where the Linear begins in that matrix (gate and up of fused experts share one).
-    """
-
-    tensors: Mapping[str, str]
-    shape: tuple[int, int]
-    index: int | None = None
-    first_row: int = 0
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The tensors, the weight first."""
-        return tuple(self.tensors.values())
-
-
-@dataclass(frozen=True, slots=True)
-class PartRequest:
-    """Read these rows and columns of one Linear onto a device. They count within the Linear."""
-
-    checkpoint: Checkpoint
-    quantization: Mapping[str, Any]
-    module: str
-    encoding: Encoding
-    place: Place
-    rows: slice
-    cols: slice
-    device: torch.device | str = "cpu"
 
 
 def _blaming(loader: QuantLoader, what: str) -> AbstractContextManager[None]:
@@ -90,14 +53,6 @@ class Quant:
             return part
 
         return Quant(loader, quantization, encoding, named)
-
-    @staticmethod
-    def of(assembly: Assembly, nextn: NextN | None = None) -> Quant:
-        """The loader that assembly chose; nextn: for that layer."""
-        if nextn is None:
-            return Quant.open(assembly.loader, assembly.model.quantization)
-        assert assembly.nextn_loader is not None
-        return Quant.open(assembly.nextn_loader, nextn.config.quantization)
 
     def format_of(self, module: str) -> str:
         """The weight format of one Linear in the checkpoint."""

@@ -47,7 +47,7 @@ def load_model(
     the packed weights would not fit, both before any weight is read.
     """
     config = assembly.model
-    quant, lora = Quant.of(assembly), assembly.lora
+    quant, lora = quant_of(assembly), assembly.lora
     checkpoint = _opened(assembly, quant)
     dtype = torch_dtype(assembly.config.dtype)
     try:
@@ -74,7 +74,7 @@ def load_draft(
     nextn = assembly.nextn
     if nextn is None:
         return None
-    quant = Quant.of(assembly, nextn)
+    quant = quant_of(assembly, nextn)
     checkpoint = _opened(assembly, quant, nextn)
     dtype = torch_dtype(assembly.config.dtype)
     try:
@@ -89,6 +89,14 @@ def load_draft(
             return DraftModel(model, load)
     finally:
         checkpoint.close()
+
+
+def quant_of(assembly: Assembly, nextn: NextN | None = None) -> Quant:
+    """The loader that assembly chose; nextn: for that layer."""
+    if nextn is None:
+        return Quant.open(assembly.loader, assembly.model.quantization)
+    assert assembly.nextn_loader is not None
+    return Quant.open(assembly.nextn_loader, nextn.config.quantization)
 
 
 def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Checkpoint:

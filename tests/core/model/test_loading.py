@@ -16,8 +16,7 @@ from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.estimate import page_table_bytes
 from ds_runtime.model.loader import Loader
-from ds_runtime.model.quant import Quant
-from ds_runtime.model.weights import load_model, needed_bytes
+from ds_runtime.model.weights import load_model, needed_bytes, quant_of
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import MemoryInfo
@@ -212,7 +211,7 @@ def test_estimate_and_progress(tmp_path, fp8, kernels, capsys):
     assembly = decide(tmp_path, kernels)
     checkpoint = Checkpoint(tmp_path)
     bound, comm = BoundOps(assembly.binding), SoloCommunicator()
-    quant = Quant.of(assembly)
+    quant = quant_of(assembly)
     loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
     file_bytes = sum(checkpoint.entry(name).nbytes for name in checkpoint.names)
     assert abs(loader.total_bytes() - file_bytes) <= 0.02 * file_bytes
@@ -230,7 +229,7 @@ def test_progress_of_ranks(original):
     def load(comm):
         assembly = decide(original, tp=2)
         checkpoint, bound = Checkpoint(original), BoundOps(assembly.binding)
-        quant = Quant.of(assembly)
+        quant = quant_of(assembly)
         loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
         read = []
         checkpoint.on_read = read.append

@@ -16,8 +16,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.model.loader import Loader
-from ds_runtime.model.quant import Quant
-from ds_runtime.model.weights import load_model, needed_bytes
+from ds_runtime.model.weights import load_model, needed_bytes, quant_of
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.testing.oracle import Oracle, compare
@@ -102,7 +101,7 @@ def test_they_are_neither_read_nor_held_nor_expected_to_be(tmp_path, fp8, capsys
     def load(folder):
         assembly = decide(folder, "cpu")
         bound, comm, read = BoundOps(assembly.binding), SoloCommunicator(), []
-        checkpoint, quant = Checkpoint(folder), Quant.of(assembly)
+        checkpoint, quant = Checkpoint(folder), quant_of(assembly)
         loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
         model = load_model(assembly, bound, comm, CPU, progress=True)
         said = capsys.readouterr().err

@@ -13,7 +13,7 @@ from ds_runtime.ops.weight import WeightPart
 
 if TYPE_CHECKING:
     from ds_runtime.model.checkpoint import Checkpoint
-    from ds_runtime.model.quant import PartRequest
+    from ds_runtime.model.place import PartRequest
 
 _DEQUANTISER = "ds_runtime.model.gguf.read:dequantise"
 
