@@ -42,7 +42,7 @@ def _quantised(quantization: Mapping[str, Any]) -> Callable[[str], bool] | None:
     """Whether a module is quantised, or None where no list says which are.
 
     Lists of lists, or one of all: names are ends of paths, as in optimum, or whole parts of them,
-    as in vLLM.
+    as programs find them that serve such checkpoints.
     """
     said = quantization.get(_LISTED)
     if not said:
