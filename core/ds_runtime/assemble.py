@@ -249,8 +249,17 @@ def assemble(
         )
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
     pins += backend_pins(config, offers.kernels, used)
-    binding, _ = _decide(sites, offers, facts, pins, apart)
-    if widens := _widening(binding):
+    known: dict[tuple[frozenset[str], bool], tuple[Binding, str]] = {}  # for these sites
+
+    def choose(crowded: frozenset[str] = frozenset(), compact: bool = False) -> tuple[Binding, str]:
+        """With no second forms of weights of the ops `crowded`."""
+        if (found := known.get((crowded, compact))) is None:
+            own = replace(facts, crowded=crowded)
+            found = _decide(sites, offers, own, pins, apart, compact)
+            known[crowded, compact] = found
+        return found
+
+    if widens := _widening(choose()[0]):
         if config.speculative_draft_quantize == "fp8":
             raise ConfigError(
                 f"--speculative-draft-quantize fp8: {widens} would hold the copy of the head in "
@@ -258,15 +267,15 @@ def assemble(
             )
         drafts = exact
         sites = sites_of(apart)
-        binding, _ = _decide(sites, offers, facts, pins, apart)
-    if model.indexing is not None and any(k and s.op == "mla_inputs" for s, k in binding.choices):
+        known.clear()
+    fused = any(kernel and site.op == "mla_inputs" for site, kernel in choose()[0].choices)
+    if model.indexing is not None and fused:
         # The kernel in front of attention makes no index keys: their weight is one of its own.
         sites = sites_of(apart | {INDEX_KEYS})
+        known.clear()
 
     def decided(crowded: frozenset[str], compact: bool = False) -> Assembly:
-        """With no second forms of weights of the ops `crowded`."""
-        own = replace(facts, crowded=crowded)
-        binding, uncaptured = _decide(sites, offers, own, pins, apart, compact)
+        binding, uncaptured = choose(crowded, compact)
         made = Assembly(
             config=config,
             folder=folder,

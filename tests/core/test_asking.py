@@ -294,5 +294,5 @@ def test_an_observer_that_starts_one_is_a_line(
     config = EngineConfig(model=str(tiny_config(tmp_path / "m")), plugins=("cpu",))
     _Observers(assemble(config, (), [one]))
     assert capsys.readouterr().err.startswith(
-        "plugin one: observer dropped: broken: ds_observer of plugin one starts a runtime"
+        "plugin one: observer dropped: ds_observer of plugin one starts a runtime"
     )
