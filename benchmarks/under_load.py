@@ -29,7 +29,7 @@ from ds_runtime.bench.serving.measure import CHAT, Asked, Measured, measure
 from ds_runtime.bench.serving.prompts import Prompt
 
 RESULTS = Path(__file__).with_name("results") / "under_load.jsonl"
-FLAGS = ("--max-queued-requests", "4096")
+FLAGS = ()
 
 
 def prompts(count: int) -> list[Prompt]:

@@ -125,7 +125,7 @@ class EngineConfig:
         "many as find room for 2,048 tokens each)",
         group="scheduling",
     )
-    max_queued_requests: int = _f(1024, "waiting requests before new ones get 503")
+    max_queued_requests: int = _f(4096, "waiting requests before new ones get 503")
     max_step_tokens: int = _f(2048, "most tokens that one step computes")
     chunked_prefill_size: int = _f(512, "most prompt tokens of one request in one step")
     prefix_chunk: int = _f(4096, "cached tokens that one prefill expansion handles at a time")
