@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ds_runtime.errors import KernelError, blaming
-from ds_runtime.ops.results import RESULTS, form, said
+from ds_runtime.ops.results import RESULTS, forms, said
 from ds_runtime.ops.spec import Facts, Kernel, Site
 from ds_runtime.ops.table import Ops
 
@@ -53,11 +51,11 @@ def checked(bound: Bound, name: str, call: Callable[..., Any]) -> Callable[..., 
     expects = RESULTS.get(name)
 
     def run(*args: Any) -> Any:
-        with blaming(f"{bound}, given {_given(args)},", bound.further(), KernelError):
+        with blaming(f"{bound}, given {said(forms(args))},", bound.further(), KernelError):
             result = call(*args)
         if expects is not None:
             results = result if isinstance(result, tuple) else (result,)
-            found = tuple(form(r) for r in results if isinstance(r, Tensor))
+            found = forms(results)
             expected = expects(bound.facts, *args)
             if found != expected:
                 raise KernelError(
@@ -66,10 +64,6 @@ def checked(bound: Bound, name: str, call: Callable[..., Any]) -> Callable[..., 
         return result
 
     return run
-
-
-def _given(args: tuple[Any, ...]) -> str:
-    return said(tuple(form(a) for a in args if isinstance(a, Tensor)))
 
 
 @contextmanager
