@@ -221,6 +221,9 @@ def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch
             if (phase, how.split()[0]) == ("capture", "raise"):
                 said = "cannot be captured: RuntimeError: this is the cause"
             assert said in front.engine.poll()
+            if phase in ("prefill", "decode") and how.split()[0] in ("raise", "leave"):
+                named = "in kernel mortal.Linear of plugin mortal, linear at layers."
+                assert named in front.engine.poll()
             check_end(at, front.family)
         finally:
             front.close()

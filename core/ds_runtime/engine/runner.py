@@ -211,6 +211,8 @@ class Runner:
         except BaseException as e:
             prompts = any(work.tokens is not None for work in plan.works)
             e.add_note("in a step with prompts" if prompts else "in a decode step")
+            if said := self.bound.suspect(self.assembly.plugins.owners, e):
+                e.add_note(said)
             self._blame(plan, e)
             raise
 

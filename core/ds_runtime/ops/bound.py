@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.ops.bind import Binding, site_facts
-from ds_runtime.ops.checked import Bound, checking
+from ds_runtime.ops.checked import Bound, checking, suspect
 from ds_runtime.ops.shares import Shares, asks_for
 from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
@@ -178,8 +178,14 @@ class BoundOps:
         """Within, a kernel that fails, or gives back something else than its contract says, is
         named by a KernelError. owners: provider → plugin.
         """
-        owned = (b._replace(plugin=owners.get(p := b.kernel.provider, p)) for b in self._bound)
-        return checking(owned)
+        return checking(self._owned(owners))
+
+    def suspect(self, owners: Mapping[str, str], error: BaseException) -> str:
+        """The kernel in whose code an error arose, with its plugin; "" if in none's."""
+        return suspect(self._owned(owners), error)
+
+    def _owned(self, owners: Mapping[str, str]) -> Iterator[Bound]:
+        return (b._replace(plugin=owners.get(p := b.kernel.provider, p)) for b in self._bound)
 
     def kernels(self) -> Iterator[tuple[Kernel, Facts]]:
         """Every kernel that is bound, with the facts of its place."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from ds_runtime.errors import KernelError, blaming
@@ -64,6 +65,23 @@ def checked(bound: Bound, name: str, call: Callable[..., Any]) -> Callable[..., 
         return result
 
     return run
+
+
+def suspect(kernels: Iterable[Bound], error: BaseException) -> str:
+    """The kernel in whose code an error arose, by its traceback; "" if in none's."""
+    objects, functions = dict[int, Bound](), dict[Any, Bound]()
+    for bound in kernels:
+        if bound.kernel.op.kind == "object":
+            objects.setdefault(id(bound.made), bound)
+        elif code := getattr(bound.made, "__code__", None):
+            functions.setdefault(code, bound)
+    found = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        if (at := objects.get(id(frame.f_locals.get("self")))) is not None:
+            found = f"in {at}; {at.further()}"
+        elif (at := functions.get(frame.f_code)) is not None:  # at any place
+            found = f"in {str(at).partition(' at ')[0]}; {at.further()}"
+    return found
 
 
 @contextmanager
