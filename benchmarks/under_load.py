@@ -29,7 +29,6 @@ from ds_runtime.bench.serving.measure import CHAT, Asked, Measured, measure
 from ds_runtime.bench.serving.prompts import Prompt
 
 RESULTS = Path(__file__).with_name("results") / "under_load.jsonl"
-FLAGS = ()
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -77,7 +76,7 @@ async def _measure(url: str, asked: Asked, load: Load, count: int) -> Measured:
 def run(requests: int, concurrency: int) -> dict[str, Any]:
     """The report; `wrong` are the answers whose text is not that of the same prompt alone."""
     asked = Asked(CHAT, extra={"temperature": 0})
-    with served(*FLAGS) as (url, _):
+    with served() as (url, _):
         alone = uvloop.run(_measure(url, asked, Load(concurrency=1), 40))
         right = [a.text for a in alone.answers]
         health = Health(url)
