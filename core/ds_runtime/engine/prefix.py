@@ -16,9 +16,10 @@ from typing import NamedTuple
 class Node:
     """One cached page. The root holds no page (−1) and is never evicted."""
 
-    __slots__ = ("children", "is_proved", "key", "num_refs", "page", "parent", "stamp")
+    __slots__ = ("children", "is_cut", "is_proved", "key", "num_refs", "page", "parent", "stamp")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+        self.is_cut = False  # its parent knows it no more: it is for those alone that read it
         self.is_proved = page < 0  # logits that were computed from it, and those above, are finite
         self.parent = parent
         self.key = key
@@ -136,8 +137,7 @@ class PrefixCache:
         top, parent = path[first], path[first].parent
         assert parent is not None
         del parent.children[top.key]
-        top.parent = Node(None, (), -1)
-        top.parent.children[top.key] = top
+        top.is_cut = True
         self._push(parent)
         dropped = []
         for loose in reversed(path[first:]):
@@ -162,7 +162,9 @@ class PrefixCache:
         """Take a loose node out."""
         parent = node.parent
         assert parent is not None
-        del parent.children[node.key], self._nodes[node.page]
+        if not node.is_cut:
+            del parent.children[node.key]
+        del self._nodes[node.page]
         node.parent = None
         self.num_evictable -= 1
         self._push(parent)
@@ -206,8 +208,10 @@ class PrefixCache:
         for page, node in self._nodes.items():
             assert node.page == page and len(node.key) == self.page_size
             parent = node.parent
-            assert parent is not None and parent.children[node.key] is node
-            assert parent.page < 0 or self._nodes[parent.page] is parent
+            assert parent is not None
+            assert (parent.children.get(node.key) is node) != node.is_cut
+            unread = node.is_cut and node.num_refs == 0  # then it may outlive its parent
+            assert unread or parent.page < 0 or self._nodes[parent.page] is parent
             assert parent.page < 0 or parent.num_refs >= node.num_refs
             assert parent.page < 0 or parent.stamp >= node.stamp
             assert parent.is_proved or not node.is_proved

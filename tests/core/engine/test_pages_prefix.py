@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
@@ -177,3 +177,54 @@ class PrefixMachine(RuleBasedStateMachine):
 
 TestPrefix = PrefixMachine.TestCase
 TestPrefix.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
+
+
+class _Reader:
+    """A sequence that runs: what it read from the cache, and where it is now."""
+
+    def __init__(self, cache, tokens):
+        self.tokens = tokens
+        match = cache.match(tokens)
+        self.read, self.node, self.pages = len(match.pages), match.node, list(match.pages)
+        cache.lock(self.node)
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_what_is_discarded_is_never_matched_again(data):
+    """Of random sequences some prove what they have read and hung, some leave it in doubt, and one
+    discards: its own pages are out of reach, and so are those that nobody proved; all others stay,
+    and every page is free again once nobody reads it.
+    """
+    cache, pool, running = PrefixCache(1), PagePool(200), []
+    proved, owned = set(), {}  # pages
+    tokens = st.lists(st.integers(0, 1), min_size=2, max_size=6)
+    for _ in range(data.draw(st.integers(1, 12))):
+        if running and data.draw(st.booleans()):
+            one = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            cache.unlock(one.node)
+            if data.draw(st.booleans()):
+                found = cache.match([*one.tokens, 9])
+                kept = found.pages[: one.read]
+                while kept and kept[-1] not in proved:
+                    kept.pop()
+                pool.free(cache.discard(found.node, one.read))
+                assert cache.match([*one.tokens, 9]).pages == kept
+        else:
+            one = _Reader(cache, data.draw(tokens))
+            left = one.tokens[one.read :]
+            path, twins = cache.extend(one.node, left, fresh := pool.alloc(len(left)))
+            pool.free(twins)
+            one.node, one.pages = path.node, [*one.pages, *path.pages]
+            owned.update(dict.fromkeys(fresh))
+            running.append(one)
+            proved -= set(fresh)
+            if data.draw(st.booleans()):
+                cache.prove(one.node)
+                proved |= set(one.pages)
+        held = cache.check()
+        assert len(held) + pool.num_free == 200, "a page is lost"
+    for one in running:
+        cache.unlock(one.node)
+    pool.free(cache.evict(200))
+    assert pool.num_free == 200

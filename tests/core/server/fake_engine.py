@@ -2,7 +2,9 @@
 
 Orders stand in the prompt in square brackets, or in ⟦⟧ where they hold some: [say TEXT] answers
 TEXT and ends with EOS, [go] never ends by itself, [hang] never answers, [full] and [invalid]
-refuse, [die] dies after three tokens, [bytes e4 bd] gives raw byte tokens.
+refuse, [die] dies after three tokens, [bytes e4 bd] gives raw byte tokens. [break N] gives so many
+tokens to the first choice, whose logits are then no numbers, and `so` to the others; where `broken`
+is set, none to anybody.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class FakeEngine:
     adapters: list[str] = field(default_factory=list)
     adapts: list[Adapt] = field(default_factory=list)
     refuses: str = ""
+    broken: bool = False
     generated: int = 0
     bytes_in: int = 0
 
@@ -147,6 +150,10 @@ class FakeEngine:
             return self.send(Failed(submit.rid, "queue_full", "the queue holds 1024 requests"))
         if order == "invalid":
             return self.send(Failed(submit.rid, "invalid", "seed is odd", "seed"))
+        if self.broken:
+            return self.send(Failed(submit.rid, "broken", "the logits are not finite"))
+        if order == "break" and submit.choice:
+            order, rest = "say", "so"
         script = [*self.tokenizer.encode(rest), EOS]
         if order == "bytes":
             wanted = bytes.fromhex(rest)
@@ -161,6 +168,11 @@ class FakeEngine:
         if any(j.order == "go" for j in self.jobs.values()):
             time.sleep(0.001)
         messages = [m for j in list(self.jobs.values()) if (m := self.advance(j)) is not None]
+        for job in [j for j in self.jobs.values() if j.order == "break"]:
+            if job.done == int(self.tokenizer.decode(job.script[:-1])):
+                del self.jobs[job.submit.rid]
+                said = f"the logits for token {job.done + 1} are not finite"
+                messages.append(Failed(job.submit.rid, "broken", said))
         if messages:
             stats = Stats(running=len(self.jobs), generated_tokens=self.generated)
             self.send(*messages, stats)
@@ -174,7 +186,7 @@ class FakeEngine:
         params = job.submit.params
         if job.order == "hang":
             return None
-        endless = job.order in ("go", "die")
+        endless = job.order in ("go", "die", "break")
         token = job.script[job.done % (len(job.script) - 1) if endless else job.done]
         first = job.done == 0
         job.done += 1

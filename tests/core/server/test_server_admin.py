@@ -172,3 +172,14 @@ def test_tls_files_that_cannot_be_used(pem, tmp_path):
     (tmp_path / "x.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="must be PEM"):
         check_tls(ServerConfig(ssl_certfile=str(tmp_path / "x.pem")))
+
+
+def test_health_generate_fails_while_its_answer_is_no_number(served):
+    served.engine.broken = True
+    reply = served.http.get("/health_generate")
+    assert reply.status_code == 503
+    assert reply.json()["error"]["code"] == "logits_not_finite"
+    assert "not finite" in reply.json()["error"]["message"]
+    assert served.http.get("/health").status_code == 200
+    served.engine.broken = False
+    assert served.http.get("/health_generate").status_code == 200

@@ -81,6 +81,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
         cached_tokens=40,
         generated_tokens=7,
         preemptions=1,
+        broken=2,
         verified=5,
         draft_tokens=10,
         accepted_tokens=8,
@@ -90,6 +91,7 @@ def test_the_engine_s_figures_and_its_plan(fake_ready):
     assert found["kv_cache_usage_perc",] == 0.5
     assert found["prefix_cache_hits_total",] / found["prefix_cache_queries_total",] == 0.4
     assert found["generation_tokens_total",] == 7 and found["num_preemptions_total",] == 1
+    assert found["corrupted_requests_total",] == 2
     drafted = found["spec_decode_num_draft_tokens_total",]
     assert found["spec_decode_num_accepted_tokens_total",] / drafted == 0.8
     assert found["spec_decode_num_drafts_total",] == 5

@@ -1,0 +1,104 @@
+"""NaN in what is read: found wherever it stands and however it is read, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from model_harness import Harness, decide
+from safetensors.torch import load_file, save_file
+
+from ds_runtime.errors import CheckpointError
+from ds_runtime.model import checkpoint as module
+from ds_runtime.model.checkpoint import DTYPES, Checkpoint
+from ds_runtime.model.nan import KINDS, first_nan
+from ds_runtime.testing.tiny import write_tiny
+
+FLOATS = sorted(KINDS)
+QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@pytest.mark.parametrize("dtype", [d for d in FLOATS if KINDS[d].size <= 2])
+def test_every_number_that_a_dtype_has(dtype):
+    bits = np.arange(1 << 8 * KINDS[dtype].size, dtype=f"<u{KINDS[dtype].size}")
+    wanted = torch.from_numpy(bits.view("<i2") if KINDS[dtype].size == 2 else bits)
+    wanted = wanted.view(DTYPES[dtype]).to(torch.float32).isnan()
+    for value, is_nan in zip(bits, wanted.tolist(), strict=True):
+        data = np.array([0, value], bits.dtype).view(np.uint8)
+        assert first_nan(KINDS[dtype], data) == (1 if is_nan else None), hex(value)
+
+
+@given(st.sampled_from(["F32", "F64"]), st.lists(st.floats(width=32), min_size=1))
+@settings(deadline=None)
+def test_wide_numbers(dtype, values):
+    held = np.array(values, np.float32 if dtype == "F32" else np.float64)
+    wanted = int(np.isnan(held).argmax()) if np.isnan(held).any() else None
+    assert first_nan(KINDS[dtype], held.view(np.uint8)) == wanted
+
+
+@given(data=st.data())
+@QUIET
+def test_the_first_is_named_however_it_is_read(tmp_path_factory, data):
+    """Whole, by rows, by columns, by threads and pieces that end anywhere."""
+    folder = tmp_path_factory.mktemp("nan")
+    dtype = DTYPES[data.draw(st.sampled_from([d for d in FLOATS if d != "F64"]))]
+    rows, cols = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    values = torch.ones(rows, cols).to(dtype)
+    at = data.draw(st.none() | st.tuples(st.integers(0, rows - 1), st.integers(0, cols - 1)))
+    if at is not None:
+        values.view(torch.uint8).view(rows, cols, -1)[at] = 0xFF
+        if data.draw(st.booleans()) and dtype != torch.float8_e8m0fnu:
+            values.view(torch.uint8).view(rows, cols, -1)[at][-1] = 0x7F
+    odd = torch.zeros(data.draw(st.integers(0, 9)), dtype=torch.uint8)
+    save_file({"a": odd, "t": values}, folder / "model.safetensors")
+    first = data.draw(st.integers(0, rows - 1))
+    cut = slice(first, data.draw(st.integers(first, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SHARE", data.draw(st.sampled_from([7, 64, 1 << 20])))
+        patch.setattr(module, "PIECE", data.draw(st.sampled_from([16, 48, 1 << 20])))
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        for allowed in (False, True, None):
+            files = Checkpoint(folder, allow_nan=allowed)
+            for part, across in ((None, None), (cut, None), (cut, slice(0, cols - 1))):
+                hit = at is not None and (part is None or cut.start <= at[0] < cut.stop)
+                if hit and allowed is False:
+                    said = rf"safetensors: t: element \[{at[0]}, {at[1]}\] is NaN; .*--allow-nan"
+                    with pytest.raises(CheckpointError, match=said):
+                        files.read("t", part, across)
+                else:
+                    files.read("t", part, across)
+            files.close()
+
+
+PLACES = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.1.mlp.experts.3.down_proj.weight",
+    "model.layers.2.self_attn.kv_b_proj.weight",
+)
+
+
+@pytest.fixture(scope="module")
+def tiny_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    write_tiny(folder, "v3")
+    return folder
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_loading_refuses_it(tiny_files, tmp_path, name):
+    tensors = load_file(tiny_files / "model.safetensors")
+    tensors[name].view(-1)[-3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((tiny_files / "config.json").read_bytes())
+    at = [int(i) for i in np.unravel_index(tensors[name].numel() - 3, tensors[name].shape)]
+    said = f"{tmp_path / 'model.safetensors'}: {name}: element {at} is NaN;"
+    with pytest.raises(CheckpointError, match=re.escape(said) + ".*--allow-nan-weights$"):
+        Harness(decide(tmp_path))
+    Harness(decide(tmp_path, allow_nan_weights=True))
