@@ -46,6 +46,27 @@ class MutationError(Exception):
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
+        "logits that nobody looks at",
+        "core/ds_runtime/engine/finite.py",
+        "(total - total) == 0",
+        "total.new_ones(total.shape).bool()",
+        ("tests/e2e/test_broken_logits.py",),
+    ),
+    Fault(
+        "pages of a broken answer that stay cached",
+        "core/ds_runtime/engine/prefix.py",
+        "if i >= known or not n.is_proved",
+        "if not n.is_proved",
+        ("tests/core/engine/test_pages_prefix.py",),
+    ),
+    Fault(
+        "negative NaN in weights",
+        "core/ds_runtime/model/nan.py",
+        'pairs = (("i", last), ("u", last | 1 << (8 * size - 1)))',
+        'pairs = (("i", last),)',
+        ("tests/core/model/test_nan_weights.py",),
+    ),
+    Fault(
         "codes from attention although a prefix is there",
         "core/ds_runtime/model/attention.py",
         "or part is None or part.prefix or",

@@ -81,14 +81,18 @@ class PrefixCache:
         """Give the reference on `node` and all above it back; they count as used just now."""
         self._clock += 1
         step: Node | None = node
+        leaves = [node]
         while step is not None and step.page >= 0:
             assert step.num_refs > 0, f"page {step.page} is unlocked twice"
             step.num_refs -= 1
             step.stamp = self._clock
             if step.num_refs == 0:
                 self.num_evictable += 1
+            if step.is_cut and step.parent is not None:
+                leaves.append(step.parent)
             step = step.parent
-        self._push(node)
+        for leaf in leaves:
+            self._push(leaf)
 
     def extend(
         self, node: Node, tokens: Sequence[int], pages: Sequence[int]
