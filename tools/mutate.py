@@ -174,8 +174,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "stale prefix",
         "core/ds_runtime/engine/prefix.py",
-        "del parent.children[node.key], self._nodes[node.page]",
-        "del self._nodes[node.page]",
+        "        if not node.is_cut:\n            del parent.children[node.key]\n",
+        "",
         ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),
     ),
     Fault(
