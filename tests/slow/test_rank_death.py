@@ -161,7 +161,8 @@ def test_on_two_devices_a_death_is_told_and_ends_both_ranks(tmp_path, phase, ran
     base, _ = select_platform(load_plugins())
     if not base.asynchronous or torch.accelerator.device_count() < 2:
         pytest.skip(f"two devices are needed; the best platform here is {base.name}")
-    check_all([Offline(tmp_path, rank, phase, f"{how} device", base.name)])
+    path = f"{type(base).__module__}:{type(base).__qualname__}"
+    check_all([Offline(tmp_path, rank, phase, f"{how} device", path)])
 
 
 def check_all(cases):

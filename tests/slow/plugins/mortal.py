@@ -1,7 +1,8 @@
 """A platform and a kernel of which a rank dies where, and how, the environment says.
 
 MORTAL: "RANK PHASE HOW COMMUNICATOR"; MORTAL_AT: the file that gets the time of the death;
-MORTAL_BASE: the platform that it is otherwise (default: the CPU's, with communicators of its own).
+MORTAL_BASE: "module:class" of the platform that it is otherwise (default: the CPU's, with
+communicators of its own).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 
 from ds_runtime.api import OPS, Facts, Kernel, TorchCommunicator, hookimpl
-from ds_runtime.plugins import load_plugins
+from ds_runtime.ops.spec import load_attr
 from ds_runtime_cpu.platform import CpuPlatform
 
 CAUSE = "this is the cause"
@@ -159,10 +160,8 @@ class Linear:
 
 @hookimpl
 def ds_platform():
-    if (name := os.environ.get("MORTAL_BASE")) is None:
-        base = Host()
-    else:
-        base, _ = load_plugins().platforms()[name]
+    path = os.environ.get("MORTAL_BASE")
+    base = Host() if path is None else load_attr(path)()
     made = type("Mortal", (Dying, type(base)), {})()
     made.__dict__.update(base.__dict__)
     return made
