@@ -38,7 +38,7 @@ WHY = {
 }
 IN_A_PLUGIN = {  # a rank's exception there has become a sentence
     "load": r"kernel mortal\.Linear of plugin mortal, linear at layers\.0\.\S+, given .*, failed: ",
-    "capture": r"a decode step of 2 requests cannot be captured: ",
+    "capture": r"a (decode step of 2 requests|step of \d+ tokens) cannot be captured: ",
 }
 # phase → how, communicator, of rank 0 and of rank 1
 OFFLINE = {
