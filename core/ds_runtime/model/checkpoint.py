@@ -31,7 +31,7 @@ from ds_runtime.base import base_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.gguf.blocks import BLOCKS, values
 from ds_runtime.model.gguf.folder import LINK, linked_tensors
-from ds_runtime.model.nan import KINDS, PIECE, Bytes, first_nan
+from ds_runtime.model.nan import KINDS, PIECE, Bytes, any_nan, first_nan
 from ds_runtime.model.staging import Staging, shares_memory
 
 INDEX = "model.safetensors.index.json"
@@ -148,6 +148,7 @@ class Checkpoint:
         self.allow_nan = allow_nan
         self.entries: dict[str, Entry] = entries or {}
         self.on_read: Callable[[int], None] | None = None
+        self._asked: list[tuple[Entry, int, int, Tensor]] = []  # NaN from offset to offset?
         self._files: dict[Path, int] = {}  # open descriptors
         self._readers: ThreadPoolExecutor | None = None
         self._own = threading.local()  # of each thread that reads
@@ -342,11 +343,33 @@ class Checkpoint:
         out, ring = torch.empty(size, dtype=torch.uint8, device=device), self._ring(device)
         for at in range(0, size, ring.most):
             room = ring.room(min(size - at, ring.most))
-            self._fill(entry, begin + at, room)
+            self._fill(_Span.of(entry, ()), begin + at, room)
             for run in beside:
                 run.copy(begin + at, room)
             ring.send(room, out[at : at + room.shape[0]])
+        self._ask(entry, begin, out)
         return out
+
+    def _ask(self, entry: Entry, begin: int, sent: Tensor) -> None:
+        """Have the device look for NaN in what it was sent, from file offset `begin` on."""
+        parts = entry.parts if isinstance(entry, _Span) else (entry,)
+        for e in parts if self.allow_nan is False else ():
+            if (piece := _whole(e, begin, sent.shape[0])) is not None:
+                first, last = piece
+                found = any_nan(e.dtype, sent[first - begin : last - begin])
+                with self._lock:
+                    self._asked.append((e, first, last, found))
+
+    def finish(self) -> None:
+        """CheckpointError for a NaN in what was sent to a device since the last call, which waits
+        for the device."""
+        asked, self._asked = sorted(self._asked, key=lambda a: (a[0].file, a[1])), []
+        found = torch.stack([a[3] for a in asked]).tolist() if asked else []
+        for (e, first, last, _), nan in zip(asked, found, strict=True):
+            if nan:  # read it again, to say where
+                room = _room(last - first)
+                self._fill(_Span.of(e, ()), first, room)
+                self._look((e,), first, room.numpy())
 
     @contextmanager
     def together(self, names: Iterable[str], device: torch.device | str) -> Iterator[None]:
@@ -415,14 +438,10 @@ class Checkpoint:
         if self.allow_nan is not False:
             return
         for e in entries:
-            first, last = max(begin, e.begin), min(begin + len(held), e.end)
-            kind = KINDS.get(e.dtype)
-            if first >= last or kind is None:
+            if (piece := _whole(e, begin, len(held))) is None:
                 continue
-            # Whole elements: those of a tensor that begins elsewhere are read again, by themselves.
-            first += (e.begin - first) % kind.size
-            last -= (last - e.begin) % kind.size
-            found = first_nan(kind, held[first - begin : max(first, last) - begin])
+            (first, last), kind = piece, KINDS[e.dtype]
+            found = first_nan(kind, held[first - begin : last - begin])
             if found is not None:
                 name = next(n for n, other in self.entries.items() if other == e)
                 at = np.unravel_index((first - e.begin) // kind.size + found, e.shape)
@@ -454,6 +473,18 @@ class Checkpoint:
             self._readers = None
         self._own = threading.local()
         _close(self._files)
+
+
+def _whole(entry: Entry, begin: int, size: int) -> tuple[int, int] | None:
+    """Which file offsets, of `size` from `begin` on, hold whole elements of a tensor that may be
+    NaN. Elements that are cut are read again, by themselves."""
+    first, last = max(begin, entry.begin), min(begin + size, entry.end)
+    kind = KINDS.get(entry.dtype)
+    if kind is None:
+        return None
+    first += (entry.begin - first) % kind.size
+    last -= (last - entry.begin) % kind.size
+    return (first, last) if first < last else None
 
 
 def _room(size: int) -> Tensor:

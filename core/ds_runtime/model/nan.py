@@ -1,4 +1,5 @@
-"""NaN among stored numbers, found right behind the copy, while the bytes are in the caches.
+"""NaN among stored numbers: found by the host right behind the copy, while the bytes are in the
+caches, or by the device that they were sent to.
 
 Of every format the NaN are the numbers whose bits, without the sign, lie above those of infinity,
 or of the largest number where there is none. As signed integers the positive ones are then above
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,3 +57,23 @@ def first_nan(kind: Kind, data: Bytes) -> int | None:
         if _highest(values := data.view(dtype)) > most
     ]
     return min(found, default=None)
+
+
+_NUMBERS: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+def any_nan(dtype: str, data: Tensor) -> Tensor:
+    """Whether there is NaN among whole elements of a dtype of `KINDS`: a bool [] on the device of
+    their bytes, data [n] uint8. Nothing waits for it."""
+    if dtype in _NUMBERS:
+        if data.storage_offset() % KINDS[dtype].size:
+            data = data.clone()
+        return torch.isnan(data.view(_NUMBERS[dtype])).any()
+    if dtype == "F8_E8M0":
+        return (data == 0xFF).any()
+    return ((data & 0x7F) > (0x7C if dtype == "F8_E5M2" else 0x7E)).any()

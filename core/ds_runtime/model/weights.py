@@ -62,7 +62,9 @@ def load_model(
             Progress("loading weights", load.total_bytes(), enabled=progress) as bar,
         ):
             checkpoint.on_read = bar.advance
-            return DeepSeekModel(config, load, positions_of(assembly))
+            made = DeepSeekModel(config, load, positions_of(assembly))
+            checkpoint.finish()
+            return made
     finally:
         checkpoint.close()
 
@@ -86,7 +88,9 @@ def load_draft(
             Progress("loading the draft layer", load.total_bytes(), enabled=progress) as bar,
         ):
             checkpoint.on_read = bar.advance
-            return DraftModel(model, load)
+            made = DraftModel(model, load)
+            checkpoint.finish()
+            return made
     finally:
         checkpoint.close()
 

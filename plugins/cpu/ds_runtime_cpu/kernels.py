@@ -44,7 +44,7 @@ _MAX_INDEX = 1024  # of the native index prologue's
 
 
 def _on_cpu(facts: Facts) -> str | None:
-    return None if facts.device.type == "cpu" else f"runs on the CPU, not on {facts.device.type}"
+    return None if facts.device.type == "cpu" else f"runs on CPUs, not on {facts.device.family}"
 
 
 def _dtype(facts: Facts) -> str | None:

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from late_device import LateDevice
+
+from ds_runtime.model import checkpoint, staging
+from ds_runtime.model.checkpoint import Checkpoint
+from ds_runtime.model.staging import Staging
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -14,3 +19,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def by_way_of_a_device(monkeypatch):
+    """Reads for the device "meta" go through a ring to the host's memory; how long each was."""
+    LateDevice(monkeypatch)
+    monkeypatch.setattr(staging, "event_on", lambda device: torch.Event("cpu"))
+    ring, sizes = Staging(torch.device("cpu"), 4096), []
+    monkeypatch.setattr(checkpoint, "shares_memory", lambda device: device == "cpu")
+    monkeypatch.setattr(Checkpoint, "_ring", lambda self, device: ring)
+    plain = Checkpoint._fetched
+
+    def fetched(self, entry, begin, size, device, beside=()):
+        sizes.append(size)
+        return plain(self, entry, begin, size, "cpu", beside)
+
+    monkeypatch.setattr(Checkpoint, "_fetched", fetched)
+    return sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model import checkpoint as module
 from ds_runtime.model.checkpoint import DTYPES, Checkpoint
-from ds_runtime.model.nan import KINDS, first_nan
+from ds_runtime.model.nan import KINDS, any_nan, first_nan
 from ds_runtime.testing.tiny import write_tiny
 
 FLOATS = sorted(KINDS)
@@ -30,6 +31,7 @@ def test_every_number_that_a_dtype_has(dtype):
     for value, is_nan in zip(bits, wanted.tolist(), strict=True):
         data = np.array([0, value], bits.dtype).view(np.uint8)
         assert first_nan(KINDS[dtype], data) == (1 if is_nan else None), hex(value)
+        assert bool(any_nan(dtype, torch.from_numpy(data))) == is_nan, hex(value)
 
 
 @given(st.sampled_from(["F32", "F64"]), st.lists(st.floats(width=32), min_size=1))
@@ -38,6 +40,9 @@ def test_wide_numbers(dtype, values):
     held = np.array(values, np.float32 if dtype == "F32" else np.float64)
     wanted = int(np.isnan(held).argmax()) if np.isnan(held).any() else None
     assert first_nan(KINDS[dtype], held.view(np.uint8)) == wanted
+    odd = torch.zeros(held.nbytes + 1, dtype=torch.uint8)[1:]
+    odd.copy_(torch.from_numpy(held.view(np.uint8)))
+    assert bool(any_nan(dtype, odd)) == (wanted is not None)
 
 
 @given(data=st.data())
@@ -72,6 +77,37 @@ def test_the_first_is_named_however_it_is_read(tmp_path_factory, data):
                 else:
                     files.read("t", part, across)
             files.close()
+
+
+@given(data=st.data())
+@QUIET
+def test_a_device_finds_what_it_was_sent(by_way_of_a_device, tmp_path_factory, data):
+    """Alone or together with others, in several pieces: `finish` names the first element."""
+    folder = tmp_path_factory.mktemp("sent")
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]))
+    sizes = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=5))
+    tensors = {f"t{i}": torch.ones(n).to(dtype) for i, n in enumerate(sizes)}
+    tensors["odd"] = torch.zeros(data.draw(st.integers(0, 9)), dtype=torch.uint8)
+    names = [f"t{i}" for i, n in enumerate(sizes) if n]
+    bad = data.draw(st.none() | st.sampled_from(names)) if names else None
+    at = None
+    if bad is not None:
+        at = data.draw(st.integers(0, tensors[bad].numel() - 1))
+        tensors[bad].view(torch.uint8).view(tensors[bad].numel(), -1)[at] = 0xFF
+    save_file(tensors, folder / "model.safetensors")
+    files = Checkpoint(folder, allow_nan=data.draw(st.sampled_from([False, False, True, None])))
+    found = bad is not None and files.allow_nan is False
+    said = rf"safetensors: {bad}: element \[{at}\] is NaN; "
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(CheckpointError, match=said) if found else nullcontext(),
+    ):
+        patch.setattr(module, "_SMALL", data.draw(st.sampled_from([0, 1 << 16])))
+        with files.together(names, "meta") if data.draw(st.booleans()) else nullcontext():
+            for name in names:
+                files.read(name, device="meta")
+        files.finish()
+    files.finish()  # says it once
 
 
 PLACES = (

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from late_device import LateDevice
 from safetensors.torch import save_file
 
 from ds_runtime.errors import CheckpointError
@@ -17,38 +18,6 @@ from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.loader import LayerExperts
 from ds_runtime.model.staging import Staging
 from ds_runtime.ops.weight import WeightPart
-
-
-class LateDevice:
-    """Copies happen when an event behind them is awaited, and no sooner."""
-
-    def __init__(self, monkeypatch):
-        self.queue = []
-        monkeypatch.setattr(staging, "page_locked", lambda n: torch.zeros(n, dtype=torch.uint8))
-        monkeypatch.setattr(staging, "event_on", lambda device: self.event())
-
-    def event(self):
-        queue, upto = self.queue, len(self.queue)
-
-        class Event:
-            def synchronize(self):
-                for i in range(upto):
-                    queue[i]()
-
-        return Event()
-
-    def tensor(self, size):
-        device, held = self, torch.zeros(size, dtype=torch.uint8)
-
-        class There:
-            data = held
-
-            def copy_(self, filled, non_blocking):
-                assert non_blocking
-                done = []
-                device.queue.append(lambda: done or (held.copy_(filled), done.append(1)))
-
-        return There()
 
 
 @pytest.fixture(scope="module")
@@ -100,24 +69,6 @@ def test_a_checkpoint_reads_the_same_by_way_of_a_device(tmp_path, monkeypatch):
     for name, tensor in wanted.items():
         assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name].to(torch.float32), tensor.to(torch.float32)), name
-
-
-@pytest.fixture
-def by_way_of_a_device(monkeypatch):
-    """Reads for the device "meta" go through a ring to the host's memory; how long each was."""
-    LateDevice(monkeypatch)
-    monkeypatch.setattr(staging, "event_on", lambda device: torch.Event("cpu"))
-    ring, sizes = Staging(torch.device("cpu"), 4096), []
-    monkeypatch.setattr(checkpoint, "shares_memory", lambda device: device == "cpu")
-    monkeypatch.setattr(Checkpoint, "_ring", lambda self, device: ring)
-    plain = Checkpoint._fetched
-
-    def fetched(self, entry, begin, size, device, beside=()):
-        sizes.append(size)
-        return plain(self, entry, begin, size, "cpu", beside)
-
-    monkeypatch.setattr(Checkpoint, "_fetched", fetched)
-    return sizes
 
 
 @given(
