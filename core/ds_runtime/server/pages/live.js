@@ -16,6 +16,7 @@ const TILES = [
   ["First token, half / 95 % within", ...latency("time_to_first_token_seconds")],
   ["Between tokens, half / 95 % within", ...latency("inter_token_latency_seconds")],
   ["KV cache in use", (c) => mean(c.now, "kv_cache_usage_perc"), share],
+  ["Answers ended by NaN", (c) => read(c.now, "corrupted_requests_total"), whole],
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
 ];
 
