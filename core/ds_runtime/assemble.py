@@ -299,8 +299,7 @@ def assemble(
         dummies.add(str(folder))
     assembly, forms = settle_forms(decided)
     if not _fits(assembly.binding, config, model, info.memory):
-        assembly = decided(frozenset(), compact=True)
-        forms = ()
+        assembly = decided(assembly.facts.crowded, compact=True)
     if asks:
         assembly = _with_requests(assembly, few)
     assembly = replace(assembly, forms=forms)

@@ -118,7 +118,8 @@ def test_the_choice_ends_on_the_device_too(broken, way):
 
 
 def check_all(llm, bad, exact=True):
-    """exact: a row's logits do not hang on the rows beside it."""
+    """exact: a row's logits do not hang on the rows beside it. Elsewhere attention of a tile may
+    carry NaN to rows before the token that brings it, so that an earlier one is named."""
     asked = cases(llm, bad)
     lasting = SamplingParams(max_tokens=60, ignore_eos=True)
     prompt = llm.tokenizer.encode("Once upon a time there was a ship")
@@ -127,6 +128,8 @@ def check_all(llm, bad, exact=True):
     stream = llm.stream(prompt, lasting)
     pieces = [next(stream)]
     for ids, params, said in asked:
+        if not exact and said.endswith("of the prompt"):
+            said = r"\d+ of the prompt"
         with pytest.raises(LogitsError, match=rf"token (\d+ )?{said} are not finite"):
             llm.generate([ids], SamplingParams(**{"max_tokens": 4, **params}))
         pieces.append(next(stream, ""))

@@ -75,8 +75,9 @@ def of(hook, *names, fn=None):
 
 
 def index_prologue(q, *rest):
-    """In the dtype that the lightning indexer reads."""
-    return [found.to(q.dtype) for found in recorded.index_prologue(q, *rest)]
+    """Queries in the dtype that the lightning indexer reads."""
+    queries, scale = recorded.index_prologue(q, *rest)
+    return queries.to(q.dtype), scale.float()
 
 
 PLATFORM = plugin("double", ds_platform=lambda: Double())

@@ -109,7 +109,7 @@ def test_doctor_says_what_became_of_ipex():
 
 
 def test_defaults_are_for_intel_gpus_alone():
-    for arch, fields in (("sm90", []), ("xe-hpc", ["page_size", "max_running_requests"])):
+    for arch, fields in (("sm90", []), ("xe-hpc", ["page_size", "max_step_tokens"])):
         facts = Facts(DeviceInfo("xpu", "x", arch), Dims({}))
         assert [c.field for c in ds_defaults(facts)][:2] == fields
 
