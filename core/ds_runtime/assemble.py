@@ -35,6 +35,7 @@ from ds_runtime.model.room import (
     REQUEST_TOKENS,
     REQUESTS,
     SecondForm,
+    bound_forms,
     requests_that_fit,
     settle_forms,
 )
@@ -300,6 +301,7 @@ def assemble(
     assembly, forms = settle_forms(decided)
     if not _fits(assembly.binding, config, model, info.memory):
         assembly = decided(assembly.facts.crowded, compact=True)
+        forms = bound_forms(assembly, forms)
     if asks:
         assembly = _with_requests(assembly, few)
     assembly = replace(assembly, forms=forms)

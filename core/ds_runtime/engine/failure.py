@@ -29,7 +29,8 @@ class Reason(NamedTuple):
         """The error of the rank, again as its class."""
         known = getattr(errors, self.kind, None)
         if isinstance(known, type) and issubclass(known, errors.DsRuntimeError):
-            return known(self.message)
+            with contextlib.suppress(TypeError):  # a class that is made of more than a message
+                return known(self.message)
         return errors.EngineDeadError(self.message)
 
 

@@ -370,6 +370,11 @@ class Checkpoint:
                 room = _room(last - first)
                 self._fill(_Span.of(e, ()), first, room)
                 self._look((e,), first, room.numpy())
+                name = next(n for n, other in self.entries.items() if other == e)
+                raise CheckpointError(
+                    f"{e.file}: {name}: is NaN on the device and not in the file: the copy to the "
+                    "device or the device is at fault; try again, or another device"
+                )
 
     @contextmanager
     def together(self, names: Iterable[str], device: torch.device | str) -> Iterator[None]:

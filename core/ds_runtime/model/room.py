@@ -7,7 +7,7 @@ sizes the KV cache after loading.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
@@ -23,6 +23,7 @@ from ds_runtime.model.estimate import (
     step_bytes,
 )
 from ds_runtime.model.sites import vocab_rows
+from ds_runtime.ops.bind import Pin
 from ds_runtime.progress import amount
 from ds_runtime.speculation import Speculation
 
@@ -134,19 +135,25 @@ def settle_forms(
 
     decided: decides with such forms of these ops left out. By --memory-for-speed; `auto` keeps
     them while the KV cache holds `REQUESTS` (or --max-running-requests) full contexts, or `KEPT` of
-    what it would hold without them, whichever is less. Those of experts go first.
+    what it would hold without them, whichever is less. Those of experts go first. Those of ops that
+    a pin names stay.
     """
     every = chosen = decided(frozenset())
     config, left = every.config, frozenset[str]()
     forms = _forms(every)
     if not forms:
         return every, ()
+    pinned = {pin.op for pin in Pin.parse_all(config.pin)}
+    free = frozenset(forms) - pinned  # to be left out: who pins a kernel wants its forms
     if config.memory_for_speed == "off":
-        left = frozenset(forms)
+        left = free
         chosen = decided(left)
-    elif config.memory_for_speed == "auto" and every.device.memory:
-        wanted = _wanted(decided(frozenset(forms)))
-        while (here := _forms(chosen)) and idle_room(chosen) < wanted:
+    elif config.memory_for_speed == "auto" and every.device.memory and free:
+        wanted = _wanted(decided(free))
+        while idle_room(chosen) < wanted:
+            here = {op: size for op, size in _forms(chosen).items() if op not in pinned | left}
+            if not here:
+                break
             left |= {"experts" if "experts" in here else max(here, key=lambda op: here[op])}
             chosen = decided(left)
     size = page_bytes(chosen) // config.page_size
@@ -161,6 +168,12 @@ def settle_forms(
         )
         for op, nbytes in sorted(forms.items())
     )
+
+
+def bound_forms(assembly: Assembly, forms: tuple[SecondForm, ...]) -> tuple[SecondForm, ...]:
+    """The same, as an assembly that was decided anew has them."""
+    held = _forms(assembly)
+    return tuple(replace(form, kept=form.op in held) for form in forms)
 
 
 def _forms(assembly: Assembly) -> dict[str, float]:
@@ -183,8 +196,9 @@ def _wanted(bare: Assembly) -> int:
 
 
 def requests_that_fit(assembly: Assembly) -> int:
-    """How many requests run at once by default: `REQUESTS`, or as many as each find room for
-    `REQUEST_TOKENS` tokens; all of the sizes that --graph-sizes names."""
+    """How many requests run at once by default: `REQUESTS`, or fewer, so that `REQUEST_TOKENS`
+    tokens of each fit. Above eight it is a multiple of eight. At least the largest of
+    --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
     pages = max(0, idle_room(assembly)) // page_bytes(assembly)

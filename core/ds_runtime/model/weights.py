@@ -153,8 +153,7 @@ def _remedy(assembly: Assembly, needed: int) -> str:
     binding = assembly.binding
     twice = sorted({site.op for site, k in binding.choices if beside_of(binding, site, k)})
     if twice:
-        pins = " and ".join(f"--pin {op}=KERNEL" for op in twice)
-        shorter += f"{pins} (see --explain) leaves second forms of weights out, "
+        shorter += f"--memory-for-speed off leaves second forms of {', '.join(twice)} out, "
     return (
         f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "
         "(--kv-memory comes on top and does not help)"

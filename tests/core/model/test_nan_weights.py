@@ -112,6 +112,16 @@ def test_a_device_finds_what_it_was_sent(by_way_of_a_device, tmp_path_factory, d
         files.finish()  # says it once
 
 
+def test_nan_that_only_the_device_has_is_told(by_way_of_a_device, tmp_path):
+    save_file({"t": torch.ones(9)}, tmp_path / "model.safetensors")
+    files = Checkpoint(tmp_path, allow_nan=False)
+    files.read("t", device="meta")
+    entry, first, last, _ = files._asked[0]
+    files._asked = [(entry, first, last, torch.tensor(True))]
+    with pytest.raises(CheckpointError, match="t: is NaN on the device and not in the file"):
+        files.finish()
+
+
 PLACES = (
     "model.embed_tokens.weight",
     "lm_head.weight",

@@ -155,3 +155,13 @@ def test_the_plan_says_what_the_device_holds_and_what_each_copy_costs(folder, ca
     assert said.count(": kept") == 2
     assert main([*plan, "--memory-for-speed", "off"]) == 0
     assert capsys.readouterr().out.count(": left out") == 2
+
+
+@pytest.mark.parametrize("memory_for_speed", ["auto", "off", "all"])
+@pytest.mark.parametrize("pin", ["experts=cuda.ExpertsDense12", "linear@*.o_proj=cuda.LinearFew12"])
+def test_who_pins_a_kernel_keeps_its_form(folder, pin, memory_for_speed):
+    """Whatever else is said, and however little it leaves."""
+    flags = {"pin": (pin,), "memory_for_speed": memory_for_speed, "disable_graph": True}
+    found = settled(folder("v2-lite"), "h100", **flags)
+    op = pin.partition("=")[0].partition("@")[0]
+    assert op in forms(found) and {f.op: f.kept for f in found.forms}[op]
