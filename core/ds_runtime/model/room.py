@@ -221,10 +221,12 @@ def said(assembly: Assembly) -> list[str]:
         "communication": kept.communication,
         "others": kept.others,
     }
-    free = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
+    needs = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
+    by_rule = assembly.config.mem_fraction_static is None
+    beside = f"kept free for {needs}" if by_rule else f"beside them may come {needs}"
     return [
         f"memory {amount(assembly.device.memory)}: weights {amount(needed_bytes(assembly))}, KV "
         f"cache {amount(room)} ({tokens} tokens, {tokens / context:.1f} full contexts of "
-        f"{context}); kept free for {free}",
+        f"{context}); {beside}",
         *(f"copy {form}" for form in assembly.forms),
     ]
