@@ -68,7 +68,7 @@ DECIDED = frozenset(
     {"model", "platform", "allow_platform_downgrade", "plugins", "plugin_allowlist"}
     | {"tp", "enable_dp_attention", "pin", "plan", "cpu_isa", "lora"}
 )
-dummies = set[str]()  # models whose weights this process has decided to make up: records say so
+dummies = set[str]()  # the model decided for last, if its weights are random: records say so
 ADDED = frozenset({"disable_fusion"})  # wishes are added to what is given, and to each other
 
 
@@ -296,6 +296,7 @@ def assemble(
         )
         return _uncapturing(made, uncaptured) if uncaptured else made
 
+    dummies.clear()
     if config.load_format == "dummy":
         dummies.add(str(folder))
     assembly, forms = settle_forms(decided)

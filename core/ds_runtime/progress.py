@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TextIO
 
 _BAR = 24
 _BAR_SECONDS = 0.1
 _LINE_SECONDS = 5.0
+
+
+_hearer: ContextVar[Callable[[], None] | None] = ContextVar("hearer", default=None)
+
+
+@contextmanager
+def heard(by: Callable[[], None]) -> Iterator[None]:
+    """Within, `by` is called at every `advance`, from the thread that advances. What it raises ends
+    the work."""
+    token = _hearer.set(by)
+    try:
+        yield
+    finally:
+        _hearer.reset(token)
 
 
 class Progress:
@@ -36,6 +53,7 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._enabled = enabled
         self._terminal = self._stream.isatty()
+        self._hear = _hearer.get()  # threads that advance have a context of their own
         self._start = self._shown = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -59,6 +77,8 @@ class Progress:
     def advance(self, amount: int) -> None:
         """`amount` more is done."""
         self.done += amount
+        if self._hear is not None:
+            self._hear()
         if not self._enabled:
             return
         now = time.monotonic()

@@ -46,6 +46,7 @@ WAYS = {
     "trees": {**TREE, "disable_graph": True},
     "captured chains": {**CAPTURED, **CHAIN},
     "captured trees": {**CAPTURED, **TREE},
+    "ranks": {"tp": 2, "dist_timeout": 60},
     "divided": {"tp": 2, "enable_dp_attention": True, "dist_timeout": 60},
 }
 
@@ -136,7 +137,8 @@ def check_all(llm, bad, exact=True):
     pieces += stream
     assert not exact or "".join(pieces) == alone.text, "others in the same steps go on"
     assert "".join(pieces)
-    assert llm.stats().broken == len(asked)
+    broken = llm.stats().broken  # of n = 3 choices those that stood in the same step
+    assert broken == len(asked) if exact else len(asked) <= broken <= len(asked) + 2
     # What the broken ones have computed is not read again, whatever they broke at.
     for ids in (asked[1][0][:20], asked[0][0][:5], asked[8][0]):
         (after,) = llm.generate([[*ids, *prompt]], SamplingParams(max_tokens=2))

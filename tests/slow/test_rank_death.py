@@ -98,9 +98,11 @@ def check_end(at, processes, since=None):
 class Offline:
     """A script's process."""
 
-    def __init__(self, tmp_path, rank, phase, how, base=None):
+    def __init__(self, tmp_path, rank, phase, how, base=None, slow=None):
         tmp_path.mkdir(exist_ok=True)
         env, self.at = environment(tmp_path, rank, phase, how)
+        if slow is not None:
+            env["MORTAL_SLOW"] = slow
         if base is not None:
             env["MORTAL_BASE"] = base
         self.rank, self.phase, self.how = rank, phase, how.split()[0]
@@ -151,6 +153,26 @@ def test_offline_a_death_is_told_and_ends_both_ranks(tmp_path, phases):
         for rank in (0, 1)
     ]
     check_all(cases)
+
+
+@pytest.mark.slow
+def test_rank_0_gets_the_error_where_it_does_not_wait(tmp_path):
+    """It loads for longer than the sentry is patient, and raises: its process is not ended."""
+    case = Offline(tmp_path, 1, "load", "kill deaf", slow="load 0.9")
+    check_all([case])
+    assert case.process.returncode == 1
+    assert "so this process" not in case.said.read_text()
+
+
+@pytest.mark.slow
+def test_rank_0_may_close_slowly(tmp_path):
+    """The other rank has left because it was told to: that is no death."""
+    case = Offline(tmp_path, 1, "never", "kill gloo", slow="close 7")
+    try:
+        assert case.process.wait(60) == 0
+        assert case.said.read_text().endswith("closed\n")
+    finally:
+        case.end()
 
 
 @pytest.mark.gpu

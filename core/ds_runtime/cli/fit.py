@@ -18,10 +18,10 @@ MOST_RANKS = 64
 def shortfall(assembly: Assembly) -> str | None:
     """What does not fit in one rank's device, as starting would find; None if all does."""
     from ds_runtime.engine.memory import Room, context_length, kv_memory
-    from ds_runtime.model.estimate import needed_bytes, page_table_bytes
+    from ds_runtime.model.estimate import needed_bytes
 
     memory = assembly.platform.memory()
-    needed = needed_bytes(assembly) + page_table_bytes(assembly)
+    needed = needed_bytes(assembly)
     if needed > memory.free:
         return f"the weights of one rank need {amount(needed)}"
     context = context_length(assembly)

@@ -101,11 +101,15 @@ class Pages:
         request.node = None
         request.pages, request.num_shared, request.num_computed = [], 0, 0
 
-    def share(self, request: Request, computed: int) -> None:
+    def share(self, request: Request, computed: int, proved: bool = False) -> None:
         """Bring the request's full pages below token `computed` into the prefix cache.
 
         Not those with reasoning, where the request asks so: no later prompt begins with it.
+        proved: logits that were computed from its pages are finite. Pages that others brought there
+        meanwhile take the place of the request's own, and its next logits prove them.
         """
+        if proved and self.prefix is not None and request.node is not None:
+            self.prefix.prove(request.node)
         size, first = self.page_size, request.num_shared
         if request.max_shared is not None:
             computed = min(computed, request.max_shared)
@@ -114,15 +118,10 @@ class Pages:
             return
         assert request.node is not None
         tokens = request.tokens(first * size, last * size)
-        path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last])
+        path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last], proved)
         request.pages[first:last] = path.pages
         request.node, request.num_shared = path.node, last
         self.pool.free(twins)
-
-    def prove(self, request: Request) -> None:
-        """Logits that were computed from all that the request shares are finite."""
-        if self.prefix is not None and request.node is not None:
-            self.prefix.prove(request.node)
 
     def discard(self, request: Request) -> None:
         """Its logits are not finite, and it has left: no page that it computed stays in the prefix

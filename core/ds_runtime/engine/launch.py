@@ -27,12 +27,12 @@ from typing import cast
 
 import zmq
 
-from ds_runtime import errors, interrupt
+from ds_runtime import errors, interrupt, progress
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.failure import during, leave_reason, reasons
 from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.rankspec import RankSpec
-from ds_runtime.engine.sentry import Sentry
+from ds_runtime.engine.sentry import LEFT, Sentry
 from ds_runtime.engine.transport import connect_push, ipc
 
 _GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
@@ -117,11 +117,23 @@ class RankGroup:
         """Why the engine ended, or None while it lives."""
         return None if self.failure is None else str(self.failure)
 
-    def call(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
         """Around whatever this process does as a rank: it is ended if it waits for one that died
-        and does not notice.
+        and does not notice. Long work that shows its progress is not such a wait, and raises the
+        failure of another rank at its next piece.
         """
-        return contextlib.nullcontext() if self._sentry is None else self._sentry.call()
+        if self._sentry is None:
+            yield
+            return
+        with self._sentry.call(), progress.heard(self._get_on):
+            yield
+
+    def _get_on(self) -> None:
+        assert self._sentry is not None
+        self._sentry.stir()
+        if self.failure is not None:
+            raise self.failure
 
     def fail(self, error: BaseException) -> errors.DsRuntimeError | None:
         """This process, a rank itself, has failed: end the others. Their failure, if it was first:
@@ -305,6 +317,8 @@ def rank_main(
             from ds_runtime.engine.ranks import follow
 
             follow(spec)
+        if life is not None:
+            os.write(life.fileno(), LEFT)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # taking torch down in order costs a second

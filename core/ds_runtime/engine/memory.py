@@ -38,6 +38,7 @@ class KvMemory:
     page_size: int
     why: str
     remedy: str = ""  # of a cache that is too small, beside the flags of memory
+    warning: str = ""  # where the largest steps may run out of memory
 
     @property
     def total(self) -> int:
@@ -77,7 +78,9 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
                 f"--kv-memory {amount(config.kv_memory)}: only {amount(room.free)} are free after "
                 "loading the weights; give less"
             )
-        return made(config.kv_memory // size, why="your setting gives")
+        return made(
+            config.kv_memory // size, why="your setting gives", warning=_narrow(assembly, room)
+        )
     if config.mem_fraction_static is not None or assembly.platform.own_memory:
         return _of_device(assembly, room, made)
     share, remedy = assembly.platform.kv_share, ""
@@ -109,7 +112,26 @@ def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) ->
             f"captured steps ({amount(reserved.captured)}) and other memory there are"
         )
     pages = max(0, left) // page_bytes(assembly)
-    return made(pages, why=why, remedy="" if fraction else _fewer_tokens(config))
+    remedy = _fewer_tokens(config)
+    if reserved.captured:
+        remedy += f"--max-running-requests (now {config.max_running_requests}), "
+        remedy += "give --disable-graph, "
+    return made(pages, why=why, remedy="" if fraction else remedy)
+
+
+def _narrow(assembly: Assembly, room: Room) -> str:
+    """What to say of a --kv-memory that leaves the largest steps too little; "" if it does not."""
+    given = assembly.config.kv_memory
+    if given is None or not assembly.platform.own_memory:
+        return ""
+    left, needs = room.free - given, reserve(assembly).total
+    if left >= needs:
+        return ""
+    return (
+        f"--kv-memory {amount(given)} leaves {amount(left)} of the device, and the largest steps "
+        f"may need {amount(needs)}: a step may run out of memory; "
+        f"{amount(max(0, room.free - needs))} are safe"
+    )
 
 
 def _fewer_tokens(config: EngineConfig) -> str:

@@ -95,9 +95,10 @@ class PrefixCache:
             self._push(leaf)
 
     def extend(
-        self, node: Node, tokens: Sequence[int], pages: Sequence[int]
+        self, node: Node, tokens: Sequence[int], pages: Sequence[int], proved: bool = False
     ) -> tuple[Match, list[int]]:
         """Hang full `pages` holding `tokens` below `node`, on which the caller has a reference.
+        proved: logits that were computed from these pages, and those above, are finite.
 
         Returns the path below `node`, on which the reference now also lies, and the caller's
         pages that were cached already: those are not taken over, the path names their twins.
@@ -111,7 +112,7 @@ class PrefixCache:
             if child is None:
                 assert page not in self._nodes, f"page {page} enters the prefix cache twice"
                 child = node.children[key] = self._nodes[page] = Node(node, key, page)
-                child.num_refs = 1
+                child.num_refs, child.is_proved = 1, proved and node.is_proved
             else:
                 duplicates.append(page)
                 self._refer(child)

@@ -7,6 +7,7 @@ the loop may schedule the next step in between.
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -78,6 +79,7 @@ class Runner:
         self.width = self.speculation.tokens if self.speculation else 1
         self.simulated: float | None = None  # probability of a draft, instead of its truth
         idle = self.platform.memory(local_rank)
+        comm.gather_objects(None)  # nobody loads before all have looked
         captures = self.bound.base.graph_capture
         self.capturing = Capturing(assembly, comm.size, local_rank, captures, self.checking)
         early = self.capturing.early_rows(self.context_length, self.width) if rank == 0 else ()
@@ -188,6 +190,8 @@ class Runner:
         fewest = min(pages)
         if fewest < self.max_pages:
             raise mine.too_small(fewest, self.context_length)
+        if mine.warning and self.rank == 0:
+            print(f"warning: {mine.warning}", file=sys.stderr, flush=True)
         return replace(mine, pages=fewest)
 
     def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:

@@ -321,13 +321,15 @@ class Scheduler:
             return str(e)
         return None
 
-    def _computed(self, request: Request, end: int) -> None:
-        """The KV of tokens below `end` is there: others may read it, unless it was preempted."""
+    def _computed(self, request: Request, end: int, proved: bool = False) -> None:
+        """The KV of tokens below `end` is there: others may read it, unless it was preempted.
+        proved: logits that were computed from it are finite.
+        """
         if not request.is_running:
             return
         if request.group is not None and end >= request.prompt_len:
             request.group.is_computed = True
-        self.holdings.of(request).share(request, end)
+        self.holdings.of(request).share(request, end, proved)
 
     def _take(self, request: Request, work: Work, outcome: WorkResult) -> list[Tokens | Failed]:
         """Append sampled tokens and see whether the request ends with or behind one of them."""
@@ -360,8 +362,7 @@ class Scheduler:
                 request.is_verifying, request.drafts = False, outcome.drafts
                 request.draft_parents = outcome.draft_parents
         if broken is None:
-            self._computed(request, work.start + work.length - drafted - 1 + kept)
-            self.holdings.of(request).prove(request)
+            self._computed(request, work.start + work.length - drafted - 1 + kept, proved=True)
         stats.generated_tokens += kept
         if drafted:
             stats.verified += 1

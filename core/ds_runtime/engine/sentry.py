@@ -4,9 +4,10 @@ The offline API runs rank 0 in the user's process. Where another rank dies, a co
 come back from native code, or hold Python's lock there, so that no thread of that process can act.
 So a process beside it watches: `python -I -S sentry.py`, which imports this file alone.
 
-It knows that a rank has died by the end of a pipe that the rank holds, and from a counter in a file
-that all share whether rank 0 is in a call of the engine (odd), and still in the same one. A user's
-own work is never ended: rank 0 hears of the death in its next call.
+A rank holds a pipe. The pipe's end says that the rank has died, unless the rank has written
+`LEFT` before. A counter in a shared file says whether rank 0 is in a call of the engine (odd); it
+moves while the call gets on. A user's own work is never ended: rank 0 hears of the death in its
+next call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+LEFT = b"."  # what a rank writes that leaves because it was told to
 PATIENCE = 4.0  # seconds for a call to notice by itself, as most communicators do
 _LOOK = 0.25
 _COUNTER = 8  # bytes
@@ -90,14 +92,16 @@ class Sentry:
 def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> None:
     """The life of the process: until its standard input ends, or until it had to act."""
     pids, names = {fd: pid for _, pid, fd in ranks}, {fd: rank for rank, _, fd in ranks}
+    gone: list[int] = []
     dead: list[int] = []
     counter, since = 0, time.monotonic()
     while True:
-        waiting = [0, *(fd for fd in pids if fd not in dead)]
+        waiting = [0, *(fd for fd in pids if fd not in gone)]
         ready = select.select(waiting, [], [], _LOOK if dead else None)[0]
         if 0 in ready:
             return
-        dead += ready
+        gone += ready
+        dead += [fd for fd in ready if not os.read(fd, 1)]
         now, (before, counter) = time.monotonic(), (counter, _read(folder))
         if ready or counter != before or not counter % 2:
             since = now
@@ -111,7 +115,7 @@ def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> No
         flush=True,
     )
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in (*(pid for fd, pid in pids.items() if fd not in dead), parent):
+        for pid in (*(pid for fd, pid in pids.items() if fd not in gone), parent):
             with suppress(OSError):
                 os.kill(pid, number)
         if select.select([0], [], [], 1.0)[0]:  # the parent is gone

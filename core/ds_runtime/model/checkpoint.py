@@ -53,6 +53,7 @@ _LARGE = 32 << 20  # bytes from which memory always comes from the system
 _READ = 1 << 30  # bytes per system call; Linux moves at most 2 GiB at once
 _GAP = 4 << 10  # bytes between two tensors that are rather read than skipped
 _SMALL = 64 << 10  # bytes of a tensor that is kept for the host, too: scales are looked at there
+_ASKED = 64 << 20  # bytes that a device looks at together: so many bytes of answers are there
 _ALIGN = 16  # bytes; what begins elsewhere in memory is not what every kernel takes
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -356,7 +357,9 @@ class Checkpoint:
         for e in parts if self.allow_nan is False else ():
             if (piece := _whole(e, begin, sent.shape[0])) is not None:
                 first, last = piece
-                found = any_nan(e.dtype, sent[first - begin : last - begin])
+                data = sent[first - begin : last - begin]
+                pieces = [any_nan(e.dtype, piece) for piece in torch.split(data, _ASKED)]
+                found = torch.stack(pieces).any()
                 with self._lock:
                     self._asked.append((e, first, last, found))
 

@@ -6,6 +6,7 @@ sizes the KV cache after loading.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -197,14 +198,19 @@ def _wanted(bare: Assembly) -> int:
 
 def requests_that_fit(assembly: Assembly) -> int:
     """How many requests run at once by default: `REQUESTS`, or fewer, so that `REQUEST_TOKENS`
-    tokens of each fit. Above eight it is a multiple of eight. At least the largest of
-    --graph-sizes."""
+    tokens of each fit beside what steps of so many hold. Above eight it is a multiple of eight. At
+    least the largest of --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
-    pages = max(0, idle_room(assembly)) // page_bytes(assembly)
-    fit = pages * config.page_size * config.attention_ranks // each
-    fit = fit if fit < 8 else fit // 8 * 8
-    return max(1, min(REQUESTS, fit), *(config.graph_sizes or ()))
+    one = each * page_bytes(assembly) / (config.page_size * config.attention_ranks)
+
+    def lacks(count: int) -> bool:
+        with_count = replace(config, max_running_requests=count)
+        return idle_room(replace(assembly, config=with_count)) < count * one
+
+    counts = [*range(1, 8), *range(8, REQUESTS + 1, 8)]
+    fit: int = counts[max(1, bisect_left(counts, True, key=lacks)) - 1]
+    return max([fit, *(config.graph_sizes or ())])
 
 
 def said(assembly: Assembly) -> list[str]:

@@ -68,6 +68,21 @@ def test_an_explicit_size_is_taken_as_it_is():
     )
 
 
+def test_an_explicit_size_that_leaves_steps_too_little_is_warned_of():
+    """Where the device's memory is its own: steps of 1,000 tokens hold 1.6 MB, 1 GB is others'."""
+    wide = {"dims": {"hidden": 100}, "max_step_tokens": 1000, "kv_memory": 10**9}
+    for own, free, warned in (
+        (True, 2 * 10**9, "--kv-memory 1.0 GB leaves 1.0 GB of the device"),
+        (True, 2 * 10**9 + 10**7, ""),
+        (False, 10**9, ""),
+    ):
+        made = assembly(**wide)
+        made.platform.own_memory = own
+        got = kv_memory(made, free=free, total=4 * 10**12, context=1000)
+        assert got.pages == 10**9 // PAGE
+        assert got.warning.startswith(warned) and bool(got.warning) == bool(warned)
+
+
 def test_a_fraction_is_of_what_was_free_before_the_weights():
     """As SGLang means it: of 8 GB that were free, 7.2 may be used, and the weights took 2."""
     sizes = {"free": 6 * 10**9, "before": 8 * 10**9, "total": 10**10, "context": 1000}

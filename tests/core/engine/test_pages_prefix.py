@@ -179,6 +179,22 @@ TestPrefix = PrefixMachine.TestCase
 TestPrefix.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 
 
+def test_finite_logits_prove_what_they_were_computed_from():
+    """Not the pages of somebody else that take the place of one's own: those may still be NaN."""
+    cache = PrefixCache(SIZE)
+    first, _ = cache.extend(cache.root(), [1, 2, 3, 4], [0, 1])
+    cache.prove(first.node.parent)
+    second, twins = cache.extend(cache.root(), [1, 2, 3, 4, 5, 6], [2, 3, 4], proved=True)
+    assert (second.pages, twins) == ([0, 1, 4], [2, 3])
+    third, twins = cache.extend(cache.root(), [7, 8], [5], proved=True)
+    assert [n.is_proved for n in (first.node, second.node, third.node)] == [False, False, True]
+    cache.check()
+    for one in (second, first):
+        cache.unlock(one.node)
+    assert cache.discard(second.node, 3) == [4, 1]
+    assert cache.match([1, 2, 3, 4, 5]).pages == [0]
+
+
 class _Reader:
     """A sequence that runs: what it read from the cache, and where it is now."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,12 @@ def test_defaults_fill_the_device_and_leave_what_steps_need(folder, device, name
             count = found.config.max_running_requests
             assert count == REQUESTS or tokens < REQUESTS * REQUEST_TOKENS
             assert count * REQUEST_TOKENS <= tokens
+            if count < REQUESTS:
+                more = count + (1 if count < 8 else 8)
+                wider = replace(found, config=replace(found.config, max_running_requests=more))
+                size, ranks = found.config.page_size, tp if divided else 1
+                tokens = idle_room(wider) / page_bytes(wider) * size * ranks
+                assert more * REQUEST_TOKENS > tokens, "the largest number that fits"
             said = next(c for c in found.plan.changes if c[0] == "max_running_requests")
             assert said[1] == f"64 → {count}"
 

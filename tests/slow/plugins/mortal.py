@@ -1,6 +1,7 @@
 """A platform and a kernel of which a rank dies where, and how, the environment says.
 
 MORTAL: "RANK PHASE HOW COMMUNICATOR"; MORTAL_AT: the file that gets the time of the death;
+MORTAL_SLOW: "PHASE SECONDS", in each packing ("load") or in closing ("close") of rank 0;
 MORTAL_BASE: "module:class" of the platform that it is otherwise (default: the CPU's, with
 communicators of its own).
 """
@@ -45,6 +46,13 @@ def die(phase: str) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit(CAUSE) if how == "leave" else RuntimeError(CAUSE)
+
+
+def dawdle(phase: str) -> None:
+    """Take one's time, in rank 0."""
+    when, seconds = os.environ.get("MORTAL_SLOW", "never 0").split()
+    if when == phase and rank() == 0:
+        time.sleep(float(seconds))
 
 
 class Backend:
@@ -112,6 +120,7 @@ class Dying:
 
         def dying():
             die("close")
+            dawdle("close")
             close()
 
         made.close = dying
@@ -147,6 +156,7 @@ class Linear:
 
     def pack(self, weight, facts):
         die("load")
+        dawdle("load")
         return self._reference.pack(weight, facts)
 
     def apply(self, x, packed):
