@@ -10,6 +10,7 @@ With `tp` > 1 this process is rank 0 and starts the others, so a script needs th
 from __future__ import annotations
 
 import difflib
+import gc
 import shutil
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -103,6 +104,7 @@ class LLM:
             self._engine.close()
         self._engine = None
         self._finalizer()
+        gc.collect()  # the runner and its model refer to each other
         if group is not None and group.failure is not None:
             self._broken = str(group.failure)
             raise group.failure

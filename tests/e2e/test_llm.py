@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import weakref
 
 import pytest
 import torch
@@ -340,6 +341,15 @@ def test_a_closed_engine_says_so(tiny):
     engine.close()
     with pytest.raises(EngineDeadError, match="closed"):
         engine.generate("x")
+
+
+def test_a_closed_engine_frees_its_model(tiny):
+    """At once: the next one finds the memory, also on a device, whatever the collector thinks."""
+    engine = LLM(tiny, **SETTINGS)
+    held = [weakref.ref(parameter) for parameter in engine._engine.runner.caches]
+    assert held
+    engine.close()
+    assert not any(ref() is not None for ref in held)
 
 
 def test_the_banner_names_platform_model_memory_and_kernels(llm):
