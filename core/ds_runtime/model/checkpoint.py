@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ class Checkpoint:
         self.allow_nan = allow_nan
         self.entries: dict[str, Entry] = entries or {}
         self.on_read: Callable[[int], None] | None = None
-        self._asked: list[tuple[Entry, int, int, Tensor]] = []  # NaN from offset to offset?
+        self._asked: list[tuple[list[_Place], Tensor]] = []  # is there NaN in these?
         self._files: dict[Path, int] = {}  # open descriptors
         self._readers: ThreadPoolExecutor | None = None
         self._own = threading.local()  # of each thread that reads
@@ -352,31 +352,41 @@ class Checkpoint:
         return out
 
     def _ask(self, entry: Entry, begin: int, sent: Tensor) -> None:
-        """Have the device look for NaN in what it was sent, from file offset `begin` on."""
+        """Have the device look for NaN in what it was sent, from file offset `begin` on: together
+        in what is of one dtype, since calls of the device cost more than looking."""
         parts = entry.parts if isinstance(entry, _Span) else (entry,)
+        places: dict[str, list[_Place]] = {}
         for e in parts if self.allow_nan is False else ():
             if (piece := _whole(e, begin, sent.shape[0])) is not None:
-                first, last = piece
-                data = sent[first - begin : last - begin]
-                pieces = [any_nan(e.dtype, piece) for piece in torch.split(data, _ASKED)]
-                found = torch.stack(pieces).any()
+                cut = range(piece[0], piece[1], _ASKED)
+                own = (_Place(e, at, min(at + _ASKED, piece[1])) for at in cut)
+                places.setdefault(e.dtype, []).extend(own)
+        for dtype, several in places.items():
+            for group in _groups(several):
+                found = any_nan(dtype, _joined(sent, begin, group))
                 with self._lock:
-                    self._asked.append((e, first, last, found))
+                    self._asked.append((group, found))
 
     def finish(self) -> None:
         """CheckpointError for a NaN in what was sent to a device since the last call, which waits
         for the device."""
-        asked, self._asked = sorted(self._asked, key=lambda a: (a[0].file, a[1])), []
-        found = torch.stack([a[3] for a in asked]).tolist() if asked else []
-        for (e, first, last, _), nan in zip(asked, found, strict=True):
-            if nan:  # read it again, to say where
+        asked, self._asked = (
+            sorted(self._asked, key=lambda a: (a[0][0].entry.file, a[0][0].first)),
+            [],
+        )
+        found = torch.stack([a[1] for a in asked]).tolist() if asked else []
+        for (group, _), nan in zip(asked, found, strict=True):
+            for e, first, last in group if nan else ():  # read it again, to say where
                 room = _room(last - first)
                 self._fill(_Span.of(e, ()), first, room)
                 self._look((e,), first, room.numpy())
-                name = next(n for n, other in self.entries.items() if other == e)
+            if nan:
+                name = next(n for n, other in self.entries.items() if other == group[0].entry)
+                more = f" or one of {len(group) - 1} behind it" if len(group) > 1 else ""
                 raise CheckpointError(
-                    f"{e.file}: {name}: is NaN on the device and not in the file: the copy to the "
-                    "device or the device is at fault; try again, or another device"
+                    f"{group[0].entry.file}: {name}{more}: is NaN on the device and not in the "
+                    "file: the copy to the device or the device is at fault; try again, or another "
+                    "device"
                 )
 
     @contextmanager
@@ -493,6 +503,35 @@ def _whole(entry: Entry, begin: int, size: int) -> tuple[int, int] | None:
     first += (entry.begin - first) % kind.size
     last -= (last - entry.begin) % kind.size
     return (first, last) if first < last else None
+
+
+class _Place(NamedTuple):
+    """Whole elements of a tensor, by file offsets."""
+
+    entry: Entry
+    first: int
+    last: int
+
+
+def _groups(places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """As many as have `_ASKED` bytes, in their order."""
+    group, size = list[_Place](), 0
+    for place in places:
+        if group and size + place.last - place.first > _ASKED:
+            yield group
+            group, size = [], 0
+        group.append(place)
+        size += place.last - place.first
+    if group:
+        yield group
+
+
+def _joined(sent: Tensor, begin: int, group: Sequence[_Place]) -> Tensor:
+    """Their bytes out of those from file offset `begin` on: a view where they touch."""
+    first, last = group[0].first, group[-1].last
+    if sum(place.last - place.first for place in group) == last - first:
+        return sent[first - begin : last - begin]
+    return torch.cat([sent[place.first - begin : place.last - begin] for place in group])
 
 
 def _room(size: int) -> Tensor:
