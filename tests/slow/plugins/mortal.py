@@ -119,6 +119,7 @@ class Dying:
         close = made.close
 
         def dying():
+            made.close = close  # whoever cleans up behind the failure can
             die("close")
             dawdle("close")
             close()
