@@ -1,5 +1,5 @@
-"""Writes docs/contracts.md, hooks.md, metrics.md and support.md from the code; --check only
-compares.
+"""Writes docs/contracts.md, hooks.md, metrics.md, support.md and known-flags.md from the code;
+--check only compares.
 
 python tools/gen_docs.py [--check]
 """
@@ -12,16 +12,22 @@ import importlib
 import inspect
 import sys
 import textwrap
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ds_runtime import hookspecs
+from ds_runtime.cli.known import BATCH, KNOWN, SERVING
+from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.messages import Ready, Stats
+from ds_runtime.ops.backends import NAMES
 from ds_runtime.ops.spec import Op, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
 from ds_runtime.server.metrics import EngineView, Metrics
+from ds_runtime.spelling import Spelling
 from ds_runtime.testing import support
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -200,6 +206,62 @@ def support_matrix() -> str:
     return SUPPORT_NOTE + support.as_markdown(support.matrix(plugins), plugins)
 
 
+def known_flags() -> str:
+    """Every name of other engines that this one knows."""
+    out = [NOTE, "# Flags that you know from elsewhere\n\n", FLAGS_HEAD, _names(KNOWN)]
+    for verb, flags in (("one-batch", BATCH), ("serving", SERVING)):
+        out += [f"\n## Only of `ds-runtime bench {verb}`\n\n", _names(flags)]
+    modules = [import_plugin(name) for name in ("cuda", "rocm", "npu", "xpu", "cpu", "triton")]
+    for module in modules:
+        if flags := getattr(module, "FLAGS", {}):
+            out += [f"\n## Of the plugin {_plugin(module)}\n\n", _names(flags)]
+    out += ["\n## Values\n\n| flag | value | here |\n|---|---|---|\n"]
+    for config in (EngineConfig, ServerConfig):
+        for f in fields(config):
+            for word, meant in f.metadata.get("also", {}).items():
+                out.append(f"| `{_flag(f.name)}` | `{word}` | `{meant}` |\n")
+    out += ["\n## Kernels\n\n| flag | value | here |\n|---|---|---|\n"]
+    for named in (NAMES, *(getattr(m, "BACKENDS", {}) for m in modules)):
+        for name, words in named.items():
+            for word, meant in words.items():
+                said = f"the provider `{meant}`" if isinstance(meant, str) else meant.says
+                out.append(f"| `{_flag(name)}` | `{word}` | {said} |\n")
+    return "".join(out)
+
+
+FLAGS_HEAD = """\
+Flags are named as in SGLang; vLLM's names for the same are accepted, too. Underscores may stand for
+hyphens, and lists take commas or spaces. Some names mean something else here, or nothing: the start
+says so in a line. A name of something that is not here ends the start with a sentence.
+
+"""
+
+
+def _names(flags: Mapping[str, str | Spelling]) -> str:
+    rows = ["| flag | here |\n|---|---|\n"]
+    for flag, meant in flags.items():
+        if isinstance(meant, str):
+            rows.append(f"| `{flag}` | `{_flag(meant)}` |\n")
+        elif meant.says:
+            rows.append(f"| `{flag}` | {'refused: ' * meant.refused}{meant.says} |\n")
+        for value, own in {} if isinstance(meant, str) else meant.values.items():
+            rows.append(f"| `{flag} {value}` | {own.says or 'accepted'} |\n")
+    return "".join(rows)
+
+
+def _plugin(module: ModuleType) -> str:
+    return f"`{module.__name__.removeprefix('ds_runtime_')}`"
+
+
+def import_plugin(name: str) -> ModuleType:
+    """A plugin of this repository."""
+    return importlib.import_module(f"ds_runtime_{name}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def pages() -> dict[Path, str]:
     """Every generated page with its text."""
     return {
@@ -207,6 +269,7 @@ def pages() -> dict[Path, str]:
         DOCS / "hooks.md": hooks(),
         DOCS / "metrics.md": metrics(),
         DOCS / "support.md": support_matrix(),
+        DOCS / "known-flags.md": known_flags(),
     }
 
 

@@ -59,6 +59,7 @@ from ds_runtime.platform.probe import (
     read_file,
 )
 from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
+from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
 
 if TYPE_CHECKING:
     from ds_runtime.ops.batch import (
@@ -124,6 +125,7 @@ __all__ = [
     "FP8_EXPERTS",
     "FP8_GROUPS",
     "FP8_ROWS",
+    "GIVEN",
     "OPS",
     "RANK_PLATFORM",
     "RANK_PORTABLE",
@@ -168,6 +170,7 @@ __all__ = [
     "Routing",
     "RowOwners",
     "Segments",
+    "Spelling",
     "TorchCommunicator",
     "TorchPlatform",
     "UnsupportedError",
@@ -187,10 +190,12 @@ __all__ = [
     "hookimpl",
     "installed",
     "load_attr",
+    "nothing",
     "package_folder",
     "pci_devices",
     "read_file",
     "read_plan",
+    "refused",
     "route",
     "rows_of",
     "seen_of",

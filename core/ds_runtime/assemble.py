@@ -249,7 +249,7 @@ def assemble(
             "them out"
         )
     used = {op for s in sites for op in (s.op, *OPS[s.op].uses)}
-    pins += backend_pins(config, offers.kernels, used)
+    pins += backend_pins(config, offers.kernels, used, plugins.named("BACKENDS"))
     known: dict[tuple[frozenset[str], bool], tuple[Binding, str]] = {}  # for these sites
 
     def choose(crowded: frozenset[str] = frozenset(), compact: bool = False) -> tuple[Binding, str]:

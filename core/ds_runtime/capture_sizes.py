@@ -12,6 +12,8 @@ def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
     when it is needed, so that no step has spare rows.
     """
     most, given = config.max_running_requests, config.graph_sizes
+    if config.max_graph_size is not None:
+        most = min(most, config.max_graph_size)
     if given is None and late:
         return tuple(range(1, min(most, _EVERY) + 1))
     if given is None:

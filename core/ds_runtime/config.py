@@ -20,12 +20,14 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 FORMS = ("auto", "off", "all")
+_WORDS = {"bf16": "bfloat16", "half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 QUANTIZE = ("none", "int8", "int4")
 PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
 
 
 def _f(default: Any, help: str, **extra: Any) -> Any:
-    """A field. `group`: the heading in the help of this field and of those that follow."""
+    """A field. group: the heading in the help of this field and of those that follow. also: what
+    words of other engines mean as its value."""
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -44,7 +46,7 @@ class EngineConfig:
     )
     chat_template: str | None = _f(None, "jinja file used instead of the checkpoint's template")
     context_length: int | None = _f(None, "longest prompt + output (default: the model's)")
-    dtype: str = _f("auto", "compute dtype", choices=DTYPES)
+    dtype: str = _f("auto", "compute dtype", choices=DTYPES, also=_WORDS)
     quantize: str = _f(
         "none",
         "round bfloat16 or FP8 weights when they are loaded: int8 per output channel, or int4 in "
@@ -92,6 +94,7 @@ class EngineConfig:
         "dtype of the KV cache: the compute dtype (auto), or fp8 (e4m3; where attention is sparse, "
         "latents with a scale per 128 and bfloat16 keys)",
         choices=KV_DTYPES,
+        also=_WORDS,
         group="memory",
     )
     index_cache_dtype: str = _f(
@@ -111,6 +114,11 @@ class EngineConfig:
         None,
         "share of the memory that is free before loading, for weights and KV cache together",
     )
+    memory_utilization: float | None = _f(
+        None,
+        "share of the device's memory for all that the engine holds: weights, KV cache and what "
+        "steps need beside them",
+    )
     memory_for_speed: str = _f(
         "auto",
         "second copies of weights, in forms that decode steps read faster: all, none (off), or "
@@ -127,7 +135,9 @@ class EngineConfig:
     )
     max_queued_requests: int = _f(4096, "waiting requests before new ones get 503")
     max_step_tokens: int = _f(2048, "most tokens that one step computes")
-    chunked_prefill_size: int = _f(512, "most prompt tokens of one request in one step")
+    chunked_prefill_size: int = _f(
+        512, "most prompt tokens of one request in one step", also={"-1": 1 << 30}
+    )
     prefix_chunk: int = _f(4096, "cached tokens that one prefill expansion handles at a time")
     policy: str = _f("fifo", "order of waiting requests", choices=("fifo", "priority"))
     disable_overlap_schedule: bool = _f(
@@ -143,6 +153,9 @@ class EngineConfig:
         "decode steps to capture, by number of requests; a step is filled up to the next (default: "
         "1, 2, 4, 8, then ever wider apart up to --max-running-requests; on a CPU each up to 32, "
         "when it comes often)",
+    )
+    max_graph_size: int | None = _f(
+        None, "largest decode step to capture unasked, by number of requests (default: all)"
     )
     disable_prefill_graph: bool = _f(
         False,
@@ -160,6 +173,7 @@ class EngineConfig:
         "draft tokens with the checkpoint's MTP layer and verify them in one forward; NEXTN and "
         "EAGLE mean the same",
         choices=(None, "NEXTN", "EAGLE"),
+        also={"mtp": "NEXTN", "deepseek_mtp": "NEXTN"},
         group="speculation",
     )
     speculative_num_steps: int | None = _f(
@@ -232,7 +246,8 @@ class EngineConfig:
         )
         if self.max_loras is not None and not 0 <= self.max_loras <= 1024:
             raise ConfigError(f"--max-loras {self.max_loras}: must be from 0 to 1024")
-        for name in ("context_length", "kv_memory", "threads", "max_lora_rank"):
+        optional = ("context_length", "kv_memory", "threads", "max_lora_rank", "max_graph_size")
+        for name in optional:
             if getattr(self, name) is not None:
                 _positive(self, (name,))
         if self.graph_sizes is not None and min(self.graph_sizes, default=0) < 1:
@@ -337,11 +352,13 @@ class ServerConfig:
         "auto",
         "who splits reasoning from the answer: deepseek-v3, deepseek-r1, glm45, none, or the "
         "model's",
+        also={"deepseek_v3": "deepseek-v3", "deepseek_r1": "deepseek-r1"},
     )
     tool_call_parser: str = _f(
         "auto",
         "who reads tool calls: deepseekv3, deepseekv31, deepseekv32, glm45, glm47, none, or the "
         "model's",
+        also={f"deepseek_{name}": f"deepseek{name}" for name in ("v3", "v31", "v32")},
     )
     strip_thinking_cache: bool = _f(
         False, "keep reasoning out of the prefix cache: later prompts leave it out anyway"
@@ -424,14 +441,15 @@ def _positive(config: Any, names: tuple[str, ...]) -> None:
 
 
 def _fraction(config: EngineConfig) -> None:
-    share = config.mem_fraction_static
-    if share is not None and not 0.0 < share <= 1.0:
+    names = ("mem_fraction_static", "memory_utilization")
+    given = [name for name in names if getattr(config, name) is not None]
+    for name in given:
+        if not 0.0 < (share := getattr(config, name)) <= 1.0:
+            raise ConfigError(f"{_flag(name)} {share:g}: must be above 0 and at most 1, like 0.88")
+    given += ["kv_memory"] if config.kv_memory is not None else []
+    if given[1:]:
         raise ConfigError(
-            f"--mem-fraction-static {share:g}: must be above 0 and at most 1, like 0.88"
-        )
-    if share is not None and config.kv_memory is not None:
-        raise ConfigError(
-            "--mem-fraction-static: leave it out, or --kv-memory: both size one cache"
+            f"{_flag(given[0])}: leave it out, or {_flag(given[1])}: both size one cache"
         )
 
 

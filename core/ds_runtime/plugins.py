@@ -86,6 +86,11 @@ class Plugins:
                 self.drop(name, _broken(f"{hook} raised {type(e).__name__}: {e}"))
         return results
 
+    def named(self, attribute: str) -> list[Any]:
+        """What the modules of the plugins that are not refused have under this name."""
+        modules = map(self.manager.get_plugin, self.reports)
+        return [getattr(module, attribute) for module in modules if hasattr(module, attribute)]
+
     def drop(self, name: str, refusal: Refusal) -> None:
         """Unregister a plugin and keep the reason."""
         plugin = self.manager.get_plugin(name)

@@ -209,7 +209,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["serve", "--kv-mem", "1"], "unknown flag --kv-mem; did you mean '--kv-memory'?"),
         (["serve", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (["serve", "--kv-memory", "much"], "argument --kv-memory: size 'much': write a number"),
-        (["serve", "model"], "unknown argument model"),
+        (["serve", "demo", "model"], "unknown argument model"),
         (["generate"], "required: prompt"),
         (["bench"], "required: KIND"),
         (["bench", "one-bach"], "did you mean 'one-batch'?"),
@@ -229,9 +229,8 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
         (["serve", "--tp", "0"], "--tp 0: must be at least 1"),
         (["serve", "--enable-dp-attention"], "give --tp N beside it, or leave it out"),
         (
-            ["serve", "--tp", "8", "--dp", "8", "--enable-dp-attention"],
-            "--dp makes replicas of the engine, and attention is always divided among all 8 ranks "
-            "of --tp: leave --dp out",
+            ["serve", "--tp", "8", "--dp", "4", "--enable-dp-attention"],
+            "groups of 2 of --tp 8 are not built yet: give --dp 8, or leave",
         ),
         (
             [

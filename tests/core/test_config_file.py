@@ -10,16 +10,18 @@ import pytest
 from faulty import install, tiny_config
 
 from ds_runtime.cli import build_parser, main
-from ds_runtime.cli.flags import add_aliases, build
+from ds_runtime.cli.flags import build
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.spelling import add_spellings, engines
 
 Built = tuple[EngineConfig, frozenset[str], ServerConfig, frozenset[str]]
 
 
 def parse(*args: str, verb: str = "serve") -> Built:
     parser, _ = build_parser()
-    add_aliases(parser, {"--disable-acme-graph": "disable_graph"})
+    for one in engines(parser):
+        add_spellings(one, {"--disable-acme-graph": "disable_graph"})
     namespace = parser.parse_args([verb, *args])
     return (*build(EngineConfig, namespace), *build(ServerConfig, namespace))
 
@@ -162,7 +164,8 @@ def test_the_plugin_for_it_brings_the_flag_that_its_users_know() -> None:
     import ds_runtime_cuda
 
     parser, _ = build_parser()
-    add_aliases(parser, ds_runtime_cuda.FLAGS)
+    for one in engines(parser):
+        add_spellings(one, ds_runtime_cuda.FLAGS)
     for verb in ("serve", "plan"):
         namespace = parser.parse_args([verb, "--disable-cuda-graph"])
         assert build(EngineConfig, namespace)[0].disable_graph
@@ -185,7 +188,7 @@ def test_help_comes_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
         "server",
         "observability",
     ]
-    assert headings == ["options:", *(f"{name}:" for name in wished)]
+    assert headings == ["positional arguments:", "options:", *(f"{name}:" for name in wished)]
     for config in (EngineConfig, ServerConfig):
         assert "group" in fields(config)[0].metadata
 

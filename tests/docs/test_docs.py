@@ -121,7 +121,7 @@ def tool_flags() -> set[str]:
 @page
 def test_flags_in_the_text_exist(page: Path) -> None:
     known = known_flags() | tool_flags()
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text()))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", page.read_text()))
     assert named <= known
 
 

@@ -28,7 +28,8 @@ from ds_runtime.cli import (
     serve,
 )
 from ds_runtime.cli.config_file import ahead
-from ds_runtime.cli.flags import add_aliases, build
+from ds_runtime.cli.flags import build
+from ds_runtime.cli.known import KNOWN, settle
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
@@ -36,6 +37,7 @@ from ds_runtime.ops.spec import Refusal
 from ds_runtime.platform.isolate import look
 from ds_runtime.platform.select import asked_for, stopped
 from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins
+from ds_runtime.spelling import add_spellings, engines
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
@@ -101,6 +103,9 @@ def _run(args: list[str]) -> int:
     _add_plugin_verbs(subcommands, loaded)
     _add_plugin_flags(parser, loaded)
     namespace = parser.parse_args(args)
+    environment = _unread(loaded) if _looks(args) else []
+    for note in (*settle(namespace), *environment):
+        print(f"ds-runtime: {note}", file=sys.stderr)
     if "run" not in namespace:
         parser.print_help()
         return 0
@@ -136,6 +141,8 @@ def build_parser() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
     subcommands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for verb in VERBS:
         verb.add(subcommands)
+    for one in engines(parser):
+        add_spellings(one, KNOWN, taken=False)
     return parser, subcommands
 
 
@@ -177,13 +184,26 @@ def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plug
             added.set_defaults(**parser._defaults)
 
 
+def _unread(loaded: Plugins) -> list[str]:
+    """A sentence for every variable of the environment that another engine would read, by the
+    plugins' `ENVIRONMENT`: the beginning of the name, and what decides here."""
+    known = {name: says for own in loaded.named("ENVIRONMENT") for name, says in own.items()}
+    longest = sorted(known, key=len, reverse=True)
+    found = []
+    for name in sorted(os.environ):
+        if (start := next((k for k in longest if name.startswith(k)), None)) is not None:
+            found.append(f"{name} is set and not read: {known[start]}")
+    return found
+
+
 def _add_plugin_flags(parser: Parser, loaded: Plugins) -> None:
     """The names that a plugin's FLAGS give to settings: how its vendor's users know them."""
     for name, report in loaded.reports.items():
         flags = getattr(loaded.manager.get_plugin(name), "FLAGS", {})
         if report.refusal is None and flags:
             try:
-                add_aliases(parser, flags)
+                for one in engines(parser):
+                    add_spellings(one, flags)
             except Exception as e:
                 loaded.drop(name, Refusal("broken", f"FLAGS: {e}"))
                 print(f"ds-runtime: plugin {name} is broken: FLAGS: {e}", file=sys.stderr)

@@ -14,9 +14,11 @@ from typing import Any
 from ds_runtime.bench.shapes import DTYPES, SHAPES
 from ds_runtime.cli import bench_serving
 from ds_runtime.cli.flags import add_flags, build, size
+from ds_runtime.cli.known import BATCH
 from ds_runtime.cli.parser import Parser, near
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.spelling import add_spellings
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -37,8 +39,13 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 def _one_batch(kinds: _SubParsersAction[Any]) -> None:
     parser = kinds.add_parser("one-batch", help="prefill and decode rates of one batch")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1], metavar="N")
-    parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
-    parser.add_argument("--output-len", type=int, default=32, metavar="N", help="(default: 32)")
+    parser.add_argument(
+        "--input-len", "--input", type=int, default=512, metavar="N", help="(default: 512)"
+    )
+    parser.add_argument(
+        "--output-len", "--output", type=int, default=32, metavar="N", help="(default: 32)"
+    )
+    add_spellings(parser, BATCH)
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON line")
     add_flags(parser, EngineConfig)

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.cli.known import SERVING
 from ds_runtime.errors import ConfigError
+from ds_runtime.spelling import add_spellings
 
 if TYPE_CHECKING:
     from ds_runtime.bench.serving.measure import Asked, Measured
@@ -31,6 +33,9 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     group.add_argument(
         "--base-url", default="http://127.0.0.1:30000", metavar="URL", help="(%(default)s)"
     )
+    group.add_argument("--host", metavar="HOST", help="of --base-url")
+    group.add_argument("--port", type=int, metavar="N", help="of --base-url")
+    add_spellings(parser, SERVING)
     group.add_argument(
         "--endpoint", default="/v1/chat/completions", metavar="PATH", help="(%(default)s)"
     )
@@ -62,13 +67,25 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     group.add_argument("--dataset-name", default="random", choices=names, help="(%(default)s)")
     group.add_argument("--dataset-path", metavar="FILE", help="custom: JSONL, prompt or messages")
     group.add_argument(
-        "--input-len", "--random-input-len", type=int, default=256, metavar="N", help="tokens (256)"
+        *("--input-len", "--random-input-len", "--random-input"),
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens (256)",
     )
     group.add_argument(
-        "--output-len", "--random-output-len", type=int, default=64, metavar="N", help="tokens (64)"
+        *("--output-len", "--random-output-len", "--random-output"),
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens (64)",
     )
     group.add_argument(
-        "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by ±X (0)"
+        "--random-range-ratio",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="lengths are drawn from X of these to all of them (1: as long as asked)",
     )
     group.add_argument(
         "--prefix-len", type=int, default=1024, metavar="N", help="shared tokens (1024)"
@@ -95,6 +112,8 @@ def add(kinds: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Measure and print; 1 if a request failed."""
+    if args.host is not None or args.port is not None:
+        args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 30000}"
     _check(args)
     from ds_runtime.bench.serving.measure import Asked
 
@@ -153,8 +172,8 @@ def _check(args: Namespace) -> None:
             )
     if args.prefix_len < 0 or args.num_warmups < 0:
         raise ConfigError("--prefix-len and --num-warmups: must be at least 0")
-    if not 0 <= args.random_range_ratio < 1:
-        raise ConfigError(f"--random-range-ratio {args.random_range_ratio:g}: at least 0, below 1")
+    if not 0 <= args.random_range_ratio <= 1:
+        raise ConfigError(f"--random-range-ratio {args.random_range_ratio:g}: from 0 to 1")
     if not args.endpoint.endswith(("/chat/completions", "/completions")):
         raise ConfigError(
             f"--endpoint {args.endpoint}: must be /v1/chat/completions or /v1/completions"

@@ -11,6 +11,7 @@ from typing import Any
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.spelling import Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         raise ConfigError(f"--config {path}: write one 'flag: value' per line")
     settings: dict[str, Any] = {}
     lines: dict[str, int] = {}
+    notes = list[str]()
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
         where = f"--config {path}, line {line}"
@@ -86,6 +88,14 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         action = _action(parser, key, where)
         if action is None:
             continue
+        if isinstance(action, Known):
+            try:
+                own = vars(action.read(parser, value))
+                notes += own.pop("notes", ())
+                settings |= own
+            except ConfigError as e:
+                raise ConfigError(f"{where}: {e}") from None
+            continue
         if action.dest in settings:
             raise ConfigError(
                 f"{where}: {key} is set in line {lines[action.dest]} already: remove one"
@@ -95,7 +105,7 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         except (argparse.ArgumentTypeError, ValueError) as e:
             raise ConfigError(f"{where}: {key}: {_shown(value)}: {e}") from None
         lines[action.dest] = line
-    return FromFile(path, settings, lines)
+    return FromFile(path, {**settings, "notes": notes}, lines)
 
 
 def ahead(path: str) -> dict[str, list[str]]:

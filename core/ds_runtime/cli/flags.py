@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -15,10 +15,16 @@ from ds_runtime.errors import ConfigError
 C = TypeVar("C", EngineConfig, ServerConfig)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type[Any], only: Iterable[str] = ()) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    only: Iterable[str] = (),
+    spaces: bool = False,
+) -> None:
     """One flag per field of the dataclass `config` (or `only` some), in the fields' help groups.
 
-    Flags carry no default, so that the namespace holds exactly what the user set.
+    Flags carry no default, so that the namespace holds exactly what the user set. spaces: lists
+    take spaces beside commas, where no argument without a flag may follow.
     """
     hints, wanted = get_type_hints(config), frozenset(only)
     group: Any = parser
@@ -30,33 +36,9 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any], only: Iterable
         if group is parser or group.title != title:
             group = parser.add_argument_group(title)
         flag, options = "--" + f.name.replace("_", "-"), _options(f, hints[f.name])
+        if spaces and options.get("action") is _Extend:
+            options["nargs"] = "+"
         group.add_argument(flag, default=argparse.SUPPRESS, help=_help(f), **options)
-
-
-def add_aliases(parser: argparse.ArgumentParser, aliases: Mapping[str, str]) -> None:
-    """More flags for fields that this parser and its subcommands have: {"--other": field}.
-
-    ConfigError for a flag that is taken or a field that no configuration has.
-    """
-    known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
-    for flag, name in aliases.items():
-        if name not in known or not flag.startswith("--"):
-            raise ConfigError(f"flag {flag!r} for {name!r}: write '--FLAG' and a field's name")
-    for one in _parsers(parser):
-        for action in list(one._actions):
-            for flag in (f for f, name in aliases.items() if name == action.dest):
-                if flag in one._option_string_actions:
-                    raise ConfigError(f"flag {flag!r}: is taken")
-                action.option_strings = [*action.option_strings, flag]
-                one._option_string_actions[flag] = action
-
-
-def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for child in action.choices.values():
-                yield from _parsers(child)
 
 
 def build(config: type[C], namespace: argparse.Namespace) -> tuple[C, frozenset[str]]:
@@ -78,6 +60,7 @@ def _value(value: Any) -> Any:
 
 
 def _options(field: Field[Any], hint: Any) -> dict[str, Any]:
+    also: Mapping[str, Any] = field.metadata.get("also", {})
     kinds = [a for a in get_args(hint) if a is not NoneType] if get_args(hint) else [hint]
     kind = hint if get_origin(hint) is tuple else kinds[0]
     if kind is bool:
@@ -86,14 +69,43 @@ def _options(field: Field[Any], hint: Any) -> dict[str, Any]:
         if field.metadata.get("repeatable"):
             return {"action": "append", "metavar": "X"}
         if int in get_args(kind):
-            return {"action": "extend", "type": _numbers, "metavar": "N,N"}
-        return {"action": "extend", "type": _words, "metavar": "A,B"}
+            return {"action": _Extend, "type": _numbers, "metavar": "N,N"}
+        return {"action": _Extend, "type": _words, "metavar": "A,B"}
     if field.metadata.get("size"):
         return {"type": size, "metavar": "SIZE"}
     if choices := field.metadata.get("choices"):
-        return {"choices": [c for c in choices if c is not None]}
+        known = {"choices": [c for c in choices if c is not None]}
+        return {**known, "type": _also(str, also)} if also else known
     reads: dict[type, Callable[[str], Any]] = {int: int, float: float, str: str}
-    return {"type": reads[kind], "metavar": "N" if kind in (int, float) else "X"}
+    return {"type": _also(reads[kind], also), "metavar": "N" if kind in (int, float) else "X"}
+
+
+def _also(read: Callable[[str], Any], also: Mapping[str, Any]) -> Callable[[str], Any]:
+    """A reader that knows other engines' words for some values, too."""
+    if not also:
+        return read
+
+    def known(text: str) -> Any:
+        return also[text] if text in also else read(text)
+
+    known.__name__ = getattr(read, "__name__", "value")  # argparse names it
+    return known
+
+
+class _Extend(argparse._ExtendAction):
+    """What `type` makes of every word is a list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        items = list(values or ())
+        if self.nargs is not None:
+            items = [item for some in items for item in some]
+        super().__call__(parser, namespace, items, option_string)
 
 
 def _words(text: str) -> list[str]:

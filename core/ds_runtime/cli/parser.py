@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
+
+from ds_runtime.spelling import hyphenated
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -36,7 +39,8 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse, but each (sub)parser reports its own unknown arguments."""
-        found, extra = super().parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else args
+        found, extra = super().parse_known_args(hyphenated(self, given), namespace)
         if extra:
             flag = extra[0].partition("=")[0]
             hint = near(flag, self._option_string_actions) if flag.startswith("-") else ""

@@ -8,6 +8,7 @@ from typing import Any
 from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.errors import ConfigError
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -17,16 +18,26 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="serve a model over HTTP, OpenAI-compatible",
         description="Serve a model over HTTP, OpenAI-compatible. Without flags: the demo model.",
     )
-    add_flags(parser, EngineConfig)
-    add_flags(parser, ServerConfig)
+    parser.add_argument("folder", nargs="?", metavar="MODEL", help="the same as --model")
+    add_flags(parser, EngineConfig, spaces=True)
+    add_flags(parser, ServerConfig, spaces=True)
     add_config_file(parser)
     parser.set_defaults(run=run)
 
 
+def configs(args: Namespace) -> tuple[EngineConfig, ServerConfig, frozenset[str]]:
+    """What the arguments say, and the names of the engine's fields among them."""
+    if args.folder is not None:
+        if "model" in args:
+            raise ConfigError(f"{args.folder}: --model {args.model} is given beside it: name one")
+        args.model = args.folder
+    engine, explicit = build(EngineConfig, args)
+    return engine, build(ServerConfig, args)[0], explicit
+
+
 def run(args: Namespace) -> int:
     """Serve until interrupted."""
-    engine, explicit = build(EngineConfig, args)
-    server, _ = build(ServerConfig, args)
+    engine, server, explicit = configs(args)
     from ds_runtime.server.serve import serve
 
     return int(serve(engine, server, explicit) or 0)

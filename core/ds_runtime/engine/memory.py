@@ -81,7 +81,8 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
         return made(
             config.kv_memory // size, why="your setting gives", warning=_narrow(assembly, room)
         )
-    if config.mem_fraction_static is not None or assembly.platform.own_memory:
+    shares = (config.mem_fraction_static, config.memory_utilization)
+    if assembly.platform.own_memory or any(share is not None for share in shares):
         return _of_device(assembly, room, made)
     share, remedy = assembly.platform.kv_share, ""
     left = max(0, room.free - sparse_bytes(assembly))

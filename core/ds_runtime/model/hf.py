@@ -24,7 +24,13 @@ _LAYERS, _EXPERTS = 2048, 8192  # at most: every module is listed before any is 
 GLM = "GlmMoeDsaForCausalLM"
 SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
 SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
+_DISTILLED = (
+    "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and this "
+    "runtime serves DeepSeek's own architectures alone: serve them with an engine for those"
+)
 _RECOGNISED = {
+    "Qwen2ForCausalLM": _DISTILLED,
+    "LlamaForCausalLM": _DISTILLED,
     "DeepseekV4ForCausalLM": "DeepSeek-V4 has another attention, residual and expert format than "
     "V2 and V3, and this version does not serve it",
     "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has another attention, memory and expert format than "

@@ -85,7 +85,10 @@ def kv_room(config: EngineConfig, total: int, before: int, free: int, reserved: 
     weights were loaded and `free` are now. Negative where the weights leave nothing.
 
     --mem-fraction-static F: weights and KV cache together take F of what was free before.
+    --memory-utilization F: they and what is reserved take F of the device.
     """
+    if config.memory_utilization is not None:
+        return int(config.memory_utilization * total) - reserved - (total - free)
     if config.mem_fraction_static is not None:
         return free - int(before * (1.0 - config.mem_fraction_static))
     return min(int(STATIC * total), total - reserved) - (total - free)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.bind import Pin
 from ds_runtime.ops.spec import Kernel
 from ds_runtime.ops.table import OPS
+from ds_runtime.spelling import Spelling
 
 BACKENDS = {
     "nsa_prefill_backend": ("sparse_prefill",),
@@ -37,26 +38,44 @@ def refuse_sparse(config: EngineConfig, architecture: str) -> None:
             )
 
 
+Names = Mapping[str, Mapping[str, str | Spelling]]
+"""A plugin's `BACKENDS`: by field, the names under which people know a provider of kernels, and the
+provider, or the refusal of what is not here."""
+NAMES: Names = {
+    "attention_backend": {"torch_native": "reference"},
+    "moe_runner_backend": {"torch_native": "reference"},
+    "nsa_topk_backend": {"torch": "reference"},
+}
+
+
 def backend_pins(
-    config: EngineConfig, kernels: Iterable[Kernel], used: Collection[str]
+    config: EngineConfig,
+    kernels: Iterable[Kernel],
+    used: Collection[str],
+    others: Iterable[Names] = (),
 ) -> list[Pin]:
-    """A pin for every op in `used` of which the wished provider has a kernel.
+    """A pin for every op in `used` of which the wished provider has a kernel. others: plugins'
+    names of providers.
 
     ConfigError when it has none for any of them: the name is wrong, or its plugin is not here.
     """
+    named = (NAMES, *others)
     offered = list(kernels)
     pins: list[Pin] = []
     for field, ops in BACKENDS.items():
         wished = getattr(config, field)
         if wished in (None, "auto"):
             continue
+        known_as = next((n[field][wished] for n in named if wished in n.get(field, {})), wished)
+        if isinstance(known_as, Spelling):
+            raise ConfigError(f"{_flag(field)} {wished!r}: {known_as.says}")
         wanted = [op for op in ops if op in used]
         providers = {op: {k.provider for k in offered if k.op.name == op} for op in wanted}
         found = [
             Pin(op, "*", provider, f"{_flag(field)} {wished!r}")
             for op, names in providers.items()
             for provider in names
-            if _plain(provider) == _plain(wished)
+            if _plain(provider) == _plain(known_as)
         ]
         if wanted and not found:
             known = sorted({name for names in providers.values() for name in names})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ds_runtime.api import Change, Facts, Kernel, Platform, Refusal, hookimpl
+from ds_runtime_cuda import spellings
 
 
 def probe() -> Refusal | None:
@@ -23,7 +24,9 @@ def diagnose() -> list[tuple[str, str]]:
 
 PROBE: Callable[[], Refusal | None] = probe
 DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
-FLAGS = {"--disable-cuda-graph": "disable_graph"}
+FLAGS = spellings.FLAGS
+BACKENDS = spellings.BACKENDS
+ENVIRONMENT = spellings.ENVIRONMENT
 _AMPLE = 64 << 30  # bytes of a device beside whose weights activations do not count
 
 

@@ -15,6 +15,7 @@ def probe() -> Refusal | None:
 
 
 PROBE: Callable[[], Refusal | None] = probe
+BACKENDS = {"attention_backend": {"ascend": "npu"}, "moe_runner_backend": {"ascend": "npu"}}
 
 
 @hookimpl

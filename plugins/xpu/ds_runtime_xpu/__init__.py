@@ -24,6 +24,7 @@ def diagnose() -> list[tuple[str, str]]:
 
 PROBE: Callable[[], Refusal | None] = probe
 DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
+BACKENDS = {"attention_backend": {"intel_xpu": "sgl_xpu"}}
 
 
 @hookimpl

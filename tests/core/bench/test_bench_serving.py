@@ -229,7 +229,7 @@ def test_prompts_have_their_lengths_and_beginnings():
     words = prompts.Words(5, None, chat=False)
     made = prompts.random_prompts(words, 40, 20, 10, 0.5)
     lengths = [len(p.text.split()) for p in made]
-    assert 10 <= min(lengths) < 14 and 26 < max(lengths) <= 30
+    assert 10 <= min(lengths) < 12 and 18 < max(lengths) <= 20
     assert len({p.text for p in made}) == 40
     again = prompts.random_prompts(prompts.Words(5, None, chat=False), 40, 20, 10, 0.5)
     assert again == made
@@ -242,10 +242,10 @@ def test_a_tokenizer_makes_ids(bpe_folder):
     from ds_runtime.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(bpe_folder)
-    (one,) = prompts.random_prompts(prompts.Words(5, tokenizer, False), 1, 50, 3, 0.0)
+    (one,) = prompts.random_prompts(prompts.Words(5, tokenizer, False), 1, 50, 3, 1.0)
     assert len(one.body(False)["prompt"]) == 50
     assert not set(one.ids) & (tokenizer.special_ids | set(tokenizer.eos_ids))
-    (one,) = prompts.random_prompts(prompts.Words(5, tokenizer, True), 1, 50, 3, 0.0)
+    (one,) = prompts.random_prompts(prompts.Words(5, tokenizer, True), 1, 50, 3, 1.0)
     assert one.body(True)["messages"] == [{"role": "user", "content": one.text}] and one.text
 
 
@@ -376,7 +376,7 @@ def test_failed_requests_are_counted_and_told(capsys):
         (["--endpoint", "/generate"], "--endpoint /generate"),
         (["--extra-body", "[1]"], "must be a JSON object"),
         (["--extra-body", "{"], "no JSON"),
-        (["--random-range-ratio", "1"], "--random-range-ratio 1"),
+        (["--random-range-ratio", "1.5"], "--random-range-ratio 1.5: from 0 to 1"),
         (["--api-key", "a\nb"], "--api-key"),
     ],
 )

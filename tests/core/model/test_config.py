@@ -149,7 +149,9 @@ def test_refused_with_a_reason(name, said):
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedError, "'LlamaForCausalLM' is unkn"),
+        ({"architectures": ["LlamaForCausalLM"]}, UnsupportedError, "the R1-Distill checkpoints"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, UnsupportedError, "Qwen2 and Llama models"),
+        ({"architectures": ["OtherForCausalLM"]}, UnsupportedError, "'OtherForCausalLM' is unkn"),
         ({"architectures": None, "model_type": "qwen"}, UnsupportedError, "'qwen' is unknown"),
         ({"hidden_size": None}, ConfigError, "hidden_size is missing"),
         ({"hidden_size": "big"}, ConfigError, "hidden_size is 'big'"),

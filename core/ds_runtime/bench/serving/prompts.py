@@ -52,10 +52,9 @@ class Words:
             special = tokenizer.special_ids | set(tokenizer.eos_ids)
             self._ids = [i for i in range(tokenizer.vocab_size) if i not in special]
 
-    def length(self, middle: int, ratio: float) -> int:
-        """Uniform within `ratio` of `middle`, at least 1."""
-        low, high = round(middle * (1 - ratio)), round(middle * (1 + ratio))
-        return self._draw.randint(max(1, low), max(1, high))
+    def length(self, most: int, ratio: float) -> int:
+        """Uniform from `ratio` of `most` to all of it, at least 1."""
+        return self._draw.randint(max(1, round(most * ratio)), most)
 
     def draw(self, length: int) -> Sequence[int] | Sequence[str]:
         """`length` tokens."""
@@ -80,7 +79,7 @@ class Words:
 def random_prompts(
     words: Words, count: int, input_len: int, output_len: int, ratio: float
 ) -> list[Prompt]:
-    """Nothing in common; lengths within `ratio` of those asked for."""
+    """Nothing in common; lengths from `ratio` of those asked for to all of them."""
     return [
         words.prompt(words.draw(words.length(input_len, ratio)), words.length(output_len, ratio))
         for _ in range(count)

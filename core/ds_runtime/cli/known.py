@@ -1,0 +1,182 @@
+"""Flags that people know from other engines, but for those that name a vendor. Torch-free.
+
+Read by the commands that start an engine, and by the page that lists them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from ds_runtime.errors import ConfigError
+from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
+
+_EXPERTS = (
+    "experts by number are not built yet: --tp divides the weights of every expert among its ranks"
+)
+_HOSTS = "an engine runs on the devices of one host: several hosts are not built yet"
+_STAGES = "stages of layers are not built yet: --tp divides every layer"
+_TIERS = "KV cache beyond the device's memory is not built yet: leave it out"
+_APART = "prefill and decode in engines of their own are not built yet: leave it out"
+_CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes all of its tokens"
+_STORED = "the checkpoint's own config says how its weights are stored"
+_COMPILED = "compiling what lies between kernels is not built yet: steps are captured as they are"
+_ALWAYS = "is always so here"
+
+
+def _one(says: str) -> Spelling:
+    """A number of parts that is one."""
+    return Spelling(says, refused=True, takes="one", values={"1": Spelling(takes="one")})
+
+
+KNOWN: Mapping[str, str | Spelling] = {
+    # the model
+    "--model-path": "model",
+    "--max-model-len": "context_length",
+    "--trust-remote-code": nothing("not needed: no remote code is run"),
+    "--tokenizer-mode": nothing("not needed: the model's own encoding is known", "one"),
+    "--quantization": nothing(f"not needed: {_STORED}; --quantize rounds while loading", "one"),
+    "--lora-paths": Spelling("is --lora here", {"lora": GIVEN}, takes="many"),
+    "--lora-modules": Spelling("is --lora here", {"lora": GIVEN}, takes="many"),
+    "--enable-lora": nothing("not needed: --lora or --max-loras says so"),
+    "--max-loras-per-batch": "max_loras",
+    "--skip-tokenizer-init": refused("text comes in and goes out: leave it out"),
+    # devices
+    "--tp-size": "tp",
+    "--tensor-parallel-size": "tp",
+    "--dp-size": "dp",
+    "--data-parallel-size": "dp",
+    "--device": "platform",
+    "--pp-size": _one(_STAGES),
+    "--pipeline-parallel-size": _one(_STAGES),
+    "--nnodes": _one(_HOSTS),
+    "--node-rank": nothing("is of several hosts, and there is one", "one"),
+    "--dist-init-addr": nothing("not needed: ranks of one host find each other", "one"),
+    "--ep": nothing(_EXPERTS, "one"),
+    "--ep-size": nothing(_EXPERTS, "one"),
+    "--expert-parallel-size": nothing(_EXPERTS, "one"),
+    "--enable-ep-moe": nothing(_EXPERTS),
+    "--enable-expert-parallel": nothing(_EXPERTS),
+    "--enable-eplb": nothing(_EXPERTS),
+    "--moe-a2a-backend": nothing(_EXPERTS, "one"),
+    "--moe-dense-tp-size": nothing("is the number of --tp here", "one"),
+    "--enable-dp-lm-head": nothing("the head is divided among the ranks by the vocabulary"),
+    "--enable-nsa-prefill-context-parallel": nothing(_CONTEXTS),
+    "--nsa-prefill-cp-mode": nothing(_CONTEXTS, "one"),
+    "--disable-custom-all-reduce": nothing("the platform's plugin chooses how ranks add up"),
+    "--enable-two-batch-overlap": nothing("halves of a step beside each other are not built yet"),
+    "--disaggregation-mode": Spelling(
+        _APART, refused=True, takes="one", values={"null": Spelling(takes="one")}
+    ),
+    "--disaggregation-transfer-backend": nothing(_APART, "one"),
+    "--disaggregation-ib-device": nothing(_APART, "one"),
+    "--enable-hierarchical-cache": refused(_TIERS),
+    "--hicache-ratio": nothing(_TIERS, "one"),
+    "--hicache-size": nothing(_TIERS, "one"),
+    "--hicache-write-policy": nothing(_TIERS, "one"),
+    # memory
+    "--gpu-memory-utilization": Spelling(
+        "counts what steps need beside weights and KV cache, too, and is --memory-utilization here",
+        {"memory_utilization": GIVEN},
+        takes="one",
+    ),
+    "--block-size": "page_size",
+    "--enable-prefix-caching": nothing(_ALWAYS),
+    "--no-enable-prefix-caching": Spelling(
+        "is --disable-radix-cache here", {"disable_radix_cache": "True"}
+    ),
+    "--max-total-tokens": refused("--kv-memory sizes the KV cache", "one"),
+    "--swap-space": nothing("not needed: a request that is preempted is computed again", "one"),
+    "--cpu-offload-gb": refused("weights stay on the device: leave it out", "one"),
+    # scheduling
+    "--max-num-seqs": "max_running_requests",
+    "--max-num-batched-tokens": "max_step_tokens",
+    "--max-prefill-tokens": Spelling(
+        "counts the tokens of decode steps, too, and is --max-step-tokens here",
+        {"max_step_tokens": GIVEN},
+        takes="one",
+    ),
+    "--enable-chunked-prefill": nothing(_ALWAYS),
+    "--enable-mixed-chunk": nothing(_ALWAYS),
+    "--schedule-policy": Spelling(
+        "requests come in order of their arrival; --policy priority takes the important first",
+        takes="one",
+        values={"fcfs": Spelling("is --policy fifo here", {"policy": "fifo"}, takes="one")},
+    ),
+    "--schedule-conservativeness": nothing(
+        "a request starts when there are pages for its prompt, and may be preempted", "one"
+    ),
+    "--num-continuous-decode-steps": nothing("every step is scheduled", "one"),
+    "--enforce-eager": Spelling("is --disable-graph here", {"disable_graph": "True"}),
+    # speculation
+    "--speculative-algo": "speculative_algorithm",
+    "--speculative-draft": "speculative_draft_model_path",
+    "--speculative-draft-model": "speculative_draft_model_path",
+    # kernels
+    "--enable-torch-compile": nothing(_COMPILED),
+    "--torch-compile-max-bs": nothing(_COMPILED, "one"),
+    "--disable-mla": refused("decode over expanded keys and values is not built yet: leave it out"),
+    "--disable-shared-experts-fusion": Spelling(
+        "is --disable-fusion shared_experts here", {"disable_fusion": "shared_experts"}
+    ),
+    "--enforce-shared-experts-fusion": Spelling(
+        "is --disable-fusion=-shared_experts here", {"disable_fusion": "-shared_experts"}
+    ),
+    "--enable-deterministic-inference": refused(
+        "the same bits whatever else runs are not built yet; --deterministic binds kernels that "
+        "give the same bits for the same steps"
+    ),
+    "--sampling-backend": nothing("the platform's plugin has the sampler", "one"),
+    "--grammar-backend": nothing("one serves all kinds of grammars", "one"),
+    # server
+    "--enable-auto-tool-choice": nothing(
+        "not needed: tools are parsed where a request brings them"
+    ),
+    "--enable-metrics": nothing("not needed: /metrics is always there"),
+    "--enable-cache-report": nothing("not needed: usage always says it"),
+    "--disable-log-requests": Spelling("is --no-access-log here", {"access_log": "False"}),
+    "--uvicorn-log-level": nothing("--log-level is for all lines", "one"),
+    "--stream-interval": nothing("every step's tokens are sent at once", "one"),
+    "--random-seed": nothing("requests bring their own seed", "one"),
+    "--skip-server-warmup": nothing("steps are captured and tried before the port opens"),
+}
+
+
+BATCH: Mapping[str, str | Spelling] = {
+    "--profile": nothing("a server's /start_profile writes traces"),
+    "--run-name": nothing("a record has its command", "one"),
+    "--result-filename": nothing("--json prints the record", "one"),
+}
+SERVING: Mapping[str, str | Spelling] = {
+    "--backend": nothing("every server is asked in OpenAI's words: --endpoint", "one"),
+    "--warmup-requests": refused("is --num-warmups here", "one"),
+    "--dataset": refused("is --dataset-name here", "one"),
+}
+
+
+def settle(namespace: Namespace) -> list[str]:
+    """What flags mean together; the sentences for the start. Raises ConfigError."""
+    said = getattr(namespace, "config", None)
+    file: Mapping[str, Any] = said.values if said else {}
+    values = {**file, **vars(namespace)}
+    notes = [*file.get("notes", ()), *getattr(namespace, "notes", ())]
+    tp, dp = values.get("tp", 1), values.get("dp", 1)
+    if dp == 1 or not hasattr(namespace, "run"):
+        return notes
+    if values.get("enable_dp_attention"):
+        if dp != tp:
+            raise ConfigError(
+                f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
+                f"have attention of their own, and groups of {tp // dp or 1} of --tp {tp} are not "
+                f"built yet: give --dp {tp}, or leave --enable-dp-attention out for {dp} replicas "
+                "of --tp ranks each"
+            )
+        namespace.dp = 1
+    elif any("--enable-expert-parallel" in note for note in notes) and tp == 1:
+        namespace.tp, namespace.dp, namespace.enable_dp_attention = dp, 1, True
+        notes.append(
+            f"--data-parallel-size {dp} --enable-expert-parallel: is --tp {dp} "
+            "--enable-dp-attention here"
+        )
+    return notes

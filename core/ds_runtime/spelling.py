@@ -1,0 +1,161 @@
+"""What flags of other engines mean here. Torch-free.
+
+A flag that means the same is an alias: a text, the name of a field. Others are a `Spelling`, whose
+sentence the start shows. Names that belong to a vendor stand in its plugin's `FLAGS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.errors import ConfigError
+
+GIVEN = "{given}"  # in `sets`: the value that was given
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """One flag. says: a sentence behind the flag's name. sets: fields by name and the text of their
+    values, or `GIVEN`. refused: the start ends with the sentence. takes: how many values, "none",
+    "one" or "many". values: what single values mean, where that differs.
+    """
+
+    says: str = ""
+    sets: Mapping[str, str] = field(default_factory=dict)
+    refused: bool = False
+    takes: str = "none"
+    values: Mapping[str, Spelling] = field(default_factory=dict)
+
+
+def nothing(says: str, takes: str = "none") -> Spelling:
+    """A flag that changes nothing here; says why."""
+    return Spelling(says, takes=takes)
+
+
+def refused(says: str, takes: str = "none") -> Spelling:
+    """A flag of something that is not here; says what to use."""
+    return Spelling(says, refused=True, takes=takes)
+
+
+class Known(argparse.Action):
+    """The action of a `Spelling`: sets the fields that this command has, and notes the sentence in
+    `namespace.notes`. Raises ConfigError where it is refused."""
+
+    def __init__(self, flag: str, spelling: Spelling) -> None:
+        nargs: int | str | None = {"none": 0, "one": None, "many": "*"}[spelling.takes]
+        dest = flag.removeprefix("--").replace("-", "_")
+        super().__init__(
+            [flag], dest, nargs=nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+        self.spelling = spelling
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        several = [values] if isinstance(values, str) else list(values or ())
+        given = ",".join(map(str, several))
+        meant = self.spelling.values.get(given, self.spelling)
+        flag = self.option_strings[0] + (f" {given}" if given else "")
+        if meant.refused:
+            raise ConfigError(f"{flag}: {meant.says}")
+        for name, text in meant.sets.items():
+            if (action := settable(parser, name)) is not None:
+                words = several if text == GIVEN else [text]
+                _set(parser, namespace, action, words)
+        if meant.says:
+            namespace.notes = [*getattr(namespace, "notes", ()), f"{flag}: {meant.says}"]
+
+    def read(self, parser: argparse.ArgumentParser, value: Any) -> argparse.Namespace:
+        """What a value of `--config FILE` sets."""
+        namespace = argparse.Namespace()
+        if value is not False:
+            words = value if isinstance(value, list) else [] if value is True else [value]
+            self(parser, namespace, [str(word) for word in words])
+        return namespace
+
+
+def settable(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    """The action that sets a field, where the command has it."""
+    found = (a for a in parser._actions if a.dest == name and not isinstance(a, Known))
+    return next(found, None)
+
+
+def _set(
+    parser: argparse.ArgumentParser,
+    namespace: argparse.Namespace,
+    action: argparse.Action,
+    words: Sequence[str],
+) -> None:
+    """As if the field's own flag had these words."""
+    if isinstance(action, argparse.BooleanOptionalAction):
+        setattr(namespace, action.dest, words == ["True"])
+        return
+    values = [parser._get_value(action, word) for word in words]
+    for value in values:
+        parser._check_value(action, value)
+    if isinstance(action, argparse._ExtendAction):
+        values = [item for some in values for item in some]
+    several = isinstance(action, argparse._AppendAction)
+    before = getattr(namespace, action.dest, []) if several else []
+    setattr(namespace, action.dest, [*before, *values] if several else values[-1])
+
+
+def add_spellings(
+    parser: argparse.ArgumentParser, flags: Mapping[str, str | Spelling], taken: bool = True
+) -> None:
+    """More flags for this parser: aliases, and spellings.
+
+    taken: a flag that is there already is a fault. Raises ConfigError for that, and for a field
+    that no configuration has.
+    """
+    known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
+    for flag, meant in flags.items():
+        named = [meant] if isinstance(meant, str) else [*_sets(meant)]
+        if unknown := [n for n in named if n not in known]:
+            raise ConfigError(f"flag {flag!r} for {unknown[0]!r}: no configuration has that field")
+        if not flag.startswith("--"):
+            raise ConfigError(f"flag {flag!r}: write it with two dashes in front")
+    for flag, meant in flags.items():
+        if flag in parser._option_string_actions:
+            if taken:
+                raise ConfigError(f"flag {flag!r}: is taken")
+        elif not isinstance(meant, str):
+            parser._add_action(Known(flag, meant))
+        elif (action := settable(parser, meant)) is not None:
+            action.option_strings = [*action.option_strings, flag]
+            parser._option_string_actions[flag] = action
+
+
+def _sets(spelling: Spelling) -> Iterator[str]:
+    for one in (spelling, *spelling.values.values()):
+        yield from one.sets
+
+
+def engines(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Those of its subcommands, and theirs, that start or plan an engine."""
+    if settable(parser, "chunked_prefill_size") is not None:
+        yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from engines(child)
+
+
+def hyphenated(parser: argparse.ArgumentParser, args: Sequence[str]) -> list[str]:
+    """The arguments with underscores in flags as hyphens, where that makes a known flag."""
+    found = []
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        plain = flag.replace("_", "-")
+        if flag.startswith("--") and flag not in parser._option_string_actions:
+            flag = plain if plain in parser._option_string_actions else flag
+        found.append(flag + equals + value)
+    return found

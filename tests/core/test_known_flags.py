@@ -1,0 +1,192 @@
+"""Flags of other engines: what they set, what the start says, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from ds_runtime.cli import build_parser, main
+from ds_runtime.cli.flags import build
+from ds_runtime.cli.known import KNOWN, settle
+from ds_runtime.cli.serve import configs
+from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.backends import backend_pins
+from ds_runtime.ops.spec import Kernel
+from ds_runtime.ops.table import OPS
+from ds_runtime.spelling import Known, Spelling, add_spellings, engines, refused
+
+
+def parsed(*args):
+    """(engine, server, notes) of a command line of `serve`."""
+    parser, _ = build_parser()
+    namespace = parser.parse_args(["serve", *args])
+    notes = settle(namespace)
+    engine, server, _ = configs(namespace)
+    return engine, server, notes
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "value"),
+    [
+        ("--model-path x", "model", "x"),
+        ("x", "model", "x"),
+        ("--tp-size 4", "tp", 4),
+        ("--tensor-parallel-size=4", "tp", 4),
+        ("--tensor_parallel_size 4", "tp", 4),
+        ("--disable_radix_cache", "disable_radix_cache", True),
+        ("--graph_sizes 1 2 4", "graph_sizes", (1, 2, 4)),
+        ("--graph-sizes 1,2 4", "graph_sizes", (1, 2, 4)),
+        ("--graph-sizes 1 --graph-sizes 3", "graph_sizes", (1, 3)),
+        ("--plugins cpu cuda", "plugins", ("cpu", "cuda")),
+        ("--chunked-prefill-size -1", "chunked_prefill_size", 1 << 30),
+        ("--kv-cache-dtype fp8_e4m3", "kv_cache_dtype", "fp8"),
+        ("--dtype half", "dtype", "float16"),
+        ("--max-model-len 4096", "context_length", 4096),
+        ("--max-prefill-tokens 4096", "max_step_tokens", 4096),
+        ("--gpu-memory-utilization 0.8", "memory_utilization", 0.8),
+        ("--no-enable-prefix-caching", "disable_radix_cache", True),
+        ("--enforce-eager", "disable_graph", True),
+        ("--disable-shared-experts-fusion", "disable_fusion", ("shared_experts",)),
+        ("--enforce-shared-experts-fusion", "disable_fusion", ("-shared_experts",)),
+        ("--speculative-algo EAGLE", "speculative_algorithm", "EAGLE"),
+        ("--speculative-algorithm deepseek_mtp", "speculative_algorithm", "NEXTN"),
+        ("--lora-paths a=/a b=/b", "lora", ("a=/a", "b=/b")),
+        ("--tp 8 --dp 8 --enable-dp-attention", "enable_dp_attention", True),
+        ("--data-parallel-size 8 --enable-expert-parallel", "tp", 8),
+        ("--data-parallel-size 8 --enable-expert-parallel", "enable_dp_attention", True),
+    ],
+)
+def test_what_a_flag_sets(args, name, value):
+    engine, server, _ = parsed(*args.split())
+    assert getattr(engine, name) == value
+    assert server.dp == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "value"),
+    [
+        ("--tool-call-parser deepseek_v32", "tool_call_parser", "deepseekv32"),
+        ("--reasoning-parser deepseek_v3", "reasoning_parser", "deepseek-v3"),
+        ("--disable-log-requests", "access_log", False),
+        ("--dp-size 2", "dp", 2),
+    ],
+)
+def test_what_a_flag_of_the_server_sets(args, name, value):
+    assert getattr(parsed(*args.split())[1], name) == value
+
+
+@pytest.mark.parametrize("flag", [f for f, meant in KNOWN.items() if isinstance(meant, Spelling)])
+def test_every_spelling_says_so_or_ends_the_start(flag):
+    meant = KNOWN[flag]
+    words = [] if meant.takes == "none" else ["1" if "memory" in flag or "max" in flag else "x=/x"]
+    if meant.refused:
+        with pytest.raises(ConfigError, match=flag):
+            parsed(flag, *words)
+    else:
+        _, _, notes = parsed(flag, *words)
+        assert [note for note in notes if note.startswith(flag) and meant.says in note]
+    assert not meant.says.endswith(".") and "\n" not in meant.says
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("--pp-size 2", "--pp-size 2: stages of layers are not built yet"),
+        ("--tp 16 --dp 2 --enable-dp-attention", "groups of 8 of --tp 16 are not built yet"),
+        ("x --model y", "x: --model y is given beside it: name one"),
+        ("--disaggregation-mode prefill", "are not built yet"),
+        ("--gpu-memory-utilization 1.5", "--memory-utilization 1.5: must be above 0"),
+        ("--gpu-memory-utilization 0.5 --kv-memory 1GB", "leave it out, or --kv-memory"),
+    ],
+)
+def test_what_is_refused(args, said):
+    with pytest.raises(ConfigError) as refusal:
+        parsed(*args.split())
+    assert said in str(refusal.value)
+
+
+def test_one_is_the_number_of_what_is_not_built():
+    assert parsed("--pp-size", "1", "--nnodes", "1", "--disaggregation-mode", "null")[2] == []
+
+
+def test_the_command_prints_the_lines(capsys):
+    assert main(["serve", "/no/such", "--trust-remote-code"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "ds-runtime: --trust-remote-code: not needed: no remote code is run"
+    assert said[1].startswith("ds-runtime: --model /no/such: no such folder")
+
+
+def test_variables_that_others_read_are_named(capsys, monkeypatch):
+    monkeypatch.setenv("SGLANG_ANYTHING", "1")
+    monkeypatch.setenv("SGL_ENABLE_JIT_DEEPGEMM", "0")
+    assert main(["serve", "/no/such"]) == 1
+    said = capsys.readouterr().err
+    assert "ds-runtime: SGLANG_ANYTHING is set and not read: ds-runtime has flags" in said
+    assert "SGL_ENABLE_JIT_DEEPGEMM is set and not read: DeepGEMM is used where" in said
+
+
+def test_a_file_may_have_them_too(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "tp_size: 4\ntrust-remote-code: true\nenforce-eager: true\nmax-prefill-tokens: 64\n"
+        "enable-metrics: false\ndp: 4\nenable-dp-attention: true\n"
+    )
+    engine, server, notes = parsed("--config", str(file))
+    assert (engine.tp, engine.disable_graph, engine.max_step_tokens) == (4, True, 64)
+    assert server.dp == 1 and engine.enable_dp_attention
+    assert [note.partition(":")[0] for note in notes] == [
+        "--trust-remote-code",
+        "--enforce-eager",
+        "--max-prefill-tokens 64",
+    ]
+    file.write_text("a: 1\npp-size: 2\n".replace("a: 1\n", "\n"))
+    with pytest.raises(ConfigError, match=r"c\.yaml, line 2: --pp-size 2: stages"):
+        parsed("--config", str(file))
+
+
+def test_a_name_that_is_taken_or_of_no_field_is_a_fault_of_the_plugin():
+    parser, _ = build_parser()
+    one = next(engines(parser))
+    for flags, said in (
+        ({"--tp": "threads"}, "'--tp': is taken"),
+        ({"--x": "no_field"}, "no configuration has that field"),
+        ({"--x": Spelling(sets={"no_field": "1"})}, "no configuration has that field"),
+        ({"-x": "tp"}, "two dashes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            add_spellings(one, flags)
+
+
+def test_the_rest_of_the_commands_know_them_where_they_have_the_field():
+    parser, _ = build_parser()
+    namespace = parser.parse_args(["plan", "--tp-size", "2", "--device", "h200", "--dp", "1"][:5])
+    assert build(EngineConfig, namespace)[0].tp == 2 and namespace.device == "h200"
+
+
+def test_values_that_name_kernels_come_from_plugins():
+    ops = ("mha_prefill", "mla_decode")
+    offered = [Kernel(OPS[op], f"vendor_kernels:{op}", "vendor", 20) for op in ops]
+    names = {"attention_backend": {"theirs": "vendor", "old": refused("is gone: theirs is new")}}
+    used = {"mha_prefill", "mla_decode"}
+
+    def pins(wished):
+        return backend_pins(EngineConfig(attention_backend=wished), offered, used, [names])
+
+    assert {(p.op, p.kernel) for p in pins("theirs")} == {(op, "vendor") for op in used}
+    assert pins("theirs")[0].flag == "--attention-backend 'theirs'"
+    with pytest.raises(ConfigError, match="--attention-backend 'old': is gone: theirs is new"):
+        pins("old")
+    with pytest.raises(ConfigError, match="no such provider"):
+        pins("other")
+
+
+def test_the_server_has_no_flag_twice():
+    """An alias never hides a flag of its own."""
+    parser, _ = build_parser()
+    for one in engines(parser):
+        flags = [flag for action in one._actions for flag in action.option_strings]
+        assert len(flags) == len(set(flags))
+        assert all(a.help == argparse.SUPPRESS for a in one._actions if isinstance(a, Known))
+    assert ServerConfig().dp == 1
