@@ -25,8 +25,8 @@ GLM = "GlmMoeDsaForCausalLM"
 SPARSE = ("DeepseekV32ForCausalLM", GLM)  # V3 with a lightning indexer
 SUPPORTED = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", *SPARSE)
 _DISTILLED = (
-    "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and this "
-    "runtime serves DeepSeek's own architectures alone: serve them with an engine for those"
+    "the R1-Distill checkpoints are Qwen2 and Llama models that learned from R1's answers, and "
+    "this runtime serves DeepSeek's own architectures alone: serve them with an engine for those"
 )
 _RECOGNISED = {
     "Qwen2ForCausalLM": _DISTILLED,
