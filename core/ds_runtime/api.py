@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
 from ds_runtime.ops.branch import branch
@@ -62,6 +62,8 @@ from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, Memor
 from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
 
 if TYPE_CHECKING:
+    from ds_runtime.model.place import LoaderSample, PartRequest, Place
+    from ds_runtime.model.quant import read_part
     from ds_runtime.ops.batch import (
         Batch,
         DecodePart,
@@ -89,8 +91,11 @@ _LAZY = {  # where what needs torch comes from
     "DecodePart": "ds_runtime.ops.batch",
     "ExpertSource": "ds_runtime.ops.weight",
     "Limits": "ds_runtime.ops.batch",
+    "LoaderSample": "ds_runtime.model.place",
     "MlaWeights": "ds_runtime.ops.weight",
     "Packed": "ds_runtime.ops.weight",
+    "PartRequest": "ds_runtime.model.place",
+    "Place": "ds_runtime.model.place",
     "PrefillPart": "ds_runtime.ops.batch",
     "PrefixChunk": "ds_runtime.ops.batch",
     "RowOwners": "ds_runtime.ops.batch",
@@ -107,6 +112,7 @@ _LAZY = {  # where what needs torch comes from
     "decode_scale": "ds_runtime.ops.reference.formats",
     "float32_product": "ds_runtime.ops.reference.linear",
     "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
+    "read_part": "ds_runtime.model.quant",
     "route": "ds_runtime.ops.reference.moe",
     "rows_of": "ds_runtime.ops.reference.attention",
     "seen_of": "ds_runtime.ops.reference.attention",
@@ -135,6 +141,7 @@ __all__ = [
     "CaptureError",
     "Ceilings",
     "Change",
+    "CheckpointError",
     "Communicator",
     "ConfigError",
     "DecodePart",
@@ -152,11 +159,14 @@ __all__ = [
     "Kernel",
     "Layout",
     "Limits",
+    "LoaderSample",
     "MemoryInfo",
     "MlaWeights",
     "Op",
     "Packed",
+    "PartRequest",
     "Phase",
+    "Place",
     "Platform",
     "PluginError",
     "PrefillPart",
@@ -194,6 +204,7 @@ __all__ = [
     "package_folder",
     "pci_devices",
     "read_file",
+    "read_part",
     "read_plan",
     "refused",
     "route",

@@ -1,4 +1,5 @@
-"""Receipts: what `ds-runtime conform` found of a plugin's kernels, for `plan` and for people.
+"""Receipts: what `ds-runtime conform` found of a plugin's kernels and loaders, for `plan` and for
+people.
 
 One JSON file per plugin and device architecture. A receipt stands for the code, device and
 contracts that it names; of anything else it says nothing. Torch-free.
@@ -66,12 +67,16 @@ def read_all(where: Path) -> Iterator[dict[str, Any]]:
 
 
 def standing(assembly: Assembly, receipts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line per plugin whose kernels the plan uses: what its receipt says of those kernels."""
+    """A line per plugin whose kernels or loader the plan uses: what its receipt says of those."""
     chosen: dict[str, dict[tuple[str, str], int]] = {}
     for row in assembly.plan.rows:
         if row.provider not in ("core", "reference"):
             plugin = assembly.plugins.owners[row.provider]
             chosen.setdefault(plugin, {})[(row.op, row.kernel)] = row.contract
+    loader = assembly.loader
+    if loader.provider in assembly.offers.third_party:
+        plugin = assembly.plugins.owners[loader.provider]
+        chosen.setdefault(plugin, {})["loader", loader.full_name] = 1
     held = {(r.get("plugin"), r.get("arch")): r for r in receipts}
     lines = []
     for plugin in sorted(chosen):
@@ -99,7 +104,8 @@ def _says(
     ]
     cases = sum(known[key]["cases"] for key in used if key in known)
     passed = len(used) - len(failed) - len(missing)
-    lines = [f"{passed} of {len(used)} kernels conform ({cases} cases, {receipt['made']})"]
+    what = "kernels and loaders" if any(op == "loader" for op, _ in used) else "kernels"
+    lines = [f"{passed} of {len(used)} {what} conform ({cases} cases, {receipt['made']})"]
     if failed:
         lines.append(f"FAILED: {', '.join(failed)}")
     if missing:

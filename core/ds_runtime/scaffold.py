@@ -1,6 +1,7 @@
-"""`ds-runtime new-plugin`: a complete plugin package from the template in `templates/plugin`.
+"""`ds-runtime new-plugin`: a complete plugin package from the templates in `templates`.
 
-The template is the package of a vendor called Acme; a new one is the same with another name.
+The templates are packages of a vendor called Acme; a new one is the same with another name. What
+all have is in `plugin`, the rest in a folder for each kind.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from pathlib import Path, PurePosixPath
 
 from ds_runtime.errors import ConfigError
 
+KINDS = {  # what a package brings, and what to run next
+    "platform": "ds-runtime serve --platform {name}",
+    "loader": "ds-runtime conform {name}",
+}
+PLATFORM = "platform"
 _SUFFIX = ".tmpl"
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def write_plugin(name: str, into: Path, taken: Collection[str] = ()) -> Path:
-    """Write the package of plugin `name` to `into`/ds-runtime-NAME; that folder.
+def write_plugin(name: str, into: Path, taken: Collection[str] = (), kind: str = PLATFORM) -> Path:
+    """Write the package of plugin `name`, one of `KINDS`, to `into`/ds-runtime-NAME; that folder.
 
     Raises ConfigError for a name that cannot be one or is taken, and for a folder with files.
     """
@@ -36,7 +42,7 @@ def write_plugin(name: str, into: Path, taken: Collection[str] = ()) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"new-plugin {name}: {folder} exists and is not an empty folder")
     try:
-        for path, text in files(name):
+        for path, text in files(name, kind):
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
@@ -45,11 +51,12 @@ def write_plugin(name: str, into: Path, taken: Collection[str] = ()) -> Path:
     return folder
 
 
-def files(name: str) -> Iterator[tuple[str, str]]:
+def files(name: str, kind: str = PLATFORM) -> Iterator[tuple[str, str]]:
     """(path, text) of every file of the package."""
-    root = resources.files("ds_runtime") / "templates" / "plugin"
-    for path, file in _walk(root, PurePosixPath()):
-        yield _renamed(str(path), name), _renamed(file.read_text(encoding="utf-8"), name)
+    root = resources.files("ds_runtime") / "templates"
+    for folder in ("plugin", kind):
+        for path, file in _walk(root / folder, PurePosixPath()):
+            yield _renamed(str(path), name), _renamed(file.read_text(encoding="utf-8"), name)
 
 
 def _walk(folder: Traversable, at: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:

@@ -5,10 +5,11 @@ test_seventh_platform.py serves with one; packaging/test_new_plugin_venv.py inst
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from vendor import command, place
+from vendor import command, place, scored
 
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
@@ -22,6 +23,15 @@ def test_the_package_is_named_throughout() -> None:
     assert not [p for p, text in written.items() if "acme" in (p + text).lower()]
     assert f"ds_runtime_{NAME}/py.typed" in written
     assert {"pyproject.toml", "README.md", ".github/workflows/ci.yml"} <= written.keys()
+
+
+def test_a_loaders_package_has_its_own_files_and_those_of_all() -> None:
+    written = dict(files(NAME, "loader"))
+    assert not [p for p, text in written.items() if "acme" in (p + text).lower()]
+    assert f"ds_runtime_{NAME}/loader.py" in written
+    assert f"ds_runtime_{NAME}/platform.py" not in written
+    common = {f"ds_runtime_{NAME}/py.typed", "tests/conftest.py", ".gitignore"}
+    assert common <= written.keys() & dict(files(NAME)).keys()
 
 
 @pytest.mark.parametrize("name", ["", "Acme", "9lives", "a-b", "class", "a_", "a b", "../x"])
@@ -43,6 +53,32 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "pip install -e" in capsys.readouterr().out
     assert main(["new-plugin", NAME, "--into", str(tmp_path)]) == 1
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_as_written_it_serves_only_where_it_is_named(tmp_path: Path) -> None:
+    """The template's platform finds a device on every machine: the host."""
+    package = write_plugin(NAME, tmp_path)
+    place(package, package / "metadata")
+    plan = ("ds_runtime", "plan", "--json")
+    default = command(package, *plan)
+    assert json.loads(default.stdout)["platform"] == "cpu", default.stderr
+    assert json.loads(command(package, *plan, "--platform", NAME).stdout)["platform"] == NAME
+    alone = command(package, *plan, "--plugins", NAME)
+    assert alone.returncode == 1
+    assert f"{NAME}: only where it is named: pass --platform {NAME}" in alone.stderr
+
+
+def test_a_loaders_package_passes_as_written(tmp_path: Path) -> None:
+    """packaging/test_new_plugin_venv.py installs it by pip."""
+    assert main(["new-plugin", NAME, "--with", "loader", "--into", str(tmp_path)]) == 0
+    package = tmp_path / f"ds-runtime-{NAME}"
+    place(package, package / "metadata")
+    settings = ("-c", str(package / "pyproject.toml"), "-p", "no:cacheprovider")
+    done = command(package, "pytest", "-q", *settings, str(package / "tests"))
+    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout + done.stderr
+    done = command(package, "ds_runtime", "conform", NAME, "--receipts", str(tmp_path))
+    assert done.returncode == 0 and "conforms (accepts" in done.stdout, done.stdout
+    assert (tmp_path / f"{NAME}-{done.stdout.rpartition(f'{NAME}-')[2].strip()}").is_file()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +103,7 @@ def test_a_broken_plugin_is_a_sentence_and_others_serve(
     package = tmp_path / "package"
     write_plugin(NAME, tmp_path).rename(package)
     place(package, package / "metadata")
+    scored(package)
     source = package / f"ds_runtime_{NAME}" / "__init__.py"
     assert broken[0] in source.read_text()
     source.write_text(source.read_text().replace(*broken))

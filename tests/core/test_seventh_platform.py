@@ -1,5 +1,6 @@
 """A seventh platform, from a folder of its own: selected, served with over HTTP, and broken in
-every way that the kit names. The package is new-plugin's, with a kernel that owns weights added."""
+every way that the kit names. The package is new-plugin's, with a score, and with a kernel that owns
+weights added."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from vendor import command, environment, place
+from vendor import command, environment, place, scored
 
 import ds_runtime
 from ds_runtime.cli import main
@@ -89,6 +90,7 @@ def written(folder: Path) -> Path:
     hooks = (code / "__init__.py").read_text()
     assert OFFER in hooks
     (code / "__init__.py").write_text(hooks.replace(OFFER, OFFERS))
+    scored(package)
     return package
 
 

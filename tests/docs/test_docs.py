@@ -67,8 +67,9 @@ def test_links_lead_to_files(page: Path) -> None:
 @page
 def test_paths_in_the_text_exist(page: Path) -> None:
     roots = ("core/", "plugins/", "tests/", "tools/", "docs/", "benchmarks/")
+    written = dict(files("acme")) | dict(files("acme", "loader"))
     for word in re.findall(r"`([\w./-]+\.(?:py|md|cpp|h|jsonl|toml))`", page.read_text()):
-        if word.startswith(roots) and word not in dict(files("acme")):
+        if word.startswith(roots) and word not in written:
             assert (ROOT / word).exists(), f"{page.name} names {word}"
 
 
@@ -135,6 +136,18 @@ def test_python_in_the_text_compiles(name: str) -> None:
     assert blocks
     for block in blocks:
         compile(block, name, "exec")
+
+
+def test_the_loader_of_the_page_is_the_one_that_new_plugin_writes() -> None:
+    """tests/core/test_new_plugin.py runs its tests."""
+    page = (ROOT / "docs" / "writing-a-plugin.md").read_text()
+    shown = re.findall(r"^#### `([\w./]+)`\n\n```\w+\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    written = dict(files("acme", "loader"))
+    assert [path for path, _ in shown] == [
+        f"ds_runtime_acme/{n}.py" for n in ("__init__", "loader")
+    ]
+    for path, text in shown:
+        assert text == written[path], f"{path} differs from what ds-runtime new-plugin writes"
 
 
 def test_the_package_of_the_page_is_the_one_that_new_plugin_writes() -> None:

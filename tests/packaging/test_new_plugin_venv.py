@@ -16,8 +16,9 @@ from ds_runtime.scaffold import write_plugin
 pytestmark = pytest.mark.slow
 
 
-def test_it_installs_is_selected_and_passes_as_written(tmp_path: Path) -> None:
-    package = write_plugin("septima", tmp_path)
+@pytest.mark.parametrize(("kind", "passed"), [("platform", 9), ("loader", 7)])
+def test_it_installs_and_passes_as_written(kind: str, passed: int, tmp_path: Path) -> None:
+    package = write_plugin("septima", tmp_path, kind=kind)
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
@@ -35,5 +36,8 @@ def test_it_installs_is_selected_and_passes_as_written(tmp_path: Path) -> None:
 
     options = "--quiet --no-build-isolation --no-deps --no-index --disable-pip-version-check"
     run("pip", "install", *options.split(), "-e", ".")
-    assert json.loads(run("ds_runtime", "plan", "--json"))["platform"] == "septima"
-    assert "9 passed" in run("pytest", "-q", "-p", "no:cacheprovider")
+    assert json.loads(run("ds_runtime", "plan", "--json"))["platform"] == "cpu"
+    if kind == "platform":
+        named = run("ds_runtime", "plan", "--json", "--platform", "septima")
+        assert json.loads(named)["platform"] == "septima"
+    assert f"{passed} passed" in run("pytest", "-q", "-p", "no:cacheprovider")

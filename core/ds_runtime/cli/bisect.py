@@ -19,7 +19,8 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         description="Run prompts (or built-in ones) with the plan's kernels, hold every op call "
         "against the reference in float64 on the same inputs, and name the first that departs by "
         "more than its tolerance. Its inputs are written to a file that "
-        "ds-runtime conform --case replays. Exit code 1 if one departs.",
+        "ds-runtime conform --case replays. Before, a third party's loader is asked for its "
+        "samples, as by ds-runtime conform. Exit code 1 if one departs.",
     )
     parser.add_argument("prompt", nargs="*", help="(default: built-in ones)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="of decode (default: 3)")
@@ -40,4 +41,4 @@ def run(args: Namespace) -> int:
     out = Path(args.out)
     finding = bisect.bisect(config, explicit, args.prompt or bisect.PROMPTS, args.steps, out)
     print(bisect.render(finding, out))
-    return int(finding.culprit is not None)
+    return int(finding.found)

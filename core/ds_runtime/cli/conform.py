@@ -1,4 +1,5 @@
-"""`ds-runtime conform`: a plugin's kernels held against their contracts, timed, or tabulated."""
+"""`ds-runtime conform`: a plugin's kernels and loaders held against their contracts, timed, or
+tabulated."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.ops.table import OPS
 
 if TYPE_CHECKING:
     from ds_runtime.platform.spec import GraphBackend, Platform
@@ -16,23 +18,31 @@ if TYPE_CHECKING:
     from ds_runtime.testing.conform import Verdict
 
 MODES = ("test", "perf", "support")
-CHECKS_HELP = "samples, weights, rows, memory, capture, honesty"
+CHECKS_HELP = (
+    "samples, weights, rows, memory, capture, honesty; of loaders: accepts, values, slices, "
+    "shards, stacks"
+)
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subcommands.add_parser(
         "conform",
-        help="hold a plugin's kernels against their contracts",
+        help="hold a plugin's kernels and loaders against their contracts",
         description="Run every kernel that the named plugins (or all) offer for the device that is "
-        "here over its op's samples, shapes and formats, against the reference in float64, and "
-        "write a receipt that ds-runtime plan shows. Mode perf times them, mode support says "
-        "which op, kernel and format is served on which described device.",
+        "here over its op's samples, shapes and formats, against the reference in float64, read "
+        "their loaders' own samples in every cut, and write a receipt that ds-runtime plan shows. "
+        "Mode perf times kernels, mode support says which op, kernel and format is served on which "
+        "described device.",
     )
     parser.add_argument("plugin", nargs="*", help="names, as ds-runtime plugins lists them")
     parser.add_argument("--mode", choices=MODES, default="test", help="(default: test)")
-    parser.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these ops")
-    parser.add_argument("--kernel", nargs="+", default=[], metavar="K", help="only these kernels")
+    parser.add_argument(
+        "--op", nargs="+", default=[], metavar="OP", help="only these ops, or loader"
+    )
+    parser.add_argument(
+        "--kernel", nargs="+", default=[], metavar="K", help="only these kernels or loaders"
+    )
     parser.add_argument("--check", nargs="+", default=[], metavar="C", help=f"of {CHECKS_HELP}")
     parser.add_argument("--case", metavar="FILE", help="replay a case that bisect recorded")
     parser.add_argument("--platform", default="auto", metavar="X", help="(default: auto)")
@@ -82,11 +92,10 @@ def _cannot_capture(platform: Platform) -> str:
 def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     from ds_runtime import receipts
     from ds_runtime.testing import conform
-    from ds_runtime.testing.kit import CHECKS
     from ds_runtime.testing.wanted import plugins_of
 
     backend = _backend(platform, args)
-    able = [c for c in CHECKS if c != "capture" or backend is not None]
+    able = [c for c in conform.ALL_CHECKS if c != "capture" or backend is not None]
     wanted = conform.Wanted(args.op, args.kernel, args.check or able)
     device = platform.device_info(0)
     whole = not (args.op or args.kernel or args.check)
@@ -108,17 +117,16 @@ def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
                 print(f"receipt written to {path}")
     if not made:
         asked = " ".join(["conform", *args.plugin, *args.op, *args.kernel])
-        raise ConfigError(f"{asked}: no such kernel is offered here")
+        raise ConfigError(f"{asked}: no such kernel or loader is offered here")
     if args.json:
         print(json.dumps(made, indent=1))
-    elif whole and backend is None:
+    elif whole and backend is None and any(k["op"] in OPS for r in made for k in r["kernels"]):
         print(f"capture was not asked: {_cannot_capture(platform)}")
     return int(any(kernel["failures"] for receipt in made for kernel in receipt["kernels"]))
 
 
 def _line(verdict: Verdict) -> str:
-    kernel = verdict.kernel
-    head = f"{kernel.op.name:<14} {kernel.name:<28}"
+    head = f"{verdict.op:<14} {verdict.name:<28}"
     if verdict.skipped:
         return f"{head} not here: {verdict.skipped}"
     if not verdict.results:

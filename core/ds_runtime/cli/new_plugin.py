@@ -6,16 +6,27 @@ from argparse import Namespace, _SubParsersAction
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.scaffold import KINDS, PLATFORM
+
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subcommands.add_parser(
         "new-plugin",
-        help="write a complete plugin package: platform, kernel, tests, CI",
-        description="Write a package that installs, is selected and passes its tests as it is: "
-        "a platform that takes the host for its device, one kernel, conformance tests, CI.",
+        help="write a complete plugin package: platform and kernel, or loader; tests, CI",
+        description="Write a package that installs and passes its tests as it is. A platform: it "
+        "takes the host for its device, and is used where it is named; one kernel, conformance "
+        "tests, CI. A loader: it reads a checkpoint format of its own, on every platform; samples, "
+        "conformance tests, a model that is served, CI.",
     )
     parser.add_argument("name", help="of the plugin, such as acme")
+    parser.add_argument(
+        "--with",
+        dest="kind",
+        choices=tuple(KINDS),
+        default=PLATFORM,
+        help="what it brings (default: %(default)s)",
+    )
     parser.add_argument("--into", default=".", metavar="DIR", help="(default: here)")
     parser.set_defaults(run=run)
 
@@ -25,8 +36,9 @@ def run(args: Namespace) -> int:
     from ds_runtime.plugins import load_plugins
     from ds_runtime.scaffold import write_plugin
 
-    folder = write_plugin(args.name, Path(args.into), load_plugins(lenient=True).reports)
+    taken = load_plugins(lenient=True).reports
+    folder = write_plugin(args.name, Path(args.into), taken, args.kind)
     print(f"{folder} written; next:")
     print(f"  pip install -e {folder}[test] && pytest {folder}")
-    print(f"  ds-runtime serve --platform {args.name}")
+    print(f"  {KINDS[args.kind].format(name=args.name)}")
     return 0

@@ -194,17 +194,22 @@ class _Job:
         """All that lies beside weights; config.json last."""
         where = {t: s.name for s in self.plan for t in s.entries(self.out / s.name)}
         size = sum(item.nbytes for s in self.plan for item in s.items)
-        own = (_CONFIG, INDEX, QUANT_FILE, LINK)
-        base = base_of(self.source.folder)
-        for folder in (base, self.source.folder) if base is not None else (self.source.folder,):
-            for path in sorted({p for g in _BESIDE for p in folder.glob(g)}):
-                if path.is_file() and path.name not in own:
-                    shutil.copyfile(path, self.out / path.name)
+        copy_beside(self.source.folder, self.out)
         raw, beside = self._configs(self.kept)
         _write_json(self.out / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
         if beside:
             _write_json(self.out / QUANT_FILE, beside)
         _write_json(self.out / _CONFIG, raw)
+
+
+def copy_beside(source: Path, out: Path) -> None:
+    """Copy what lies beside the weights of a checkpoint, and of its base: tokenizer, templates."""
+    own = (_CONFIG, INDEX, QUANT_FILE, LINK)
+    base = base_of(source)
+    for folder in (base, source) if base is not None else (source,):
+        for path in sorted({p for g in _BESIDE for p in folder.glob(g)}):
+            if path.is_file() and path.name not in own:
+                shutil.copyfile(path, out / path.name)
 
 
 def _belonging(path: Path, shard: ShardPlan) -> int:

@@ -122,10 +122,9 @@ class _Part:
     def __init__(self, request: PartRequest) -> None:
         place = request.place
         self.request, self.encoding = request, request.encoding
-        first = place.first_row
-        self.rows = slice(request.rows.start + first, request.rows.stop + first)
+        self.rows = request.matrix_rows
         self.cols = request.cols
-        self.shape = (self.rows.stop - self.rows.start, self.cols.stop - self.cols.start)
+        self.shape = request.shape
         self.block = _block(self.encoding, *place.shape)
         pairs = zip((self.rows, self.cols), self.block, strict=True)
         self.down, self.across = (_covering(part, block) for part, block in pairs)
@@ -135,15 +134,14 @@ class _Part:
         )
 
     def __contains__(self, component: str) -> bool:
-        return component in self.request.place.tensors
+        return component in self.request
 
     def name(self, component: str) -> str:
         return self.request.place.tensors[component]
 
     def at(self, component: str) -> str:
         """For an error: the file and the tensor."""
-        name = self.name(component)
-        return f"{self.request.checkpoint.entry(name).file}: {name}"
+        return f"{self.request.entry(component).file}: {self.name(component)}"
 
     def read(
         self,
@@ -153,18 +151,10 @@ class _Part:
         device: torch.device | str | None = None,
     ) -> Tensor:
         """These rows and columns of a stored tensor, by default on the request's device."""
-        request = self.request
-        entry = request.checkpoint.entry(self.name(component))
-        width = entry.shape[-1] if entry.shape else 0
-        whole = cols is not None and (cols.start, cols.stop) == (0, width)
-        return request.checkpoint.read(
-            self.name(component),
-            rows,
-            None if whole else cols,
-            request.place.index,
-            request.device if device is None else device,
-            component in ("weight", "zero"),  # `check` and `scalar` look at the others
-        )
+        shape = self.request.entry(component).shape
+        whole = cols is not None and (cols.start, cols.stop) == (0, shape[-1] if shape else 0)
+        looks = component in ("weight", "zero")  # `check` and `scalar` look at the others
+        return self.request.read(component, rows, None if whole else cols, device, looks)
 
     def here(self, component: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """As `read`, in the host's memory: looking at it waits for nothing."""
@@ -187,7 +177,7 @@ class _Part:
 
     def scales(self) -> Tensor:
         """The covering part of the scale grid, from any shape that it may be stored in."""
-        stored = self.request.checkpoint.entry(self.name("scale")).shape
+        stored = self.request.entry("scale").shape
         if len(stored) - (self.request.place.index is not None) == 2:
             here = self.here("scale", self.down, self.across)
             self.check(here)

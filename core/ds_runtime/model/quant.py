@@ -1,7 +1,7 @@
 """Quantised weights of a checkpoint: which tensors make up a Linear, and how a part is cut out.
 
-`read_part` serves the built-in loaders. A plugin's `QuantLoader.read` is a function of the same
-signature, `(PartRequest) -> WeightPart`.
+`read_part` serves the layouts that the core knows. A plugin's `QuantLoader.read` is a function of
+the same signature, `(PartRequest) -> WeightPart`, which may call it.
 """
 
 from __future__ import annotations

@@ -376,7 +376,10 @@ class QuantLoader:
     this loader's. `encodings` parses it once and gives a function: path of a Linear → Encoding.
     `refuse` says which value it does not read where the format is its own, None where it is
     another's; it is asked once no loader accepts. `read` is a lazy function
-    `(PartRequest) -> WeightPart`: see `ds_runtime.model.quant`.
+    `(PartRequest) -> WeightPart`, by default `read_part`, which knows the core's layouts. `samples`
+    is a lazy function `(values, module) -> Iterable[LoaderSample]` for conformance: a Linear of
+    about these values [rows, cols] float32 at this path, stored in each way that the loader reads;
+    nothing for a shape or a module that the format does not have.
     """
 
     name: str
@@ -385,6 +388,12 @@ class QuantLoader:
     read: str = "ds_runtime.model.quant:read_part"
     provider: str = ""
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
+    samples: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """As conformance and receipts name it: the provider's name in front."""
+        return f"{self.provider}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Which platform serves: the user's choice, else the best score among those that work here."""
+"""Which platform serves: the user's choice, else the best score among those that work here.
+
+Platforms whose score is below 0 are for those who name them."""
 
 from __future__ import annotations
 
@@ -29,10 +31,12 @@ def select_platform(
         if refusal.kind == "broken" and not downgrade:
             names = ", ".join(p.name for p in here) or "none works here"
             raise stopped(name, refusal, f" ({names})")
-    if not here:
-        said = [*(f"{name}: {r}" for name, r in refusals), *_restriction(plugins)]
+    able = [p for p in here if p.score >= 0]
+    if not able:
+        named = [f"{p.name}: only where it is named: pass --platform {p.name}" for p in here]
+        said = [*named, *(f"{name}: {r}" for name, r in refusals), *_restriction(plugins)]
         raise UnsupportedError(f"no platform works here: {'; '.join(said)}")
-    return max(here, key=lambda p: (p.score, p.name)), refusals
+    return max(able, key=lambda p: (p.score, p.name)), refusals
 
 
 def stopped(name: str, refusal: Refusal, known: str = "") -> PluginError:

@@ -94,7 +94,8 @@ class GraphBackend(Protocol):
 
 
 class Platform(ABC):
-    """One kind of device. `score` orders platforms that work here: the highest is `auto`.
+    """One kind of device. `score` orders platforms that work here: the highest is `auto`. One below
+    0 is used only where it is named.
 
     family: what people call such devices, in the plural, as sentences name them ("Acme GPUs"); the
     platform's name where it says nothing.

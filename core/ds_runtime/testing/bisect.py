@@ -1,7 +1,8 @@
 """`ds-runtime bisect`: a prompt op by op, each call held against the reference on its own inputs.
 
-As every op is judged on what it was given, errors do not add up, and the first kernel that departs
-by more than its tolerance is the one at fault.
+As every op is judged on what it was given, errors do not add up: the first kernel that departs
+by more than its tolerance is the one at fault. Before, a third party's loader is asked about its
+samples: what it reads wrongly is wrong for every kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.testing import capsule
 from ds_runtime.testing.conform import versions
 from ds_runtime.testing.conformance import CaseResult, check_case, judge_last
+from ds_runtime.testing.loaders import check_loader
 from ds_runtime.testing.watch import Seen, WatchedOps
 
 PROMPTS = (
@@ -41,6 +43,13 @@ class Finding:
     where: str = ""
     step: int = 0
     alone: bool = True  # whether the culprit also departs when its case is run by itself
+    loader: CaseResult | None = None  # what the loader of the checkpoint reads wrongly
+    plugin: str = ""  # of that loader
+
+    @property
+    def found(self) -> bool:
+        """Whether anything is at fault."""
+        return self.culprit is not None or self.loader is not None
 
 
 class _Departed(Exception):
@@ -66,6 +75,11 @@ def bisect(
     config = with_changes(config, {"disable_graph": True, "max_running_requests": len(prompts)})
     assembly = assemble(config, {*explicit, "disable_graph", "max_running_requests"}, extra_plugins)
     finding = Finding()
+    if assembly.loader.provider in assembly.offers.third_party:
+        finding.plugin = assembly.plugins.owners[assembly.loader.provider]
+        finding.loader = next((r for r in check_loader(assembly.loader) if not r.ok), None)
+        if finding.loader is not None:
+            return finding
 
     def judge(seen: Seen) -> None:
         result = judge_last(seen.kernel, seen.case, seen.ran, assembly.offers)
@@ -152,6 +166,12 @@ def _plans(assembly: Assembly, prompts: Sequence[str], steps: int) -> list[StepP
 
 def render(finding: Finding, out: Path) -> str:
     """The verdict, and how close each layer came to its bounds."""
+    if (wrong := finding.loader) is not None:
+        return (
+            f"loader {wrong.kernel} of plugin {finding.plugin} does not conform, so no kernel was "
+            f"watched: {wrong.check}, case {wrong.case!r}: {wrong.failure.rstrip()}\n"
+            f"all that is wrong with it: ds-runtime conform {finding.plugin} --op loader"
+        )
     lines = []
     layers: dict[int, tuple[float, str]] = {}
     for (layer, op, kernel), share in finding.shares.items():

@@ -1,4 +1,4 @@
-"""`ds-runtime conform`: the kit over a plugin's kernels on the device here, and its receipt."""
+"""`ds-runtime conform`: the kit over a plugin's kernels and loaders, and its receipt."""
 
 from __future__ import annotations
 
@@ -16,27 +16,42 @@ import torch
 from ds_runtime import __version__
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import DeviceInfo, Kernel
+from ds_runtime.ops.spec import DeviceInfo, Kernel, Offers, QuantLoader
+from ds_runtime.ops.table import OPS
 from ds_runtime.platform.spec import GraphBackend, Platform
 from ds_runtime.plugins import PluginReport, Plugins
 from ds_runtime.receipts import FORMAT, code_digest
 from ds_runtime.testing import capsule
 from ds_runtime.testing.conformance import CaseResult, cases_for, check_case, facts_for
 from ds_runtime.testing.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime.testing.loaders import QUESTIONS, check_loader
 from ds_runtime.testing.wanted import check_names
+
+LOADER = "loader"  # stands for an op's name
+ALL_CHECKS = (*CHECKS, *QUESTIONS)
 
 _SHOWN = 3  # failures per kernel in a receipt
 
 
 @dataclass
 class Verdict:
-    """What the kit found of one kernel; skipped says why nothing was asked."""
+    """What the kit found of one kernel or loader; skipped says why nothing was asked."""
 
-    kernel: Kernel
+    kernel: Kernel | QuantLoader
     results: list[CaseResult] = field(default_factory=list)
     formats: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     skipped: str = ""
+
+    @property
+    def op(self) -> str:
+        """The kernel's op, or `LOADER`."""
+        return self.kernel.op.name if isinstance(self.kernel, Kernel) else LOADER
+
+    @property
+    def name(self) -> str:
+        """With the provider in front."""
+        return self.kernel.name if isinstance(self.kernel, Kernel) else self.kernel.full_name
 
     @property
     def failures(self) -> list[CaseResult]:
@@ -52,14 +67,15 @@ class Verdict:
             row["failed"] += not r.ok
             if r.ok and r.tolerance:
                 row["worst"] = max(row["worst"], round(r.error / r.tolerance, 4))
+        kernel = self.kernel if isinstance(self.kernel, Kernel) else None
         return {
-            "op": self.kernel.op.name,
-            "kernel": self.kernel.name,
-            "contract": self.kernel.contract,
-            "numerics": self.kernel.numerics,
+            "op": self.op,
+            "kernel": self.name,
+            "contract": 1 if kernel is None else kernel.contract,
+            "numerics": "" if kernel is None else kernel.numerics,
             "dtypes": list(self.dtypes),
             "formats": list(self.formats),
-            "batch_invariant": self.kernel.batch_invariant,
+            "batch_invariant": kernel is not None and kernel.batch_invariant,
             "cases": len(self.results),
             "checks": asked,
             "skipped": self.skipped,
@@ -69,15 +85,23 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to ask: of which ops and kernels, which questions; empty means all."""
+    """What to ask: of which ops (`LOADER` for loaders) and kernels, which questions; empty means
+    all.
+    """
 
     ops: Collection[str] = ()
     kernels: Collection[str] = ()
-    checks: Collection[str] = CHECKS
+    checks: Collection[str] = ALL_CHECKS
 
     def __post_init__(self) -> None:
-        check_names("--op", self.ops)
-        check_names("--check", self.checks, CHECKS)
+        check_names("--op", self.ops, (*OPS, LOADER))
+        check_names("--check", self.checks, ALL_CHECKS)
+
+    def asks(self, op: str, name: str) -> bool:
+        """Whether this kernel or loader is asked anything."""
+        checks = QUESTIONS if op == LOADER else CHECKS
+        of_it = (not self.ops or op in self.ops) and (not self.kernels or name in self.kernels)
+        return of_it and any(check in self.checks for check in checks)
 
 
 def verdicts(
@@ -88,12 +112,29 @@ def verdicts(
     backend: GraphBackend | None = None,
 ) -> Iterator[Verdict]:
     """One verdict after the other, in the order of the offers. Samples run on one thread."""
-    plugins.offers(facts_for(device, "float32"))
+    offers = plugins.offers(facts_for(device, "float32"))
     providers = {provider for provider, owner in plugins.owners.items() if owner == plugin}
     every = by_kernel(subjects(plugins, device, providers))
     for (op, name), mine in every.items():
-        if (not wanted.ops or op in wanted.ops) and (not wanted.kernels or name in wanted.kernels):
+        if wanted.asks(op, name):
             yield _verdict(mine, wanted.checks, backend)
+    for loader in questioned(offers, providers):
+        if wanted.asks(LOADER, loader.full_name):
+            yield loader_verdict(loader, wanted.checks)
+
+
+def questioned(offers: Offers, providers: Collection[str]) -> list[QuantLoader]:
+    """The loaders of these providers that the kit asks: third parties' all, those of the tree where
+    they bring samples."""
+    mine = [x for x in offers.quant_loaders if x.provider in providers]
+    return [x for x in mine if x.samples or x.provider in offers.third_party]
+
+
+def loader_verdict(loader: QuantLoader, checks: Collection[str] = tuple(QUESTIONS)) -> Verdict:
+    """What the kit found of one loader; with numbers of float32, on the host."""
+    results = check_loader(loader, [c for c in checks if c in QUESTIONS])
+    formats = sorted({r.dtype for r in results} - {"none"})
+    return Verdict(loader, results, tuple(formats), ("float32",))
 
 
 def _verdict(mine: list[Subject], checks: Collection[str], backend: GraphBackend | None) -> Verdict:

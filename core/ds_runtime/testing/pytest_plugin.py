@@ -7,25 +7,31 @@
     def test_conforms(conformance):
         conformance()
 
-A test that takes `conformance` runs once per kernel and question of the plugins that the option
-`ds_runtime_plugins` in pyproject.toml or --ds-plugins names, on the best platform that is here;
-kernels that accept nothing here are skipped with their refusal.
+A test that takes `conformance` runs once per question and kernel or loader of the plugins that the
+option `ds_runtime_plugins` in pyproject.toml or --ds-plugins names, on the best platform that is
+here; kernels that accept nothing here are skipped with their refusal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import pytest
 
 from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.spec import QuantLoader
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import cases_for, facts_for
+from ds_runtime.testing.conform import LOADER, questioned
+from ds_runtime.testing.conformance import CaseResult, cases_for, facts_for
 from ds_runtime.testing.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime.testing.loaders import QUESTIONS, check_loader
 from ds_runtime.testing.replay import ReplayBackend
 from ds_runtime.testing.wanted import plugins_of
+
+Case: TypeAlias = tuple[str, Callable[[], Iterable[CaseResult]]]  # why it is skipped, what asks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,33 +58,50 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     platform, _ = select_platform(plugins, metafunc.config.getoption("--ds-platform"))
     device = platform.device_info(0)
     wanted = set(plugins_of(plugins, names))
-    plugins.offers(facts_for(device, "float32"))
+    offers = plugins.offers(facts_for(device, "float32"))
     providers = {provider for provider, owner in plugins.owners.items() if owner in wanted}
     found = by_kernel(subjects(plugins, device, providers))
-    assert found, f"ds_runtime_plugins {names}: no kernel is offered on {device.name}"
+    loaders = questioned(offers, providers)
+    assert found or loaders, (
+        f"ds_runtime_plugins {names}: no kernel or loader is offered on {device.name}"
+    )
     backend: GraphBackend | None = None
     if platform.captures:
         backend = platform.graph_backend(0)
     elif metafunc.config.getini("ds_runtime_recorder"):
         backend = ReplayBackend()
     questions = [c for c in CHECKS if c != "capture" or backend is not None]
-    cases = [(mine, question, backend) for mine in found.values() for question in questions]
+    cases: list[Case] = [
+        _of_kernel(mine, question, backend) for mine in found.values() for question in questions
+    ]
     ids = ["-".join((*key, question)) for key in found for question in questions]
+    cases += [_of_loader(loader, question) for loader in loaders for question in QUESTIONS]
+    ids += [f"{LOADER}-{x.full_name}-{question}" for x in loaders for question in QUESTIONS]
     metafunc.parametrize("conformance", cases, ids=ids, indirect=True)
 
 
 @pytest.fixture
 def conformance(request: pytest.FixtureRequest) -> Callable[[], None]:
-    """Asks one question of one kernel; fails with every sentence that is wrong."""
-    mine, question, backend = request.param
-    kernel = mine[0].kernel
+    """Asks one question of one kernel or loader; fails with every sentence that is wrong."""
+    refused, ask = request.param
+    if refused:
+        pytest.skip(refused)
+    return lambda: _fail(ask())
+
+
+def _of_kernel(mine: list[Subject], question: str, backend: GraphBackend | None) -> Case:
+    kernel, refused = mine[0].kernel, ""
     if not any(cases_for((kernel,), s.facts) for s in mine):
-        pytest.skip(refusal(kernel, mine[0].facts) or "it accepts no sample")
-    return lambda: _ask(mine, question, backend)
+        refused = refusal(kernel, mine[0].facts) or "it accepts no sample"
+    return refused, lambda: check_all(mine, backend, (question,))
 
 
-def _ask(mine: list[Subject], question: str, backend: GraphBackend | None) -> None:
-    failures = [r for r in check_all(mine, backend, (question,)) if not r.ok]
+def _of_loader(loader: QuantLoader, question: str) -> Case:
+    return "", lambda: check_loader(loader, (question,))
+
+
+def _fail(results: Iterable[CaseResult]) -> None:
+    failures = [r for r in results if not r.ok]
     if failures:
         said = dict.fromkeys(f"case {r.case!r} in {r.dtype}: {r.failure}" for r in failures)
         pytest.fail("\n".join(said), pytrace=False)
