@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,8 +181,11 @@ def _is_row(row: object) -> bool:
     )
 
 
-def render(plan: Plan, verbose: bool = True) -> str:
-    """The plan for people: a line per row, then who lost and who refused, with the reason."""
+def render(plan: Plan, verbose: bool = False) -> str:
+    """The plan for people: a line per op, with its kernels, their sites and what is to be known.
+
+    verbose: a line per kernel instead, then who lost and who refused, with the reason.
+    """
     head = (
         f"model {plan.model} · platform {plan.platform} ({plan.arch}) · dtype {plan.dtype} · "
         f"KV {plan.kv_layout} of {plan.kv_dtype}, page {plan.page_size}"
@@ -192,11 +195,32 @@ def render(plan: Plan, verbose: bool = True) -> str:
     lines = [head]
     for name, old_new, plugin, because in plan.changes:
         lines.append(f"config {name}: {old_new} ({plugin}: {because})")
+    if not verbose:
+        for op, kernels in _by_op(plan.rows).items():
+            lines.append(f"{op:<14} {'; '.join(kernels)}")
+        return "\n".join(lines)
     for row in plan.rows:
-        note = f"  [{row.note}]" if row.note else ""
-        note += f"  [converts {row.converts}]" if row.converts else ""
-        lines.append(f"{row.op:<14} {row.kernel:<28} {', '.join(row.sites)}{note}")
-        if verbose:
-            lines += [f"{'':<16}lost: {name} (rank {rank})" for name, rank in row.lost]
-            lines += [f"{'':<16}refused: {name}: {why}" for name, why in row.refused]
+        lines.append(f"{row.op:<14} {_bound(row)}")
+        lines += [f"{'':<16}lost: {name} (rank {rank})" for name, rank in row.lost]
+        lines += [f"{'':<16}refused: {name}: {why}" for name, why in row.refused]
     return "\n".join(lines)
+
+
+def _by_op(rows: Iterable[PlanRow]) -> dict[str, list[str]]:
+    """Op → its kernels as `_bound` says them, one with all its sites whoever else refused there."""
+    joined: dict[tuple[str, ...], PlanRow] = {}
+    for row in rows:
+        key = (row.op, row.kernel, row.note, row.converts)
+        before = joined.get(key)
+        joined[key] = row if before is None else replace(row, sites=before.sites + row.sites)
+    said: dict[str, list[str]] = {}
+    for row in joined.values():
+        said.setdefault(row.op, []).append(_bound(row))
+    return said
+
+
+def _bound(row: PlanRow) -> str:
+    """A kernel, its sites, and what is to be known."""
+    note = f"  [{row.note}]" if row.note else ""
+    note += f"  [converts {row.converts}]" if row.converts else ""
+    return f"{row.kernel:<28} {', '.join(row.sites)}{note}"

@@ -311,10 +311,26 @@ def test_plan_names_a_kernel_for_every_op_it_needs(capsys: Capture, tiny: str) -
     code, out, _ = run(capsys, "plan", "--model", tiny)
     assert code == 0
     assert out.startswith("model tiny · platform cpu (")
+    code, out, _ = run(capsys, "plan", "--model", tiny, "--verbose")
     named = {line.split()[0] for line in out.splitlines()[1:] if not line.startswith(" ")}
-    assert named >= {"embed", "linear", "experts", "mla_decode", "sample"}
+    assert code == 0 and named >= {"embed", "linear", "experts", "mla_decode", "sample"}
     assert named <= {*OPS, "receipt"}  # after the ops: what conform found of the plugins
     assert "refused: " in out and "lost: " in out
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "h200"), ("--device", "910b")])
+@pytest.mark.parametrize("model", ["demo", "demo-v32"])
+def test_plan_prints_one_line_per_op(capsys: Capture, model: str, device: tuple[str, ...]) -> None:
+    """With all sites and notes of the op's kernels; who lost and refused, with --verbose alone."""
+    _, out, _ = run(capsys, "plan", "--model", model, *device)
+    plan = json.loads(run(capsys, "plan", "--model", model, *device, "--json")[1])
+    lines = [line for line in out.splitlines() if line.split()[0] in OPS]
+    assert [line.split()[0] for line in lines] == list(dict.fromkeys(r["op"] for r in plan["rows"]))
+    assert "refused: " not in out and "lost: " not in out
+    said = {line.split()[0]: line for line in lines}
+    for row in plan["rows"]:
+        wanted = (row["kernel"], row["note"], row["converts"], *row["sites"])
+        assert all(text in said[row["op"]] for text in wanted), row["op"]
 
 
 def test_plan_as_json_is_the_plan(capsys: Capture, tiny: str) -> None:

@@ -26,14 +26,17 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser = subcommands.add_parser(
         "plan",
         help="show which kernel serves which op, and why",
-        description="Show the binding: a line per op with its kernel, then who lost and who "
-        "refused, with the reason. `plan lock FILE` writes it for `serve --plan FILE`; "
+        description="Show the binding: a line per op with its kernels; --verbose adds who lost and "
+        "who refused, with the reason. `plan lock FILE` writes it for `serve --plan FILE`; "
         "`plan diff A B` compares two such files (exit code 1 if they differ). --device decides "
         "for a device that is not here, and ends with an error if the model does not fit there.",
     )
     parser.add_argument("action", nargs="?", choices=("show", "lock", "diff"), default="show")
     parser.add_argument("files", nargs="*", metavar="FILE", help="for lock: one, for diff: two")
     parser.add_argument("--json", action="store_true", help="the plan as JSON")
+    parser.add_argument(
+        "--verbose", action="store_true", help="every kernel that lost or refused, with the reason"
+    )
     parser.add_argument("--explain", metavar="OP", help="every kernel and gate of this op")
     parser.add_argument(
         "--device",
@@ -87,7 +90,7 @@ def run(args: Namespace) -> int:
     if args.explain is not None:
         print(_explained(assembly, args.explain, args.json))
     else:
-        shown = _described(assembly, args.device) + render(assembly.plan)
+        shown = _described(assembly, args.device) + render(assembly.plan, args.verbose)
         print(text if args.json else "\n".join((shown, *held, *_receipts(assembly, args))))
         if args.device is not None:
             check_fit(assembly, args.device, decided)

@@ -180,7 +180,7 @@ def _dense(
 def draw(rows: int, cols: int, seed: int) -> Tensor:
     """Values of a Linear: rows of several sizes, an outlier: [rows, cols] float32."""
     own = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, cols, generator=own) / cols**0.5
+    values: Tensor = torch.randn(rows, cols, generator=own) / cols**0.5
     values *= torch.rand(rows, 1, generator=own) + 0.5
     values[-1, 0] *= 8
     return values
