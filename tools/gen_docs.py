@@ -26,6 +26,7 @@ from ds_runtime.ops.backends import NAMES
 from ds_runtime.ops.spec import Op, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
+from ds_runtime.routed import RoutedEngine
 from ds_runtime.server.metrics import EngineView, Metrics
 from ds_runtime.spelling import Spelling
 from ds_runtime.testing import support
@@ -104,7 +105,12 @@ def _signature(function: Any) -> str:
     line = f"def {tree.name}({ast.unparse(tree.args)}) -> {result}\n"
     if len(line) <= 100:
         return line
+    given = tree.args.defaults
+    without = len(tree.args.args) - len(given)
     arguments = [ast.unparse(a) for a in tree.args.args]
+    arguments[without:] = [
+        f"{a} = {ast.unparse(d)}" for a, d in zip(arguments[without:], given, strict=True)
+    ]
     return f"def {tree.name}(\n" + "".join(f"    {a},\n" for a in arguments) + f") -> {result}\n"
 
 
@@ -135,7 +141,19 @@ def hooks() -> str:
         call = f"{name}({', '.join(inspect.signature(function).parameters)})"
         out.append(f"## `{call}`\n\n```python\n{_signature(function)}```\n\n")
         out.append((inspect.getdoc(function) or "") + "\n\n")
-    return "".join(out).rstrip() + "\n"
+    return "".join(out) + _class(RoutedEngine).rstrip() + "\n"
+
+
+def _class(kind: type) -> str:
+    """Its docstring, and its public methods with theirs."""
+    out = [f"## `{kind.__name__}`\n\n{inspect.getdoc(kind)}\n\n"]
+    for name, member in vars(kind).items():
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, FunctionType) and not name.startswith("_"):
+            said = "@property\n" if isinstance(member, property) else ""
+            out.append(f"```python\n{said}{_signature(function)}```\n\n")
+            out.append((inspect.getdoc(function) or "") + "\n\n")
+    return "".join(out)
 
 
 METRICS_HEAD = """\

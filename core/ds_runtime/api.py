@@ -84,12 +84,15 @@ if TYPE_CHECKING:
     from ds_runtime.platform import ceilings
     from ds_runtime.platform.cores import cores_per_device
     from ds_runtime.platform.recording import CaptureError, Recorded, Recording
+    from ds_runtime.routed import Generated, RoutedEngine
+    from ds_runtime.sampling_params import SamplingParams
 
-_LAZY = {  # where what needs torch comes from
+_LAZY = {  # where what needs torch comes from, and what routes alone need
     "Batch": "ds_runtime.ops.batch",
     "CaptureError": "ds_runtime.platform.recording",
     "DecodePart": "ds_runtime.ops.batch",
     "ExpertSource": "ds_runtime.ops.weight",
+    "Generated": "ds_runtime.routed",
     "Limits": "ds_runtime.ops.batch",
     "LoaderSample": "ds_runtime.model.place",
     "MlaWeights": "ds_runtime.ops.weight",
@@ -103,6 +106,8 @@ _LAZY = {  # where what needs torch comes from
     "Recording": "ds_runtime.platform.recording",
     "ReferenceExperts": "ds_runtime.ops.reference.moe",
     "ReferenceLinear": "ds_runtime.ops.reference.linear",
+    "RoutedEngine": "ds_runtime.routed",
+    "SamplingParams": "ds_runtime.sampling_params",
     "Segments": "ds_runtime.ops.batch",
     "TorchCommunicator": "ds_runtime.parallel.group",
     "Weight": "ds_runtime.ops.weight",
@@ -154,6 +159,7 @@ __all__ = [
     "Fixable",
     "Gate",
     "Gates",
+    "Generated",
     "GraphBackend",
     "Groups",
     "Kernel",
@@ -177,8 +183,10 @@ __all__ = [
     "ReferenceExperts",
     "ReferenceLinear",
     "Refusal",
+    "RoutedEngine",
     "Routing",
     "RowOwners",
+    "SamplingParams",
     "Segments",
     "Spelling",
     "TorchCommunicator",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ds_runtime.config import EngineConfig
     from ds_runtime.ops.spec import Change, Facts, Kernel, Layout, QuantLoader, Refusal
     from ds_runtime.platform.spec import Platform
+    from ds_runtime.routed import RoutedEngine
 
 hookspec = pluggy.HookspecMarker("ds_runtime")
 hookimpl = pluggy.HookimplMarker("ds_runtime")
@@ -94,8 +95,12 @@ def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
 
 
 @hookspec
-def ds_routes(app: FastAPI, engine: Any) -> str | None:
-    """Add HTTP routes. Called only for plugins that the operator names with `--routes`."""
+def ds_routes(app: FastAPI, engine: RoutedEngine) -> str | None:
+    """Add HTTP routes. Called only for plugins that the operator names with `--routes`.
+
+    `engine` generates: `async for piece in engine.generate(prompt)`. Routes are behind the API key,
+    as all are.
+    """
 
 
 HOOKS: tuple[str, ...] = (

@@ -23,6 +23,7 @@ from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.model.peft import AdapterSpec
+from ds_runtime.routed import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.keep import End, Keeper
@@ -30,6 +31,7 @@ from ds_runtime.server.lives import Engine, Lives
 from ds_runtime.server.log import engine_output, logging_to
 from ds_runtime.server.prepare import ModelInfo
 from ds_runtime.server.replicas import Replicas
+from ds_runtime.server.routed import ServedEngine
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.server.tracing import Tracing, start_tracing
 from ds_runtime.server.web import web
@@ -96,7 +98,7 @@ def serve(
             engines = [one.engine for one in lives]
             client = Replicas([EngineClient(e.to_engine, e.from_engine, think_id) for e in engines])
             app = create_app(client, tokenizer, server_config, model, tell)
-            add_routes(app, client, engine_config, server_config.routes)
+            add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
             return uvloop.run(_Serving(lives, client, app, sock, server_config, model.name).run())
 
 
@@ -188,7 +190,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def add_routes(
-    app: FastAPI, client: Replicas, config: EngineConfig, names: Collection[str]
+    app: FastAPI, engine: RoutedEngine, config: EngineConfig, names: Collection[str]
 ) -> None:
     """The HTTP routes of the plugins that the operator named, and of no other."""
     if not names:
@@ -203,7 +205,7 @@ def add_routes(
                 f"--routes {name}: no such plugin brings routes; those that do: "
                 f"{', '.join(offering) or 'none'}"
             )
-        plugins.call("ds_routes", only=name, app=app, engine=client)
+        plugins.call("ds_routes", only=name, app=app, engine=engine)
         refusal = plugins.reports[name].refusal
         if refusal is not None:
             raise ConfigError(f"--routes {name}: {refusal.reason}; leave it out or mend the plugin")
