@@ -24,6 +24,7 @@ from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
+from ds_runtime.platform.probe import install_command
 
 VERBS = ("serve", "generate", "plan", "ops", "plugins", "doctor", "bench")
 Capture = pytest.CaptureFixture[str]
@@ -481,7 +482,7 @@ def test_doctor_s_advice(capsys: Capture, tmp_path: Path, monkeypatch: pytest.Mo
     assert next_command([], broken=False).startswith("pip install")
     install(tmp_path / "s", monkeypatch, BAD, "bad", "bad-dist")
     code, out, _ = run(capsys, "doctor", "--plugins", "bad")
-    assert code == 1 and 'next: pip install "ds-runtime[cpu]"' in out
+    assert code == 1 and f"next: {install_command('cpu')}" in out
 
 
 def test_what_plugins_say_of_themselves(

@@ -97,6 +97,16 @@ def test_the_table_of_extras_is_that_of_the_package() -> None:
             assert extra in page.partition("## Why")[2].splitlines()[0]
 
 
+def test_torch_has_an_upper_bound_wherever_it_is_asked_for() -> None:
+    """The base takes what an extra pins; what the tests run with is one release older."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert "torch>=2.11,<2.15" in project["dependencies"]
+    assert "torch<2.14" in extras["cpu"] and "torch<2.14" in extras["dev"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert "torch 2.11 or newer, below 2.15" in page
+
+
 def known_flags() -> set[str]:
     """Every flag of every verb and of their kinds, and those that plugins name."""
     todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}

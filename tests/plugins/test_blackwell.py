@@ -15,7 +15,7 @@ from vendor_doubles import cuda, install
 from vendor_doubles.blackwell import packed_words
 from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 
-from ds_runtime.api import fp8_blocks
+from ds_runtime.api import fp8_blocks, install_command
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims
 from ds_runtime.testing import fake, tiny
@@ -168,7 +168,7 @@ def test_auto_takes_the_matrix_units_of_a_format(tmp_path, config, without, line
     assert all(kernel.startswith(linear) for kernel in mlp) and mlp
     if without:
         said = dict(row.refused)["flashinfer.ExpertsNvfp4"]
-        assert said == 'flashinfer-python is not installed: pip install "ds-runtime[cuda]"'
+        assert said == f"flashinfer-python is not installed: {install_command('cuda')}"
 
 
 def test_fp8_latents_are_wished_for_where_attention_is_sparse():

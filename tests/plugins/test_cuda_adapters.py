@@ -14,6 +14,7 @@ from ds_runtime import api
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
+from ds_runtime.platform.probe import install_command
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_cuda import blackwell, gates, kernels
@@ -143,7 +144,7 @@ def test_what_is_not_installed_is_named(kernel):
     names = {"deep_gemm": "sgl-deep-gemm", "flash_mla": "sgl-flash-mla"}
     names |= {"flashinfer": "flashinfer-python", "sgl_kernel": "sglang-kernel"}
     names |= {"cuda.bindings": "cuda-bindings"}
-    assert said == f'{names[module]} is not installed: pip install "ds-runtime[cuda]"'
+    assert said == f"{names[module]} is not installed: {install_command('cuda')}"
     empty = device(arch, features=frozenset({"bf16", "fp8", module}))
     refused = kernel.refuse(replace(bare, device=empty)) or ""
     assert own_source or f"the installed {module} has no " in refused

@@ -14,7 +14,7 @@ from vendor_doubles import RefusedError, install, records, torch_npu
 from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 from vendor_doubles.served import platform as served_platform
 
-from ds_runtime.api import Routing, route
+from ds_runtime.api import Routing, install_command, route
 from ds_runtime.bench import shapes
 from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
@@ -267,7 +267,7 @@ def test_other_devices_and_missing_packages_are_named():
     assert norm.refuse(facts(device=here)) is None
     bare = replace(here, features=frozenset({"bf16"}))
     said = norm.refuse(facts(device=bare))
-    assert said == 'torch-npu is not installed: pip install "ds-runtime[npu]"'
+    assert said == f"torch-npu is not installed: {install_command('npu')}"
     older = norm.refuse(facts(device=replace(here, arch="ascend310p")))
     assert older == "made for ascend910b and ascend910_93, not for ascend310p"
     elsewhere = norm.refuse(facts(device=fake.device("mi300x")))

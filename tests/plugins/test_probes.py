@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import ds_runtime_npu.platform as npu
 import ds_runtime_rocm.platform as rocm
 import ds_runtime_triton
 import ds_runtime_xpu.platform as xpu
-from ds_runtime.api import Refusal
+from ds_runtime.api import Refusal, install_command
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -68,7 +69,7 @@ def test_cuda_stages(tmp_path):
         bare = cuda.probe(root, {"torch": version}.get, ())
         assert bare.kind == "not installed" and said in bare.reason
         assert "2 NVIDIA GPUs with driver 580.95.05" in bare.reason
-        assert 'pip install "ds-runtime[cuda]"' in bare.reason
+        assert install_command("cuda") in bare.reason
     unlinked = cuda.probe(root, have("torch"), ())
     assert unlinked.kind == "broken" and "libcuda" in unlinked.reason
     write(root, CUDA_LIBRARY)
@@ -196,7 +197,7 @@ def test_npu_stages(tmp_path):
     assert toolkit.kind == "unsupported" and "CANN 8.2.RC1 is older than 8.5" in toolkit.reason
     write(root, {info: "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"})
     missing = npu.probe(root, have(), (), {})
-    assert missing.kind == "not installed" and "ds-runtime[npu]" in missing.reason
+    assert missing.kind == "not installed" and install_command("npu") in missing.reason
     old = npu.probe(root, {"torch-npu": "2.1.0.post8"}.get, (), {})
     assert old.kind == "unsupported" and "torch-npu 2.1.0.post8 is older than 2.9" in old.reason
     pair = {"torch-npu": "2.13.0", "torch": "2.11.0+cpu"}.get
@@ -368,3 +369,30 @@ def test_refusals_are_sentences(tmp_path):
     for module in (cuda, rocm, npu, xpu):
         found = module.probe(tmp_path)
         assert isinstance(found, Refusal) and len(found.reason.split()) > 3
+
+
+@pytest.mark.parametrize(
+    ("said", "command"),
+    [
+        ({"url": "file:///x", "dir_info": {"editable": True}}, 'pip install -e ".[cuda]"'),
+        ({"url": "file:///x", "dir_info": {}}, 'pip install ".[cuda]"'),
+        (None, 'pip install "acme[cuda]"'),
+        (
+            {"url": "https://x/y", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            'pip install "acme[cuda] @ git+https://x/y@abc"',
+        ),
+    ],
+)
+def test_a_remedy_installs_from_where_the_package_came(tmp_path, monkeypatch, said, command):
+    """The package is on no index for whoever works in its sources."""
+    info = tmp_path / "acme-1.dist-info"
+    files = {"METADATA": "Metadata-Version: 2.1\nName: acme\nVersion: 1\n"}
+    if said is not None:
+        files["direct_url.json"] = json.dumps(said)
+    write(info, files)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert install_command.__wrapped__("cuda", "acme") == command
+
+
+def test_sources_on_the_path_are_installed_from_their_folder():
+    assert install_command.__wrapped__("cpu", "nobody-has-this") == 'pip install -e ".[cpu]"'

@@ -12,6 +12,7 @@ from vendor_doubles import install, xpu
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import DeviceInfo, Dims, Offers
 from ds_runtime.platform.described import describe
+from ds_runtime.platform.probe import install_command
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_xpu import kernels
@@ -108,4 +109,4 @@ def test_what_is_not_installed_is_named(kernel):
         )
         older = describe(PLUGINS, "b60").info().features - {"sgl_kernel.flash_mla_decode"}
         said += kernel.refuse(facts(device={"features": older})) or ""
-        assert "ds-runtime[xpu]" not in said and "its releases (docs/install.md)" in said
+        assert install_command("xpu") not in said and "its releases (docs/install.md)" in said

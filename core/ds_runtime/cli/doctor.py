@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime import __version__
+from ds_runtime.platform.probe import install_command
 
 if TYPE_CHECKING:
     from ds_runtime.plugins import Plugins
@@ -76,7 +77,7 @@ class _Better:
         if not evidence.has_extra(distribution, name):
             return _Better(name, str(row["says"]))
         lacks = evidence.mismatches(distribution, name)
-        return _Better(name, str(row["says"]), lacks, f'pip install "{distribution}[{name}]"')
+        return _Better(name, str(row["says"]), lacks, install_command(name, distribution))
 
 
 def _active(works: Sequence[str], better: Iterable[_Better]) -> list[Row]:
@@ -95,7 +96,7 @@ def next_command(works: Sequence[str], broken: bool, better: Sequence[_Better] =
     if wanting := [b for b in better if b.lacks]:
         return wanting[0].install
     if _version("torch") is None or not works:
-        return 'pip install "ds-runtime[cpu]"'
+        return install_command("cpu")
     return "ds-runtime serve"
 
 
@@ -113,14 +114,14 @@ def _software() -> list[Row]:
         ("system", f"{machine.system()} {machine.release()} {machine.machine()}"),
     ]
     for name in ("torch", "transformers"):
-        rows.append((name, _version(name) or _MISSING[name]))
+        rows.append((name, _version(name) or _missing(name)))
     return rows
 
 
-_MISSING = {
-    "torch": 'not installed: pip install "ds-runtime[cpu]" or your accelerator\'s extra',
-    "transformers": "not installed (only tests and comparisons need it)",
-}
+def _missing(name: str) -> str:
+    if name == "torch":
+        return f"not installed: {install_command('cpu')}, or your accelerator's extra"
+    return "not installed (only tests and comparisons need it)"
 
 
 def _plugin_rows(plugins: Plugins, described: Iterable[Mapping[str, Any]]) -> list[Row]:

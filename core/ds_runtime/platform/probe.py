@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,28 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@cache
+def install_command(extra: str, distribution: str = "ds-runtime") -> str:
+    """The command that installs a distribution with an extra, from where it was installed itself:
+    in the folder of its sources (`pip install -e ".[cuda]"`), from a repository, or from an index.
+    """
+    from importlib.metadata import Distribution, PackageNotFoundError
+
+    try:
+        text = Distribution.from_name(distribution).read_text("direct_url.json")
+    except PackageNotFoundError:  # sources on the path
+        text = '{"dir_info": {"editable": true}}'
+    said = json.loads(text or "{}")
+    if (folder := said.get("dir_info")) is not None:
+        flag = "-e " if folder.get("editable") else ""
+        return f'pip install {flag}".[{extra}]"'
+    at = ""
+    if (source := said.get("vcs_info")) is not None:
+        commit = source.get("commit_id", "")
+        at = f" @ {source.get('vcs', 'git')}+{said.get('url')}{commit and f'@{commit}'}"
+    return f'pip install "{distribution}[{extra}]{at}"'
 
 
 def read_file(path: Path) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from ds_runtime import __version__
 from ds_runtime.errors import ConfigError
+from ds_runtime.platform.probe import install_command
 from ds_runtime.server.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def start_tracing(endpoint: str, model: str) -> Tracing:
         otlp = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ImportError as e:
         raise ConfigError(
-            f"--otlp-endpoint {endpoint}: {e}; pip install 'ds-runtime[otel]', or leave it out"
+            f"--otlp-endpoint {endpoint}: {e}; {install_command('otel')}, or leave it out"
         ) from e
     # What OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say wins over these.
     named = {"service.name": "ds-runtime", "service.version": __version__}

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.api import Batch, Facts, Limits, UnsupportedError, branch
+from ds_runtime.api import Batch, Facts, Limits, UnsupportedError, branch, install_command
 from ds_runtime_cuda import split_plan
 from ds_runtime_cuda.decode import LATENT, Queries
+from ds_runtime_cuda.software import EXTRA
 
 PAGE = 64
 _PLAN_OF_TWO = [[0, 0, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0]]  # the library's, of one token each
@@ -66,7 +67,7 @@ class MlaDecode:
         if theirs[:2, :7].tolist() != _PLAN_OF_TWO:
             raise UnsupportedError(
                 "flash_mla: the installed version plans otherwise than sgl-flash-mla 1.0.0: "
-                'pip install "ds-runtime[cuda]" --force-reinstall, or --pin mla_decode=triton'
+                f"{install_command(EXTRA)} --force-reinstall, or --pin mla_decode=triton"
             )
         return State(queries, schedule, theirs.shape[0])
 

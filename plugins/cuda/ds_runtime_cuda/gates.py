@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ds_runtime.api import FP8_GROUPS, OPS, Facts, Fixable, Gate, Kernel, checks, gates
-from ds_runtime_cuda.software import COMPILED, INSTALL, LIBRARIES, TOOLKIT
+from ds_runtime.api import (
+    FP8_GROUPS,
+    OPS,
+    Facts,
+    Fixable,
+    Gate,
+    Kernel,
+    checks,
+    gates,
+    install_command,
+)
+from ds_runtime_cuda.software import COMPILED, EXTRA, LIBRARIES, TOOLKIT
 
 FP8, DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
 LATENT_PAGES = frozenset({"latent_pages.v1"})
@@ -38,12 +48,13 @@ def library(module: str, *functions: str) -> Gate:
     def check(facts: Facts) -> str | None:
         features = facts.device.features
         if module not in features:
-            return Fixable(f"{_DISTRIBUTION[module]} is not installed", INSTALL)
+            return Fixable(f"{_DISTRIBUTION[module]} is not installed", install_command(EXTRA))
         if f"{module}:mixed" in features:
             return f"two packages have been installed into {module}/: uninstall both, then one"
         missing = [f for f in functions if f"{module}.{f}" not in features]
         if missing:
-            return f"the installed {module} has no {', '.join(missing)}; {INSTALL} brings one"
+            lacks = f"the installed {module} has no {', '.join(missing)}"
+            return f"{lacks}; {install_command(EXTRA)} brings one"
         if module in COMPILED and not features & COMPILED[module]:
             said = f"{_DISTRIBUTION[module]} compiles its kernels by nvcc, and there is none"
             return Fixable(said, TOOLKIT)

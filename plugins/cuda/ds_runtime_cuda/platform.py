@@ -14,6 +14,7 @@ from ds_runtime.api import (
     TorchPlatform,
     device_nodes,
     has_library,
+    install_command,
     installed,
     pci_devices,
     read_file,
@@ -58,7 +59,7 @@ def probe(
     torch = package("torch")
     if torch is None or torch.partition("+")[2].startswith(_OTHER_BUILDS):
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
-        return Refusal("not installed", f"{what}, but {have}: {software.INSTALL}")
+        return Refusal("not installed", f"{what}, but {have}: {install_command(software.EXTRA)}")
     if not has_library(root, driver.DRIVER, search):
         return Refusal("broken", f"{what}, but the driver's libcuda.so.1 is in no library folder")
     return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ds_runtime.api import exported_names, installed, package_folder
+from ds_runtime.api import exported_names, install_command, installed, package_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ LIBRARIES = (
     Library("triton", ("triton",)),
     Library("cuda.bindings", ("cuda-bindings",)),
 )
-INSTALL = 'pip install "ds-runtime[cuda]"'
+EXTRA = "cuda"  # that `install_command` names
 NVCC = "nvcc"
 TOOLKIT = "install a CUDA toolkit with nvcc and set CUDA_HOME to it"
 JIT_CACHE = "flashinfer_jit_cache"  # kernels of FlashInfer that were compiled before
@@ -67,7 +67,7 @@ def report(
     """(library, which version of which package, or that it is not installed), then nvcc."""
     for library in LIBRARIES:
         found = [f"{d} {v}" for d in library.distributions if (v := version(d)) is not None]
-        yield library.module, ", ".join(found) or f"not installed: {INSTALL}"
+        yield library.module, ", ".join(found) or f"not installed: {install_command(EXTRA)}"
     yield NVCC, str(nvcc(environ) or f"not found, which {' and '.join(COMPILED)} need: {TOOLKIT}")
 
 

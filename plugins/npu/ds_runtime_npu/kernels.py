@@ -18,8 +18,9 @@ from ds_runtime.api import (
     Layout,
     checks,
     gates,
+    install_command,
 )
-from ds_runtime_npu.platform import INSTALL
+from ds_runtime_npu.platform import EXTRA
 
 PROVIDER = "npu"
 _DENSE, _INT8 = frozenset({"dense", "fp8_block"}), frozenset({"int8_channel"})
@@ -53,7 +54,7 @@ def _npu(facts: Facts) -> str | None:
     if arch not in _ARCHS:
         return f"made for {' and '.join(_ARCHS)}, not for {arch}"
     if "torch_npu" not in facts.device.features:
-        return Fixable("torch-npu is not installed", INSTALL)
+        return Fixable("torch-npu is not installed", install_command(EXTRA))
     return None
 
 

@@ -17,6 +17,7 @@ from ds_runtime.api import (
     TorchPlatform,
     device_nodes,
     has_library,
+    install_command,
     installed,
     package_folder,
     pci_devices,
@@ -25,7 +26,7 @@ from ds_runtime.api import (
 
 VENDOR = "0x19e5"
 CLASSES = ("0x12",)
-INSTALL = 'pip install "ds-runtime[npu]"'
+EXTRA = "npu"  # that `install_command` names
 TOOLKITS = ("usr/local/Ascend/ascend-toolkit/latest", "usr/local/Ascend/cann")
 HOMES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # of a toolkit elsewhere: its set_env.sh
 LIBRARY = "libascendcl.so"  # of the toolkit, which torch-npu is linked against
@@ -138,10 +139,10 @@ def probe(
         return Refusal("unsupported", f"{said}; use --platform cpu")
     version = package("torch-npu")
     if version is None:
-        return Refusal("not installed", f"{what}, without torch-npu: {INSTALL}")
+        return Refusal("not installed", f"{what}, without torch-npu: {install_command(EXTRA)}")
     if _release(version) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        said = f"{what}, but torch-npu {version} is older than {oldest}: {INSTALL}"
+        said = f"{what}, but torch-npu {version} is older than {oldest}: {install_command(EXTRA)}"
         return Refusal("unsupported", said)
     wanted = _cann_of(version)
     old = next((v for v in _cann(toolkits) if _release(v) and _release(v) < wanted), None)
@@ -152,7 +153,7 @@ def probe(
     torch = package("torch")
     if torch is not None and _pinned(torch) != _pinned(version):
         said = f"{what}, but torch-npu {version} is made for torch {_pinned(version)}, not {torch}"
-        return Refusal("unsupported", f"{said}: {INSTALL}")
+        return Refusal("unsupported", f"{said}: {install_command(EXTRA)}")
     if not has_library(root, LIBRARY, search) and not _configured(root):
         said = f"{what}, but {LIBRARY} of the toolkit is in no library folder"
         return Refusal("broken", f"{said}: source {toolkits[0]}/set_env.sh before starting")

@@ -62,11 +62,11 @@ def probe(
     torch = package("torch")
     if torch is None or ("xpu" not in torch and not source_build(folder)):
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
-        return Refusal("not installed", f"{what}, but {have}: {software.INSTALL}")
+        return Refusal("not installed", f"{what}, but {have}: {software.install()}")
     for name in software.OLDEST:
         old = software.too_old(name, package(name) or "9")
         if old is not None:
-            return Refusal("unsupported", f"{what}, but {old}: {software.INSTALL}")
+            return Refusal("unsupported", f"{what}, but {old}: {software.install()}")
     if not has_library(root, level_zero.LOADER, search):
         return Refusal(
             "broken",

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ds_runtime.api import installed, package_folder
+from ds_runtime.api import install_command, installed, package_folder
 
-INSTALL = 'pip install "ds-runtime[xpu]" with torch from https://download.pytorch.org/whl/xpu'
+INDEX = "https://download.pytorch.org/whl/xpu"
 # On no index: the extra cannot bring it.
 INSTALL_SGL = "install a wheel of sgl-kernel-xpu from its releases (docs/install.md)"
 OLDEST = {"torch": (2, 13), "vllm-xpu-kernels": (0, 1, 16)}  # the releases that were read
@@ -25,7 +25,12 @@ IPEX_STATUS = "not used: its maintenance ended in March 2026, and torch has the 
 
 def remedy(module: str) -> str:
     """What brings a module of DISTRIBUTIONS, or torch."""
-    return INSTALL_SGL if module == "sgl_kernel" else INSTALL
+    return INSTALL_SGL if module == "sgl_kernel" else install()
+
+
+def install() -> str:
+    """What brings torch's build for these devices, and the extra's packages."""
+    return f"pip install torch==2.14.0 --index-url {INDEX} && {install_command('xpu')}"
 
 
 class Export(NamedTuple):
