@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -202,3 +203,25 @@ def test_the_offline_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(block.strip().splitlines()) <= 7
     exec(compile(block, "README.md", "exec"), {})
     assert capsys.readouterr().out.endswith("579 stop\n")
+
+
+def test_figures_of_an_h200_are_those_of_a_record() -> None:
+    page = (ROOT / "README.md").read_text()
+    (row,) = re.findall(r"^\| v3-slice \| (.*) \|$", page, re.MULTILINE)
+    said = [float(n.replace(",", "")) for n in row.split(" | ")]
+    lines = (ROOT / "benchmarks/results/device_decode.jsonl").read_text().splitlines()
+    commit = re.search(r"of commit (\w{7})", page)[1]
+    (record,) = [r for r in map(json.loads, lines) if r["commit"] == commit]
+    assert record["device"] == "NVIDIA H200" and record["command"] in page
+    assert f"torch {record['versions']['torch']}" in page
+    steps = {s["batch"]: s for s in record["steps"] if "batch" in s}
+    assert said[:5] == [round(steps[n]["step_ms"], 3) for n in (1, 8, 32, 64, 128)]
+    assert said[5] == round(steps[32]["prefill_tokens_per_s"])
+
+
+def test_the_page_installs_every_device_from_a_clone() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert page.index("git clone ") < page.index("pip install")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in extras["optional-dependencies"].keys() - {"dev", "otel"}:
+        assert f'pip install -e ".[{extra}]"' in page, extra

@@ -29,7 +29,7 @@ def installed(package: str) -> str | None:
 @cache
 def install_command(extra: str, distribution: str = "ds-runtime") -> str:
     """The command that installs a distribution with an extra, from where it was installed itself:
-    in the folder of its sources (`pip install -e ".[cuda]"`), from a repository, or from an index.
+    in the folder of its sources (`pip install -e ".[otel]"`), from a repository, or from an index.
     """
     from importlib.metadata import Distribution, PackageNotFoundError
 
