@@ -1,0 +1,117 @@
+"""Hostile clients, one entry each, and an honest one whose gaps tell what they cost it.
+
+python attackers.py attack URL NAME…    one thread each; a line per round, until it is ended
+python attackers.py honest URL SECONDS  streams; prints the gaps between tokens, in seconds
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+AMBIGUOUS = 'root ::= x x x x\nx ::= x x | [a-z] | [a-z] [a-z] | ""'
+
+
+def chat(text: str = "Hi", **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def plain(http: httpx.Client, round: int) -> None:
+    """No attack: what an equal number of usual requests costs."""
+    http.post("/v1/chat/completions", json=chat(f"Hi {round}", max_tokens=200))
+
+
+def ambiguous_grammar(http: httpx.Client, round: int) -> None:
+    """Masks whose cost grows with every token."""
+    http.post("/v1/chat/completions", json=chat(ebnf=AMBIGUOUS, max_tokens=400, temperature=1.0))
+
+
+def abandoned_schemas(http: httpx.Client, round: int) -> None:
+    """Schemas that take long to compile, asked for by clients that leave at once."""
+    for number in range(60):
+        properties = {f"p{round}_{number}_{i}": {"type": "string"} for i in range(300)}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        leave(http, "/v1/chat/completions", chat(json_schema=schema, max_tokens=8))
+
+
+def many_choices_of_a_large_schema(http: httpx.Client, round: int) -> None:
+    """One rule of many characters for as many choices as fit."""
+    words = [f"word {round} {i}" for i in range(800)]
+    schema = {"type": "array", "items": {"enum": words}, "description": "x" * 200_000}
+    http.post("/v1/chat/completions", json=chat(json_schema=schema, n=512, max_tokens=1))
+
+
+ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
+    "ambiguous_grammar": ambiguous_grammar,
+    "abandoned_schemas": abandoned_schemas,
+    "many_choices_of_a_large_schema": many_choices_of_a_large_schema,
+}
+
+
+def leave(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
+    """Send a request and close the connection before its answer."""
+    address = http.base_url
+    connection = http_connection(str(address))
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    connection.close()
+
+
+def http_connection(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+
+
+def attack(url: str, names: list[str]) -> None:
+    """Every named attack at once, round after round."""
+    threads = [threading.Thread(target=_rounds, args=(url, name)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _rounds(url: str, name: str) -> None:
+    one = plain if name == "plain" else ATTACKERS[name]
+    with httpx.Client(base_url=url, timeout=120) as client:
+        round = 0
+        while True:
+            one(client, round)
+            round += 1
+            print(name, flush=True)
+            time.sleep(0.01)
+
+
+def honest(url: str, seconds: float) -> Iterator[float]:
+    """Gaps between the tokens of streams that follow each other, at least so long."""
+    end = time.perf_counter() + seconds
+    connection = http_connection(url)
+    body = chat("Count", max_tokens=400, stream=True, ignore_eos=True)
+    while time.perf_counter() < end:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        last = None
+        for line in reply:
+            if line.startswith(b"data: {"):
+                assert b'"error"' not in line, line
+                now = time.perf_counter()
+                if last is not None:
+                    yield now - last
+                last = now
+    connection.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "attack":
+        attack(sys.argv[2], sys.argv[3:])
+    else:
+        print(json.dumps(list(honest(sys.argv[2], float(sys.argv[3])))))
