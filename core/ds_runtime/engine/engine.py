@@ -10,9 +10,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_runtime.assemble import Assembly
 from ds_runtime.base import part_of
@@ -32,13 +32,11 @@ from ds_runtime.engine.step import PutAdapter, StepPlan
 from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
-from ds_runtime.grammar.library import Grammars
+from ds_runtime.grammar.library import Asked, Grammars
 from ds_runtime.model.config import ModelConfig
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
+_MASK_WAIT = 0.002  # and for a mask
 
 
 class Engine:
@@ -69,7 +67,7 @@ class Engine:
             pace=Pace(runner.speculation) if runner.speculation else None,
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
-        self._compiling: list[tuple[Submit, Future[LLMatcher]]] = []
+        self._compiling: list[tuple[Submit, Asked]] = []
         self.scheduler = Scheduler(
             limits, [_pages(config, runner.num_pages) for _ in range(config.attention_ranks)]
         )
@@ -95,7 +93,10 @@ class Engine:
         if len(self._compiling) + len(self.scheduler.waiting) >= limit:
             said = f"{limit} requests are waiting (--max-queued-requests): try again later"
             return Failed(message.rid, "queue_full", said)
-        self._compiling.append((message, self._grammars.ask(rules)))
+        try:
+            self._compiling.append((message, self._grammars.ask(rules, message.client)))
+        except QueueFullError as e:
+            return Failed(message.rid, "queue_full", str(e))
         return None
 
     def _queue(self, message: Submit, guide: Guide | None) -> Failed | None:
@@ -111,6 +112,9 @@ class Engine:
     def abort(self, rids: Iterable[str]) -> None:
         """Forget requests at once; unknown ids are ignored."""
         rids = set(rids)
+        for message, asked in self._compiling:
+            if message.rid in rids:
+                self._grammars.leave(asked)
         self._compiling = [pair for pair in self._compiling if pair[0].rid not in rids]
         self.scheduler.abort(rids)
 
@@ -147,6 +151,7 @@ class Engine:
         """Schedule, launch, collect; new tokens of every request that got some."""
         start = time.perf_counter()
         messages = self._compiled() if self._compiling else []
+        messages += self.scheduler.followed()
         while self._launched and self.scheduler.awaits_token:
             messages += self._collect()
         plan = self.scheduler.schedule()
@@ -157,6 +162,8 @@ class Engine:
         stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
         if stepped:
             messages += self._collect()
+        elif plan is None:
+            messages += self.scheduler.followed(_MASK_WAIT)
         self._step_seconds += time.perf_counter() - start
         if stepped:
             self._observers.tell(self, messages)
@@ -172,16 +179,17 @@ class Engine:
     def _compiled(self) -> list[Tokens | Failed]:
         """Queue what has its grammar; with nothing else to do, wait a little for the next."""
         if not self.scheduler.has_work:
-            wait([future for _, future in self._compiling], _COMPILE_WAIT, FIRST_COMPLETED)
+            wait([asked for _, asked in self._compiling], _COMPILE_WAIT, FIRST_COMPLETED)
         ready = [pair for pair in self._compiling if pair[1].done()]
         self._compiling = [pair for pair in self._compiling if not pair[1].done()]
         messages = list[Tokens | Failed]()
-        for message, future in ready:
+        for message, asked in ready:
+            self._grammars.leave(asked)
             rules = message.params.rules
             assert rules is not None
-            error = future.exception()
+            error = asked.exception()
             if error is None:
-                failed = self._queue(message, self._grammars.guide(rules, future.result()))
+                failed = self._queue(message, self._grammars.guide(rules, asked.result()))
             elif isinstance(error, RequestError):
                 failed = Failed(message.rid, "invalid", str(error), error.param)
             else:
@@ -196,12 +204,14 @@ class Engine:
         stats = self.scheduler.stats()
         stats.step_seconds = self._step_seconds
         stats.waiting += len(self._compiling)
+        stats.rules_waiting = self._grammars.waiting
         return stats
 
     def close(self) -> None:
         """Let the other ranks go and leave the group."""
         gc.unfreeze()
         self._grammars.close()
+        self.scheduler.close()
         if self.leader is not None:
             with during("while it closed"):
                 self.leader.close()
@@ -211,6 +221,7 @@ class Engine:
         """Close where the other ranks have been ended."""
         gc.unfreeze()
         self._grammars.close()
+        self.scheduler.close()
         if self.leader is not None:
             self.leader.part(self.runner)
 

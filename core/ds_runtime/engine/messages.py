@@ -20,7 +20,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     """One choice to generate. Those with the same `group` have the same prompt; "" is none.
 
     `think_id`: the token that opens reasoning, where reasoning is to stay out of the prefix cache.
-    `adapter`: the name of a low-rank adapter; "" is the model itself.
+    `adapter`: the name of a low-rank adapter; "" is the model itself. `client`: who asks, for what
+    is shared by turns; "" is this process.
     """
 
     rid: str
@@ -32,6 +33,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     think_id: int | None = None
     adapter: str = ""
+    client: str = ""
 
 
 class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
@@ -45,6 +47,7 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     think_id: int | None = None
     adapter: str = ""
+    client: str = ""
 
     def choices(self) -> list[Submit]:
         """One Submit per choice; they share the prompt's list.
@@ -66,6 +69,7 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
                 priority=self.priority,
                 think_id=self.think_id,
                 adapter=self.adapter,
+                client=self.client,
             )
             for choice, rid in enumerate(self.rids)
         ]
@@ -155,7 +159,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     `pages_cached` are the pages that only the prefix cache holds: they can be evicted. Pages that
     neither they nor `pages_free` count are those that running requests use. Of speculation:
     `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
-    them were right. `broken`: choices that ended because the model's logits were not finite.
+    them were right. `broken`: choices that ended because the model's logits were not finite. Of
+    structured output: processor seconds that masks took, how often a choice sat a step out because
+    its mask was not there, and rules that wait to be compiled.
     """
 
     running: int = 0
@@ -173,6 +179,9 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     step_seconds: float = 0.0
+    mask_seconds: float = 0.0
+    late_masks: int = 0
+    rules_waiting: int = 0
 
 
 class Flushed(msgspec.Struct, tag=True):

@@ -53,7 +53,8 @@ class Request:
     `limit` bounds the tokens that the engine can hold. `num_drafts` drafts lie behind the last
     token in this row, `drafts` where a guide needs to know them, with `draft_parents` where they
     are a tree; `is_verifying`: how many of them
-    were right is not known, and so not where the sequence ends.
+    were right is not known, and so not where the sequence ends. `is_following`: its guide is on
+    its way behind the last tokens.
     """
 
     rid: str
@@ -87,6 +88,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)
     is_verifying: bool = False
+    is_following: bool = False
     cached_tokens: int | None = None
     admitted: float = 0.0
 

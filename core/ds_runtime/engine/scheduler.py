@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
 import msgspec
@@ -22,7 +23,8 @@ from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.request import Group, Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
-from ds_runtime.grammar.guide import Guide
+from ds_runtime.grammar.followers import Followers, Following
+from ds_runtime.grammar.guide import Followed, Guide
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -42,6 +44,8 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
         self._num_guided = 0
+        self._followers = Followers()
+        self._late: list[_Late] = []
         self._drafts = limits.drafts  # of the step that is planned
         self._pool_tokens = self.holdings.most_pages * limits.page_size  # of one request at most
         self._stats = Stats(pages_total=self.holdings.num_pages)
@@ -59,7 +63,7 @@ class Scheduler:
         it sits the next step out unless an update comes first.
         """
         needs = self._num_guided > 0 or self.limits.drafts > 0
-        return needs and any(r.awaits_token for r in self.running)
+        return needs and any(r.awaits_token and not r.is_following for r in self.running)
 
     def submit(
         self, submit: Submit, guide: Guide | None = None, adapter: Held | None = None
@@ -200,7 +204,9 @@ class Scheduler:
         )
         if sample and guide is not None:
             known = length - 1 if decodes else 0
-            work.masks = guide.masks(request.drafts[:known], request.draft_parents[:known])
+            work.masks = guide.masks[: known + 1]
+            while not work.masks[-1]:  # the first never is
+                work.masks.pop()
         if self.limits.drafts and not sample:
             (work.next_token,) = request.tokens(stop, stop + 1)
         request.num_computed = start + 1 if decodes else stop
@@ -242,6 +248,8 @@ class Scheduler:
     def _admissions(self) -> Iterable[Request]:
         """Waiting requests as they start to run, until rows or pages are out."""
         for request in self.waiting.copy():
+            if request.is_following:
+                continue
             if not self.holdings.rows or request.num_in_flight:  # its output is not known yet
                 return
             if self._awaits_leader(request):
@@ -283,8 +291,14 @@ class Scheduler:
         step, requests = self._in_flight.popleft()
         assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
         messages = list[Tokens | Failed]()
+        fresh = list[_Late]()
         for request, work, outcome in zip(requests, plan.works, result.works, strict=True):
             assert request.rid == outcome.rid
+            if request.guide is not None and outcome.tokens and not request.is_finished:
+                request.is_following = True
+                ahead = (outcome.tokens, outcome.drafts, outcome.draft_parents)
+                fresh.append(_Late(request, work, outcome, Following(request.guide, *ahead)))
+                continue
             request.num_in_flight -= 1
             if request.is_finished:  # aborted, or ended by the step before
                 continue
@@ -292,12 +306,41 @@ class Scheduler:
                 missing = len(request.prompt_logprobs) - work.start - 1
                 request.prompt_logprobs += outcome.prompt_logprobs[missing:]
             if work.sample:
-                messages += self._take(request, work, outcome)
+                messages += self._take(request, work, outcome, None)
             elif outcome.broken is not None:
                 messages.append(self._break(request, outcome.broken))
             else:
                 self._computed(request, work.start + work.length)
+        if fresh:
+            self._followers.begin([late.following for late in fresh])
+            self._followers.wait([late.following for late in fresh])
+            self._stats.late_masks += sum(late.following.found is None for late in fresh)
+            self._late += fresh
+        return messages + self.followed() if self._late else messages
+
+    def followed(self, seconds: float = 0.0) -> list[Tokens | Failed]:
+        """Take the results of requests whose guides have come behind their tokens; `seconds` to
+        wait for the first of them. Those of others are late: they alone sit steps out.
+        """
+        if not self._late:
+            return []
+        if seconds:
+            self._followers.wait_any([late.following for late in self._late], seconds)
+        ready = [late for late in self._late if late.following.found is not None]
+        self._late = [late for late in self._late if late.following.found is None]
+        messages = list[Tokens | Failed]()
+        for late in ready:
+            request = late.request
+            request.num_in_flight -= 1
+            request.is_following = False
+            self._stats.mask_seconds += late.following.seconds
+            if not request.is_finished:
+                messages += self._take(request, late.work, late.outcome, late.following.found)
         return messages
+
+    def close(self) -> None:
+        """Let the threads of guides leave."""
+        self._followers.close()
 
     def _break(self, request: Request, position: int) -> Failed:
         """End a request: the logits for the token at `position` are not finite."""
@@ -312,15 +355,6 @@ class Scheduler:
         )
         return Failed(request.rid, "broken", said)
 
-    def _follow(self, request: Request, token: int) -> str | None:
-        """Tell the grammar; why the request cannot go on."""
-        assert request.guide is not None
-        try:
-            request.guide.take(token)
-        except RequestError as e:
-            return str(e)
-        return None
-
     def _computed(self, request: Request, end: int, proved: bool = False) -> None:
         """The KV of tokens below `end` is there: others may read it, unless it was preempted.
         proved: logits that were computed from it are finite.
@@ -331,30 +365,35 @@ class Scheduler:
             request.group.is_computed = True
         self.holdings.of(request).share(request, end, proved)
 
-    def _take(self, request: Request, work: Work, outcome: WorkResult) -> list[Tokens | Failed]:
-        """Append sampled tokens and see whether the request ends with or behind one of them."""
+    def _take(
+        self, request: Request, work: Work, outcome: WorkResult, followed: Followed | None
+    ) -> list[Tokens | Failed]:
+        """Append sampled tokens and see whether the request ends with or behind one of them.
+        followed: what its guide says of them.
+        """
         params, stats, is_first = request.params, self._stats, not request.output
         request.num_pending -= 1
         message = Tokens(rid=request.rid, tokens=[], cached_tokens=request.cached_tokens or 0)
         if is_first:
             message.prefill_seconds = time.monotonic() - request.admitted
-        fault = None
-        for token in outcome.tokens:
+        fault = ""
+        for index, token in enumerate(outcome.tokens):
             request.append(token)
             message.tokens.append(token)
             num_output = len(request.output)
             if token in request.stop_ids and num_output > params.min_tokens:
                 message.finish, message.stop_token = "stop", token
-            elif request.guide is not None and (fault := self._follow(request, token)) is not None:
-                break
-            elif request.guide is not None and request.guide.is_done:
+            elif followed is not None and index == followed.end:
+                fault = followed.fault
+                if fault:
+                    break
                 message.finish = "stop"
             elif request.prompt_len + num_output >= request.max_len:
                 message.finish = "length"
             if message.finish:
                 break
         kept, drafted = len(message.tokens), work.draws - 1
-        broken = None if message.finish or fault is not None else outcome.broken
+        broken = None if message.finish or fault else outcome.broken
         assert kept or broken is not None, f"a work of {request.rid} gave no token"
         if request.is_running:
             request.num_computed += kept - 1  # one was counted when the step was planned
@@ -367,14 +406,14 @@ class Scheduler:
         if drafted:
             stats.verified += 1
             stats.draft_tokens += drafted
-            ended = message.finish == "stop" or fault is not None
+            ended = message.finish == "stop" or bool(fault)
             right = (kept if ended else len(outcome.tokens)) - (broken is None)
             stats.accepted_tokens += right
         if params.logprobs is not None:
             message.logprobs = outcome.logprobs[:kept]
         if params.prompt_logprobs is not None and is_first:
             message.prompt_logprobs = request.prompt_logprobs
-        if fault is not None:
+        if fault:
             self._finish(request)
             assert request.guide is not None
             return [Failed(request.rid, "invalid", fault, request.guide.param)]
@@ -384,6 +423,16 @@ class Scheduler:
         if message.finish:
             self._finish(request)
         return [message]
+
+
+@dataclass(eq=False, slots=True)
+class _Late:
+    """A result whose request takes it once its guide has followed."""
+
+    request: Request
+    work: Work
+    outcome: WorkResult
+    following: Following
 
 
 _order = attrgetter("order")

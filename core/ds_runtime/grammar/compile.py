@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from ds_runtime.base import part_of
 from ds_runtime.errors import RequestError
+from ds_runtime.grammar.guide import MASK_SECONDS, Start, too_slow, words
 from ds_runtime.grammar.source import Source, json_schema
 from ds_runtime.output_rules import OutputRules, ToolRules
 
@@ -35,7 +39,8 @@ def why_not(folder: Path) -> str | None:
 
 
 class Compiler:
-    """Compiles for one vocabulary of `vocab_size` ids, of which `eos` end a text.
+    """Compiles for a model of `vocab_size` ids, of which `eos` end a text. The tokenizer may know
+    more of them; those never come. `allowed`: words with the bits of ids that the model has.
 
     Time per mask is bounded by the limits below; time and memory of compiling are not quite, so
     rules of strangers go through `grammar/check.py` first.
@@ -49,26 +54,38 @@ class Compiler:
         added = whole.get("added_tokens") or []
         for token in added:  # never text, see grammar/source.py
             token["special"] = True
-        self.vocab_size = vocab_size
+        self.allowed = _bits(vocab_size)
         self.eos = tuple(eos)
         self._source = Source({t["content"]: t["id"] for t in added})
         self._tokenizer = LLTokenizer(
-            json.dumps(whole, ensure_ascii=False), n_vocab=vocab_size, eos_token=list(eos)
+            json.dumps(whole, ensure_ascii=False),
+            n_vocab=max(vocab_size, 1 + _largest_id(whole)),
+            eos_token=list(eos),
         )
 
-    def compile(self, rules: OutputRules) -> LLMatcher:
-        """A matcher at its beginning. Raises RequestError that names the field and the fault."""
+    def compile(self, rules: OutputRules) -> Start:
+        """A rule at its beginning. Raises RequestError that names the field and the fault."""
         matcher = self._make(rules)
         if matcher.is_error():
             raise self._fault(rules, matcher.get_error())
         # Reasoning that may come first says nothing about what is to come behind it.
         alone = rules.reasoning == "none"
         answer = matcher if alone else self._make(replace(rules, reasoning="none"))
-        if not any(answer.compute_bitmask()) or answer.is_error():
-            said = answer.get_error()
+        mask = self._first(rules, answer)
+        return Start(matcher, mask if alone else self._first(rules, matcher))
+
+    def _first(self, rules: OutputRules, matcher: LLMatcher) -> bytes:
+        """The first mask of a matcher."""
+        begin = time.thread_time()
+        mask = words(matcher, self.allowed)
+        seconds = time.thread_time() - begin
+        if not any(mask) or matcher.is_error():
+            said = matcher.get_error()
             empty = not said or "NoExtensionBias" in said
             raise self._fault(rules, "nothing can satisfy it" if empty else said)
-        return matcher
+        if seconds > MASK_SECONDS:
+            raise self._fault(rules, too_slow(seconds, seconds))
+        return mask
 
     def _make(self, rules: OutputRules) -> LLMatcher:
         from llguidance import LLMatcher
@@ -119,6 +136,21 @@ class Compiler:
                     path, said = self._locate(alone, matcher.get_error())
                     return f"{rules.param}[{i}].function.parameters{path}", said
         return rules.param, said
+
+
+def _bits(count: int) -> npt.NDArray[np.uint32]:
+    """Words whose first `count` bits are set."""
+    bits = np.zeros(-(-count // 32) * 32, np.uint8)
+    bits[:count] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _largest_id(tokenizer: Mapping[str, Any]) -> int:
+    """The largest id in a tokenizer.json."""
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    ids = list(vocab.values()) if isinstance(vocab, Mapping) else [len(vocab) - 1]
+    ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
+    return max(ids, default=-1)
 
 
 def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.check import Checker, start_deep
 from ds_runtime.grammar.compile import Compiler, why_not
-from ds_runtime.grammar.guide import Guide
+from ds_runtime.grammar.guide import Guide, Start
 from ds_runtime.output_rules import OutputRules
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
 CACHED = 64  # grammars
+WAITING = 64  # rules that may wait to be compiled, shared by the clients that wait for some
 
 
 class Grammars:
@@ -34,65 +30,148 @@ class Grammars:
 
     def __init__(self, folder: Path, vocab_size: int, eos: Sequence[int]) -> None:
         self._why_not = why_not(folder)
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._asked: SimpleQueue[tuple[OutputRules, Future[LLMatcher]] | None] = SimpleQueue()
+        self._compiled: OrderedDict[str, Asked] = OrderedDict()
+        self._queue = _Queue()
         self._thread: threading.Thread | None = None
         if self._why_not is None:
             self._compiler = Compiler(folder, vocab_size, eos)
             self._checker = Checker(folder, vocab_size, eos)
             weakref.finalize(self, self._checker.close)
-            self._not_eos = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+            self._not_eos = self._compiler.allowed.copy()
             for token in eos:
                 self._not_eos[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def ask(self, rules: OutputRules) -> Future[LLMatcher]:
-        """The matcher of `rules`, now or later; RequestError comes in the future as well."""
+    def ask(self, rules: OutputRules, client: str = "") -> Asked:
+        """`rules` compiled, now or later; RequestError comes in the future as well. Whoever does
+        not wait any longer says so (`leave`).
+
+        Clients take turns; "" is this process itself. QueueFullError, if another waits for its
+        share of WAITING rules already.
+        """
         if self._why_not is not None:
-            failed: Future[LLMatcher] = Future()
+            failed = Asked(rules)
             failed.set_exception(RequestError(f"{rules.param}: {self._why_not}", rules.param))
             return failed
-        known = self._compiled.get(rules.key)
-        if known is not None and not (known.done() and known.exception()):
-            self._compiled.move_to_end(rules.key)
-            return known
-        future = self._compiled[rules.key] = Future()
+        key = rules.key
+        asked = self._compiled.get(key)
+        if asked is None or asked.cancelled() or (asked.done() and asked.exception()):
+            asked = Asked(rules)
+        if not asked.done():
+            self._queue.put(asked, client)
+        asked.waiting += 1
+        self._compiled[key] = asked
+        self._compiled.move_to_end(key)
         while len(self._compiled) > CACHED:
             self._compiled.popitem(last=False)
         if self._thread is None:
-            worker = _Worker(self._asked, self._checker, self._compiler)
+            worker = _Worker(self._queue, self._checker, self._compiler)
             self._thread = threading.Thread(target=worker.run, name="grammars", daemon=True)
             start_deep(self._thread)
-            weakref.finalize(self, self._asked.put, None)
-        self._asked.put((rules, future))
-        return future
+            weakref.finalize(self, self._queue.close)
+        return asked
+
+    def leave(self, asked: Asked) -> None:
+        """One who asked waits no longer; what nobody waits for is not compiled."""
+        asked.waiting -= 1
+        if not asked.waiting and asked.cancel():
+            self._queue.forget(asked)
+
+    @property
+    def waiting(self) -> int:
+        """Rules that wait to be compiled."""
+        return self._queue.size
 
     def close(self) -> None:
         """End the thread and the child. May be called twice."""
-        self._asked.put(None)
+        self._queue.close()
         if self._why_not is None:
             self._checker.close()
 
-    def guide(self, rules: OutputRules, matcher: LLMatcher) -> Guide:
+    def guide(self, rules: OutputRules, start: Start) -> Guide:
         """The state of one choice."""
-        return Guide(matcher.deep_copy(), self._not_eos, rules.param)
+        return Guide(start, self._compiler.allowed, self._not_eos, rules.param)
+
+
+class Asked(Future[Start]):
+    """A rule that `waiting` requests wait for."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        super().__init__()
+        self.rules = rules
+        self.waiting = 0
+
+
+class _Queue:
+    """Rules that wait, by client. The clients take turns."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._turns: OrderedDict[str, deque[Asked]] = OrderedDict()
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """How many rules wait; one that several clients wait for counts for each."""
+        with self._changed:
+            return sum(map(len, self._turns.values()))
+
+    def put(self, asked: Asked, client: str) -> None:
+        """Add a rule once. QueueFullError beyond the client's share."""
+        with self._changed:
+            own = self._turns.get(client, ())
+            if asked in own or asked.running():
+                return
+            share = -(-WAITING // len(self._turns.keys() | {client}))
+            if client and len(own) >= share:
+                raise QueueFullError(
+                    f"{len(own)} rules for the output wait to be compiled, your share of the queue "
+                    f"is {share}: try again later"
+                )
+            self._turns.setdefault(client, deque()).append(asked)
+            self._changed.notify()
+
+    def forget(self, asked: Asked) -> None:
+        """Take a rule out again."""
+        with self._changed:
+            for client, own in list(self._turns.items()):
+                if asked in own:
+                    own.remove(asked)
+                if not own:
+                    del self._turns[client]
+
+    def take(self) -> Asked | None:
+        """The next rule, once there is one; None at the end."""
+        with self._changed:
+            while True:
+                while not self._turns and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return None
+                client, own = self._turns.popitem(last=False)
+                asked = own.popleft()
+                if own:
+                    self._turns[client] = own  # behind the others
+                pending = not (asked.done() or asked.running())  # else another's turn had it
+                if pending and asked.set_running_or_notify_cancel():
+                    return asked
+
+    def close(self) -> None:
+        """Let whoever takes leave."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class _Worker:
     """The compiling thread. It knows no Grammars: those may be forgotten while it waits."""
 
-    def __init__(
-        self,
-        asked: SimpleQueue[tuple[OutputRules, Future[LLMatcher]] | None],
-        checker: Checker,
-        compiler: Compiler,
-    ) -> None:
-        self._asked, self._checker, self._compiler = asked, checker, compiler
+    def __init__(self, queue: _Queue, checker: Checker, compiler: Compiler) -> None:
+        self._queue, self._checker, self._compiler = queue, checker, compiler
 
     def run(self) -> None:
-        while (item := self._asked.get()) is not None:
-            rules, future = item
+        while (asked := self._queue.take()) is not None:
             try:
-                self._checker.check(rules)
-                future.set_result(self._compiler.compile(rules))
+                self._checker.check(asked.rules)
+                asked.set_result(self._compiler.compile(asked.rules))
             except Exception as e:
-                future.set_exception(e)
+                asked.set_exception(e)

@@ -18,7 +18,8 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
     """Run the prompts and answer whole or as a stream; a client that leaves ends both."""
     exchange = exchange_of(request.scope)
     with job.names.kept():
-        run = exchange.run = start(service, prefix, job, exchange.begin)
+        asker = exchange.asker(service.config.api_key is not None)
+        run = exchange.run = start(service, prefix, job, exchange.begin, asker)
         exchange.stream = bool(job.stream)
         try:
             if job.stream:
@@ -31,8 +32,10 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
     return as_json(job.form.reply(run))
 
 
-def start(service: Service, prefix: str, job: Job, begin: float | None = None) -> Run:
-    """Submit a job that came at `begin`. Whoever calls this closes the run."""
+def start(
+    service: Service, prefix: str, job: Job, begin: float | None = None, asker: str = ""
+) -> Run:
+    """Submit a job that came at `begin` from `asker`. Whoever calls this closes the run."""
     return Run(
         prefix,
         job.prompts,
@@ -45,6 +48,7 @@ def start(service: Service, prefix: str, job: Job, begin: float | None = None) -
         job.start_parser,
         begin,
         job.adapter,
+        asker,
     )
 
 

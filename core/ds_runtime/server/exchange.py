@@ -5,6 +5,7 @@ Nothing here runs per token, except to pass a message on.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 import uuid
@@ -51,6 +52,14 @@ class Exchange:
     def seconds(self) -> float:
         """From arrival to the end of the answer."""
         return self.end - self.begin
+
+    def asker(self, keyed: bool) -> str:
+        """Who asks, for what clients share by turns: an address and, where the server has looked
+        at it (`keyed`), a key.
+        """
+        sent = self.headers.get("authorization") or self.headers.get("x-api-key") or ""
+        key = hashlib.sha256(sent.encode()).hexdigest()[:16] if keyed else ""
+        return f"{self.client or 'unknown'} {key}".rstrip()
 
 
 def exchange_of(scope: Any) -> Exchange:

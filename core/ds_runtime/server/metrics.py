@@ -90,6 +90,24 @@ _STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         CounterMetricFamily,
         "drafted tokens that were right",
     ),
+    (
+        "mask_seconds",
+        "grammar_mask_seconds",
+        CounterMetricFamily,
+        "processor time that masks of structured output took",
+    ),
+    (
+        "late_masks",
+        "grammar_late_masks",
+        CounterMetricFamily,
+        "tokens whose next mask a step did not wait for",
+    ),
+    (
+        "rules_waiting",
+        "grammar_rules_waiting",
+        GaugeMetricFamily,
+        "rules for the output that wait to be compiled",
+    ),
     ("steps", "engine_steps", CounterMetricFamily, "engine steps"),
     ("step_seconds", "engine_step_seconds", CounterMetricFamily, "time in engine steps"),
 )

@@ -28,6 +28,7 @@ class Run:
 
     `running` holds every open run by id. `rid` is the client's own id for it; None draws one.
     begin: when its HTTP request arrived, by `time.perf_counter`; None: now. adapter: its name.
+    asker: who asks.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Run:
         start_parser: StartParser | None = None,
         begin: float | None = None,
         adapter: str = "",
+        asker: str = "",
     ) -> None:
         total = sum(params.n for _, params in prompts)
         if total > MAX_CHOICES:
@@ -66,7 +68,7 @@ class Run:
                 f"rid {shown(rid)} is that of a running request: draw a new one", "rid"
             )
         self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
-        self.adapter = adapter
+        self.adapter, self.asker = adapter, asker
         self.created = int(time.time())
         self.prompts = [p for p, _ in prompts]
         self.choices = make_choices(self.id, prompts, tokenizer, start_parser)
@@ -91,6 +93,7 @@ class Run:
                 group=f"{self.id}/{n}",
                 priority=priority,
                 adapter=self.adapter,
+                client=self.asker,
             )
             for n, (prompt, params) in enumerate(prompts)
         ]
