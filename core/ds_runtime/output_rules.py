@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ds_runtime.errors import RequestError, shown
+from ds_runtime.nesting import MAX_NESTING, too_deep
 
 MAX_RULE = 1 << 18  # characters of one rule, as JSON
 MAX_CHOICES = 1024
@@ -69,7 +70,8 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
                 f"reasoning is {shown(self.reasoning)}: must be {', '.join(REASONING)}", "reasoning"
             )
         for name in given:
-            _FORMS[name](getattr(self, name), self.param)
+            beside = name == "tool_calls" and self.kind != name  # of another field
+            _FORMS[name](getattr(self, name), "tools" if beside else self.param)
         if len(self.key) > MAX_RULE:
             raise RequestError(
                 f"{self.param} has {len(self.key)} characters: at most {MAX_RULE} are compiled",
@@ -103,10 +105,47 @@ def _check_schema(schema: Any, param: str) -> None:
         raise RequestError(f"{param} is {shown(schema)}: a schema is an object or a boolean", param)
     if schema is False:
         raise RequestError(f"{param} is false: nothing satisfies it", param)
+    _check_json(schema, param)
+
+
+def _check_json(value: Any, param: str) -> None:
+    """RequestError for what is not JSON, or JSON that this runtime does not pass on."""
     try:
-        msgspec.json.encode(schema)
-    except (TypeError, RecursionError, UnicodeEncodeError) as e:
+        msgspec.msgpack.encode(value)  # as it travels; knows whole numbers of 64 bits
+        written = msgspec.json.encode(value)
+    except RecursionError as e:
+        raise _too_deep(param) from e
+    except OverflowError as e:
+        path, number = _large(value, param)
+        raise RequestError(
+            f"{path} is {shown(number)}: a schema takes whole numbers from -2**63 to 2**64 - 1",
+            path,
+        ) from e
+    except (TypeError, UnicodeEncodeError) as e:
         raise RequestError(f"{param} cannot be written as JSON: {e}", param) from e
+    if too_deep(written) is not None:
+        raise _too_deep(param)
+
+
+def _too_deep(param: str) -> RequestError:
+    return RequestError(
+        f"{param} is nested too deeply: {MAX_NESTING} levels are the most; refer to $defs instead",
+        param,
+    )
+
+
+def _large(value: Any, path: str) -> tuple[str, int]:
+    """The first whole number beyond 64 bits, and its path, of JSON that has one."""
+    left = [(path, value)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{path}.{name}", child) for name, child in reversed(value.items())]
+        elif isinstance(value, list | tuple):
+            left += [(f"{path}[{i}]", child) for i, child in reversed([*enumerate(value)])]
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            return path[:200], value
+    raise AssertionError("a whole number beyond 64 bits was seen")
 
 
 def _check_text(text: Any, param: str) -> None:
@@ -130,6 +169,8 @@ def _check_tools(rules: Any, param: str) -> None:
         raise RequestError(
             f"{param}: format {shown(rules.format)} must be one of {', '.join(TOOL_FORMATS)}", param
         )
+    for i, tool in enumerate(rules.tools):
+        _check_json(tool.parameters, f"{param}[{i}].function.parameters")
 
 
 _KINDS = ("json_schema", "regex", "ebnf", "choice", "tool_calls")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
 _DIGEST = 300  # characters of the library's message
+_PATH = 200  # characters of a field's path
 _PROBES = 256  # subschemas that are tried, one by one, to find the one at fault
 _CHILDREN = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -100,6 +101,7 @@ class Compiler:
             where += path
         elif rules.tool_calls is not None:
             where, said = self._locate_tool(rules, rules.tool_calls, said)
+        where = where if len(where) <= _PATH else where[: _PATH - 3] + "..."
         said = " ".join(said.replace("<non-verbose/>", "").split())
         said = said if len(said) <= _DIGEST else said[: _DIGEST - 3] + "..."
         return RequestError(f"{where} cannot be compiled: {said}", where)

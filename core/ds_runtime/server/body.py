@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from ds_runtime.errors import shown
+from ds_runtime.nesting import MAX_NESTING, too_deep
 from ds_runtime.server.errors import ApiError, ClientGoneError
 from ds_runtime.server.protocol import Body
 
@@ -45,6 +46,11 @@ async def parse(request: Request, kind: type[B], limit: int, prepare: Callable[[
 
 
 def _work(raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
+    if (field := too_deep(raw)) is not None:
+        raise _bad(
+            f"{field or 'the body'} is nested too deeply: {MAX_NESTING} levels are the most",
+            field or None,
+        )
     try:
         value = _json(raw)
         if not isinstance(value, dict):
