@@ -12,12 +12,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-AMBIGUOUS = 'root ::= x x x x\nx ::= x x | [a-z] | [a-z] [a-z] | ""'
+AMBIGUOUS = 'root ::= x x x x\nx ::= x x | [a-z] | [a-z] [a-z] | ""\n'
+STEEP = """root ::= x x x x x x x x
+x ::= y y
+y ::= y y | z | ""
+z ::= z z | [-a-z =*_.#/] | [-a-z =*_.#/] [-a-z =*_.#/] | ""
+"""
 
 
 def chat(text: str = "Hi", **fields: Any) -> dict[str, Any]:
@@ -34,12 +40,32 @@ def ambiguous_grammar(http: httpx.Client, round: int) -> None:
     http.post("/v1/chat/completions", json=chat(ebnf=AMBIGUOUS, max_tokens=400, temperature=1.0))
 
 
+def ambiguous_grammars(http: httpx.Client, round: int) -> None:
+    """Several of them at once, each another rule, one dearer with each token than the first."""
+    grammars = [f"{AMBIGUOUS}y ::= [{letter}]\n" for letter in "abcd"]
+    grammars += [f"{STEEP}w ::= [{letter}]\n" for letter in "abcd"]
+    together(http, [chat(ebnf=g, max_tokens=400, temperature=1.0) for g in grammars])
+
+
 def abandoned_schemas(http: httpx.Client, round: int) -> None:
-    """Schemas that take long to compile, asked for by clients that leave at once."""
+    """Small schemas that take long to compile, asked for by clients that leave at once."""
     for number in range(60):
-        properties = {f"p{round}_{number}_{i}": {"type": "string"} for i in range(300)}
-        schema = {"type": "object", "properties": properties, "additionalProperties": False}
-        leave(http, "/v1/chat/completions", chat(json_schema=schema, max_tokens=8))
+        leave(http, "/v1/chat/completions", chat(json_schema=slow_schema(f"{round}_{number}")))
+
+
+def slow_schema(name: str) -> dict[str, Any]:
+    """A third of a second, to find that it cannot be followed."""
+    return {
+        "allOf": [
+            {
+                "anyOf": [
+                    {"type": "object", "properties": {f"{name}_{i}_{j}": {"type": "integer"}}}
+                    for i in range(4)
+                ]
+            }
+            for j in range(5)
+        ]
+    }
 
 
 def many_choices_of_a_large_schema(http: httpx.Client, round: int) -> None:
@@ -51,9 +77,17 @@ def many_choices_of_a_large_schema(http: httpx.Client, round: int) -> None:
 
 ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
     "ambiguous_grammar": ambiguous_grammar,
+    "ambiguous_grammars": ambiguous_grammars,
     "abandoned_schemas": abandoned_schemas,
     "many_choices_of_a_large_schema": many_choices_of_a_large_schema,
 }
+
+
+def together(http: httpx.Client, bodies: list[dict[str, Any]]) -> None:
+    """Chats at once, to their ends."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        for _ in pool.map(lambda body: http.post("/v1/chat/completions", json=body), bodies):
+            pass
 
 
 def leave(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
@@ -64,8 +98,9 @@ def leave(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
     connection.close()
 
 
-def http_connection(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+def http_connection(url: str, source: str = "127.0.0.1") -> http.client.HTTPConnection:
+    """To a server on this machine, from one of its addresses."""
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=60, source_address=(source, 0))
 
 
 def attack(url: str, names: list[str]) -> None:
@@ -88,11 +123,11 @@ def _rounds(url: str, name: str) -> None:
             time.sleep(0.01)
 
 
-def honest(url: str, seconds: float) -> Iterator[float]:
+def honest(url: str, seconds: float, more: dict[str, Any]) -> Iterator[float]:
     """Gaps between the tokens of streams that follow each other, at least so long."""
     end = time.perf_counter() + seconds
     connection = http_connection(url)
-    body = chat("Count", max_tokens=400, stream=True, ignore_eos=True)
+    body = chat("Count", max_tokens=400, stream=True, ignore_eos=True) | more
     while time.perf_counter() < end:
         connection.request(
             "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
@@ -114,4 +149,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "attack":
         attack(sys.argv[2], sys.argv[3:])
     else:
-        print(json.dumps(list(honest(sys.argv[2], float(sys.argv[3])))))
+        more = json.loads(sys.argv[4]) if sys.argv[4:] else {}
+        print(json.dumps(list(honest(sys.argv[2], float(sys.argv[3]), more))))

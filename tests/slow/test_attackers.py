@@ -7,12 +7,23 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
-from attackers import ATTACKERS
+from attackers import (
+    ATTACKERS,
+    STEEP,
+    abandoned_schemas,
+    chat,
+    http_connection,
+    slow_schema,
+)
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
 from served import serving
@@ -52,9 +63,9 @@ def attacking(url: str, *names: str) -> Iterator[Counter[str]]:
         reader.join()
 
 
-def largest_gap(url: str) -> float:
+def largest_gap(url: str, **body: Any) -> float:
     done = subprocess.run(
-        [sys.executable, SCRIPT, "honest", url, str(SECONDS)],
+        [sys.executable, SCRIPT, "honest", url, str(SECONDS), json.dumps(body)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -76,11 +87,68 @@ def usual(url: str) -> float:
         return min(largest_gap(url) for _ in range(3))
 
 
-@pytest.mark.parametrize("names", [*((n,) for n in ATTACKERS), tuple(ATTACKERS)], ids="+".join)
-def test_no_attacker_delays_anothers_token(url: str, usual: float, names: tuple[str, ...]) -> None:
+def held(url: str, usual: float, names: tuple[str, ...], **body: Any) -> None:
+    """An honest stream beside attackers stays within the bound."""
     found = list[float]()
     with attacking(url, *names):
         while not found or (min(found) > usual + BOUND and len(found) < TRIES):
-            found.append(largest_gap(url))
+            found.append(largest_gap(url, **body))
     print(f"{'+'.join(names)}: {min(found) * 1000:.1f} ms, usual {usual * 1000:.1f} ms")
     assert min(found) <= usual + BOUND, found
+
+
+@pytest.mark.parametrize("names", [*((n,) for n in ATTACKERS), tuple(ATTACKERS)], ids="+".join)
+def test_no_attacker_delays_anothers_token(url: str, usual: float, names: tuple[str, ...]) -> None:
+    held(url, usual, names)
+
+
+@pytest.mark.parametrize("name", ["ambiguous_grammar", "ambiguous_grammars"])
+def test_no_grammar_delays_anothers_masks(url: str, usual: float, name: str) -> None:
+    held(url, usual, (name,), regex="[a-z]{400}")
+
+
+def test_an_ambiguous_grammar_is_told_so(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=60) as http:
+        body = chat(ebnf=STEEP, max_tokens=400, temperature=1.0)
+        reply = http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 400 and "less ambiguous" in reply.json()["error"]["message"]
+        assert reply.json()["error"]["param"] == "ebnf"
+        lines = http.post("/v1/chat/completions", json=body | {"stream": True}).text.split("\n\n")
+        assert lines[0].startswith("data: {") and '"error"' not in lines[0]  # had begun
+        assert "less ambiguous" in next(line for line in lines if '"error"' in line)
+
+
+def post(url: str, source: str, body: dict[str, Any]) -> tuple[int, Any, str | None]:
+    connection = http_connection(url, source)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    reply = connection.getresponse()
+    found = reply.status, json.loads(reply.read()), reply.getheader("Retry-After")
+    connection.close()
+    return found
+
+
+def test_an_honest_rule_waits_for_no_others(url: str) -> None:
+    """Abandoned rules cost nothing; a client that waits for many lets another's come first, and is
+    told when it has too many. Each takes a third of a second.
+    """
+    honest = chat(json_schema={"type": "object", "properties": {"a": {"enum": [1, 2]}}})
+    with httpx.Client(base_url=url, timeout=60) as http:
+        abandoned_schemas(http, 10**6)
+    begin = time.monotonic()
+    assert post(url, "127.0.0.1", honest | {"max_tokens": 40})[0] == 200
+    assert time.monotonic() - begin < 4
+    bodies = [chat(json_schema=slow_schema(f"many_{i}"), max_tokens=1) for i in range(80)]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        asked = [pool.submit(post, url, "127.0.0.2", body) for body in bodies]
+        time.sleep(1)
+        begin = time.monotonic()
+        other = {"type": "object", "properties": {"b": {"enum": [1, 2]}}}
+        assert post(url, "127.0.0.3", honest | {"json_schema": other, "max_tokens": 40})[0] == 200
+        assert time.monotonic() - begin < 4
+        found = [one.result() for one in asked]
+    refused = [one for one in found if one[0] == 503]
+    assert len(refused) >= 80 - 64 - 8  # some have been compiled before the last came
+    for _, body, retry in refused:
+        assert body["error"]["code"] == "queue_full" and int(retry or 0) > 0
+    assert {status for status, _, _ in found} == {400, 503}  # those cannot be followed
