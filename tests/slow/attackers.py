@@ -51,6 +51,7 @@ def abandoned_schemas(http: httpx.Client, round: int) -> None:
     """Small schemas that take long to compile, asked for by clients that leave at once."""
     for number in range(60):
         leave(http, "/v1/chat/completions", chat(json_schema=slow_schema(f"{round}_{number}")))
+        time.sleep(0.005)  # a flood of connections is another matter
 
 
 def slow_schema(name: str) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def leave(http: httpx.Client, path: str, body: dict[str, Any]) -> None:
 
 def http_connection(url: str, source: str = "127.0.0.1") -> http.client.HTTPConnection:
     """To a server on this machine, from one of its addresses."""
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=60, source_address=(source, 0))
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=300, source_address=(source, 0))
 
 
 def attack(url: str, names: list[str]) -> None:

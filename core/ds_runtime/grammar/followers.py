@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -12,8 +13,9 @@ from queue import Empty, SimpleQueue
 from ds_runtime.grammar.guide import HEAVY, Followed, Guide
 
 PATIENCE = 0.004  # seconds that a step waits for guides that were quick so far
-_GROW = 0.001  # seconds without a thread for a guide until there is another
+_GROW = 0.001  # seconds without a thread for a quick guide until there is another
 _IDLE = 10.0  # seconds after which a thread that has nothing to do leaves
+_SHARE = 8  # of so many processors, one is for heavy guides
 
 
 @dataclass(eq=False, slots=True)
@@ -32,21 +34,26 @@ class Following:
 
 
 class Followers:
-    """Threads that come as they are needed. `wait` and `begin` are for one thread alone."""
+    """Threads that come as they are needed. `begin` and `wait` are for one thread alone.
+
+    Guides whose last mask was quick have as many as it takes, so that none waits behind one that
+    has become heavy; heavy ones wait for each other.
+    """
 
     def __init__(self) -> None:
-        self._pool = _Pool()
-        weakref.finalize(self, self._pool.close)
+        told = threading.Event()
+        heavy = max(1, (os.cpu_count() or 1) // _SHARE)
+        self._told, self._quick, self._heavy = told, _Pool(told), _Pool(told, heavy)
+        for pool in (self._quick, self._heavy):
+            weakref.finalize(self, pool.close)
 
-    def begin(self, following: Sequence[Following]) -> None:
-        """Let guides follow, the quickest first."""
-        for one in sorted(following, key=lambda f: f.guide.cost):
+    def begin(self, following: Iterable[Following]) -> None:
+        """Let guides follow."""
+        for one in following:
             one.quick = one.guide.cost < HEAVY
-            self._pool.asked.put(one)
-        if following:
-            self._pool.grow(at_most=1)
+            (self._quick if one.quick else self._heavy).put(one)
 
-    def wait(self, following: Sequence[Following]) -> None:
+    def wait(self, following: Iterable[Following]) -> None:
         """Until the guides that were quick so far are there, or the time is over."""
         self._until([f for f in following if f.quick], PATIENCE, all)
 
@@ -61,34 +68,45 @@ class Followers:
         enough: Callable[[Iterable[bool]], bool],
     ) -> None:
         end = time.perf_counter() + seconds
-        while not enough(f.found is not None for f in following):
+        while True:
+            self._told.clear()
+            if enough(f.found is not None for f in following):
+                return
             left = end - time.perf_counter()
             if left <= 0:
                 return
-            self._pool.told.clear()
-            if enough(f.found is not None for f in following):
-                return
-            if not self._pool.told.wait(min(left, _GROW)):
-                self._pool.grow()
+            if not self._told.wait(min(left, _GROW)):
+                self._quick.grow()
 
     def close(self) -> None:
         """Let the threads leave. May be called twice."""
-        self._pool.close()
+        self._quick.close()
+        self._heavy.close()
 
 
 class _Pool:
-    """What the threads know; no Followers, which may be forgotten while they wait."""
+    """Threads that follow in the order of asking, `heavy` of them or as many as `grow` adds.
+    `told` is set behind each.
+    """
 
-    def __init__(self) -> None:
-        self.asked: SimpleQueue[Following | None] = SimpleQueue()
-        self.told = threading.Event()
+    def __init__(self, told: threading.Event, heavy: int = 0) -> None:
+        self._told, self._heavy = told, heavy
+        self._asked: SimpleQueue[Following | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0
 
-    def grow(self, at_most: int = 1 << 10) -> None:
+    def put(self, one: Following) -> None:
+        """Let a guide follow, soon."""
+        with self._lock:  # no thread leaves meanwhile
+            self._asked.put(one)
+            enough = self._threads >= max(1, self._heavy)
+        if not enough:
+            self.grow()
+
+    def grow(self) -> None:
         """Another thread, if somebody waits for one."""
         with self._lock:
-            if self._threads >= at_most or self.asked.empty():
+            if self._asked.empty():
                 return
             self._threads += 1
         threading.Thread(target=self._run, name="guides", daemon=True).start()
@@ -96,22 +114,22 @@ class _Pool:
     def close(self) -> None:
         """Let every thread leave."""
         for _ in range(self._threads):
-            self.asked.put(None)
+            self._asked.put(None)
 
     def _run(self) -> None:
         while True:
             try:
-                one = self.asked.get(timeout=_IDLE)
+                one = self._asked.get(timeout=_IDLE)
             except Empty:
                 with self._lock:
-                    if self.asked.empty():
+                    if self._asked.empty():
                         self._threads -= 1
                         return
                 continue
             if one is None:
                 return
             one.found = _follow(one)
-            self.told.set()
+            self._told.set()
 
 
 def _follow(one: Following) -> Followed:
