@@ -4,7 +4,7 @@ counted.
 
     python benchmarks/mask_cost.py --tokenizer core/ds_runtime/demo DIR ... [--no-record]
 
-Per schema of grammar_schemas.TIMED, `guide_us`: `Guide.take` along an instance's tokens. Per number
+Per schema of grammar_schemas.TIMED, `guide_us`: `Followers` along an instance's tokens. Per number
 of requests, `apply_us` of a request: `Sampler.prepare` and `draw` of a greedy step with a mask in
 every row, less the same without, the two by turns; `reference_us` is the same with the reference
 kernel for mask_logits. `total_us`: the schemas' mean guide_us and apply_us. Rows go to
@@ -28,6 +28,7 @@ from ds_runtime.bench.record import append, environment
 from ds_runtime.engine.sampler import Draw, Sampler
 from ds_runtime.engine.step import RowInit
 from ds_runtime.engine.transfer import Upload
+from ds_runtime.grammar.followers import Followers, Following
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars
 from ds_runtime.ops.reference import sampling as reference
@@ -54,16 +55,19 @@ def figures(times: Sequence[float]) -> dict[str, float]:
 
 
 def follow(new: Callable[[], Guide], tokens: Sequence[int]) -> tuple[list[float], bytes]:
-    """Microseconds per `take`, and a mask from the middle."""
-    times, mask = [], b""
+    """Microseconds per token, with the way to the thread and back; and a mask from the middle."""
+    times, mask, followers = [], b"", Followers()
     for _ in range(PASSES):
         guide = new()
         for number, token in enumerate(tokens):
             begin = time.perf_counter()
-            guide.take(token)
+            following = [Following(guide, [token], (), ())]
+            followers.begin(following)
+            followers.wait(following)
             times.append((time.perf_counter() - begin) * 1e6)
             if number == len(tokens) // 2:
                 mask = guide.mask
+    followers.close()
     return times, mask
 
 

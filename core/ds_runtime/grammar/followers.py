@@ -129,7 +129,8 @@ class _Pool:
             if one is None:
                 return
             one.found = _follow(one)
-            self._told.set()
+            if self._heavy or self._asked.empty():  # a step waits for all that are quick
+                self._told.set()
 
 
 def _follow(one: Following) -> Followed:
