@@ -11,19 +11,18 @@ import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import msgspec
 
 from ds_runtime.engine.adapters import Held
+from ds_runtime.engine.guided import Guided, Underway
 from ds_runtime.engine.holdings import Holdings, Pages
 from ds_runtime.engine.limits import SchedulerLimits, check_submit
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.request import Group, Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
-from ds_runtime.grammar.followers import Followers, Following
 from ds_runtime.grammar.guide import Followed, Guide
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -44,8 +43,7 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
         self._num_guided = 0
-        self._followers = Followers()
-        self._late: list[_Late] = []
+        self._underway = Underway()
         self._drafts = limits.drafts  # of the step that is planned
         self._pool_tokens = self.holdings.most_pages * limits.page_size  # of one request at most
         self._stats = Stats(pages_total=self.holdings.num_pages)
@@ -291,13 +289,11 @@ class Scheduler:
         step, requests = self._in_flight.popleft()
         assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
         messages = list[Tokens | Failed]()
-        fresh = list[_Late]()
+        fresh = list[Guided]()
         for request, work, outcome in zip(requests, plan.works, result.works, strict=True):
             assert request.rid == outcome.rid
             if request.guide is not None and outcome.tokens and not request.is_finished:
-                request.is_following = True
-                ahead = (outcome.tokens, outcome.drafts, outcome.draft_parents)
-                fresh.append(_Late(request, work, outcome, Following(request.guide, *ahead)))
+                fresh.append(Guided.of(request, work, outcome))
                 continue
             request.num_in_flight -= 1
             if request.is_finished:  # aborted, or ended by the step before
@@ -312,35 +308,24 @@ class Scheduler:
             else:
                 self._computed(request, work.start + work.length)
         if fresh:
-            self._followers.begin([late.following for late in fresh])
-            self._followers.wait([late.following for late in fresh])
-            self._stats.late_masks += sum(late.following.found is None for late in fresh)
-            self._late += fresh
-        return messages + self.followed() if self._late else messages
+            self._stats.late_masks += self._underway.begin(fresh)
+        return messages + self.followed()
 
     def followed(self, seconds: float = 0.0) -> list[Tokens | Failed]:
         """Take the results of requests whose guides have come behind their tokens; `seconds` to
         wait for the first of them. Those of others are late: they alone sit steps out.
         """
-        if not self._late:
-            return []
-        if seconds:
-            self._followers.wait_any([late.following for late in self._late], seconds)
-        ready = [late for late in self._late if late.following.found is not None]
-        self._late = [late for late in self._late if late.following.found is None]
         messages = list[Tokens | Failed]()
-        for late in ready:
-            request = late.request
-            request.num_in_flight -= 1
-            request.is_following = False
-            self._stats.mask_seconds += late.following.seconds
-            if not request.is_finished:
-                messages += self._take(request, late.work, late.outcome, late.following.found)
+        for one in self._underway.ready(seconds):
+            one.request.num_in_flight -= 1
+            self._stats.mask_seconds += one.following.seconds
+            if not one.request.is_finished:
+                messages += self._take(one.request, one.work, one.outcome, one.following.found)
         return messages
 
     def close(self) -> None:
         """Let the threads of guides leave."""
-        self._followers.close()
+        self._underway.close()
 
     def _break(self, request: Request, position: int) -> Failed:
         """End a request: the logits for the token at `position` are not finite."""
@@ -423,16 +408,6 @@ class Scheduler:
         if message.finish:
             self._finish(request)
         return [message]
-
-
-@dataclass(eq=False, slots=True)
-class _Late:
-    """A result whose request takes it once its guide has followed."""
-
-    request: Request
-    work: Work
-    outcome: WorkResult
-    following: Following
 
 
 _order = attrgetter("order")
