@@ -40,8 +40,8 @@ class Pages:
         if self.prefix is None:
             return None
         if not reads_cache:
-            return Match(self.prefix.root(request.weights), [])
-        return self.prefix.match(request.tokens(0, request.total_len), request.weights)
+            return Match(self.prefix.root(request.realm), [])
+        return self.prefix.match(request.tokens(0, request.total_len), request.realm)
 
     def take(self, request: Request, known: Match | None) -> bool:
         """Pages for all that the request has to compute; False if there are too few.
@@ -130,7 +130,7 @@ class Pages:
         if self.prefix is None:
             return
         known = (request.cached_tokens or 0) // self.page_size
-        found = self.prefix.match(request.tokens(0, request.total_len), request.weights)
+        found = self.prefix.match(request.tokens(0, request.total_len), request.realm)
         self.pool.free(self.prefix.discard(found.node, known))
 
     def flush(self) -> int:

@@ -21,7 +21,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 
     `think_id`: the token that opens reasoning, where reasoning is to stay out of the prefix cache.
     `adapter`: the name of a low-rank adapter; "" is the model itself. `client`: who asks, for what
-    is shared by turns; "" is this process.
+    is shared by turns; "" is this process. `salt`: what the prefix cache knows under another one is
+    as if it were not there.
     """
 
     rid: str
@@ -34,6 +35,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     think_id: int | None = None
     adapter: str = ""
     client: str = ""
+    salt: str = ""
 
 
 class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
@@ -48,6 +50,7 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
     think_id: int | None = None
     adapter: str = ""
     client: str = ""
+    salt: str = ""
 
     def choices(self) -> list[Submit]:
         """One Submit per choice; they share the prompt's list.
@@ -70,6 +73,7 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
                 think_id=self.think_id,
                 adapter=self.adapter,
                 client=self.client,
+                salt=self.salt,
             )
             for choice, rid in enumerate(self.rids)
         ]

@@ -1,30 +1,42 @@
 """Prefix cache: a tree over whole pages, so that equal prompt beginnings are computed once.
 
-One node is one full page of tokens, below the node of the page before it. KV of other weights (a
-low-rank adapter's) hangs below another root, as other KV of the same tokens. Running requests hold
-references on the path that they read; a node without references may be evicted once it has no
-children, least recently used first. Only page ids live here, the bytes are the device's.
+One node is one full page of tokens, below the node of the page before it. What may not be shared
+hangs below another root, its realm's: KV of other weights (a low-rank adapter's) is other KV of the
+same tokens, and that of another salt is another client's. Running requests hold references on the
+path that they read, its root included; a node without references may be evicted once it has no
+children, least recently used first, and a root is forgotten then. Only page ids live here, the
+bytes are the device's.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+class Realm(NamedTuple):
+    """Whose pages: computed with one set of weights (0: the model's own), under one salt."""
+
+    weights: int = 0
+    salt: str = ""
+
+
+OWN = Realm()
 
 
 class Node:
-    """One cached page. The root holds no page (−1) and is never evicted."""
+    """One cached page. A root holds none (−1); its key is its realm."""
 
     __slots__ = ("children", "is_cut", "is_proved", "key", "num_refs", "page", "parent", "stamp")
 
-    def __init__(self, parent: Node | None, key: tuple[int, ...], page: int) -> None:
+    def __init__(self, parent: Node | None, key: tuple[Any, ...], page: int) -> None:
         self.is_cut = False  # its parent knows it no more: it is for those alone that read it
         self.is_proved = page < 0  # logits that were computed from it, and those above, are finite
         self.parent = parent
         self.key = key
         self.page = page
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[tuple[Any, ...], Node] = {}
         self.num_refs = 0
         self.stamp = 0
 
@@ -42,7 +54,7 @@ class PrefixCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.num_evictable = 0
-        self._roots: dict[int, Node] = {}
+        self._roots: dict[tuple[Any, ...], Node] = {}  # those that are read, or have pages
         self._nodes: dict[int, Node] = {}  # page → node
         self._clock = 0
         self._oldest: list[tuple[int, int, Node]] = []  # heap of leaves, some entries outdated
@@ -52,16 +64,16 @@ class PrefixCache:
         """Pages in the tree, whether running requests read them or not."""
         return len(self._nodes)
 
-    def root(self, weights: int = 0) -> Node:
-        """Above all pages of one set of weights; 0 are the model's own."""
-        return self._roots.setdefault(weights, Node(None, (), -1))
+    def root(self, realm: Realm = OWN) -> Node:
+        """Above all pages of a realm. A new one stays only once it is locked, or has pages."""
+        return self._roots.get(realm) or Node(None, realm, -1)
 
-    def match(self, tokens: Sequence[int], weights: int = 0) -> Match:
+    def match(self, tokens: Sequence[int], realm: Realm = OWN) -> Match:
         """The longest cached beginning of `tokens` that leaves at least one token to compute.
 
         Takes no reference: `lock` the node before anything is evicted.
         """
-        node, pages, size = self.root(weights), [], self.page_size
+        node, pages, size = self.root(realm), [], self.page_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -73,7 +85,7 @@ class PrefixCache:
     def lock(self, node: Node) -> None:
         """Take a reference on `node` and all above it."""
         step: Node | None = node
-        while step is not None and step.page >= 0:
+        while step is not None:
             self._refer(step)
             step = step.parent
 
@@ -82,11 +94,11 @@ class PrefixCache:
         self._clock += 1
         step: Node | None = node
         leaves = [node]
-        while step is not None and step.page >= 0:
+        while step is not None:
             assert step.num_refs > 0, f"page {step.page} is unlocked twice"
             step.num_refs -= 1
             step.stamp = self._clock
-            if step.num_refs == 0:
+            if step.num_refs == 0 and step.page >= 0:
                 self.num_evictable += 1
             if step.is_cut and step.parent is not None:
                 leaves.append(step.parent)
@@ -185,10 +197,13 @@ class PrefixCache:
 
     def forget(self, weights: int) -> None:
         """No later prompt matches what these weights made; its pages leave as they grow old."""
-        self._roots.pop(weights, None)
+        self._roots = {key: root for key, root in self._roots.items() if key[0] != weights}
 
     def _refer(self, node: Node) -> None:
-        if node.num_refs == 0:
+        if node.page < 0:
+            if not node.num_refs and not node.children:
+                self._roots.setdefault(node.key, node)
+        elif node.num_refs == 0:
             self.num_evictable -= 1
         node.num_refs += 1
 
@@ -198,6 +213,11 @@ class PrefixCache:
         return held and node.num_refs == 0 and not node.children
 
     def _push(self, node: Node) -> None:
+        """It may be loose now: a page can be evicted then, and an empty root is forgotten."""
+        if node.page < 0 and not node.num_refs and not node.children:
+            if self._roots.get(node.key) is node:
+                del self._roots[node.key]
+            return
         if not self._is_loose(node):
             return
         if len(self._oldest) > 2 * len(self._nodes) + 64:
@@ -210,6 +230,9 @@ class PrefixCache:
         """Assert every invariant; returns the pages in the tree."""
         loose = {n.page for s, _, n in self._oldest if self._is_loose(n) and n.stamp == s}
         evictable = 0
+        for realm, root in self._roots.items():
+            assert root.key == realm and root.page < 0
+            assert root.num_refs or root.children, f"{realm} is never forgotten"
         for page, node in self._nodes.items():
             assert node.page == page and len(node.key) == self.page_size
             parent = node.parent
@@ -217,7 +240,7 @@ class PrefixCache:
             assert (parent.children.get(node.key) is node) != node.is_cut
             unread = node.is_cut and node.num_refs == 0  # then it may outlive its parent
             assert unread or parent.page < 0 or self._nodes[parent.page] is parent
-            assert parent.page < 0 or parent.num_refs >= node.num_refs
+            assert parent.num_refs >= node.num_refs
             assert parent.page < 0 or parent.stamp >= node.stamp
             assert parent.is_proved or not node.is_proved
             assert all(self._nodes[c.page] is c for c in node.children.values())

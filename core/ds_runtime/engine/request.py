@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ds_runtime.engine.adapters import Held
 from ds_runtime.engine.messages import Submit, TokenLogprob
-from ds_runtime.engine.prefix import Node
+from ds_runtime.engine.prefix import Node, Realm
 from ds_runtime.engine.step import RowInit
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.sampling_params import SamplingParams
@@ -50,11 +50,11 @@ class Request:
     `on_device`: the last token of the sequence was sampled in this row. `guide`: the grammar that
     the output follows; which token may come next is known once the last one is. `admitted`: when
     its first step was planned, by `time.monotonic`. `adapter`: None for the model itself.
-    `limit` bounds the tokens that the engine can hold. `num_drafts` drafts lie behind the last
-    token in this row, `drafts` where a guide needs to know them, with `draft_parents` where they
-    are a tree; `is_verifying`: how many of them
-    were right is not known, and so not where the sequence ends. `is_following`: its guide is on
-    its way behind the last tokens.
+    `salt`: only requests with the same one share pages of the prefix cache. `limit` bounds the
+    tokens that the engine can hold. `num_drafts` drafts lie behind the last token in this row,
+    `drafts` where a guide needs to know them, with `draft_parents` where they are a tree;
+    `is_verifying`: how many of them were right is not known, and so not where the sequence ends.
+    `is_following`: its guide is on its way behind the last tokens.
     """
 
     rid: str
@@ -70,6 +70,7 @@ class Request:
     group: Group | None = None
     think_id: int | None = None
     adapter: Held | None = None
+    salt: str = ""
     max_shared: int | None = None
 
     output: list[int] = field(default_factory=list)
@@ -120,6 +121,7 @@ class Request:
             guide=guide,
             think_id=submit.think_id,
             adapter=adapter,
+            salt=submit.salt,
         )
         if submit.think_id in submit.prompt[-_OPENING:]:
             request.max_shared = len(submit.prompt)
@@ -132,9 +134,9 @@ class Request:
         self.output.append(token)
 
     @property
-    def weights(self) -> int:
-        """What tells its KV from that of the same tokens under another adapter."""
-        return 0 if self.adapter is None else self.adapter.key
+    def realm(self) -> Realm:
+        """What tells its pages from those of the same tokens that it may not read."""
+        return Realm(0 if self.adapter is None else self.adapter.key, self.salt)
 
     @property
     def prompt_len(self) -> int:

@@ -175,8 +175,8 @@ class _Beginnings:
         self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def keys(self, group: SubmitGroup) -> Iterator[int]:
-        """A number per block of the prompt, for everything up to its end."""
-        prompt, key = group.prompt, hash(group.adapter)
+        """A number per block of the prompt, for everything up to its end, under its salt."""
+        prompt, key = group.prompt, hash((group.adapter, group.salt))
         for end in range(_BLOCK, min(len(prompt), _BLOCK * _BLOCKS) + 1, _BLOCK):
             key = hash((key, *prompt[end - _BLOCK : end]))
             yield key

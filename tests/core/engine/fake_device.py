@@ -190,7 +190,16 @@ class Rig:
         self.plans: list[StepPlan] = []
 
     def submit(
-        self, rid: str, prompt: list[int], *, priority=0, group="", choice=0, think=None, **params
+        self,
+        rid: str,
+        prompt: list[int],
+        *,
+        priority=0,
+        group="",
+        choice=0,
+        think=None,
+        salt="",
+        **params,
     ):
         settings = {"max_tokens": 8, "ignore_eos": True, **params}
         submit = Submit(
@@ -202,6 +211,7 @@ class Rig:
             group=group,
             priority=priority,
             think_id=think,
+            salt=salt,
         )
         self.scheduler.submit(submit)
         self.submits[rid] = submit

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache
+from ds_runtime.engine.prefix import PrefixCache, Realm
 from examples import examples
 
 SIZE = 2
@@ -36,7 +36,8 @@ def test_pool_notices_what_must_not_happen():
 
 def test_match_stops_at_the_first_difference_and_leaves_a_token():
     cache = PrefixCache(3)
-    match, twins = cache.extend(cache.root(), [1, 2, 3, 4, 5, 6], [10, 11])
+    cache.lock(root := cache.root())
+    match, twins = cache.extend(root, [1, 2, 3, 4, 5, 6], [10, 11])
     assert (match.pages, twins) == ([10, 11], [])
     assert cache.match([]).pages == []
     assert cache.match([1, 2, 3]).pages == []
@@ -52,7 +53,8 @@ def test_match_stops_at_the_first_difference_and_leaves_a_token():
 
 def test_bookkeeping_does_not_grow_with_use():
     cache = PrefixCache(1)
-    node = cache.extend(cache.root(), [1, 2, 3], [0, 1, 2])[0].node
+    cache.lock(root := cache.root())
+    node = cache.extend(root, [1, 2, 3], [0, 1, 2])[0].node
     cache.unlock(node)
     for _ in range(5000):
         cache.lock(node)
@@ -62,8 +64,29 @@ def test_bookkeeping_does_not_grow_with_use():
     assert cache.evict(3) == [2, 1, 0]
 
 
+def test_realms_that_hold_nothing_are_forgotten():
+    """A client that draws a salt for every request leaves nothing behind but its pages."""
+    cache = PrefixCache(1)
+    for i in range(1000):
+        realm = Realm(i % 3, f"salt {i}")
+        cache.lock(node := cache.match([1, 2], realm).node)  # too short to leave a page
+        assert cache.match([1, 2], Realm()).pages == []
+        if i % 100 == 0:
+            node = cache.extend(node, [1], [i])[0].node
+        cache.unlock(node)
+        cache.check()
+        cache.match([1, 2, 3], Realm(0, f"only looked for {i}"))
+    assert len(cache._roots) == 10
+    assert cache.match([1, 2], Realm(300 % 3, "salt 300")).pages == [300]
+    cache.forget(300 % 3)
+    assert cache.match([1, 2], Realm(300 % 3, "salt 300")).pages == []
+    assert len(cache.evict(1000)) == 10 and not cache._roots
+
+
 class Naive:
-    """Every cached page under the whole sequence that it ends, with counts kept the slow way."""
+    """Every cached page under the whole sequence that it ends, with counts kept the slow way. Each
+    token stands with its realm, so that nothing is shared between two.
+    """
 
     def __init__(self) -> None:
         self.pages: dict[tuple[int, ...], int] = {}
@@ -106,29 +129,31 @@ class PrefixMachine(RuleBasedStateMachine):
         self.next_page = 0
 
     tokens = st.lists(st.integers(0, 1), max_size=9)
+    realms = st.sampled_from([Realm(), Realm(0, "a"), Realm(1, ""), Realm(1, "a")])
 
     def fresh(self, count: int) -> list[int]:
         self.next_page += count
         return list(range(self.next_page - count, self.next_page))
 
-    @rule(target=readers, tokens=tokens)
-    def arrive(self, tokens):
-        match = self.cache.match(tokens)
-        assert match.pages == self.naive.match(tokens)
+    @rule(target=readers, tokens=tokens, realm=realms)
+    def arrive(self, tokens, realm):
+        match = self.cache.match(tokens, realm)
+        known = [(realm, token) for token in tokens]
+        assert match.pages == self.naive.match(known)
         self.cache.lock(match.node)
-        sequence = tuple(tokens[: len(match.pages) * SIZE])
+        sequence = tuple(known[: len(match.pages) * SIZE])
         self.naive.held.append(sequence)
-        return [match.node, sequence]
+        return [match.node, sequence, realm]
 
     @rule(reader=readers, count=st.integers(1, 3), data=st.data())
     def extend(self, reader, count, data):
-        node, sequence = reader
+        node, sequence, realm = reader
         more = data.draw(st.lists(st.integers(0, 1), min_size=count * SIZE, max_size=count * SIZE))
         offered = self.fresh(count)
         path, twins = self.cache.extend(node, more, offered)
         expected, expected_twins, now = [], [], sequence
         for i, page in enumerate(offered):
-            now += tuple(more[i * SIZE : (i + 1) * SIZE])
+            now += tuple((realm, token) for token in more[i * SIZE : (i + 1) * SIZE])
             if now in self.naive.pages:
                 expected_twins.append(page)
             else:
@@ -138,11 +163,11 @@ class PrefixMachine(RuleBasedStateMachine):
         assert (path.pages, twins) == (expected, expected_twins)
         self.naive.held.remove(sequence)
         self.naive.held.append(now)
-        reader[:] = [path.node, now]
+        reader[:] = [path.node, now, realm]
 
     @rule(reader=consumes(readers))
     def leave(self, reader):
-        node, sequence = reader
+        node, sequence, _ = reader
         self.cache.unlock(node)
         self.naive.held.remove(sequence)
         self.clock += 1
@@ -156,9 +181,10 @@ class PrefixMachine(RuleBasedStateMachine):
             expected.append(page)
         assert self.cache.evict(count) == expected
 
-    @rule(tokens=tokens)
-    def look(self, tokens):
-        assert self.cache.match(tokens).pages == self.naive.match(tokens)
+    @rule(tokens=tokens, realm=realms)
+    def look(self, tokens, realm):
+        known = [(realm, token) for token in tokens]
+        assert self.cache.match(tokens, realm).pages == self.naive.match(known)
 
     @invariant()
     def agrees(self):

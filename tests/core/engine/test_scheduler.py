@@ -77,6 +77,22 @@ def test_a_whole_cached_prompt_still_computes_its_last_token():
     assert rig.cached == {"a": 0, "b": 4, "c": 8}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nobody_reads_pages_under_another_salt(ranks):
+    rig = Rig(ranks=ranks)
+    for n, salt in enumerate(["", "a", "b", "a", "", "b"]):
+        rig.submit(f"r{n}", prompt(9), salt=salt, group=f"g{n}")
+        rig.run()
+    assert [rig.cached[f"r{n}"] for n in range(6)] == [0, 0, 0, 8, 8, 8]
+    tokens = [rig.answers[f"r{n}"].tokens for n in range(6)]
+    assert tokens == tokens[:1] * 6  # and the answer is the same
+    rig.submit("c0", prompt(8, 30), salt="c", group="c", choice=0)
+    rig.submit("c1", prompt(8, 30), salt="c", group="c", choice=1)
+    rig.run()
+    assert rig.cached["c1"] == 4  # choices of one prompt share it, as ever
+    rig.check_end()
+
+
 def test_output_is_cached_for_the_next_turn():
     rig = Rig(page_size=4)
     rig.submit("a", prompt(6), max_tokens=7)

@@ -74,6 +74,7 @@ class Traffic:
         r, count = self.random, self.random.choice([1, 1, 1, 2, 5])
         prompt, params = self.prompt(), self.params()
         group, priority = f"g{self.num_submitted}", r.randint(-2, 2)
+        params["salt"] = r.choice(["", "", "", "a", "b"])
         for choice in range(count):
             rid = f"r{self.num_submitted}"
             try:
