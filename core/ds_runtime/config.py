@@ -312,15 +312,28 @@ class ServerConfig:
     host: str = _f("127.0.0.1", "address to listen on", group="server")
     port: int = _f(30000, "port to listen on (0: any free one)")
     served_model_name: str | None = _f(None, "model name in the API (default: folder name)")
-    api_key: str | None = _f(
-        None,
-        "require this bearer token on every route but /health, /metrics and the dashboard's files",
+    api_key: tuple[str, ...] = _f(
+        (),
+        "require this bearer token on every route but /health, /metrics and the dashboard's files; "
+        "may be given several times, and nobody learns of another key's prompts",
+        repeatable=True,
+    )
+    api_key_file: str | None = _f(
+        None, "file of more keys, one a line: those on the command line are seen by all processes"
+    )
+    admin_api_key: str | None = _f(
+        None, "key without which nobody flushes the cache, profiles, or loads adapters"
     )
     ssl_certfile: str | None = _f(None, "PEM file with the certificate: serve HTTPS")
     ssl_keyfile: str | None = _f(None, "PEM file with the certificate's key")
     ssl_keyfile_password: str | None = _f(None, "password of --ssl-keyfile")
     cors_origins: tuple[str, ...] = _f(
         (), "web origins whose pages may call the API, or '*' for all (comma separated)"
+    )
+    allowed_hosts: tuple[str, ...] = _f(
+        (),
+        "names by which clients reach this server, like api.example.com or *.example.com (comma "
+        "separated; default: any, but on loopback without a key only localhost and addresses)",
     )
     client_timeout: float = _f(
         60.0, "seconds for a request's head, and that a client may take in nothing"
@@ -382,10 +395,12 @@ class ServerConfig:
         _typed(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: a port is between 0 and 65535")
-        if self.api_key == "":
-            raise ConfigError(
-                "--api-key: is empty, so that everyone would have it: give a key, or leave it out"
-            )
+        for key in self.api_key:
+            check_key(key, "--api-key")
+        if self.admin_api_key is not None:
+            check_key(self.admin_api_key, "--admin-api-key")
+            if self.admin_api_key in self.api_key:
+                raise ConfigError("--admin-api-key: is one of --api-key, too: give another")
         _positive(self, ("max_body", "dp"))
         for name in ("max_engine_restarts", "watchdog_timeout", "shutdown_timeout"):
             if not 0 <= getattr(self, name) < 1e9:
@@ -396,12 +411,28 @@ class ServerConfig:
         if not 0 < self.client_timeout < 1e6:
             raise ConfigError(f"--client-timeout {self.client_timeout}: must be above 0")
         for origin in self.cors_origins:
-            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
                 raise ConfigError(
                     f"--cors-origins {origin!r}: write '*', or scheme and host as browsers send "
                     "them, like https://chat.example.com"
                 )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[^*/:\s]+", host):
+                raise ConfigError(
+                    f"--allowed-hosts {host!r}: write a name without scheme and port, like "
+                    "api.example.com, or *.example.com for all below it"
+                )
         _choice(self)
+
+
+def check_key(key: str, where: str) -> None:
+    """ConfigError for what no header carries as it is; the key is not told."""
+    if not key:
+        raise ConfigError(
+            f"{where}: is empty, so that everyone would have it: give a key, or leave it out"
+        )
+    if key != key.strip() or not key.isprintable():
+        raise ConfigError(f"{where}: must be printable, on one line, without spaces around it")
 
 
 _TYPES = {

@@ -69,7 +69,7 @@ def test_a_file_sets_every_kind_of_field(tmp_path: Path) -> None:
         strict_ops=False,
     )
     assert "strict_ops" in explicit and "threads" not in explicit
-    assert server == ServerConfig(port=8000, api_key="1234", cors_origins=("https://a.b",))
+    assert server == ServerConfig(port=8000, api_key=("1234",), cors_origins=("https://a.b",))
     assert mine == {"port", "api_key", "cors_origins"}
 
 
@@ -248,4 +248,4 @@ def test_backends_of_sparse_attention_mean_a_model_with_an_indexer(
 
 def test_an_empty_key_is_none_that_anybody_has_to_know():
     with pytest.raises(ConfigError, match="--api-key: is empty"):
-        ServerConfig(api_key="")
+        ServerConfig(api_key=("",))

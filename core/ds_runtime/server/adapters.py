@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from ds_runtime.errors import RequestError, shown
 from ds_runtime.server.answer import as_json
 from ds_runtime.server.body import parse
+from ds_runtime.server.guard import operators_only
 from ds_runtime.server.openapi import request_body
 from ds_runtime.server.prepare import Service
 from ds_runtime.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
@@ -19,8 +20,9 @@ _LOOK_SECONDS = 0.02
 
 
 def adapter_routes(service: Service) -> APIRouter:
-    """What needs the API key, if there is one."""
-    router, client, limit = APIRouter(), service.client, service.config.max_body
+    """What changes the server for all: it needs the admin key, if there is one."""
+    router = APIRouter(dependencies=[Depends(operators_only)])
+    client, limit = service.client, service.config.max_body
 
     @router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterRequest))
     async def load(request: Request) -> Response:

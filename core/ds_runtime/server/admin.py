@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from ds_runtime import __version__
@@ -18,15 +18,19 @@ from ds_runtime.server.answer import as_json, finish, start
 from ds_runtime.server.body import parse
 from ds_runtime.server.chat import Prompt
 from ds_runtime.server.errors import BROKEN, ApiError
+from ds_runtime.server.exchange import exchange_of
 from ds_runtime.server.formats import GenerateFormat
+from ds_runtime.server.guard import operators_only
+from ds_runtime.server.keys import Caller
 from ds_runtime.server.openapi import request_body
 from ds_runtime.server.prepare import Job, Service
 from ds_runtime.server.protocol import AbortRequest
+from ds_runtime.server.run import Run
 from ds_runtime.server.sampling import fit
 from ds_runtime.server.stream import until_disconnect
 
 _PROBE_SECONDS = 30.0
-_SECRET = ("api_key", "ssl_keyfile_password")
+_SECRET = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
 def open_routes(service: Service) -> APIRouter:
@@ -50,7 +54,7 @@ def open_routes(service: Service) -> APIRouter:
 
 
 def admin_routes(service: Service) -> APIRouter:
-    """What needs the API key, if there is one."""
+    """What needs an API key, if there is one."""
     router, client = APIRouter(), service.client
 
     @router.get("/health_generate")
@@ -82,7 +86,7 @@ def admin_routes(service: Service) -> APIRouter:
         """Version, settings as they were settled, capacity and counters."""
         ready, settings = client.require(), asdict(service.config)
         for name in _SECRET:
-            settings[name] = None if settings[name] is None else "(set)"
+            settings[name] = "(set)" if settings[name] else None
         return as_json(
             {
                 "version": __version__,
@@ -105,22 +109,34 @@ def admin_routes(service: Service) -> APIRouter:
 
     @router.post("/abort_request", openapi_extra=request_body(AbortRequest))
     async def abort_request(request: Request) -> Response:
-        """End one request by its id, or all; they answer with finish_reason "abort"."""
+        """End one request by its id, or all of the same API key (of all keys, for the admin's);
+        they answer with finish_reason "abort"."""
 
-        def found(body: AbortRequest) -> list[str]:
-            if body.abort_all:
-                return list(service.running)
-            if body.rid is None:
+        caller = exchange_of(request.scope).caller
+
+        def found(body: AbortRequest) -> list[Run]:
+            if not body.abort_all and body.rid is None:
                 raise RequestError("send the rid of a request, or abort_all: true", "rid")
-            return [body.rid] if body.rid in service.running else []
+            return [
+                run
+                for run in list(service.running.values())
+                if (body.abort_all or run.id == body.rid)
+                and (caller.is_admin or run.caller.name == caller.name)
+            ]
 
-        rids = await parse(request, AbortRequest, service.config.max_body, found)
-        for rid in rids:
-            if (run := service.running.get(rid)) is not None:
-                run.abort()
-        return as_json({"aborted": rids})
+        runs = await parse(request, AbortRequest, service.config.max_body, found)
+        for run in runs:
+            run.abort()
+        return as_json({"aborted": [run.id for run in runs]})
 
-    @router.get("/flush_cache")
+    return router
+
+
+def operator_routes(service: Service) -> APIRouter:
+    """What changes the server for all: it needs the admin key, if there is one."""
+    router = APIRouter(dependencies=[Depends(operators_only)])
+    client = service.client
+
     @router.post("/flush_cache")
     async def flush_cache() -> Response:
         """Empty the prefix cache; pages in use stay."""
@@ -150,7 +166,7 @@ async def _one_token(service: Service) -> None:
     ready = service.client.require()
     params = fit(SamplingParams(max_tokens=1), 1, ready, "prompt")
     form: Any = GenerateFormat(service.tokenizer)
-    run = start(service, "health", Job([(Prompt([0]), params)], form, False, None))
+    run = start(service, "health", Job([(Prompt([0]), params)], form, False, None), Caller())
     try:
         await asyncio.wait_for(finish(run), _PROBE_SECONDS)
     except TimeoutError as e:

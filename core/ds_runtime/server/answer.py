@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ds_runtime.server.exchange import exchange_of
+from ds_runtime.server.keys import Caller
 from ds_runtime.server.prepare import Job, Service
 from ds_runtime.server.run import Run
 from ds_runtime.server.stream import stream_response, until_disconnect
@@ -18,8 +19,8 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
     """Run the prompts and answer whole or as a stream; a client that leaves ends both."""
     exchange = exchange_of(request.scope)
     with job.names.kept():
-        asker = exchange.asker(service.config.api_key is not None)
-        run = exchange.run = start(service, prefix, job, exchange.begin, asker)
+        asked = exchange.caller, exchange.begin, exchange.asker
+        run = exchange.run = start(service, prefix, job, *asked)
         exchange.stream = bool(job.stream)
         try:
             if job.stream:
@@ -33,13 +34,19 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
 
 
 def start(
-    service: Service, prefix: str, job: Job, begin: float | None = None, asker: str = ""
+    service: Service,
+    prefix: str,
+    job: Job,
+    caller: Caller,
+    begin: float | None = None,
+    asker: str = "",
 ) -> Run:
     """Submit a job that came at `begin` from `asker`. Whoever calls this closes the run."""
     return Run(
         prefix,
         job.prompts,
         job.priority or 0,
+        caller,
         service.client,
         service.tokenizer,
         service.metrics,
@@ -48,6 +55,7 @@ def start(
         job.start_parser,
         begin,
         job.adapter,
+        job.cache_salt,
         asker,
     )
 

@@ -18,9 +18,9 @@ from ds_runtime.server.body import validate
 from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import NamedEvents
-from ds_runtime.server.kept import KEPT, Kept
+from ds_runtime.server.kept import KEPT, Shelf
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
-from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
+from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
 from ds_runtime.server.run import Run
 from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present
 
@@ -51,6 +51,7 @@ class CountRequest(Body):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         (
@@ -94,7 +95,7 @@ class MessagesRequest(CountRequest):
     }
 
 
-def messages_job(service: Service, kept: Kept, body: MessagesRequest) -> Job:
+def messages_job(service: Service, kept: Shelf, body: MessagesRequest) -> Job:
     """A conversation, translated, rendered and checked; `kept` holds those that are threads."""
     body, held = _continued(kept, body)
     chat, names = _chat(body, held)
@@ -108,6 +109,7 @@ def messages_job(service: Service, kept: Kept, body: MessagesRequest) -> Job:
             "top_k": body.top_k,
             "priority": body.priority,
             "rid": body.rid,
+            "cache_salt": body.cache_salt,
         }
     )
     with names.kept():
@@ -116,7 +118,7 @@ def messages_job(service: Service, kept: Kept, body: MessagesRequest) -> Job:
         return replace(chat_job(service, validate(ChatRequest, chat), form), names=names)
 
 
-def _continued(kept: Kept, body: MessagesRequest) -> tuple[MessagesRequest, int]:
+def _continued(kept: Shelf, body: MessagesRequest) -> tuple[MessagesRequest, int]:
     """The request with what its thread holds, and how many messages those are; ApiError 404 for
     a thread that is not held."""
     thread = body.thread
@@ -134,13 +136,13 @@ def _continued(kept: Kept, body: MessagesRequest) -> tuple[MessagesRequest, int]
     held: Json | None = kept.history(name)
     if held is None:
         param = "thread.previous_message_id"
-        said = f"{param} {shown(name)}: no such message is kept; the last {KEPT} of threads are"
+        said = f"{param} {shown(name)}: no such message is kept; those of threads are, up to {KEPT}"
         raise ApiError(404, said, param=param, details=_LOST)
     messages = [*held["messages"], *body.messages]
     return body.model_copy(update=held | {"messages": messages}), len(held["messages"])
 
 
-def _keep(kept: Kept, body: MessagesRequest, message_id: str, content: list[Json]) -> None:
+def _keep(kept: Shelf, body: MessagesRequest, message_id: str, content: list[Json]) -> None:
     """What the next request of a thread goes on from."""
     messages, before = body.messages, body.messages[-1]
     if before.get("role") == "assistant":  # the reply goes on from it

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.server.adapters import adapter_routes
-from ds_runtime.server.admin import admin_routes, open_routes
+from ds_runtime.server.admin import admin_routes, open_routes, operator_routes
 from ds_runtime.server.answer import answer, as_json
 from ds_runtime.server.anthropic import (
     CountRequest,
@@ -29,8 +29,9 @@ from ds_runtime.server.client import EngineClient
 from ds_runtime.server.dashboard import dashboard_routes
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error
 from ds_runtime.server.exchange import REQUEST_ID, Exchange, Observe, exchange_of
-from ds_runtime.server.guard import Guard
-from ds_runtime.server.kept import Kept
+from ds_runtime.server.guard import Guard, Pages, json_only
+from ds_runtime.server.kept import Kept, Shelf
+from ds_runtime.server.keys import Keys
 from ds_runtime.server.log import access
 from ds_runtime.server.metrics import EngineView, Metrics
 from ds_runtime.server.openapi import describe, request_body
@@ -82,8 +83,10 @@ def create_app(
     app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.bodies = Bodies(_BODIES * config.max_body)
-    if config.api_key is not None:
-        app.add_middleware(Guard, api_key=config.api_key)
+    keys = Keys.of(config)
+    if keys.any or keys.has_admin:
+        app.add_middleware(Guard, keys=keys)
+    app.add_middleware(Pages, config=config, keys=keys)
     if config.cors_origins:  # outermost: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
@@ -97,13 +100,17 @@ def create_app(
     for kind in (ApiError, DsRuntimeError, ClientGoneError, Exception):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.include_router(open_routes(service))
-    app.include_router(dashboard_routes())
-    app.include_router(_openai_routes(service))
-    app.include_router(_later_routes(service))
-    app.include_router(_native_routes(service))
-    app.include_router(admin_routes(service))
-    app.include_router(adapter_routes(service))
+    for routes in (
+        open_routes(service),
+        dashboard_routes(),
+        _openai_routes(service),
+        _later_routes(service),
+        _native_routes(service),
+        admin_routes(service),
+        operator_routes(service),
+        adapter_routes(service),
+    ):
+        app.include_router(routes, dependencies=[Depends(json_only)])
     describe(app)
     return app
 
@@ -162,35 +169,38 @@ def _later_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
     async def create(request: Request) -> Any:
         """OpenAI's responses."""
-        job = await parse(request, ResponsesRequest, limit, partial(responses_job, service, kept))
+        prepare = partial(responses_job, service, _shelf(kept, request))
+        job = await parse(request, ResponsesRequest, limit, prepare)
         return await answer(service, request, "resp", job)
 
     @router.post("/v1/responses/input_tokens", openapi_extra=request_body(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
         """Tokens of the prompt that a response would be made from."""
-        prepare = partial(count_input, service, kept)
+        prepare = partial(count_input, service, _shelf(kept, request))
         count = await parse(request, InputTokensRequest, limit, prepare)
         return as_json({"object": "response.input_tokens", "input_tokens": count})
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(request: Request, response_id: str) -> Response:
         """A response that is still kept; with `stream=true` as events, behind `starting_after`."""
-        found = kept_response(kept, response_id)
+        found = kept_response(_shelf(kept, request), response_id)
         if (events := as_stream(found, request.query_params)) is not None:
             return Response(events, media_type="text/event-stream")
         return Response(found, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
-    async def delete(response_id: str) -> Response:
+    async def delete(request: Request, response_id: str) -> Response:
         """Forget a response."""
-        kept_response(kept, response_id)
-        kept.drop(response_id)
+        shelf = _shelf(kept, request)
+        kept_response(shelf, response_id)
+        shelf.drop(response_id)
         return as_json({"id": response_id, "object": "response", "deleted": True})
 
     @router.post("/v1/messages", openapi_extra=request_body(MessagesRequest))
     async def messages(request: Request) -> Any:
         """Anthropic's messages."""
-        job = await parse(request, MessagesRequest, limit, partial(messages_job, service, threads))
+        prepare = partial(messages_job, service, _shelf(threads, request))
+        job = await parse(request, MessagesRequest, limit, prepare)
         return await answer(service, request, "msg", job)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=request_body(CountRequest))
@@ -200,6 +210,12 @@ def _later_routes(service: Service) -> APIRouter:
         return as_json({"input_tokens": count})
 
     return router
+
+
+def _shelf(kept: Kept, request: Request) -> Shelf:
+    """Callers see what they have kept themselves. Where all are one, each address has its share."""
+    exchange = exchange_of(request.scope)
+    return kept.shelf(exchange.caller.name, exchange.caller.name or exchange.client)
 
 
 def _native_routes(service: Service) -> APIRouter:

@@ -5,7 +5,6 @@ Nothing here runs per token, except to pass a message on.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 import uuid
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ds_runtime.server.keys import Caller
 
 if TYPE_CHECKING:
     from ds_runtime.server.run import Run
@@ -29,6 +30,7 @@ current_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 @dataclass(slots=True)
 class Exchange:
     """What is known of a request. `run` is set by routes that generate; `status` 0: no answer.
+    `is_foreign`: a page of an origin sends it that --cors-origins lets in without naming it.
 
     `route` is the pattern, such as /v1/models/{name}, or "other". `began` is in ns since 1970,
     `begin` and `end` are of `time.perf_counter`.
@@ -47,19 +49,18 @@ class Exchange:
     stream: bool = False
     gone: bool = False
     run: Run | None = None
+    caller: Caller = field(default_factory=Caller)
+    is_foreign: bool = False
 
     @property
     def seconds(self) -> float:
         """From arrival to the end of the answer."""
         return self.end - self.begin
 
-    def asker(self, keyed: bool) -> str:
-        """Who asks, for what clients share by turns: an address and, where the server has looked
-        at it (`keyed`), a key.
-        """
-        sent = self.headers.get("authorization") or self.headers.get("x-api-key") or ""
-        key = hashlib.sha256(sent.encode()).hexdigest()[:16] if keyed else ""
-        return f"{self.client or 'unknown'} {key}".rstrip()
+    @property
+    def asker(self) -> str:
+        """Who asks, for what clients share by turns: an address, and a key where they divide."""
+        return f"{self.client or 'unknown'} {self.caller.name}".rstrip()
 
 
 def exchange_of(scope: Any) -> Exchange:

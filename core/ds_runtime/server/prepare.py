@@ -67,6 +67,7 @@ class Job:
     rid: str | None = None
     start_parser: StartParser | None = None
     adapter: str = ""
+    cache_salt: str | None = None
     names: Names = field(default_factory=Names)
 
 
@@ -130,7 +131,8 @@ def chat_job(service: Service, body: ChatRequest, form: Format | None = None) ->
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
     prompts = [(prompt, fit(params, len(prompt.ids), ready, "messages"))]
     start = _start_parser(model.parsers, body)
-    return Job(prompts, form, body.stream, body.priority, body.rid, start, adapter)
+    salt = body.cache_salt
+    return Job(prompts, form, body.stream, body.priority, body.rid, start, adapter, salt)
 
 
 def chat_tokens(service: Service, body: ChatRequest) -> list[int]:
@@ -176,7 +178,8 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
     usage, wished = _include_usage(body), body.logprobs is not None
     form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo), alone)
     prompts = plain_prompts(body.prompt, "prompt", params, tokenizer, ready)
-    return Job(prompts, form, body.stream, body.priority, body.rid, adapter=adapter)
+    salt = body.cache_salt
+    return Job(prompts, form, body.stream, body.priority, body.rid, None, adapter, salt)
 
 
 def generate_job(service: Service, body: GenerateRequest) -> Job:
@@ -212,8 +215,8 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
         check_ids(body.input_ids[:1], ready.vocab_size, "input_ids")  # no text here
     prompts = plain_prompts(prompt, param, params, service.tokenizer, ready)
     form = GenerateFormat(service.tokenizer, many=isinstance(body.text, list) or len(prompts) > 1)
-    adapter = body.lora_path or ""
-    return Job(prompts, form, body.stream, body.priority, body.rid, adapter=adapter)
+    adapter, salt = body.lora_path or "", body.cache_salt
+    return Job(prompts, form, body.stream, body.priority, body.rid, None, adapter, salt)
 
 
 def token_ids(service: Service, body: TokenizeRequest) -> list[int]:

@@ -14,6 +14,7 @@ TokenIds = list[Any]  # millions at worst: `check_ids` looks at them once the le
 MAX_ITEMS = 1 << 14  # of a list whose items take time to check
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 Rid = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 
 
@@ -68,6 +69,7 @@ class OpenAIRequest(Sampling):
     response_format: dict[str, Any] | None = None
     priority: Priority | None = None
     rid: Rid | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class TextPart(BaseModel):
@@ -172,6 +174,7 @@ class GenerateRequest(Body):
     stream: bool | None = None
     priority: Priority | None = None
     rid: Rid | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class LoadAdapterRequest(Body):
@@ -204,6 +207,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None  # changes nothing: no token is computed
 
 
 class DetokenizeRequest(Body):

@@ -11,9 +11,9 @@ from pydantic import Field
 from ds_runtime.errors import shown
 from ds_runtime.server.body import validate
 from ds_runtime.server.errors import ApiError
-from ds_runtime.server.kept import KEPT, Kept
+from ds_runtime.server.kept import KEPT, Shelf
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
-from ds_runtime.server.protocol import MAX_ITEMS, Body, ChatRequest, Priority, Rid
+from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
 from ds_runtime.server.responses_format import ResponsesFormat
 from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present
 
@@ -61,6 +61,7 @@ class ResponsesRequest(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Priority | None = None
     rid: Rid | None = None
+    cache_salt: CacheSalt | None = None
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         (
@@ -89,7 +90,7 @@ class InputTokensRequest(ResponsesRequest):
     input: str | Annotated[Objects, Field(min_length=1)] | None = None  # type: ignore[assignment]
 
 
-def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
+def responses_job(service: Service, kept: Shelf, body: ResponsesRequest) -> Job:
     """Input items, translated, rendered and checked."""
     if body.rid is not None and body.store is not False and kept.answer(body.rid) is not None:
         raise bad("rid", body.rid, "a response of this id is kept: draw a new one")
@@ -102,7 +103,7 @@ def responses_job(service: Service, kept: Kept, body: ResponsesRequest) -> Job:
         return replace(chat_job(service, validate(ChatRequest, chat), form), names=names)
 
 
-def count_input(service: Service, kept: Kept, body: InputTokensRequest) -> int:
+def count_input(service: Service, kept: Shelf, body: InputTokensRequest) -> int:
     """Tokens of the rendered conversation."""
     if body.input is None and body.previous_response_id is None:
         raise bad("input", None, "text or items are needed, or previous_response_id")
@@ -111,20 +112,20 @@ def count_input(service: Service, kept: Kept, body: InputTokensRequest) -> int:
         return len(chat_tokens(service, validate(ChatRequest, chat)))
 
 
-def kept_response(kept: Kept, name: str, param: str = "response_id") -> bytes:
+def kept_response(kept: Shelf, name: str, param: str = "response_id") -> bytes:
     """A response as JSON; ApiError 404 if it is not kept."""
     if (found := kept.answer(name)) is None:
         raise ApiError(
             404,
-            f"{param} {shown(name)}: no such response is kept; the last {KEPT} with store not "
-            "false are",
+            f"{param} {shown(name)}: no such response is kept; those with store not false "
+            f"are, up to {KEPT} of all clients",
             param=param,
             code="response_not_found",
         )
     return found
 
 
-def _chat(kept: Kept, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]:
+def _chat(kept: Shelf, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]:
     """(chat request, names of its parts, the conversation without the instructions, which count
     for one request)."""
     messages, paths = _messages(body)
@@ -167,6 +168,7 @@ _SAME = (
     "seed",
     "parallel_tool_calls",
     "priority",
+    "cache_salt",
 )
 
 

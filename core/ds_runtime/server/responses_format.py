@@ -14,7 +14,7 @@ from ds_runtime.server.blocks import Block, Blocks, Kind, blocks_of
 from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import NamedEvents
-from ds_runtime.server.kept import Kept
+from ds_runtime.server.kept import Shelf
 from ds_runtime.server.run import Run
 from ds_runtime.server.translate import Json
 
@@ -37,7 +37,7 @@ class Asked(Protocol):
 class ResponsesFormat(NamedEvents):
     """A response, whole or as the events that build it."""
 
-    def __init__(self, model: str, body: Asked, kept: Kept, context: list[Json]) -> None:
+    def __init__(self, model: str, body: Asked, kept: Shelf, context: list[Json]) -> None:
         self._model, self._body = model, body
         self._kept, self._context = kept, context
         self._blocks = Blocks()

@@ -14,6 +14,7 @@ from ds_runtime.errors import LogitsError, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
 from ds_runtime.server.choice import Choice, Piece, StartParser, make_choices
+from ds_runtime.server.keys import Caller
 from ds_runtime.server.metrics import Metrics, Timer
 from ds_runtime.server.replicas import Replicas
 from ds_runtime.server.sampling import draw_seed
@@ -26,7 +27,8 @@ _log = logging.getLogger(__name__)
 class Run:
     """Submits on construction; `close` aborts whatever has not finished by then.
 
-    `running` holds every open run by id. `rid` is the client's own id for it; None draws one.
+    `running` holds every open run. `rid` is the client's own id for it; None draws one. `caller`s
+    do not see each other's: their runs may have the same id.
     begin: when its HTTP request arrived, by `time.perf_counter`; None: now. adapter: its name.
     asker: who asks.
     """
@@ -36,6 +38,7 @@ class Run:
         prefix: str,
         prompts: list[tuple[Prompt, SamplingParams]],
         priority: int,
+        caller: Caller,
         client: Replicas,
         tokenizer: Tokenizer,
         metrics: Metrics,
@@ -44,6 +47,7 @@ class Run:
         start_parser: StartParser | None = None,
         begin: float | None = None,
         adapter: str = "",
+        cache_salt: str | None = None,
         asker: str = "",
     ) -> None:
         total = sum(params.n for _, params in prompts)
@@ -63,22 +67,24 @@ class Run:
                 "larger --max-queued-requests",
                 param,
             )
-        if rid is not None and rid in running:
+        if rid is not None and caller.own(rid) in running:
             raise RequestError(
                 f"rid {shown(rid)} is that of a running request: draw a new one", "rid"
             )
         self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
-        self.adapter, self.asker = adapter, asker
+        self.caller, self.adapter, self.asker = caller, adapter, asker
+        self._key = caller.own(self.id)
+        self._salt = caller.salt(cache_salt)
         self.created = int(time.time())
         self.prompts = [p for p, _ in prompts]
-        self.choices = make_choices(self.id, prompts, tokenizer, start_parser)
+        self.choices = make_choices(self._key, prompts, tokenizer, start_parser)
         self._by_rid = {c.rid: c for c in self.choices}
         self._running = set(self._by_rid)
         self._metrics = metrics
         self.timer = Timer(metrics, time.perf_counter() if begin is None else begin)
         self._flight = client.open(self._groups(prompts, priority))
         self._runs = running
-        running[self.id] = self
+        running[self._key] = self
 
     def _groups(
         self, prompts: list[tuple[Prompt, SamplingParams]], priority: int
@@ -90,10 +96,11 @@ class Run:
                 prompt=prompt.ids,
                 params=params,
                 seed=draw_seed(params.seed),
-                group=f"{self.id}/{n}",
+                group=f"{self._key}/{n}",
                 priority=priority,
                 adapter=self.adapter,
                 client=self.asker,
+                salt=self._salt,
             )
             for n, (prompt, params) in enumerate(prompts)
         ]
@@ -146,8 +153,8 @@ class Run:
 
     def close(self) -> None:
         """The end, whether it was reached or not. May be called twice."""
-        if self._runs.get(self.id) is self:
-            del self._runs[self.id]
+        if self._runs.get(self._key) is self:
+            del self._runs[self._key]
         self._flight.close()
         while self._running:
             self._running.pop()

@@ -26,6 +26,7 @@ from ds_runtime.model.peft import AdapterSpec
 from ds_runtime.routed import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
+from ds_runtime.server.guard import loopback
 from ds_runtime.server.keep import End, Keeper
 from ds_runtime.server.lives import Engine, Lives
 from ds_runtime.server.log import engine_output, logging_to
@@ -66,6 +67,7 @@ def serve(
     _check_dp(engine_config, server_config)
     address = server_config.host, server_config.port
     with contextlib.closing(listen(*address)) as sock, logging_to(server_config):
+        _warn_open(server_config, sock)
         folder = resolve_model(engine_config.model)
         text = text_folder(folder, engine_config.load_format)
         tokenizer = Tokenizer.load(text)
@@ -187,6 +189,25 @@ def listen(host: str, port: int) -> socket.socket:
             said = f"cannot be used: {e.strerror}; pass another --host or --port"
         raise ConfigError(f"port {port} on {host} {said}") from e
     return sock
+
+
+def _warn_open(config: ServerConfig, sock: socket.socket) -> None:
+    """Where there is no key, say who can use the server."""
+    if config.api_key or config.api_key_file is not None:
+        return
+    address = sock.getsockname()[0]
+    if not loopback(address):
+        _log.warning(
+            "%s is open to everybody who reaches this machine: give --api-key or --api-key-file, "
+            "or listen on 127.0.0.1",
+            address,
+        )
+    if "*" in config.cors_origins:
+        _log.warning(
+            "%s is open to everybody whose page a browser on this machine shows "
+            "(--cors-origins '*'): name the origins, or give --api-key or --api-key-file",
+            address,
+        )
 
 
 def add_routes(

@@ -71,10 +71,12 @@ class Processes:
 
 
 if __name__ == "__main__":
+    settings = json.loads(sys.argv[4])
+    settings = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
     try:
         code = serve(
             EngineConfig(model=sys.argv[1]),
-            ServerConfig(port=int(sys.argv[2]), **json.loads(sys.argv[4])),
+            ServerConfig(port=int(sys.argv[2]), **settings),
             launch=lambda config, folder, explicit, n: Processes(config, Path(folder), n),
         )
     except DsRuntimeError as e:

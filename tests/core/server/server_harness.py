@@ -110,7 +110,8 @@ def serving(
         thread.start()
         scheme = "http" if server_config.ssl_certfile is None else "https"
         url = f"{scheme}://127.0.0.1:{sock.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=20, verify=False) as http:
+        json = {"content-type": "application/json"}
+        with httpx.Client(base_url=url, timeout=20, verify=False, headers=json) as http:
             if ready:
                 until(lambda: http.get("/health").status_code == 200)
                 until(lambda: len(client.serving) == replicas)

@@ -148,7 +148,7 @@ def test_a_pipe_gets_the_answer_alone(calling):
 
 
 def test_errors_say_what_to_do(bpe_folder):
-    with serving(bpe_folder, api_key="k", template=False) as served:
+    with serving(bpe_folder, api_key=("k",), template=False) as served:
         status, out, err = piped(served.url, "hello")
         assert (status, out) == (1, "") and err.endswith("; pass --api-key KEY\n")
         status, out, err = piped(served.url + "/v1/", "--api-key", "k", "hello")

@@ -23,7 +23,7 @@ PAGES = Path(ds_runtime.server.__file__).parent / "pages"
 
 
 def test_every_file_is_served_and_asks_nobody_else(bpe_folder):
-    with serving(bpe_folder, api_key="k") as served:
+    with serving(bpe_folder, api_key=("k",)) as served:
         page = served.http.get("/")
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
         policy = page.headers["content-security-policy"]
@@ -187,7 +187,7 @@ def test_the_page_in_a_browser(bpe_folder, page, monkeypatch):
     ready = msgspec.structs.replace(fake_engine.READY, plan=PLAN)
     monkeypatch.setattr(fake_engine, "READY", ready)
     parsers = Parsers(None, "deepseekv31")
-    with serving(bpe_folder, api_key="open sesame", parsers=parsers) as served:
+    with serving(bpe_folder, api_key=("open sesame",), parsers=parsers) as served:
         page.open(served.url + "/")
         page.until("!document.querySelector('#door').hidden")
         page.type("#key", "wrong")

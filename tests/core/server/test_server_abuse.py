@@ -21,7 +21,10 @@ from ds_runtime.server import web
 from ds_runtime.server.guard import OPEN_PATHS
 
 CHAT = {"messages": [{"role": "user", "content": "[say fine]"}]}
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
 
 
 def fine(served):
@@ -42,11 +45,15 @@ def connected(served, receive_buffer=None):
         yield raw
 
 
-def test_no_answer_leads_where_the_host_header_says(served):
+def test_no_answer_leads_where_the_host_header_says(served, bpe_folder):
     for path in ("/metrics/", "/v1/models", "/v1/chat/completions/", "//elsewhere.example/"):
         reply = served.http.get(path, headers={"host": "elsewhere.example"}, follow_redirects=False)
-        assert reply.status_code in (200, 404, 405) and "location" not in reply.headers
+        assert reply.status_code == 403 and "location" not in reply.headers
         assert "elsewhere.example:" not in reply.text
+        with serving(bpe_folder, allowed_hosts=("*",)) as trusting:
+            reply = trusting.http.get(path, headers={"host": "elsewhere.example"})
+            assert reply.status_code in (200, 404, 405) and "location" not in reply.headers
+            assert "elsewhere.example:" not in reply.text
 
 
 def post(raw, path, value):
@@ -125,7 +132,7 @@ def test_a_head_that_drips_is_not_waited_for(hasty, begin):
 def test_a_connection_that_is_used_again_may_rest_but_not_drip(hasty):
     with connected(hasty) as raw:
         for pause in (1.5, 0):
-            raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while b"}" not in answer:
                 answer += raw.recv(4096)
@@ -252,7 +259,7 @@ TRICKS = (
 def test_a_model_s_name_is_no_path(served, name):
     with connected(served) as raw:
         path = f"/v1/models/{name}".encode().replace(b"\xe2\x80\xae", b"%E2%80%AE")
-        raw.sendall(b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % path)
+        raw.sendall(b"GET %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n" % path)
         answer = everything(raw)
     head, _, said = answer.partition(b"\r\n\r\n")
     assert head.split()[1] in (b"404", b"400") and b"root:" not in answer
@@ -277,7 +284,7 @@ def routes(app):
 
 
 def test_every_route_asks_for_the_key(bpe_folder):
-    with serving(bpe_folder, api_key="right-key") as served:
+    with serving(bpe_folder, api_key=("right-key",)) as served:
         found = routes(served.app)
         assert len(found) > 20 and {"/health", "/v1/plan", "/abort_request"} <= {
             p for p, _ in found
@@ -307,7 +314,7 @@ SECRET = "xqzsecret"
 
 def test_what_one_request_holds_no_other_sees(bpe_folder):
     """Prompts, answers, ids, keys: not in others' answers, errors, metrics or the server's log."""
-    with started(bpe_folder, api_key="k-" + SECRET) as process:
+    with started(bpe_folder, api_key=("k-" + SECRET,)) as process:
         url = read_until(process, r"serving \S+ at (http://\S+)")[1]
         headers = {"authorization": f"Bearer k-{SECRET}"}
         with httpx.Client(base_url=url, headers=headers, timeout=20) as http:

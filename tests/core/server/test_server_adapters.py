@@ -108,7 +108,7 @@ def test_unloading_waits_for_those_that_run_and_takes_no_more(adapting):
 
 
 def test_the_routes_ask_for_the_key(bpe_folder):
-    with serving(bpe_folder, api_key="secret") as served:
+    with serving(bpe_folder, api_key=("secret",)) as served:
         error(load(served, "a"), 401, "API key")
         error(unload(served, "a"), 401, "API key")
         assert not served.engine.adapts

@@ -98,7 +98,7 @@ def test_what_is_served(served):
 
 
 def test_secrets_stay_secret(bpe_folder):
-    with serving(bpe_folder, api_key="hidden") as served:
+    with serving(bpe_folder, api_key=("hidden",)) as served:
         said = served.http.get("/server_info", headers={"authorization": "Bearer hidden"})
         assert said.json()["server"]["api_key"] == "(set)" and "hidden" not in said.text
 
@@ -130,7 +130,7 @@ def test_other_origins_get_nothing_unless_the_operator_lets_them(served, bpe_fol
     assert (
         "access-control-allow-origin" not in served.http.options("/v1/models", headers=asks).headers
     )
-    with serving(bpe_folder, api_key="k", cors_origins=("https://a.b",)) as one:
+    with serving(bpe_folder, api_key=("k",), cors_origins=("https://a.b",)) as one:
         reply = one.http.options("/v1/models", headers=asks)
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] == "https://a.b"

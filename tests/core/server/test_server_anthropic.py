@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 from server_harness import serving
 
-from ds_runtime.server.kept import Kept
+from ds_runtime.server.kept import Shelf
 from ds_runtime.text.parsers import Parsers
 
 CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
@@ -19,7 +19,7 @@ TOOLS = [{"name": "get_weather", "description": "Weather.", "input_schema": SCHE
 @pytest.fixture(scope="module")
 def parsing(bpe_folder):
     parsers = Parsers("deepseek-v3", "deepseekv31")
-    with serving(bpe_folder, parsers=parsers, api_key="secret") as one:
+    with serving(bpe_folder, parsers=parsers, api_key=("secret",)) as one:
         yield one
 
 
@@ -297,7 +297,7 @@ def test_a_thread_goes_on_in_two_ways(client, parsing):
 
 
 def test_the_tool_runner_replays_a_thread_that_is_lost(client, parsing, monkeypatch):
-    monkeypatch.setattr(Kept, "history", lambda self, name: None)
+    monkeypatch.setattr(Shelf, "history", lambda self, name: None)
     assert run_tools(client).until_done().content[0].text == "sunny in Rome"
 
 

@@ -260,8 +260,8 @@ def test_a_client_that_asks_first_sends_nothing(served):
     url = httpx.URL(served.url)
     with socket.create_connection((url.host, url.port), timeout=5) as raw:
         raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n"
-            b"Expect: 100-continue\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 104857600\r\n"
+            b"Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n"
         )
         assert raw.recv(1000).startswith(b"HTTP/1.1 413")
 
@@ -274,7 +274,7 @@ def test_the_limit_is_a_setting_and_counts_exactly(bpe_folder):
 
 
 def test_api_key(bpe_folder):
-    with serving(bpe_folder, api_key="secret") as served:
+    with serving(bpe_folder, api_key=("secret",)) as served:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             for path in ("/v1/models", "/flush_cache"):
                 found = error(served.http.get(path, headers=headers), 401)
@@ -299,5 +299,5 @@ def test_before_the_engine_is_ready(bpe_folder):
         reply = served.chat("[say so]", model="an-adapter")  # of which nobody knows yet
         assert error(reply, 503)["code"] == "engine_starting"
         assert int(reply.headers["retry-after"]) > 0
-        error(served.http.get("/flush_cache"), 503)
+        error(served.http.post("/flush_cache"), 503)
         assert served.post("/tokenize", prompt="Hi").json()["max_model_len"] is None

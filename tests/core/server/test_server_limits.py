@@ -273,7 +273,7 @@ def test_an_api_key_guards_plugins_and_the_schema_too(bpe_folder):
         app.get("/hello")(lambda: "hello")
         app.get("/health/more")(lambda: "more")
 
-    with serving(bpe_folder, api_key="gehe\u00efm", routes_of=plugin) as served:
+    with serving(bpe_folder, api_key=("gehe\u00efm",), routes_of=plugin) as served:
         good = {"authorization": "Bearer gehe\u00efm".encode()}
         for path in ("/hello", "/health/more", "/openapi.json", "/v1/models", "/nothing"):
             for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "Basic x"}):

@@ -52,7 +52,7 @@ def chat(http, order, **body):
 
 
 def test_json_lines_hold_the_facts_and_no_prompt(bpe_folder, tmp_path):
-    settings = {"log_format": "json", "log_level": "debug", "api_key": "k-" + SECRET}
+    settings = {"log_format": "json", "log_level": "debug", "api_key": ("k-" + SECRET,)}
     with logged(bpe_folder, tmp_path, **settings) as (http, lines):
         http.headers["authorization"] = "Bearer k-" + SECRET
         known = {"x-request-id": "mine-1"}

@@ -181,7 +181,9 @@ def test_refusals_and_failures_have_a_request_id_too(bpe_folder):
         async def breaks():
             raise ValueError("a bug")
 
-    with serving(bpe_folder, api_key="k", routes_of=plugin, cors_origins=("http://a",)) as served:
+    with serving(
+        bpe_folder, api_key=("k",), routes_of=plugin, cors_origins=("http://a",)
+    ) as served:
         mine = {"x-request-id": "mine"}
         refused = served.http.get("/v1/models", headers=mine)
         assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
