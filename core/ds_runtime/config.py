@@ -338,7 +338,12 @@ class ServerConfig:
     client_timeout: float = _f(
         60.0, "seconds for a request's head, and that a client may take in nothing"
     )
-    max_body: int = _f(16 << 20, "largest request body, e.g. 16MB", size=True)
+    max_body: int | None = _f(
+        None,
+        "largest request body, e.g. 16MB (default: 16 bytes for each token of the context, and 1 "
+        "MiB)",
+        size=True,
+    )
     dp: int = _f(
         1,
         "data-parallel replicas of the engine, each of --tp ranks with devices of their own; "
@@ -401,7 +406,7 @@ class ServerConfig:
             check_key(self.admin_api_key, "--admin-api-key")
             if self.admin_api_key in self.api_key:
                 raise ConfigError("--admin-api-key: is one of --api-key, too: give another")
-        _positive(self, ("max_body", "dp"))
+        _positive(self, ("dp",) if self.max_body is None else ("max_body", "dp"))
         for name in ("max_engine_restarts", "watchdog_timeout", "shutdown_timeout"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: must be at least 0")

@@ -22,13 +22,13 @@ _LOOK_SECONDS = 0.02
 def adapter_routes(service: Service) -> APIRouter:
     """What changes the server for all: it needs the admin key, if there is one."""
     router = APIRouter(dependencies=[Depends(operators_only)])
-    client, limit = service.client, service.config.max_body
+    client = service.client
 
     @router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterRequest))
     async def load(request: Request) -> Response:
         """Load a PEFT folder of the server's machine; its name is a model from then on."""
         check = partial(_loadable, service)
-        body = await parse(request, LoadAdapterRequest, limit, check)
+        body = await parse(request, LoadAdapterRequest, check)
         await client.adapt(body.lora_name, body.lora_path)
         return as_json({"lora_name": body.lora_name, "adapters": client.adapters})
 
@@ -36,7 +36,7 @@ def adapter_routes(service: Service) -> APIRouter:
     async def unload(request: Request) -> Response:
         """Take no more requests for an adapter, wait for those that run, and free its place."""
         check = partial(_unloadable, service)
-        name = await parse(request, UnloadAdapterRequest, limit, check)
+        name = await parse(request, UnloadAdapterRequest, check)
         service.leaving.add(name)
         try:
             while any(run.adapter == name for run in service.running.values()):

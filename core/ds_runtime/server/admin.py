@@ -124,7 +124,7 @@ def admin_routes(service: Service) -> APIRouter:
                 and (caller.is_admin or run.caller.name == caller.name)
             ]
 
-        runs = await parse(request, AbortRequest, service.config.max_body, found)
+        runs = await parse(request, AbortRequest, found)
         for run in runs:
             run.abort()
         return as_json({"aborted": [run.id for run in runs]})

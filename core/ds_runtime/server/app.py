@@ -63,7 +63,6 @@ from ds_runtime.server.responses_format import as_stream
 from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-_BODIES = 16  # of the largest size, in memory at once
 
 
 def create_app(
@@ -82,7 +81,7 @@ def create_app(
     # No redirects: their address would be what the client's Host header says.
     app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    app.state.bodies = Bodies(_BODIES * config.max_body)
+    app.state.bodies = Bodies(config.max_body, lambda: _context(client))
     keys = Keys.of(config)
     if keys.any or keys.has_admin:
         app.add_middleware(Guard, keys=keys)
@@ -115,6 +114,10 @@ def create_app(
     return app
 
 
+def _context(client: Replicas) -> int:
+    return 0 if client.ready is None else client.ready.context_length
+
+
 def _view(client: EngineClient) -> EngineView:
     return EngineView(
         stats=lambda: client.stats,
@@ -132,18 +135,18 @@ def _counted(metrics: Metrics) -> Callable[[Exchange], None]:
 
 
 def _openai_routes(service: Service) -> APIRouter:
-    router, limit = APIRouter(), service.config.max_body
+    router = APIRouter()
 
     @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
     async def chat(request: Request) -> Any:
         """OpenAI's chat completions."""
-        job = await parse(request, ChatRequest, limit, partial(chat_job, service))
+        job = await parse(request, ChatRequest, partial(chat_job, service))
         return await answer(service, request, "chatcmpl", job)
 
     @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
     async def completions(request: Request) -> Any:
         """OpenAI's (legacy) completions."""
-        job = await parse(request, CompletionRequest, limit, partial(completion_job, service))
+        job = await parse(request, CompletionRequest, partial(completion_job, service))
         return await answer(service, request, "cmpl", job)
 
     @router.get("/v1/models")
@@ -163,21 +166,21 @@ def _openai_routes(service: Service) -> APIRouter:
 
 
 def _later_routes(service: Service) -> APIRouter:
-    router, limit = APIRouter(), service.config.max_body
+    router = APIRouter()
     kept, threads = Kept(), Kept()
 
     @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
     async def create(request: Request) -> Any:
         """OpenAI's responses."""
         prepare = partial(responses_job, service, _shelf(kept, request))
-        job = await parse(request, ResponsesRequest, limit, prepare)
+        job = await parse(request, ResponsesRequest, prepare)
         return await answer(service, request, "resp", job)
 
     @router.post("/v1/responses/input_tokens", openapi_extra=request_body(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
         """Tokens of the prompt that a response would be made from."""
         prepare = partial(count_input, service, _shelf(kept, request))
-        count = await parse(request, InputTokensRequest, limit, prepare)
+        count = await parse(request, InputTokensRequest, prepare)
         return as_json({"object": "response.input_tokens", "input_tokens": count})
 
     @router.get("/v1/responses/{response_id}")
@@ -200,13 +203,13 @@ def _later_routes(service: Service) -> APIRouter:
     async def messages(request: Request) -> Any:
         """Anthropic's messages."""
         prepare = partial(messages_job, service, _shelf(threads, request))
-        job = await parse(request, MessagesRequest, limit, prepare)
+        job = await parse(request, MessagesRequest, prepare)
         return await answer(service, request, "msg", job)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=request_body(CountRequest))
     async def count(request: Request) -> Response:
         """Tokens of a prompt in Anthropic's form."""
-        count = await parse(request, CountRequest, limit, partial(count_tokens, service))
+        count = await parse(request, CountRequest, partial(count_tokens, service))
         return as_json({"input_tokens": count})
 
     return router
@@ -219,18 +222,18 @@ def _shelf(kept: Kept, request: Request) -> Shelf:
 
 
 def _native_routes(service: Service) -> APIRouter:
-    router, limit = APIRouter(), service.config.max_body
+    router = APIRouter()
 
     @router.post("/generate", openapi_extra=request_body(GenerateRequest))
     async def generate(request: Request) -> Any:
         """Text or ids in, text and ids out; no chat template."""
-        job = await parse(request, GenerateRequest, limit, partial(generate_job, service))
+        job = await parse(request, GenerateRequest, partial(generate_job, service))
         return await answer(service, request, "gen", job)
 
     @router.post("/tokenize", openapi_extra=request_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Ids of a text or of rendered messages."""
-        ids = await parse(request, TokenizeRequest, limit, partial(token_ids, service))
+        ids = await parse(request, TokenizeRequest, partial(token_ids, service))
         ready = service.client.ready
         context = None if ready is None else ready.context_length
         return as_json({"tokens": ids, "count": len(ids), "max_model_len": context})
@@ -238,7 +241,7 @@ def _native_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=request_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Text of ids."""
-        text = await parse(request, DetokenizeRequest, limit, partial(text_of, service))
+        text = await parse(request, DetokenizeRequest, partial(text_of, service))
         return as_json({"prompt": text})
 
     return router

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import difflib
+import gc
 import json
+import json.scanner
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from ds_runtime.errors import shown
 from ds_runtime.nesting import MAX_NESTING, too_deep
@@ -23,6 +29,11 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 _INLINE = 4096  # bytes of body that are worked on in the event loop
 _LARGE = 1 << 18
+_PER_TOKEN, _BESIDE = 16, 1 << 20  # bytes for each token of the context, and for what is beside
+_BODIES = 16  # of the largest size, in memory at once
+_PARTS = 1 << 16  # arrays and objects of one body, or members of these
+_MANY = 1 << 18  # values whose reading would take too long at once
+_THREADS = 3  # of which one may be at a large body
 _LONGEST_NAME = 100
 _BODY_SECONDS, _BODY_RATE = 30.0, 1 << 15  # for a body of any size; and bytes per second
 _DRAIN_BYTES = 1 << 28
@@ -31,42 +42,90 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: UTF-8 itself has
 _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
 
 
-async def parse(request: Request, kind: type[B], limit: int, prepare: Callable[[B], T]) -> T:
-    """`prepare(body)` of the body as a `kind`; ApiError 413 above `limit` bytes, 400 if it is bad.
+async def parse(request: Request, kind: type[B], prepare: Callable[[B], T]) -> T:
+    """`prepare(body)` of the body as a `kind`; ApiError 413 for one that no context could need, 400
+    if it is bad.
 
     Reading, checking and preparing (templates, tokenisation) take time that grows with the body:
     anything but a small one is worked on in a thread, so that streams go on meanwhile.
     """
     bodies: Bodies = request.app.state.bodies
     with bodies.room() as room:
-        raw = await read_body(request, limit, room)
-        if len(raw) > _INLINE:
-            return await asyncio.to_thread(_work, raw, kind, prepare)
-        return _work(raw, kind, prepare)
+        raw, shape = await read_body(request, bodies.limit, room)
+        if len(raw) <= _INLINE:
+            return _work(bodies, raw, shape, kind, prepare)
+        await _check_there(request)  # and be told from now on
+        async with bodies.turn(len(raw)):
+            await _check_there(request)
+            return await bodies.work(partial(_work, bodies, raw, shape, kind, prepare))
 
 
-def _work(raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
+async def _check_there(request: Request) -> None:
+    if await request.is_disconnected():
+        raise ClientGoneError
+
+
+def _work(bodies: Bodies, raw: bytes, shape: Shape, kind: type[B], prepare: Callable[[B], T]) -> T:
     if (field := too_deep(raw)) is not None:
         raise _bad(
             f"{field or 'the body'} is nested too deeply: {MAX_NESTING} levels are the most",
             field or None,
         )
     try:
-        value = _json(raw)
-        if not isinstance(value, dict):
-            raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
-        if _SURROGATE.search(raw):
-            _check_unicode(value)
-        return prepare(validate(kind, value))
+        # The event loop waits for nobody: what it reads itself is small.
+        with bodies.alone() if len(raw) > _INLINE else contextlib.nullcontext():
+            body = _read_as(kind, raw, shape)
+        return prepare(body)
     except RecursionError as e:
         raise _bad("the body's JSON is nested too deeply") from e
 
 
-class Bodies:
-    """Bytes of all bodies that are being read or worked on: at most `limit`."""
+def _read_as(kind: type[B], raw: bytes, shape: Shape) -> B:
+    value = _json(raw, shape)
+    if not isinstance(value, dict):
+        raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
+    if _SURROGATE.search(raw):
+        _check_unicode(value)
+    return validate(kind, value)
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._held = limit, 0
+
+class Bodies:
+    """All bodies that are being read or worked on.
+
+    `limit`: bytes of one; all together have sixteen times as many. One thread at a time reads JSON,
+    as no other runs meanwhile, and one large body at a time is worked on.
+    """
+
+    def __init__(self, most: int | None, context: Callable[[], int]) -> None:
+        self._most, self._context, self._held = most, context, 0
+        self._large = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, "body")
+        self._reading = threading.Lock()
+
+    @property
+    def limit(self) -> int:
+        """What the operator said, or what a prompt of the whole context can need with its tools."""
+        return self._context() * _PER_TOKEN + _BESIDE if self._most is None else self._most
+
+    def turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
+        """Waits until a body of so many bytes may be worked on."""
+        return self._large if size > _LARGE else contextlib.nullcontext()
+
+    async def work(self, job: Callable[[], T]) -> T:
+        """The result of a job, from one of few threads: each makes the event loop wait."""
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(context.run, job))
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One thread at a time reads JSON, in which there are no cycles to look for."""
+        with self._reading:
+            gc.disable()
+            try:
+                yield
+            finally:
+                gc.enable()
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Callable[[int], None]]:
@@ -78,9 +137,8 @@ class Bodies:
 
         def take(size: int) -> None:
             nonlocal mine
-            if (
-                mine and size and self._held + size > self._limit
-            ):  # small ones, of one part, always fit
+            # Small ones, of one part, always fit.
+            if mine and size and self._held + size > _BODIES * self.limit:
                 raise ApiError(
                     503,
                     f"the bodies of other requests hold {self._held} bytes: try again",
@@ -96,10 +154,46 @@ class Bodies:
             self._held -= mine
 
 
-async def read_body(request: Request, limit: int, room: Callable[[int], None]) -> bytes:
+class Shape:
+    """What a body builds values from, counted as its bytes come: what is in strings does not count.
+
+    No reader lets another thread run, so that these are bounded before it begins.
+    """
+
+    def __init__(self) -> None:
+        self.containers = self.members = self.items = 0
+        self._in_string, self._rest = False, b""
+
+    def add(self, part: bytes) -> None:
+        """The next bytes."""
+        part = self._rest + part
+        cut = (len(part) - len(part.rstrip(b"\\"))) % 2  # half of an escape
+        self._rest, part = part[len(part) - cut :], part[: len(part) - cut]
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(pieces[self._in_string :: 2])
+        self._in_string ^= len(pieces) % 2 == 0
+        self.containers += outside.count(b"[") + outside.count(b"{")
+        self.members += outside.count(b":")
+        self.items += outside.count(b",")
+
+    def fault(self, limit: int) -> str:
+        """What it has too many of, where a body may have `limit` bytes; "" if nothing."""
+        for count, most, what in (
+            (self.containers, _PARTS, "arrays and objects"),
+            (self.members, _PARTS, "members of objects"),
+            (self.items, limit // _PER_TOKEN + _PARTS, "values"),
+        ):
+            if count > most:
+                return f"more than {most} {what}"
+        return ""
+
+
+async def read_body(
+    request: Request, limit: int, room: Callable[[int], None]
+) -> tuple[bytes, Shape]:
     """The body's bytes, never more than `limit` of them in memory; `room` is asked for each part.
 
-    ApiError 408 for one that comes too slowly.
+    ApiError 408 for one that comes too slowly, 413 for one that is too large.
     """
     begin = asyncio.get_running_loop().time()
     try:
@@ -121,42 +215,53 @@ async def _read(
     room: Callable[[int], None],
     timeout: asyncio.Timeout,
     begin: float,
-) -> bytes:
+) -> tuple[bytes, Shape]:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else 0
+    if size > limit:
+        if "expect" not in request.headers:  # those that ask first send nothing
+            await _drain(request)
+        raise _large(size, limit)
     parts: list[bytes] = []
-    try:
-        if size > limit:
-            await _refuse(request, size, limit)
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                parts.clear()
-                await _refuse(request, size, limit)
-            room(len(chunk))
-            parts.append(chunk)
-            timeout.reschedule(begin + _BODY_SECONDS + size / _BODY_RATE)
-    except ClientDisconnect as e:
-        raise ClientGoneError from e
-    return b"".join(parts)
+    shape, size, more = Shape(), 0, True
+    while more:
+        chunk, more = await _receive(request)
+        size += len(chunk)
+        shape.add(chunk)
+        fault = shape.fault(limit)
+        if size > limit or fault:
+            parts.clear()
+            if more:
+                await _drain(request)
+            raise _manifold(fault) if fault else _large(size, limit)
+        room(len(chunk))
+        parts.append(chunk)
+        timeout.reschedule(begin + _BODY_SECONDS + size / _BODY_RATE)
+    return b"".join(parts), shape
 
 
-async def _refuse(request: Request, size: int, limit: int) -> NoReturn:
-    # Clients that write everything before they read would see a reset instead of the answer, so
-    # throw away what comes, within bounds; those that ask first (Expect) send nothing.
-    if "expect" not in request.headers:
-        try:
-            async with asyncio.timeout(_DRAIN_SECONDS):
-                seen = 0
-                while seen < _DRAIN_BYTES:
-                    message = await request.receive()
-                    seen += len(message.get("body", b""))
-                    if message["type"] != "http.request" or not message.get("more_body"):
-                        break
-        except TimeoutError:
-            seen = size
-    raise ApiError(
+async def _receive(request: Request) -> tuple[bytes, bool]:
+    """The next bytes of the body, and whether more come. ClientGoneError where nobody is left."""
+    message = await request.receive()
+    if message["type"] != "http.request":
+        raise ClientGoneError
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _drain(request: Request) -> None:
+    """Throw away what comes, within bounds: clients that write everything before they read would
+    see a reset instead of the answer.
+    """
+    seen, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while more and seen < _DRAIN_BYTES:
+                chunk, more = await _receive(request)
+                seen += len(chunk)
+
+
+def _large(size: int, limit: int) -> ApiError:
+    return ApiError(
         413,
         f"the body has {size} bytes or more: the limit is {limit}; send less, or start the "
         "server with a larger --max-body",
@@ -165,14 +270,25 @@ async def _refuse(request: Request, size: int, limit: int) -> NoReturn:
     )
 
 
-def _json(raw: bytes) -> Any:
-    if len(raw) > _LARGE:
+def _manifold(fault: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the body's JSON has {fault}: send fewer",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _json(raw: bytes, shape: Shape) -> Any:
+    if len(raw) > _LARGE and shape.items < _MANY:
         # Four times as fast, and all that time other threads stand still. It refuses what is not
         # JSON; the standard library then says why.
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             return msgspec.json.decode(raw)
     try:
-        return json.loads(raw.decode(), parse_constant=_no_constant)
+        if shape.items < _MANY:
+            return json.loads(raw.decode(), parse_constant=_no_constant)
+        return _PATIENT.decode(raw.decode())
     except UnicodeDecodeError as e:
         raise _bad(f"the body is not UTF-8: byte {e.start} is {raw[e.start]:#04x}") from e
     except json.JSONDecodeError as e:
@@ -181,6 +297,15 @@ def _json(raw: bytes) -> Any:
         ) from e
     except ValueError as e:
         raise _bad(f"the body is not valid JSON: {e}") from e
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+# Reads arrays and objects in Python: slow, but other threads run meanwhile.
+_PATIENT = json.JSONDecoder(parse_constant=_no_constant)
+_PATIENT.scan_once = json.scanner.py_make_scanner(_PATIENT)  # type: ignore[attr-defined]
 
 
 def _check_unicode(value: Mapping[str, Any]) -> None:
@@ -198,10 +323,6 @@ def _check_unicode(value: Mapping[str, Any]) -> None:
                 param,
                 "invalid_value",
             ) from e
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def validate(kind: type[B], value: Mapping[str, Any], prefix: str = "") -> B:
@@ -294,8 +415,15 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = ""
+    for part in _WORDS.iterencode(value):  # no more of it than is shown
+        text += part
+        if len(text) > 80:
+            return text[:77] + "..."
+    return text
+
+
+_WORDS = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
 def _name(value: Any) -> str:

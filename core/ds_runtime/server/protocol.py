@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 TokenIds = list[Any]  # millions at worst: `check_ids` looks at them once the length is right
 MAX_ITEMS = 1 << 14  # of a list whose items take time to check
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+
+
+def _first_fault(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Of thousands of wrong values one is told: each costs time in which nobody else runs."""
+    if isinstance(value, dict):
+        for name, bias in value.items():
+            if type(bias) not in (int, float):
+                return check({name: bias})
+    return check(value)
+
+
+LogitBias = Annotated[dict[str, float], WrapValidator(_first_fault)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
 Rid = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")]
 
@@ -38,7 +50,7 @@ class Sampling(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import signal
@@ -43,6 +44,7 @@ from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
+_SWITCH_SECONDS = 0.0005  # that a thread which reads a body lets the event loop wait
 _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server leaves
 _GRACE_SECONDS = 1.5  # for answers' last bytes; with the engine's share it stays below 5
 
@@ -101,6 +103,8 @@ def serve(
             client = Replicas([EngineClient(e.to_engine, e.from_engine, think_id) for e in engines])
             app = create_app(client, tokenizer, server_config, model, tell)
             add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
+            sys.setswitchinterval(_SWITCH_SECONDS)
+            gc.freeze()  # what is loaded stays: a collection that walks it makes streams wait
             return uvloop.run(_Serving(lives, client, app, sock, server_config, model.name).run())
 
 

@@ -72,6 +72,7 @@ def serving(
     send_buffer=None,
     tell=(),
     replicas=1,
+    beside=(),
     **config,
 ):
     tokenizer = Tokenizer.load(folder)
@@ -101,10 +102,13 @@ def serving(
             await client.start()
             for engine in engines:
                 engine.start()
+            tasks = [asyncio.ensure_future(one()) for one in beside]  # on the same loop
             try:
                 await web.serve(sockets=[sock])
             finally:
                 client.close()
+                for task in tasks:
+                    task.cancel()
 
         thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
         thread.start()

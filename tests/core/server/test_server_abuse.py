@@ -83,7 +83,7 @@ def ended(raw):
 @pytest.fixture(scope="module")
 def hasty(bpe_folder):
     """A server with little patience and small buffers."""
-    with serving(bpe_folder, client_timeout=1.2, send_buffer=1 << 14) as one:
+    with serving(bpe_folder, client_timeout=1.2, send_buffer=1 << 14, max_body=16 << 20) as one:
         yield one
 
 
