@@ -81,7 +81,8 @@ def create_app(
     # No redirects: their address would be what the client's Host header says.
     app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    app.state.bodies = Bodies(config.max_body, lambda: _context(client))
+    bodies = app.state.bodies = Bodies(config.max_body, lambda: _context(client))
+    metrics.watch("body_bytes", "bytes of bodies that are read or worked on", lambda: bodies.held)
     keys = Keys.of(config)
     if keys.any or keys.has_admin:
         app.add_middleware(Guard, keys=keys)
@@ -167,7 +168,10 @@ def _openai_routes(service: Service) -> APIRouter:
 
 def _later_routes(service: Service) -> APIRouter:
     router = APIRouter()
-    kept, threads = Kept(), Kept()
+    kept, threads = (Kept(service.metrics.dropped.inc) for _ in range(2))
+    service.metrics.watch(
+        "kept_answers", "responses and threads that are kept", lambda: len(kept) + len(threads)
+    )
 
     @router.post("/v1/responses", openapi_extra=request_body(ResponsesRequest))
     async def create(request: Request) -> Any:

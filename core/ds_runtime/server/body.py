@@ -92,12 +92,12 @@ def _read_as(kind: type[B], raw: bytes, shape: Shape) -> B:
 class Bodies:
     """All bodies that are being read or worked on.
 
-    `limit`: bytes of one; all together have sixteen times as many. One thread at a time reads JSON,
-    as no other runs meanwhile, and one large body at a time is worked on.
+    `limit`: bytes of one; all together, `held`, have sixteen times as many. One thread at a time
+    reads JSON, as no other runs meanwhile, and one large body at a time is worked on.
     """
 
     def __init__(self, most: int | None, context: Callable[[], int]) -> None:
-        self._most, self._context, self._held = most, context, 0
+        self._most, self._context, self.held = most, context, 0
         self._large = asyncio.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "body")
         self._reading = threading.Lock()
@@ -138,20 +138,20 @@ class Bodies:
         def take(size: int) -> None:
             nonlocal mine
             # Small ones, of one part, always fit.
-            if mine and size and self._held + size > _BODIES * self.limit:
+            if mine and size and self.held + size > _BODIES * self.limit:
                 raise ApiError(
                     503,
-                    f"the bodies of other requests hold {self._held} bytes: try again",
+                    f"the bodies of other requests hold {self.held} bytes: try again",
                     type="server_error",
                     code="busy",
                     headers={"Retry-After": "1", "Connection": "close"},
                 )
-            mine, self._held = mine + size, self._held + size
+            mine, self.held = mine + size, self.held + size
 
         try:
             yield take
         finally:
-            self._held -= mine
+            self.held -= mine
 
 
 class Shape:

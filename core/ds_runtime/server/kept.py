@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +30,15 @@ class _Share:
 class Kept:
     """Answers that may be asked for again, and the conversation up to them.
 
-    Where they become too many, whoever keeps the most loses his oldest one: nobody loses any as
-    long as he keeps no more than an equal share.
+    Where they become too many, whoever keeps the most loses his oldest one, and `dropped` is
+    called: nobody loses any as long as he keeps no more than an equal share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: Callable[[], None] = lambda: None) -> None:
+        self._dropped = dropped
         self._answers: dict[_Name, tuple[str, bytes, bytes]] = {}  # with whose share they count to
         self._shares: dict[str, _Share] = {}
         self.num_bytes = 0
-        self.num_dropped = 0
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -57,7 +58,7 @@ class Kept:
         while len(self._answers) > KEPT or self.num_bytes > _KEPT_BYTES:
             most = max(self._shares.values(), key=lambda one: one.part)
             self.drop(next(iter(most.names)))
-            self.num_dropped += 1
+            self._dropped()
 
     def drop(self, name: _Name) -> None:
         """Forget an answer, if it is there."""

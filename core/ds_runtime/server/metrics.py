@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     generate_latest,
@@ -143,6 +144,11 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self.dropped = Counter(
+            "ds_runtime_kept_dropped",
+            "responses and threads that were dropped to make room for others",
+            registry=self.registry,
+        )
         one = self._histogram
         self.first_token = one("time_to_first_token_seconds", "arrival to first token", _SECONDS)
         self.token_gap = one(
@@ -168,6 +174,10 @@ class Metrics:
         return Histogram(
             f"ds_runtime_{name}", text, ["model_name"], buckets=buckets, registry=self.registry
         ).labels(self._model)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A gauge that is read when it is asked for."""
+        Gauge(f"ds_runtime_{name}", text, registry=self.registry).set_function(value)
 
     def finished(self, reason: str) -> None:
         """A choice has ended: by itself, or as `abort`."""

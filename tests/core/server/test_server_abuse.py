@@ -189,10 +189,10 @@ def test_bodies_share_bounded_memory_and_give_it_back(bpe_folder):
         for _ in range(15):
             raw = stack.enter_context(connected(served))
             raw.sendall(HEAD % size + b" " * (size - 1))
-        until(lambda: held._held == 15 * (size - 1))
+        until(lambda: held.held == 15 * (size - 1))
         last = stack.enter_context(connected(served))
         last.sendall(HEAD % size + b" " * (size - 1))
-        until(lambda: held._held == 16 * (size - 1))
+        until(lambda: held.held == 16 * (size - 1))
         late = stack.enter_context(connected(served))
         with contextlib.suppress(ConnectionError):
             late.sendall(HEAD % size + b" " * (size - 1))
@@ -201,12 +201,12 @@ def test_bodies_share_bounded_memory_and_give_it_back(bpe_folder):
         fine(served)
         last.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         last.close()  # vanishes, with a reset
-        until(lambda: held._held <= 15 * (size - 1))
+        until(lambda: held.held <= 15 * (size - 1))
         raw.sendall(b" ")
         assert raw.recv(12) == b"HTTP/1.1 400"
-        until(lambda: held._held <= 14 * (size - 1))
+        until(lambda: held.held <= 14 * (size - 1))
         stack.close()
-        until(lambda: held._held == 0)
+        until(lambda: held.held == 0)
         fine(served)
 
 

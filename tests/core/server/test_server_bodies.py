@@ -160,7 +160,7 @@ def test_one_large_body_at_a_time(bpe_folder, monkeypatch):
 
         assert set(pool.map(ask, range(32))) == {200}
         assert most[True] == 1 and 1 < most[False] <= 3
-        until(lambda: not served.app.state.bodies._held)
+        until(lambda: not served.app.state.bodies.held)
 
 
 def test_a_client_that_leaves_while_it_waits_costs_no_work(bpe_folder, monkeypatch):
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_while_it_waits_costs_no_work(bpe_folder, monkeypat
             httpx.post(f"{served.url}/generate", content=raw, headers=headers, timeout=0.5)
         gate.set()
         first.join(20)
-        until(lambda: not held._held)
+        until(lambda: not held.held)
         assert len(done) == 1
 
 

@@ -292,6 +292,10 @@ def test_a_flood_of_tiny_responses_evicts_its_own(bpe_folder, monkeypatch):
         theirs = [ask("flood") for _ in range(60)]
         assert all(found("honest", name) for name in mine)
         assert [found("flood", name) for name in theirs] == [False] * 35 + [True] * 25
+        lines = served.http.get("/metrics").text.splitlines()
+        assert "ds_runtime_kept_answers 40.0" in lines
+        assert "ds_runtime_kept_dropped_total 35.0" in lines
+        assert "ds_runtime_body_bytes 0.0" in lines
 
 
 @given(
