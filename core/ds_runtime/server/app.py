@@ -24,7 +24,8 @@ from ds_runtime.server.anthropic import (
     count_tokens,
     messages_job,
 )
-from ds_runtime.server.body import Bodies, parse
+from ds_runtime.server.bodies import Bodies
+from ds_runtime.server.body import parse
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.dashboard import dashboard_routes
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error

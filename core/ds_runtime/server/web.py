@@ -1,8 +1,8 @@
 """uvicorn, with bounds on what clients can hold: connections, heads, bodies, and time.
 
 Clients that stall must not keep what others need. The kernel drops those that read nothing; a head
-that does not come is dropped here, a body in body.py; and where connections run out, those that ask
-nothing make room, the longest idle first.
+that does not come is dropped here, a body in bodies.py; and where connections run out, those that
+ask nothing make room, the longest idle first.
 """
 
 from __future__ import annotations

@@ -16,8 +16,7 @@ import pytest
 from server_harness import serving, until
 from test_server_serve import read_until, started
 
-from ds_runtime.server import body as bodies
-from ds_runtime.server import web
+from ds_runtime.server import bodies, web
 from ds_runtime.server.guard import OPEN_PATHS
 
 CHAT = {"messages": [{"role": "user", "content": "[say fine]"}]}

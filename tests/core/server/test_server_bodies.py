@@ -22,7 +22,7 @@ from test_server_serve import read_until, started
 
 from ds_runtime.server import body as module
 from ds_runtime.server import serve
-from ds_runtime.server.body import Bodies, Shape
+from ds_runtime.server.bodies import LARGE, Bodies, Shape
 
 sys.path.append(str(Path(__file__).parents[2] / "slow"))
 from attackers_bodies import bodies
@@ -138,7 +138,7 @@ def test_one_large_body_at_a_time(bpe_folder, monkeypatch):
     lock, real = threading.Lock(), module._work
 
     def work(bodies, raw, *rest):
-        large = len(raw) > module._LARGE
+        large = len(raw) > LARGE
         with lock:
             now[large] += 1
             most[large] = max(most[large], now[large])
