@@ -21,6 +21,7 @@ LARGE = 1 << 18
 _PER_TOKEN, _BESIDE = 16, 1 << 20  # bytes for each token of the context, and for what is beside
 _BODIES = 16  # of the largest size, in memory at once
 _PARTS = 1 << 16  # arrays and objects of one body, or members of these
+_PART_BYTES = 1 << 15  # that are counted at once
 _THREADS = 3  # of which one may be at a large body
 _BODY_SECONDS, _BODY_RATE = 30.0, 1 << 15  # for a body of any size; and bytes per second
 _DRAIN_BYTES = 1 << 28
@@ -93,10 +94,25 @@ class Bodies:
 
 
 class Shape:
-    """What a body builds values from, counted as its bytes come: what is in strings does not count.
+    """What a body builds values from, counted part by part: what is in strings does not count.
 
     No reader lets another thread run, so that these are bounded before it begins.
     """
+
+    @classmethod
+    def of(cls, raw: bytes, limit: int) -> Shape:
+        """That of a whole body, which may have `limit` bytes; ApiError for too many of a kind.
+
+        Others run between two parts.
+        """
+        shape = cls()
+        for begin in range(0, len(raw), _PART_BYTES):
+            shape.add(raw[begin : begin + _PART_BYTES])
+            if fault := shape.fault(limit):
+                raise ApiError(
+                    400, f"the body's JSON has {fault}: send fewer", code="body_too_large"
+                )
+        return shape
 
     def __init__(self) -> None:
         self.containers = self.members = self.items = 0
@@ -126,9 +142,7 @@ class Shape:
         return ""
 
 
-async def read_body(
-    request: Request, limit: int, room: Callable[[int], None]
-) -> tuple[bytes, Shape]:
+async def read_body(request: Request, limit: int, room: Callable[[int], None]) -> bytes:
     """The body's bytes, never more than `limit` of them in memory; `room` is asked for each part.
 
     ApiError 408 for one that comes too slowly, 413 for one that is too large.
@@ -153,7 +167,7 @@ async def _read(
     room: Callable[[int], None],
     timeout: asyncio.Timeout,
     begin: float,
-) -> tuple[bytes, Shape]:
+) -> bytes:
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdigit() else 0
     if size > limit:
@@ -161,21 +175,19 @@ async def _read(
             await _drain(request)
         raise _large(size, limit)
     parts: list[bytes] = []
-    shape, size, more = Shape(), 0, True
+    size, more = 0, True
     while more:
         chunk, more = await _receive(request)
         size += len(chunk)
-        shape.add(chunk)
-        fault = shape.fault(limit)
-        if size > limit or fault:
+        if size > limit:
             parts.clear()
             if more:
                 await _drain(request)
-            raise _manifold(fault) if fault else _large(size, limit)
+            raise _large(size, limit)
         room(len(chunk))
         parts.append(chunk)
         timeout.reschedule(begin + _BODY_SECONDS + size / _BODY_RATE)
-    return b"".join(parts), shape
+    return b"".join(parts)
 
 
 async def _receive(request: Request) -> tuple[bytes, bool]:
@@ -203,15 +215,6 @@ def _large(size: int, limit: int) -> ApiError:
         413,
         f"the body has {size} bytes or more: the limit is {limit}; send less, or start the "
         "server with a larger --max-body",
-        code="body_too_large",
-        headers={"Connection": "close"},
-    )
-
-
-def _manifold(fault: str) -> ApiError:
-    return ApiError(
-        400,
-        f"the body's JSON has {fault}: send fewer",
         code="body_too_large",
         headers={"Connection": "close"},
     )
