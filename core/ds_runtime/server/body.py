@@ -15,13 +15,14 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from ds_runtime.errors import shown
+from ds_runtime.errors import RequestError, shown
 from ds_runtime.nesting import MAX_NESTING, too_deep
 from ds_runtime.server.bodies import LARGE, Bodies, Shape, read_body
 from ds_runtime.server.errors import ApiError, ClientGoneError
 from ds_runtime.server.protocol import Body
 
 B = TypeVar("B", bound=Body)
+E = TypeVar("E", bound=Exception)
 T = TypeVar("T")
 _INLINE = 4096  # bytes of body that are worked on in the event loop
 _MANY = 1 << 18  # values whose reading would take too long at once
@@ -62,8 +63,10 @@ def _work(bodies: Bodies, raw: bytes, kind: type[B], prepare: Callable[[B], T]) 
             _check_depth(raw)
             body = _read_as(kind, raw, Shape.of(raw, bodies.limit).items)
         return prepare(body)
-    except RecursionError as e:
-        raise _bad("the body's JSON is nested too deeply") from e
+    except RecursionError:
+        raise _bad("the body's JSON is nested too deeply") from None
+    except (ApiError, RequestError) as e:
+        raise _alone(e) from None
 
 
 def _check_depth(raw: bytes) -> None:
@@ -75,6 +78,19 @@ def _check_depth(raw: bytes) -> None:
 
 
 def _read_as(kind: type[B], raw: bytes, items: int = 0) -> B:
+    try:
+        return _checked(kind, raw, items)
+    except ApiError as e:
+        raise _alone(e) from None
+
+
+def _alone(error: E) -> E:
+    """Without its traceback and what led to it: these would hold all that was read for a while."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _checked(kind: type[B], raw: bytes, items: int) -> B:
     value = _json(raw, items)
     if not isinstance(value, dict):
         raise _bad(f"the body is a JSON {_name(value)}: an object is needed")
