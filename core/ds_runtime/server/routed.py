@@ -8,6 +8,7 @@ from ds_runtime.errors import RequestError
 from ds_runtime.routed import Generated, RoutedEngine
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
+from ds_runtime.server.keys import Caller
 from ds_runtime.server.prepare import Service
 from ds_runtime.server.run import Run
 from ds_runtime.server.sampling import check_ids, check_room, fit
@@ -78,6 +79,7 @@ class ServedEngine(RoutedEngine):
             "route",
             [(Prompt(ids, text), params)],
             priority,
+            Caller(),
             service.client,
             tokenizer,
             service.metrics,
