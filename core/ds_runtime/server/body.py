@@ -60,8 +60,9 @@ def _work(bodies: Bodies, raw: bytes, kind: type[B], prepare: Callable[[B], T]) 
             _check_depth(raw)
             return prepare(_read_as(kind, raw))
         with bodies.alone():
+            items = Shape.of(raw, bodies.limit).items
             _check_depth(raw)
-            body = _read_as(kind, raw, Shape.of(raw, bodies.limit).items)
+            body = _read_as(kind, raw, items)
         return prepare(body)
     except RecursionError:
         raise _bad("the body's JSON is nested too deeply") from None
