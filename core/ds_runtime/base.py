@@ -6,10 +6,10 @@ own; tensors that it lacks, tokenizer, template and generation settings are the 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ds_runtime.errors import CheckpointError, shown
+from ds_runtime.files import read_object
 
 KEY = "base_model"
 
@@ -40,7 +40,7 @@ def base_of(folder: Path) -> Path | None:
 def part_of(folder: Path, name: str) -> Path:
     """Where file `name` of a checkpoint is or would be: in its folder, else in its base's."""
     path = folder / name
-    if path.is_file() or (base := base_of(folder)) is None:
+    if path.exists() or (base := base_of(folder)) is None:
         return path
     return base / name
 
@@ -48,7 +48,6 @@ def part_of(folder: Path, name: str) -> Path:
 def _named(folder: Path) -> object:
     """The value of the key; None for whatever the reader of config.json will complain of."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(folder / "config.json").get(KEY)
+    except CheckpointError:
         return None
-    return config.get(KEY) if isinstance(config, dict) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ds_runtime.errors import CheckpointError, shown
+from ds_runtime.files import read_settings
 
 
 def eos_ids(path: Path) -> list[int]:
@@ -13,12 +13,7 @@ def eos_ids(path: Path) -> list[int]:
 
     Raises CheckpointError with file, key and value when it is no id and no list of ids.
     """
-    if not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{path}: cannot be read as a JSON object: {e}") from e
+    found = read_settings(path).get("eos_token_id")
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise CheckpointError(

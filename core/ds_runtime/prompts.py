@@ -35,7 +35,7 @@ class JobMaker:
         self._override = assembly.config.chat_template
         self._family = find_family(assembly.folder, assembly.config.model)
         file = part_of(self._folder, "tokenizer.json")
-        self._tokenizer = Tokenizer.load(self._folder) if file.is_file() else None
+        self._tokenizer = Tokenizer.load(self._folder) if file.exists() else None
         self._template: Template | None = None
         self._served = 0
 

@@ -23,6 +23,7 @@ from ds_runtime.convert.source import Source, quant_of
 from ds_runtime.convert.targets import Target, find_target
 from ds_runtime.convert.write import PARTIAL, Writer
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
+from ds_runtime.files import HEADER, read_object
 from ds_runtime.model.checkpoint import DTYPES, INDEX
 from ds_runtime.model.gguf.folder import LINK
 from ds_runtime.model.hf import QUANT_FILE, from_hf, with_quant_file
@@ -91,7 +92,7 @@ class _Job:
         config = source.config
         if target.name == "w4afp8" and not config.experts:
             raise UnsupportedError("--to w4afp8: the model has no routed experts; try --to fp8")
-        self.raw = json.loads((source.folder / _CONFIG).read_text(encoding="utf-8"))
+        self.raw = read_object(source.folder / _CONFIG)
         self.kept = tuple(target.kept(source.linears.values()))
         # What the target names itself stays anyway.
         bare = self._quant(())
@@ -237,7 +238,7 @@ def _said(path: Path) -> str:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(min(length, 100 << 20)))
+            header = json.loads(file.read(min(length, HEADER)))
             return f" ({header['__metadata__'][_MARK].split()[0]}, or of another source)"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return ""

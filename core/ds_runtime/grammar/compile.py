@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from ds_runtime.base import part_of
 from ds_runtime.errors import RequestError
+from ds_runtime.files import LISTS, read_object
 from ds_runtime.grammar.guide import MASK_SECONDS, Start, too_slow, words
 from ds_runtime.grammar.source import Source, json_schema
 from ds_runtime.output_rules import OutputRules, ToolRules
@@ -34,7 +35,7 @@ def why_not(folder: Path) -> str | None:
     """Why no output rule can be followed for this checkpoint, or None."""
     if find_spec("llguidance") is None:
         return "structured output needs the package llguidance: pip install llguidance"
-    if not part_of(folder, "tokenizer.json").is_file():
+    if not part_of(folder, "tokenizer.json").exists():
         return f"structured output needs a tokenizer, and {folder} has no tokenizer.json"
     return None
 
@@ -50,8 +51,7 @@ class Compiler:
     def __init__(self, folder: Path, vocab_size: int, eos: Sequence[int]) -> None:
         from llguidance import LLTokenizer
 
-        text = part_of(folder, "tokenizer.json").read_text(encoding="utf-8")
-        whole = json.loads(text)
+        whole = read_object(part_of(folder, "tokenizer.json"), LISTS)
         added = whole.get("added_tokens") or []
         for token in added:  # never text, see grammar/source.py
             token["special"] = True

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ds_runtime.base import base_of
 from ds_runtime.errors import CheckpointError
+from ds_runtime.files import HEADER, LISTS, open_plain, read_bytes
 from ds_runtime.model.gguf.blocks import BLOCKS, values
 from ds_runtime.model.gguf.folder import LINK, linked_tensors
 from ds_runtime.model.nan import KINDS, PIECE, Bytes, any_nan, first_nan
@@ -37,7 +38,6 @@ from ds_runtime.model.staging import Staging, shares_memory
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EXPORTED = "nextn_layer_parameters.safetensors"  # a draft layer that was exported alone
-_MAX_HEADER = 100 << 20
 _STRIP = 8 << 20  # bytes read at a time where only some columns are wanted
 _MALFORMED = (  # what reading a hostile JSON header can raise; 1e400 overflows, depth recurses
     ValueError,
@@ -169,7 +169,7 @@ class Checkpoint:
                 n: Entry(t.file, t.type.name, t.shape, t.begin, t.begin + t.nbytes)
                 for n, t in found.items()
             }
-        elif index.is_file():
+        elif index.exists():
             self._open_index(index)
         else:
             for name in (SINGLE, EXPORTED):
@@ -180,9 +180,9 @@ class Checkpoint:
 
     def _open_index(self, index: Path) -> None:
         try:
-            where: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            where: dict[str, str] = json.loads(read_bytes(index, LISTS))["weight_map"]
             files = sorted({str(name) for name in where.values()})
-        except (OSError, *_MALFORMED) as e:
+        except _MALFORMED as e:
             raise CheckpointError(
                 f"{index}: not a safetensors index with a weight_map "
                 f"({type(e).__name__}: {e}); download the file again"
@@ -589,10 +589,10 @@ def _nothing_here(folder: Path) -> str:
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one shard, after checking that the file is as long as its header says."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         start = file.read(8)
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(_MAX_HEADER, size - 8):
+        if len(start) < 8 or length > min(HEADER, size - 8):
             raise CheckpointError(
                 f"{path}: {size} bytes, but its header alone should take {length + 8}; the file is "
                 "truncated or no safetensors file: download it again"

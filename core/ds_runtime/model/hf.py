@@ -6,13 +6,13 @@ ConfigError or UnsupportedError that names file, key and value.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
+from ds_runtime.files import read_object
 from ds_runtime.model.config import ModelConfig, Yarn
 from ds_runtime.model.indexing import check_indexing, read_indexing
 from ds_runtime.model.leftover import left_over
@@ -42,14 +42,14 @@ def load_config(folder: Path) -> ModelConfig:
     """Read `folder`/config.json. What it says of quantisation does not count where the weights are
     not quantised."""
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(
             f"{path}: not found; --model takes a folder with config.json and safetensors"
         )
-    raw = _object(path)
+    raw = read_object(path)
     beside = folder / QUANT_FILE
-    if beside.is_file():
-        raw = with_quant_file(raw, _object(beside))
+    if beside.exists():
+        raw = with_quant_file(raw, read_object(beside))
     config = from_hf(raw, str(path))
     if config.quantization and (said := left_over(folder, config.quantization, QUANT_FILE)):
         return replace(config, quantization={}, left_over=said)
@@ -63,17 +63,6 @@ def with_quant_file(raw: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[s
     if stated is not None and not isinstance(stated, Mapping):
         return dict(raw)  # refused by from_hf
     return {**raw, "quantization_config": {**(stated or {}), QUANT_FILE: dict(beside)}}
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object of a file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds {type(found).__name__}, expected a JSON object")
-    return found
 
 
 def from_hf(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:

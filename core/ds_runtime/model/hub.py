@@ -6,11 +6,11 @@ Torch-free.
 from __future__ import annotations
 
 import importlib.resources
-import json
 from pathlib import Path
 
 from ds_runtime.base import part_of
 from ds_runtime.errors import CheckpointError
+from ds_runtime.files import LISTS, read_object
 
 EMBEDDED = {"demo": "ds_runtime.demo", "demo-v32": "ds_runtime.demo_v32"}
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt"]  # data only: no code, no pickle
@@ -45,7 +45,7 @@ def resolve_model(name: str) -> Path:
 def text_folder(folder: Path, load_format: str) -> Path:
     """Where tokenizer and template lie: in the model's folder. Those of the demo stand in for a
     model of dummy weights that has none."""
-    if load_format == "dummy" and not part_of(folder, "tokenizer.json").is_file():
+    if load_format == "dummy" and not part_of(folder, "tokenizer.json").exists():
         return resolve_model("demo")
     return folder
 
@@ -83,9 +83,9 @@ def _from_hub(name: str) -> Path:
 def _missing_shards(folder: Path) -> str:
     """Which shards the index names and the folder lacks, or ""."""
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        index = read_object(folder / "model.safetensors.index.json", LISTS)
         names = {str(name) for name in index["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (CheckpointError, KeyError, AttributeError):
         return ""  # no index, or one that whoever opens the checkpoint complains of
     lacking = sorted(name for name in names if not (folder / name).is_file())
     if not lacking:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.base import base_of
-from ds_runtime.errors import shown
+from ds_runtime.errors import CheckpointError, shown
+from ds_runtime.files import HEADER, LISTS, open_plain, read_object
 from ds_runtime.model.manifest import CACHE_SCALES
 
 # The names that `model/checkpoint.py` opens, which would load torch.
@@ -23,7 +24,15 @@ _METHODS = ("fp8", "w8a8_int8", "blockwise_int8", "awq", "gptq", "compressed-ten
 _KINDS = re.compile("modelopt|mxfp8|w4afp8")
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 _SIGN = re.compile(r"scale|zero|qweight|g_idx|packed|shape|absmax|quant")
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (
+    CheckpointError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 def left_over(folder: Path, quantization: Mapping[str, Any], beside: str) -> str:
@@ -74,15 +83,15 @@ def _plain(names: Iterable[str]) -> bool:
 def _listed(folder: Path) -> tuple[Iterable[str], list[Path]]:
     """The names of tensors that an index lists, and the files of a folder."""
     index = folder / _INDEX
-    if index.is_file():
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    if index.exists():
+        where = read_object(index, LISTS)["weight_map"]
         return where, [folder / name for name in sorted(set(where.values()))]
     return (), [folder / name for name in _WHOLE if (folder / name).is_file()][:1]
 
 
 def _header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file, unchecked."""
-    with file.open("rb") as data:
+    with open_plain(file) as data:
         length = int.from_bytes(data.read(8), "little")
-        found: dict[str, Any] = json.loads(data.read(min(length, file.stat().st_size)))
+        found: dict[str, Any] = json.loads(data.read(min(length, HEADER)))
     return found

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, ConfigError, shown
+from ds_runtime.files import HEADER, open_plain, read_object
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import adaptable_modules
 
@@ -79,12 +80,10 @@ class PeftConfig:
         """Raises CheckpointError for a file that is missing, damaged or asks for more than LoRA."""
         path = folder / CONFIG
         try:
-            if path.exists() and not path.is_file():  # a pipe would never end
-                raise OSError("no plain file")
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
+            raw = read_object(path)
+        except CheckpointError as e:
             raise CheckpointError(
-                f"{path}: cannot be read ({type(e).__name__}: {e}); an adapter is a folder with "
+                f"{e}; an adapter is a folder with "
                 f"{CONFIG} and {WEIGHTS}, as PEFT's save_pretrained writes it"
             ) from e
         if not isinstance(raw, dict):
@@ -211,9 +210,9 @@ def adapted_modules(folder: Path, known: Collection[str]) -> set[str]:
     path = folder / WEIGHTS
     check_weights(path)
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
+            header = json.loads(file.read(min(length, HEADER)))
             names: list[str] = list(header.keys())
     except (OSError, ValueError, AttributeError, RecursionError) as e:
         raise CheckpointError(

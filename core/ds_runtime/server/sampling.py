@@ -13,11 +13,12 @@ import msgspec
 from ds_runtime.base import part_of
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import CheckpointError, RequestError, shown
+from ds_runtime.files import read_settings
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.protocol import Sampling
 from ds_runtime.server.rules import plain_rules
-from ds_runtime.text.tokenizer import Tokenizer, read_json
+from ds_runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class GenerationDefaults:
     def load(cls, folder: str | Path) -> GenerationDefaults:
         """From the checkpoint folder; a file without the fields, or no file, is fine."""
         path = part_of(Path(folder), "generation_config.json")
-        found = read_json(path)
+        found = read_settings(path)
         values: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
             value = found.get(name)

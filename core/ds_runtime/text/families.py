@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.base import base_of
-from ds_runtime.text.tokenizer import read_json
+from ds_runtime.files import read_settings
 
 Tools = Sequence[Mapping[str, Any]]
 _CALLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"
@@ -86,7 +86,7 @@ def find_family(folder: str | Path, model: str = "") -> Family | None:
 
     `model`: the hub id or path that the user gave.
     """
-    config = read_json((base_of(Path(folder)) or Path(folder)) / "config.json")
+    config = read_settings((base_of(Path(folder)) or Path(folder)) / "config.json")
     name = Path(model or folder).name.lower()
     kind = str(config.get("model_type", "")).replace("-", "_")
     if kind == "deepseek_v2":

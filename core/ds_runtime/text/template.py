@@ -19,11 +19,13 @@ import jinja2.sandbox
 
 from ds_runtime.base import part_of
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError
+from ds_runtime.files import read_text
 from ds_runtime.text.dsml import DsmlEncoding
 from ds_runtime.text.families import Family, tool_format
 from ds_runtime.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+LONGEST = 1 << 20  # bytes of a template; published ones take 20 KB at most
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _BUILT_IN = Path(__file__).with_name("templates")
 _WANTS_OBJECT = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
@@ -185,11 +187,11 @@ def load_template(
     special = tokenizer.special_tokens
     if override is not None:
         path = Path(override)
-        if not path.is_file():
+        if not path.exists():
             raise ConfigError(f"--chat-template {override}: no such file")
         return _single(path, special, family)
     path = part_of(Path(folder), "chat_template.jinja")
-    if path.is_file():
+    if path.exists():
         return _single(path, special, family)
     found = tokenizer.settings.get("chat_template")
     origin = str(part_of(Path(folder), "tokenizer_config.json"))
@@ -215,7 +217,7 @@ def built_in(family: Family) -> Template:
 
 
 def _single(path: Path, constants: Mapping[str, Any], family: Family | None) -> ChatTemplate:
-    source = path.read_text(encoding="utf-8")
+    source = read_text(path, LONGEST)
     return ChatTemplate({"default": source}, constants, str(path), family)
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from ds_runtime.base import part_of
 from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
+from ds_runtime.files import LISTS, read_settings, read_text
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 _BATCHED = 4096  # characters from which encoding is worth a batch of its own
@@ -47,20 +48,22 @@ class Tokenizer:
         """Read tokenizer.json and its neighbours; CheckpointError names what is missing."""
         root = Path(folder)
         path = part_of(root, "tokenizer.json")
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointError(
                 f"{root}: no tokenizer.json. Copy tokenizer.json and tokenizer_config.json of the "
                 "model into this folder, or save them with transformers' "
                 "AutoTokenizer.save_pretrained"
             )
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_str(read_text(path, LISTS))
+        except CheckpointError:
+            raise
         except Exception as e:  # the library raises bare Exception
             raise CheckpointError(f"{path} cannot be read: {e}. Download the file again") from e
         eos: list[int] = []
         for name in ("generation_config.json", "config.json"):
             eos += eos_ids(part_of(root, name))
-        settings = read_json(part_of(root, "tokenizer_config.json"))
+        settings = read_settings(part_of(root, "tokenizer_config.json"))
         return cls(backend, settings=settings, eos_ids=eos)
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
@@ -136,19 +139,6 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         found: int | None = None if text is None else self.backend.token_to_id(text)
         return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{path} is not valid JSON: {e}. Download the file again") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}: an object is needed")
-    return value
 
 
 def _content(value: Any) -> str | None:

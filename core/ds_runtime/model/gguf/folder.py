@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.errors import CheckpointError
+from ds_runtime.files import read_object
 from ds_runtime.model.gguf.config import config_json
 from ds_runtime.model.gguf.header import GgufTensor, Header, read_header
 from ds_runtime.model.gguf.names import named
@@ -102,9 +103,9 @@ def read_files(path: Path) -> Header:
 def linked_tensors(link: Path) -> dict[str, GgufTensor]:
     """The tensors of the files that `link` names."""
     try:
-        said = json.loads(link.read_text(encoding="utf-8"))
+        said = read_object(link)
         files, layers = [Path(name) for name in said["files"]], int(said["layers"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+    except (CheckpointError, ValueError, KeyError, TypeError) as e:
         raise CheckpointError(
             f"{link}: cannot be read ({type(e).__name__}: {e}); delete {link.parent} and give "
             "--model the GGUF file again"
