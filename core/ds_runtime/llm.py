@@ -102,6 +102,7 @@ class LLM:
             if group is not None:
                 group.leave()
             self._engine.close()
+        self._maker.close()
         self._engine = None
         self._finalizer()
         gc.collect()  # the runner and its model refer to each other

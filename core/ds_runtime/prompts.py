@@ -17,9 +17,10 @@ from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.model.hub import text_folder
 from ds_runtime.outputs import Completion, Job, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
+from ds_runtime.text.apart import Text
 from ds_runtime.text.families import find_family
 from ds_runtime.text.parsers import OutputParser, Parsers
-from ds_runtime.text.template import Message, Template, load_template
+from ds_runtime.text.template import Message, Template
 from ds_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -31,20 +32,29 @@ class JobMaker:
     """Numbers requests and encodes their prompts. A checkpoint without tokenizer takes ids."""
 
     def __init__(self, assembly: Assembly) -> None:
-        self._folder = text_folder(assembly.folder, assembly.config.load_format)
-        self._override = assembly.config.chat_template
-        self._family = find_family(assembly.folder, assembly.config.model)
-        file = part_of(self._folder, "tokenizer.json")
-        self._tokenizer = Tokenizer.load(self._folder) if file.exists() else None
-        self._template: Template | None = None
+        config = assembly.config
+        self._folder = text_folder(assembly.folder, config.load_format)
+        self._family = find_family(assembly.folder, config.model)
+        self._text: Text | None = None
+        if part_of(self._folder, "tokenizer.json").exists():
+            self._text = Text(self._folder, assembly.folder, config.model, config.chat_template)
         self._served = 0
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; CheckpointError if it has none."""
-        if self._tokenizer is None:
+        if self._text is None:
             return Tokenizer.load(self._folder)  # raises, naming what is missing
-        return self._tokenizer
+        return self._text.tokenizer
+
+    def close(self) -> None:
+        """End the process that renders and tokenises. May be called twice."""
+        if self._text is not None:
+            self._text.close()
+
+    @property
+    def _template(self) -> Template | None:
+        return None if self._text is None else self._text.template
 
     def render(
         self,
@@ -53,13 +63,10 @@ class JobMaker:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation through the chat template; ConfigError if there is none."""
-        if self._template is None:
-            self._template = load_template(
-                self._folder, self.tokenizer, self._override, self._family
-            )
-        if self._template is None:
+        template = self._template
+        if self._text is None or template is None:
             raise ConfigError(f"{self._folder}: has no chat template; pass chat_template=")
-        return self._template.render(conversation, tools, kwargs=kwargs)
+        return template.render(conversation, tools, kwargs=kwargs)
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> OutputParser:
         """A reader of one answer to a rendered `prompt`, by the model's own formats."""
@@ -76,18 +83,18 @@ class JobMaker:
 
     def _encode(self, prompt: str | list[int]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            if self._tokenizer is None:
+            if self._text is None:
                 raise RequestError(
                     f"the prompt is text, but {self._folder} has no tokenizer.json: "
                     "give token ids, or add the model's tokenizer files",
                     "prompt",
                 )
-            return prompt, self._tokenizer.encode(prompt, add_special=True)
+            return prompt, self.tokenizer.encode(prompt, add_special=True)
         return None, prompt
 
     def jobs(self, output: RequestOutput, params: SamplingParams, adapter: str = "") -> list[Job]:
         """The choices of one prompt."""
-        if params.stop and self._tokenizer is None:
+        if params.stop and self._text is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids",
                 "stop",
@@ -103,7 +110,8 @@ class JobMaker:
             group=str(self._served),
             adapter=adapter,
         )
-        return [Job(submit, output, submit.choice, self._tokenizer) for submit in group.choices()]
+        tokenizer = None if self._text is None else self.tokenizer
+        return [Job(submit, output, submit.choice, tokenizer) for submit in group.choices()]
 
 
 def listed(prompts: Any) -> list[str | list[int]]:

@@ -77,7 +77,8 @@ def create_app(
 
     `tell` are called with every exchange that is over, after the metrics and the access log.
     """
-    metrics = Metrics([_view(engine) for engine in client.clients], model.name)
+    views = [_view(engine) for engine in client.clients]
+    metrics = Metrics(views, model.name, model.text_ended)
     service = Service(client, tokenizer, config, model, metrics)
     # No redirects: their address would be what the client's Host header says.
     app = FastAPI(title="ds-runtime", docs_url=None, redoc_url=None, redirect_slashes=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import difflib
 import json
@@ -24,7 +25,7 @@ from ds_runtime.server.protocol import Body
 B = TypeVar("B", bound=Body)
 E = TypeVar("E", bound=Exception)
 T = TypeVar("T")
-_INLINE = 4096  # bytes of body that are worked on in the event loop
+_SMALL = 4096  # bytes of body that wait for nobody's
 _MANY = 1 << 18  # values whose reading would take too long at once
 _LONGEST_NAME = 100
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: UTF-8 itself has none
@@ -36,13 +37,14 @@ async def parse(request: Request, kind: type[B], prepare: Callable[[B], T]) -> T
     if it is bad.
 
     Reading, checking and preparing (templates, tokenisation) take time that grows with the body:
-    anything but a small one is worked on in a thread, so that streams go on meanwhile.
+    it happens in a thread, so that streams go on meanwhile. With a hostile checkpoint a small one
+    takes long as well.
     """
     bodies: Bodies = request.app.state.bodies
     with bodies.room() as room:
         raw = await read_body(request, bodies.limit, room)
-        if len(raw) <= _INLINE:
-            return _work(bodies, raw, kind, prepare)
+        if len(raw) <= _SMALL:
+            return await asyncio.to_thread(_work, bodies, raw, kind, prepare)
         await _check_there(request)  # and be told from now on
         async with bodies.turn(len(raw)):
             await _check_there(request)
@@ -56,7 +58,7 @@ async def _check_there(request: Request) -> None:
 
 def _work(bodies: Bodies, raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
     try:
-        if len(raw) <= _INLINE:  # the event loop does so itself, and waits for nobody
+        if len(raw) <= _SMALL:
             _check_depth(raw)
             return prepare(_read_as(kind, raw))
         with bodies.alone():

@@ -127,10 +127,12 @@ class EngineView:
 class Metrics:
     """One server's metrics, in a registry of their own. `engines`: its replicas, by number."""
 
-    def __init__(self, engines: Sequence[EngineView], model: str) -> None:
+    def __init__(
+        self, engines: Sequence[EngineView], model: str, text_ended: Callable[[], int] = lambda: 0
+    ) -> None:
         self._model = model
         self.registry = CollectorRegistry()
-        self.registry.register(_Engines(engines, model))
+        self.registry.register(_Engines(engines, model, text_ended))
         ProcessCollector(registry=self.registry)
         self.requests = Counter(
             "ds_runtime_http_requests",
@@ -244,10 +246,12 @@ class Timer:
 
 
 class _Engines(Collector):
-    """Every engine's latest Stats and its state, and their plan, which is one."""
+    """Every engine's latest Stats and its state, and their plan, which is one; work on text."""
 
-    def __init__(self, engines: Sequence[EngineView], model: str) -> None:
-        self._engines, self._model = engines, model
+    def __init__(
+        self, engines: Sequence[EngineView], model: str, text_ended: Callable[[], int]
+    ) -> None:
+        self._engines, self._model, self._text_ended = engines, model, text_ended
 
     def collect(self) -> Iterator[Metric]:
         every = [(str(n), engine, engine.stats()) for n, engine in enumerate(self._engines)]
@@ -271,6 +275,14 @@ class _Engines(Collector):
             "starts of the engine after its first",
             {n: engine.restarts() for n, engine, _ in every},
         )
+        ended = CounterMetricFamily(
+            "ds_runtime_text_work_ended",
+            "chat templates and tokenizers that were stopped in a request: they took too long, or "
+            "too much memory",
+            labels=["model_name"],
+        )
+        ended.add_metric([self._model], self._text_ended())
+        yield ended
         yield _info("build", "this runtime", [{"version": __version__}])
         ready = next((r for _, engine, _ in every if (r := engine.ready()) is not None), None)
         if ready is not None:

@@ -6,6 +6,7 @@ Everything here is plain computing: it runs in a thread when the body is not sma
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -46,13 +47,17 @@ _COUNTED = 4  # contexts that a text may have which is only counted
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the front end knows of the model: its name in the API, folder, template and defaults."""
+    """What the front end knows of the model: its name in the API, folder, template and defaults.
+
+    text_ended: how often work on a request's text was ended at its bounds.
+    """
 
     name: str
     path: str = ""
     template: Template | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     parsers: Parsers = field(default_factory=Parsers)
+    text_ended: Callable[[], int] = lambda: 0
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -13,6 +13,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,12 @@ from ds_runtime.server.routed import ServedEngine
 from ds_runtime.server.sampling import GenerationDefaults
 from ds_runtime.server.tracing import Tracing, start_tracing
 from ds_runtime.server.web import web
+from ds_runtime.text.apart import Text
 from ds_runtime.text.families import find_family
 from ds_runtime.text.parsers import choose_parsers
-from ds_runtime.text.template import load_template
-from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_THREADS = 64  # that work on bodies; most of them wait for the text process
 _POLL_SECONDS = 0.1
 _SWITCH_SECONDS = 0.0005  # that a thread which reads a body lets the event loop wait
 _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server leaves
@@ -68,13 +69,16 @@ def serve(
     check_tls(server_config)
     _check_dp(engine_config, server_config)
     address = server_config.host, server_config.port
-    with contextlib.closing(listen(*address)) as sock, logging_to(server_config):
+    with contextlib.ExitStack() as closed:
+        sock = closed.enter_context(contextlib.closing(listen(*address)))
+        closed.enter_context(logging_to(server_config))
         _warn_open(server_config, sock)
-        folder = resolve_model(engine_config.model)
-        text = text_folder(folder, engine_config.load_format)
-        tokenizer = Tokenizer.load(text)
-        family = find_family(folder, engine_config.model)
-        template = load_template(text, tokenizer, engine_config.chat_template, family)
+        name, folder = engine_config.model, resolve_model(engine_config.model)
+        where = text_folder(folder, engine_config.load_format)
+        text = closed.enter_context(
+            contextlib.closing(Text(where, folder, name, engine_config.chat_template))
+        )
+        tokenizer, template, family = text.tokenizer, text.template, find_family(folder, name)
         parsers = choose_parsers(
             server_config.reasoning_parser,
             server_config.tool_call_parser,
@@ -87,25 +91,26 @@ def serve(
             template,
             GenerationDefaults.load(folder),
             parsers,
+            text_ended=lambda: text.ended,
         )
         _check_names(engine_config, model.name)
-        with contextlib.ExitStack() as closed:
-            tell: list[Tracing] = []
-            if server_config.otlp_endpoint is not None:
-                tell = [start_tracing(server_config.otlp_endpoint, model.name)]
-                closed.enter_context(contextlib.closing(tell[0]))
-            lives: list[Lives] = []
-            for number in range(server_config.dp):
-                make = partial(_make, start, engine_config, explicit, number)
-                lives.append(closed.enter_context(contextlib.closing(Lives(make, server_config))))
-            think_id = tokenizer.token_id("<think>") if server_config.strip_thinking_cache else None
-            engines = [one.engine for one in lives]
-            client = Replicas([EngineClient(e.to_engine, e.from_engine, think_id) for e in engines])
-            app = create_app(client, tokenizer, server_config, model, tell)
-            add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
-            sys.setswitchinterval(_SWITCH_SECONDS)
-            gc.freeze()  # what is loaded stays: a collection that walks it makes streams wait
-            return uvloop.run(_Serving(lives, client, app, sock, server_config, model.name).run())
+        tell: list[Tracing] = []
+        if server_config.otlp_endpoint is not None:
+            tell = [start_tracing(server_config.otlp_endpoint, model.name)]
+            closed.enter_context(contextlib.closing(tell[0]))
+        lives: list[Lives] = []
+        for number in range(server_config.dp):
+            make = partial(_make, start, engine_config, explicit, number)
+            lives.append(closed.enter_context(contextlib.closing(Lives(make, server_config))))
+        think_id = tokenizer.token_id("<think>") if server_config.strip_thinking_cache else None
+        engines = [one.engine for one in lives]
+        client = Replicas([EngineClient(e.to_engine, e.from_engine, think_id) for e in engines])
+        app = create_app(client, tokenizer, server_config, model, tell)
+        add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        gc.freeze()  # what is loaded stays: a collection that walks it makes streams wait
+        serving = _Serving(lives, client, app, sock, server_config, model.name, text.close)
+        return uvloop.run(serving.run())
 
 
 def _launcher(server: ServerConfig) -> Launch:
@@ -247,8 +252,9 @@ class _Serving:
         sock: socket.socket,
         config: ServerConfig,
         name: str,
+        end_text: Callable[[], object],
     ) -> None:
-        self._client, self._sock, self._name = client, sock, name
+        self._client, self._sock, self._name, self._end_text = client, sock, name, end_text
         several = len(lives) > 1
         self._keepers = [
             Keeper(
@@ -272,6 +278,7 @@ class _Serving:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        loop.set_default_executor(ThreadPoolExecutor(_THREADS, "work"))
         await self._client.start()
         tasks: list[asyncio.Task[Any]] = []
         code = 1
@@ -286,6 +293,7 @@ class _Serving:
                 keeping.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._client.close()
+            self._end_text()  # else the loop waits for threads that wait for it
             hurried = self._hurried.is_set()
             ended = await asyncio.gather(*(keeper.stop(hurried) for keeper in self._keepers))
         return code if all(ended) else 1

@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import jinja2.meta
 import jinja2.sandbox
 
 from ds_runtime.base import part_of
-from ds_runtime.errors import CheckpointError, ConfigError, RequestError
+from ds_runtime.errors import CheckpointError, ConfigError, RequestError, named, shown
 from ds_runtime.files import read_text
 from ds_runtime.text.dsml import DsmlEncoding
 from ds_runtime.text.families import Family, tool_format
@@ -26,6 +26,7 @@ from ds_runtime.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 LONGEST = 1 << 20  # bytes of a template; published ones take 20 KB at most
+_LARGEST = 1 << 24
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _BUILT_IN = Path(__file__).with_name("templates")
 _WANTS_OBJECT = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
@@ -75,14 +76,15 @@ class ChatTemplate:
         self.tool_calls = tool_format(list(sources.values()), family)
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
+            if len(source) > LONGEST:
+                raise _bad(origin, name, f": has {len(source)} characters, at most {LONGEST} serve")
             try:
                 self._templates[name] = env.from_string(source)
                 names |= jinja2.meta.find_undeclared_variables(env.parse(source))
             except jinja2.TemplateSyntaxError as e:
-                raise CheckpointError(
-                    f"{origin}: chat template {name!r}, line {e.lineno}: {e.message}. "
-                    "Mend it, or pass another with --chat-template FILE"
-                ) from e
+                raise _bad(origin, name, f", line {e.lineno}: {e.message}") from e
+            except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as e:
+                raise _bad(origin, name, f" cannot be compiled: {named(e)}") from e
         if "default" not in sources and "tool_use" not in sources:
             raise CheckpointError(
                 f"{origin}: chat templates named {', '.join(sources) or 'nothing'}, none of them "
@@ -131,7 +133,8 @@ class ChatTemplate:
             RecursionError,
             MemoryError,
         ) as e:
-            raise RequestError(f"the chat template refuses these messages: {e}", "messages") from e
+            said = f"the chat template refuses these messages: {e}"
+            raise RequestError(said[:600], "messages") from e
 
     def _with_tools(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -175,6 +178,11 @@ class ChatTemplate:
     def _pick(self, name: str) -> jinja2.Template:
         found = self._templates.get(name) or self._templates.get("default")
         return found or self._templates["tool_use"]
+
+
+def _bad(origin: str, name: str, said: str) -> CheckpointError:
+    remedy = "Mend it, or pass another with --chat-template FILE"
+    return CheckpointError(f"{origin}: chat template {name!r:.80}{said}. {remedy}")
 
 
 def load_template(
@@ -221,10 +229,34 @@ def _single(path: Path, constants: Mapping[str, Any], family: Family | None) -> 
     return ChatTemplate({"default": source}, constants, str(path), family)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Operators by which a few characters make gigabytes are not folded, and refuse to."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        """The value of an intercepted operator. TemplateError where it is too large."""
+        if _size(operator, left, right) > _LARGEST:
+            raise jinja2.TemplateError(
+                f"{shown(left)} {operator} {shown(right)} is too large: at most {_LARGEST} "
+                "characters, items or bits may come of it"
+            )
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Characters, items or bits of the result, or a few more."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        return bits * right if operator == "**" and bits > 1 else bits + right.bit_length()
+    some, times = (right, left) if isinstance(left, int) else (left, right)
+    return len(some) * times if isinstance(some, Sized) and isinstance(times, int) else 0
+
+
 def _environment() -> jinja2.Environment:
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise
     env.globals["strftime_now"] = _strftime_now

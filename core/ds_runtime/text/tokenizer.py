@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer as Backend
 
@@ -16,6 +16,7 @@ from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
 from ds_runtime.files import LISTS, read_settings, read_text
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+Split: TypeAlias = Callable[[str, bool], list[int]]
 _BATCHED = 4096  # characters from which encoding is worth a batch of its own
 
 
@@ -24,11 +25,17 @@ class Tokenizer:
 
     `bos_id` and `eos_ids` are what the checkpoint's files say (generation_config.json, config.json
     and tokenizer_config.json together); `special_tokens` maps names such as "bos_token" to their
-    text, for templates; `special_ids` are the ids that `skip_special` leaves out.
+    text, for templates; `special_ids` are the ids that `skip_special` leaves out. `split` stands in
+    for the method of that name.
     """
 
     def __init__(
-        self, backend: Backend, *, settings: dict[str, Any], eos_ids: Sequence[int] = ()
+        self,
+        backend: Backend,
+        *,
+        settings: dict[str, Any],
+        eos_ids: Sequence[int] = (),
+        split: Split | None = None,
     ) -> None:
         _require_byte_level(backend)
         self.backend = backend
@@ -42,9 +49,10 @@ class Tokenizer:
         own_eos = self._id_of("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *(() if own_eos is None else (own_eos,))]))
         self._bytes: dict[int, bytes] = {}
+        self._split = self.split if split is None else split
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, split: Split | None = None) -> Tokenizer:
         """Read tokenizer.json and its neighbours; CheckpointError names what is missing."""
         root = Path(folder)
         path = part_of(root, "tokenizer.json")
@@ -64,7 +72,7 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             eos += eos_ids(part_of(root, name))
         settings = read_settings(part_of(root, "tokenizer_config.json"))
-        return cls(backend, settings=settings, eos_ids=eos)
+        return cls(backend, settings=settings, eos_ids=eos, split=split)
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Ids of `text`. `add_special` puts BOS first where the checkpoint asks for it.
@@ -78,7 +86,7 @@ class Tokenizer:
             raise RequestError(
                 f"the text holds an unpaired surrogate at character {e.start}: send valid Unicode"
             ) from e
-        ids = self._encode(text, add_special)
+        ids = self._split(text, add_special)
         if not add_special or self.bos_id is None:
             return ids
         if ids[:2] == [self.bos_id, self.bos_id]:
@@ -126,7 +134,8 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
-    def _encode(self, text: str, add_special: bool) -> list[int]:
+    def split(self, text: str, add_special: bool) -> list[int]:
+        """Ids of `text`, right as tokenizer.json makes them, in this process."""
         # The library lets other threads run only while it works on a batch.
         ids: list[int]
         if len(text) > _BATCHED:
