@@ -19,6 +19,7 @@ from importlib.metadata import Distribution, EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 
+from ds_runtime.code_of import foreign_code
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.spec import Refusal
 
@@ -34,7 +35,7 @@ class Unreadable(Exception):
 def digest(distribution: Distribution) -> str:
     """sha256 over the names and contents of an installed distribution's files.
 
-    Raises Unreadable where the files are not those of the distribution.
+    Raises Unreadable where these are not all of the code that an import of it could run.
     """
     editable = json.loads(distribution.read_text("direct_url.json") or "{}").get("dir_info", {})
     if editable.get("editable"):
@@ -50,6 +51,8 @@ def digest(distribution: Distribution) -> str:
         except OSError as e:
             raise Unreadable(f"lacks its file {file}: install it again") from e
         found.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    if (said := foreign_code(distribution)) is not None:
+        raise Unreadable(said)
     return f"sha256:{found.hexdigest()}"
 
 
@@ -76,23 +79,12 @@ class Allowlist:
                 return Refusal("broken", f"{dist.name} {e}; {where} wants a digest")
             if have != wanted["digest"]:
                 return _changed(dist, have, wanted["digest"], where)
-            if (said := _elsewhere(entry, dist)) is not None:
-                return Refusal("broken", f"{said}; {where} wants its digest")
         return None
 
 
 def _changed(dist: Distribution, have: str, wanted: str, where: str) -> Refusal:
     said = f"{dist.name} is {have}, and {where} has {wanted}: install that one, or list it anew"
     return Refusal("broken", said)
-
-
-def _elsewhere(entry: EntryPoint, dist: Distribution) -> str | None:
-    """Whether the module comes from another place than the distribution's files."""
-    spec = find_spec(entry.module.partition(".")[0])
-    files = {Path(str(f.locate())).resolve() for f in dist.files or ()}
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() in files:
-        return None
-    return f"module {entry.module} comes from {spec.origin}, which is no file of {dist.name}"
 
 
 def read_allowlist(path: str, installed: Iterable[str]) -> Allowlist:

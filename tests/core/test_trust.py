@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
+import py_compile
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -19,7 +23,7 @@ from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.plugins import Plugins, load_plugins
-from ds_runtime.trust import Unreadable, digest
+from ds_runtime.trust import Unreadable, digest, write_allowlist
 
 GOOD = "@hookimpl\ndef ds_ops(): return []\n"
 LOUD = "import pathlib; pathlib.Path(__file__ + '.ran').touch()\n"
@@ -118,6 +122,88 @@ def test_a_digest_is_of_the_code_that_would_run(
     (info / "direct_url.json").unlink()
     (info / "RECORD").unlink()
     assert "has no RECORD of its files" in said(load_plugins(allowlist=allowlist))
+
+
+EXTENSION = importlib.machinery.EXTENSION_SUFFIXES[0]
+EVIL = LOUD + PRELUDE + GOOD
+
+
+def write(path: Path, text: str = EVIL) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def compiled(source: Path, text: str | None = None, to: str | None = None) -> None:
+    """Bytecode of `text` that Python takes for that of `source`."""
+    code = compile(text or source.read_text(), str(source), "exec", dont_inherit=True)
+    about = source.stat()
+    data = importlib._bootstrap_external._code_to_timestamp_pyc(  # type: ignore[attr-defined]
+        code, about.st_mtime, about.st_size
+    )
+    path = Path(to or importlib.util.cache_from_source(str(source)))
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+
+
+PLANTED = {
+    "a package over a module": lambda s: write(s / "acme_pkg" / "kernels" / "__init__.py"),
+    "a package over a module at the top": lambda s: write(s / "acme_dist_module" / "__init__.py"),
+    "an extension over a module": lambda s: write(s / "acme_pkg" / f"kernels{EXTENSION}"),
+    "an extension over a package": lambda s: write(s / f"acme_dist_module{EXTENSION}"),
+    "a module that is looked for": lambda s: write(s / "acme_pkg" / "speedups.py"),
+    "its bytecode alone": lambda s: compiled(
+        s / "acme_pkg" / "kernels.py", EVIL, str(s / "acme_pkg" / "speedups.pyc")
+    ),
+    "a folder of modules": lambda s: write(s / "acme_pkg" / "vendor" / "deep" / "x.py"),
+    "a place that is searched first": lambda s: write(s / "first" / "acme_pkg" / "__init__.py"),
+    "bytecode of something else": lambda s: compiled(s / "acme_pkg" / "kernels.py", EVIL),
+    "that of a package": lambda s: compiled(s / "acme_pkg" / "__init__.py", EVIL),
+    "that of the plugin": lambda s: compiled(s / "acme_dist_module.py", EVIL),
+    "bytecode that is none": lambda s: compiled(s / "acme_pkg" / "kernels.py", "x = 1"),
+}
+WANTED = {"broken: acme-dist has ", "; allowlist "}
+
+
+@pytest.fixture
+def package(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same with a package beside the plugin, and a place that is searched first."""
+    write(site / "acme_pkg" / "__init__.py", "")
+    write(site / "acme_pkg" / "kernels.py", "def f(x): return x + 1\n")
+    write(site / "acme_pkg" / "tables.json", "{}")
+    (site / "first").mkdir()
+    monkeypatch.syspath_prepend(str(site / "first"))
+    record(site)
+    return site
+
+
+@pytest.mark.parametrize("how", PLANTED)
+def test_a_digest_is_of_all_code_that_would_run(package: Path, tmp_path: Path, how: str) -> None:
+    allowlist = listed(tmp_path, distribution="acme-dist", digest=of(package))
+    PLANTED[how](package)
+    importlib.invalidate_caches()
+    refusal = said(load_plugins(allowlist=allowlist))
+    assert all(part in refusal for part in WANTED) and "\n" not in refusal, refusal
+    assert not list(package.rglob("*.ran"))
+    with pytest.raises(ConfigError, match="plugins --lock: acme-dist has "):
+        main_lock(tmp_path)
+
+
+def main_lock(tmp_path: Path) -> None:
+    (dist,) = [d for d in distributions() if d.name == "acme-dist"]
+    write_allowlist(str(tmp_path / "lock"), [dist])
+
+
+def test_what_python_itself_leaves_is_no_fault(package: Path, tmp_path: Path) -> None:
+    allowlist = listed(tmp_path, distribution="acme-dist", digest=of(package))
+    for source in package.rglob("*.py"):
+        py_compile.compile(str(source), doraise=True)
+    write(package / "acme_pkg" / "__pycache__" / "kernels.cpython-27.pyc", "of another Python")
+    write(package / "acme_pkg" / "cache.bin", "data")
+    assert said(load_plugins(allowlist=allowlist)) == ""
+    kernels = package / "acme_pkg" / "kernels.py"
+    old = Path(importlib.util.cache_from_source(str(kernels)))
+    old.write_bytes(b"\0\0\0\0" + old.read_bytes()[4:])
+    assert said(load_plugins(allowlist=allowlist)) == "", "of another Python, and ignored"
 
 
 @pytest.mark.parametrize(
