@@ -65,7 +65,7 @@ class Vocabulary:
 
     def matcher(self, form, reasoning="none", tools=TOOLS, several=True):
         calls = ToolRules(format=form, tools=tools, several=several)
-        return self.compiler.compile(OutputRules(tool_calls=calls, reasoning=reasoning))
+        return self.compiler.compile(OutputRules(tool_calls=calls, reasoning=reasoning)).matcher
 
     def accepts(self, matcher, text):
         """Whether `text`, all of it, is what the rule asks for."""
