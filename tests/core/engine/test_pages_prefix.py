@@ -208,11 +208,13 @@ TestPrefix.settings = settings(max_examples=examples(150), stateful_step_count=3
 def test_finite_logits_prove_what_they_were_computed_from():
     """Not the pages of somebody else that take the place of one's own: those may still be NaN."""
     cache = PrefixCache(SIZE)
-    first, _ = cache.extend(cache.root(), [1, 2, 3, 4], [0, 1])
+    for _ in range(3):  # requests
+        cache.lock(root := cache.root())
+    first, _ = cache.extend(root, [1, 2, 3, 4], [0, 1])
     cache.prove(first.node.parent)
-    second, twins = cache.extend(cache.root(), [1, 2, 3, 4, 5, 6], [2, 3, 4], proved=True)
+    second, twins = cache.extend(root, [1, 2, 3, 4, 5, 6], [2, 3, 4], proved=True)
     assert (second.pages, twins) == ([0, 1, 4], [2, 3])
-    third, twins = cache.extend(cache.root(), [7, 8], [5], proved=True)
+    third, twins = cache.extend(root, [7, 8], [5], proved=True)
     assert [n.is_proved for n in (first.node, second.node, third.node)] == [False, False, True]
     cache.check()
     for one in (second, first):

@@ -137,7 +137,7 @@ def test_configs_that_are_no_object(tmp_path, text):
 
 def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "adapter_config.json")
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: cannot be read .*no plain"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: is a pipe"):
         PeftConfig.load(tmp_path)
 
 
