@@ -113,7 +113,7 @@ def create_app(
         adapter_routes(service),
     ):
         app.include_router(routes, dependencies=[Depends(json_only)])
-    describe(app)
+    describe(app, keys.any)
     return app
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json: the bodies that `body.parse` reads, which the framework does not see."""
+"""/openapi.json: the bodies and statuses of routes, neither of which the framework sees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from ds_runtime.server.guard import OPEN_PATHS
 from ds_runtime.server.protocol import Body
+from ds_runtime.server.statuses import ERRORS, KEYS, TABLE, responses
 
 _REF = "#/components/schemas/{model}"
 _MARK = "x-body"  # where `describe` finds the model's own definitions
@@ -25,22 +27,35 @@ def request_body(kind: type[Body]) -> dict[str, Any]:
     }
 
 
-def describe(app: FastAPI) -> None:
-    """Let `app.openapi()` hold the definitions that the bodies refer to."""
+def describe(app: FastAPI, guarded: bool) -> None:
+    """Let `app.openapi()` hold the definitions that the bodies refer to, and what is answered.
+
+    guarded: whether routes ask for a key.
+    """
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
         known = app.openapi_schema is not None
         document = made()
         if not known:
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            for operation in _operations(document):
+            parts = document.setdefault("components", {})
+            schemas = parts["schemas"] = dict(ERRORS)
+            if guarded:
+                parts["securitySchemes"] = dict(KEYS)
+            for method, path, operation in _operations(document):
                 schemas.update(operation.pop(_MARK, {}))
+                asks = guarded and path not in OPEN_PATHS
+                if (method, path) in TABLE:
+                    reads = "requestBody" in operation
+                    operation["responses"] = responses(method, path, reads, asks)
+                if asks:
+                    operation["security"] = [{name: []} for name in KEYS]
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _operations(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in document["paths"].values():
-        yield from path.values()
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
