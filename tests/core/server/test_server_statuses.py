@@ -10,7 +10,7 @@ import pytest
 from server_harness import serving
 
 import ds_runtime.server
-from ds_runtime.server import body as bodies
+from ds_runtime.server import bodies
 from ds_runtime.server.guard import OPEN_PATHS
 from ds_runtime.server.statuses import MEANING, TABLE, statuses
 
@@ -34,13 +34,14 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def guarded(bpe_folder):
-    with serving(bpe_folder, api_key="secret", max_body=4096) as one:
+    own = {"api_key": ("secret",), "max_body": 4096, "allowed_hosts": ("localhost",)}
+    with serving(bpe_folder, **own) as one:
         yield one
 
 
 @pytest.fixture(scope="module")
 def starting(bpe_folder):
-    more = {"api_key": "secret", "profile_dir": str(bpe_folder)}
+    more = {"api_key": ("secret",), "profile_dir": str(bpe_folder)}
     with serving(bpe_folder, ready=False, **more) as one:
         yield one
 
@@ -83,7 +84,8 @@ def test_every_status_that_the_code_gives_has_a_meaning():
 
 def called(server, method, path, **more):
     path = path.replace("{response_id}", "resp_0").replace("{name}", "nobody")
-    return server.http.request(method, path, headers=KEY, **more)
+    json = {"content-type": "application/json"} if "content" in more else {}
+    return server.http.request(method, path, **{"headers": KEY | json, **more})
 
 
 @pytest.mark.parametrize(("method", "path"), TABLE)
@@ -91,9 +93,12 @@ def test_each_status_comes(guarded, starting, document, monkeypatch, method, pat
     said, came = told(document)[method, path], {}
     if path not in OPEN_PATHS:
         came[401] = guarded.http.request(method, path)
+    came[403] = guarded.http.request(method, path, headers=KEY | {"host": "elsewhere.example"})
     if path in GOOD:
         came[400] = called(guarded, method, path, json={"nonsense": 1})
         came[413] = called(guarded, method, path, content=b'{"x": "' + b"x" * 5000 + b'"}')
+        plain = {"content-type": "text/plain"}
+        came[415] = called(guarded, method, path, content=b"{}", headers=KEY | plain)
         monkeypatch.setattr(bodies, "_BODY_SECONDS", 0.0)
         monkeypatch.setattr(bodies, "_BODY_RATE", 1e9)
         came[408] = called(guarded, method, path, content=slowly())
