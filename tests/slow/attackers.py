@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
+import attackers_bodies
 import httpx
 
 AMBIGUOUS = 'root ::= x x x x\nx ::= x x | [a-z] | [a-z] [a-z] | ""\n'
@@ -81,6 +83,7 @@ ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
     "ambiguous_grammars": ambiguous_grammars,
     "abandoned_schemas": abandoned_schemas,
     "many_choices_of_a_large_schema": many_choices_of_a_large_schema,
+    **attackers_bodies.ATTACKERS,
 }
 
 
@@ -105,7 +108,9 @@ def http_connection(url: str, source: str = "127.0.0.1") -> http.client.HTTPConn
 
 
 def attack(url: str, names: list[str]) -> None:
-    """Every named attack at once, round after round."""
+    """Every named attack at once, round after round. Elsewhere they would have a machine of their
+    own: here they leave the server its cores."""
+    os.nice(19)
     threads = [threading.Thread(target=_rounds, args=(url, name)) for name in names]
     for thread in threads:
         thread.start()

@@ -1,15 +1,14 @@
 """Clients that send bodies meant to stop a server: large, deeply or widely nested, many at once.
 
-Each is called with a base URL and an event, and goes on until that is set. What the server answers
-is not looked at: it may refuse, but must go on.
+What the server answers is not looked at: it may refuse, but must go on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import httpx
 
@@ -66,56 +65,50 @@ def bodies(size: int) -> dict[str, tuple[str, bytes]]:
     return {name: (path, make(size)) for name, (path, make) in _MAKERS.items()}
 
 
-def _send(url: str, stop: threading.Event, sent: list[tuple[str, bytes]]) -> None:
-    with httpx.Client(base_url=url, timeout=60, headers=_JSON) as http:
-        while not stop.is_set():
-            for path, body in sent:
-                with contextlib.suppress(httpx.HTTPError):
-                    http.post(path, content=body)
-                if stop.is_set():
-                    return
+@cache
+def _made(size: int) -> list[tuple[str, bytes]]:
+    return list(bodies(size).values())
 
 
-def _together(url: str, stop: threading.Event, sent: list[tuple[str, bytes]], count: int) -> None:
-    """So many clients, each of which begins with another body."""
-    turned = [sent[n % len(sent) :] + sent[: n % len(sent)] for n in range(count)]
-    threads = [threading.Thread(target=_send, args=(url, stop, one)) for one in turned]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def _post(http: httpx.Client, path: str, body: bytes) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        http.post(path, content=body, headers=_JSON)
 
 
-def one_large_body(url: str, stop: threading.Event) -> None:
-    """16 MB of nested lists, again and again, from one client."""
-    _send(url, stop, [("/v1/chat/completions", _nested(_ABOUT))])
+def _together(http: httpx.Client, size: int, count: int) -> None:
+    """So many clients at once, with bodies of all kinds."""
+    made = _made(size)
+    with ThreadPoolExecutor(count) as pool:
+        for n in range(count):
+            pool.submit(_post, http, *made[n % len(made)])
 
 
-def sixteen_large_bodies(url: str, stop: threading.Event) -> None:
+def one_large_body(http: httpx.Client, round: int) -> None:
+    """16 MB of nested lists."""
+    _post(http, *_made(_ABOUT)[0])
+
+
+def sixteen_large_bodies(http: httpx.Client, round: int) -> None:
     """16 MB of all kinds from sixteen clients at once."""
-    _together(url, stop, list(bodies(_ABOUT).values()), 16)
+    _together(http, _ABOUT, 16)
 
 
-def _of_size(size: int, count: int, url: str, stop: threading.Event) -> None:
-    _together(url, stop, list(bodies(size).values()), count)
+def largest_that_is_read(http: httpx.Client, round: int) -> None:
+    """Sixteen clients with bodies just below what any context may need."""
+    _together(http, 900_000, 16)
 
 
-largest_that_is_read = partial(_of_size, 900_000, 16)
-"""Sixteen clients with bodies just below what any context may need."""
-
-middling = partial(_of_size, 190_000, 16)
-"""Sixteen clients with bodies that several threads may work on."""
+def middling(http: httpx.Client, round: int) -> None:
+    """Sixteen clients with bodies that several threads may work on."""
+    _together(http, 190_000, 16)
 
 
-def tiny_responses(url: str, stop: threading.Event) -> None:
-    """Responses of one token that the server keeps: they would evict those of others."""
-    with httpx.Client(base_url=url, timeout=60, headers=_JSON) as http:
-        while not stop.is_set():
-            with contextlib.suppress(httpx.HTTPError):
-                http.post("/v1/responses", json={"input": "x", "max_output_tokens": 1})
+def tiny_responses(http: httpx.Client, round: int) -> None:
+    """A response of one token that the server keeps: many would evict those of others."""
+    http.post("/v1/responses", json={"input": "x", "max_output_tokens": 1})
 
 
-ATTACKERS: dict[str, Callable[[str, threading.Event], None]] = {
+ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
     "one_large_body": one_large_body,
     "sixteen_large_bodies": sixteen_large_bodies,
     "largest_that_is_read": largest_that_is_read,

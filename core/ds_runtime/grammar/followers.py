@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from ds_runtime.grammar.guide import HEAVY, Followed, Guide
+from ds_runtime.platform.cores import work_behind
 
 PATIENCE = 0.004  # seconds that a step waits for guides that were quick so far
 _GROW = 0.001  # seconds without a thread for a quick guide until there is another
@@ -117,6 +118,8 @@ class _Pool:
             self._asked.put(None)
 
     def _run(self) -> None:
+        if self._heavy:
+            work_behind()
         while True:
             try:
                 one = self._asked.get(timeout=_IDLE)

@@ -16,6 +16,7 @@ from ds_runtime.grammar.check import Checker, start_deep
 from ds_runtime.grammar.compile import Compiler, why_not
 from ds_runtime.grammar.guide import Guide, Start
 from ds_runtime.output_rules import OutputRules
+from ds_runtime.platform.cores import work_behind
 
 CACHED = 64  # grammars
 WAITING = 64  # rules that may wait to be compiled, shared by the clients that wait for some
@@ -169,6 +170,7 @@ class _Worker:
         self._queue, self._checker, self._compiler = queue, checker, compiler
 
     def run(self) -> None:
+        work_behind()
         while (asked := self._queue.take()) is not None:
             try:
                 self._checker.check(asked.rules)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+
+_LATER = 10  # niceness of work that nobody's token waits for
 
 
 def cores() -> int:
@@ -17,3 +21,10 @@ def cores_per_device() -> int:
 
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 1
     return max(1, cores() // max(1, devices))
+
+
+def work_behind() -> None:
+    """This thread, and those that it starts, take what others leave of the cores, where the system
+    knows that of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LATER)
