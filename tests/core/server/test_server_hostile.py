@@ -114,6 +114,7 @@ def test_streams_go_on_and_it_is_counted(url):
     assert re.search(r'^ds_runtime_text_work_ended_total\{model_name="m"\} [1-9]', counted, re.M)
 
 
+ENDED = {"loading": 3.0, "rendering": 5.0}  # a server drains: serve._GRACE_SECONDS
 ENDS = [(w, n) for w in ("loading", "rendering") for n in ("SIGTERM", "SIGINT", "SIGKILL")]
 
 
@@ -139,7 +140,7 @@ def test_a_signal_ends_it_at_once(folder, tmp_path, end):
         os.kill(process.pid, signal.Signals[number])
         process.wait(10)
         psutil.wait_procs(others, 3)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < ENDED[when]
         assert not [one for one in others if one.is_running()]
 
 
