@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import attackers_bodies
+import attackers_templates
 import httpx
 
 AMBIGUOUS = 'root ::= x x x x\nx ::= x x | [a-z] | [a-z] [a-z] | ""\n'
@@ -84,6 +85,7 @@ ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
     "abandoned_schemas": abandoned_schemas,
     "many_choices_of_a_large_schema": many_choices_of_a_large_schema,
     **attackers_bodies.ATTACKERS,
+    "endless_template": attackers_templates.endless_template,
 }
 
 

@@ -27,6 +27,7 @@ from attackers import (
 )
 
 sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+from attackers_templates import write_template
 from served import serving
 
 pytestmark = pytest.mark.slow
@@ -76,8 +77,9 @@ def largest_gap(url: str, **body: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving("demo", "--threads", "1") as served:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    template = str(write_template(tmp_path_factory.mktemp("template")))
+    with serving("demo", "--threads", "1", "--chat-template", template) as served:
         yield served.wait_url()
 
 

@@ -44,11 +44,12 @@ async def parse(request: Request, kind: type[B], prepare: Callable[[B], T]) -> T
     with bodies.room() as room:
         raw = await read_body(request, bodies.limit, room)
         if len(raw) <= _SMALL:
-            return await asyncio.to_thread(_work, bodies, raw, kind, prepare)
+            return await asyncio.to_thread(lambda: _prepared(prepare, _read(bodies, raw, kind)))
         await _check_there(request)  # and be told from now on
         async with bodies.turn(len(raw)):
             await _check_there(request)
-            return await bodies.work(partial(_work, bodies, raw, kind, prepare))
+            body = await bodies.work(partial(_read, bodies, raw, kind))
+        return await asyncio.to_thread(_prepared, prepare, body)
 
 
 async def _check_there(request: Request) -> None:
@@ -56,15 +57,18 @@ async def _check_there(request: Request) -> None:
         raise ClientGoneError
 
 
-def _work(bodies: Bodies, raw: bytes, kind: type[B], prepare: Callable[[B], T]) -> T:
+def _read(bodies: Bodies, raw: bytes, kind: type[B]) -> B:
+    if len(raw) <= _SMALL:
+        _check_depth(raw)
+        return _read_as(kind, raw)
+    with bodies.alone():
+        items = Shape.of(raw, bodies.limit).items
+        _check_depth(raw)
+        return _read_as(kind, raw, items)
+
+
+def _prepared(prepare: Callable[[B], T], body: B) -> T:
     try:
-        if len(raw) <= _SMALL:
-            _check_depth(raw)
-            return prepare(_read_as(kind, raw))
-        with bodies.alone():
-            items = Shape.of(raw, bodies.limit).items
-            _check_depth(raw)
-            body = _read_as(kind, raw, items)
         return prepare(body)
     except RecursionError:
         raise _bad("the body's JSON is nested too deeply") from None
@@ -83,6 +87,8 @@ def _check_depth(raw: bytes) -> None:
 def _read_as(kind: type[B], raw: bytes, items: int = 0) -> B:
     try:
         return _checked(kind, raw, items)
+    except RecursionError:
+        raise _bad("the body's JSON is nested too deeply") from None
     except ApiError as e:
         raise _alone(e) from None
 

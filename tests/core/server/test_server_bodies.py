@@ -135,7 +135,7 @@ def test_either_reader_says_the_same(text, monkeypatch):
 def test_one_large_body_at_a_time(bpe_folder, monkeypatch):
     """And few of others, however many come at once."""
     now, most = {True: 0, False: 0}, {True: 0, False: 0}
-    lock, real = threading.Lock(), module._work
+    lock, real = threading.Lock(), module._read
 
     def work(bodies, raw, *rest):
         large = len(raw) > LARGE
@@ -149,7 +149,7 @@ def test_one_large_body_at_a_time(bpe_folder, monkeypatch):
             with lock:
                 now[large] -= 1
 
-    monkeypatch.setattr(module, "_work", work)
+    monkeypatch.setattr(module, "_read", work)
     with serving(bpe_folder) as served, ThreadPoolExecutor(16) as pool:
 
         def ask(n):
@@ -164,14 +164,14 @@ def test_one_large_body_at_a_time(bpe_folder, monkeypatch):
 
 
 def test_a_client_that_leaves_while_it_waits_costs_no_work(bpe_folder, monkeypatch):
-    gate, done, real = threading.Event(), [], module._work
+    gate, done, real = threading.Event(), [], module._read
 
     def work(bodies, raw, *rest):
         done.append(len(raw))
         assert gate.wait(20)
         return real(bodies, raw, *rest)
 
-    monkeypatch.setattr(module, "_work", work)
+    monkeypatch.setattr(module, "_read", work)
     with serving(bpe_folder) as served:
         raw = b'{"text": "[say hi]"}'.ljust(900_000)
         held: Bodies = served.app.state.bodies
