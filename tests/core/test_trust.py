@@ -141,7 +141,7 @@ def compiled(source: Path, text: str | None = None, to: str | None = None) -> No
         code, about.st_mtime, about.st_size
     )
     path = Path(to or importlib.util.cache_from_source(str(source)))
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
