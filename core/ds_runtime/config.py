@@ -22,6 +22,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 FORMS = ("auto", "off", "all")
 _WORDS = {"bf16": "bfloat16", "half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 QUANTIZE = ("none", "int8", "int4")
+MOST_REQUESTS = 1 << 16  # that run at once
 PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
 
 
@@ -265,6 +266,11 @@ class EngineConfig:
         if self.context_length == 1:
             raise ConfigError(
                 "--context-length 1: must be at least 2, for one token of prompt and one of output"
+            )
+        if self.max_running_requests > MOST_REQUESTS:
+            raise ConfigError(
+                f"--max-running-requests {self.max_running_requests}: must be at most "
+                f"{MOST_REQUESTS}; more may wait (--max-queued-requests)"
             )
         _fraction(self)
         _choice(self)

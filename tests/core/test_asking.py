@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from argparse import ArgumentParser
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faulty import TINY, install, module, tiny_config
@@ -285,6 +287,24 @@ def test_after_a_hook_a_runtime_starts(tmp_path: Path) -> None:
     model = tiny_config(tmp_path / "m")
     assert json.loads((model / "config.json").read_text()) == TINY
     assert assemble(EngineConfig(model=str(model), plugins=("cpu",))).platform.name == "cpu"
+
+
+def test_a_slow_observer_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow:
+        def on_step(self, stats: object) -> None:
+            time.sleep(0.02)
+
+    one = module("one", hook("ds_observer", "return SLOW"))
+    one.SLOW = Slow()
+    config = EngineConfig(model=str(tiny_config(tmp_path / "m")), plugins=("cpu",))
+    observers = _Observers(assemble(config, (), [one]))
+    monkeypatch.setattr("ds_runtime.engine.engine.SLOW", 0.01)
+    for _ in range(3):
+        observers.tell(SimpleNamespace(stats=lambda: None), [])
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["plugin one: its observer's on_step took 0.0 s, and steps wait for it"]
 
 
 def test_an_observer_that_starts_one_is_a_line(

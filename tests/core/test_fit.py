@@ -50,9 +50,21 @@ def test_a_cache_that_holds_no_context_does_not_fit(v3, capsys):
     assert main([*plan, "0.5"]) == 1
     assert "--mem-fraction-static 0.5" in capsys.readouterr().err
     assert main([*plan, "0.6"]) == 1
-    assert "a KV cache of one context of 163840 tokens" in capsys.readouterr().err
+    assert "KV cache: one context of 163840 tokens needs" in capsys.readouterr().err
     assert main([*plan[:-1], "--kv-memory", "1GB"]) == 1
-    assert "a KV cache of one context" in capsys.readouterr().err
+    assert "but your setting gives 998.4 MB" in capsys.readouterr().err
+
+
+def test_a_cache_that_the_user_made_too_small_is_no_fault_of_the_device(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(CONFIG.with_name("deepseek-v2-lite.json").read_text())
+    plan = ["plan", "--model", str(tmp_path), "--device", "h200"]
+    assert main([*plan, "--kv-memory", "100MB"]) == 1
+    said = capsys.readouterr().err
+    assert "does not fit on" not in said and "but your setting gives" in said
+    assert main([*plan, "--max-running-requests", "1000000000"]) == 1
+    assert "--max-running-requests 1000000000: must be at most 65536" in capsys.readouterr().err
+    assert main([*plan, "--max-step-tokens", "10000000"]) == 1
+    assert "lower --max-step-tokens (now 10000000)" in capsys.readouterr().err
 
 
 def test_what_fits_is_what_starting_would_find(v3):

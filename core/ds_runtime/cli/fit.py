@@ -16,7 +16,9 @@ MOST_RANKS = 64
 
 
 def shortfall(assembly: Assembly) -> str | None:
-    """What does not fit in one rank's device, as starting would find; None if all does."""
+    """What does not fit in one rank's device, as starting would find; None if all does. Raises
+    ConfigError where it is --kv-memory that does not.
+    """
     from ds_runtime.engine.memory import Room, context_length, kv_memory
     from ds_runtime.model.estimate import needed_bytes
 
@@ -29,13 +31,15 @@ def shortfall(assembly: Assembly) -> str | None:
         room = Room(memory.total, memory.free, memory.free - needed)
         cache = kv_memory(assembly, room, context)
     except ConfigError as e:
+        if assembly.config.kv_memory is not None:
+            raise
         return str(e)
     pages = -(-context // cache.page_size)
     if cache.pages < pages:
-        return (
-            f"the weights of one rank need {amount(needed)}, and a KV cache of one context of "
-            f"{context} tokens {amount(pages * cache.page_bytes)}"
-        )
+        said = cache.too_small(cache.pages, context)
+        if assembly.config.kv_memory is not None:
+            raise said
+        return f"the weights of one rank need {amount(needed)}, and {said}"
     return None
 
 
@@ -48,8 +52,7 @@ def check_fit(assembly: Assembly, device: str, with_ranks: Callable[[int], Assem
     info, config = assembly.device, assembly.config
     fits = next(_fitting(config.tp, with_ranks), None)
     remedy = (
-        f"no larger --tp up to {MOST_RANKS} makes it fit; a smaller --context-length or a model in "
-        "fewer bits may"
+        f"no larger --tp up to {MOST_RANKS} makes it fit; a model in fewer bits may"
         if fits is None
         else f"--tp {fits} is the smallest layout that fits"
     )

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.asking import SLOW
 from ds_runtime.assemble import Assembly
 from ds_runtime.base import part_of
 from ds_runtime.config import EngineConfig
@@ -239,6 +240,7 @@ class _Observers:
         asked = assembly.plugins.implementing("ds_observer")
         found = assembly.plugins.call("ds_observer", config=assembly.config)
         self._seen = [(name, observer) for name, observer in found if observer is not None]
+        self._slow = set[tuple[str, str]]()  # told of
         for name in asked:
             if (refusal := assembly.plugins.reports[name].refusal) is not None:
                 _drop(name, f"{refusal.reason}; ds-runtime plugins {name} --verbose tells of it")
@@ -251,9 +253,9 @@ class _Observers:
         finished = [m for m in messages if isinstance(m, Tokens) and m.finish is not None]
         for name, observer in list(self._seen):
             try:
-                _call(observer, "on_step", stats)
+                self._call(name, observer, "on_step", stats)
                 for message in finished:
-                    _call(observer, "on_finish", message)
+                    self._call(name, observer, "on_finish", message)
             except KeyboardInterrupt as e:
                 e.add_note(f"in an observer of plugin {name}")
                 raise
@@ -261,15 +263,19 @@ class _Observers:
                 self._seen.remove((name, observer))
                 _drop(name, named(e))
 
+    def _call(self, name: str, observer: Any, method: str, argument: Any) -> None:
+        if (function := getattr(observer, method, None)) is None:
+            return
+        begin = time.perf_counter()
+        function(argument)
+        if (took := time.perf_counter() - begin) > SLOW and (name, method) not in self._slow:
+            self._slow.add((name, method))
+            said = f"its observer's {method} took {took:.1f} s, and steps wait for it"
+            print(f"plugin {name}: {said}", file=sys.stderr, flush=True)
+
 
 def _drop(plugin: str, why: str) -> None:
     print(f"plugin {plugin}: observer dropped: {why}", file=sys.stderr, flush=True)
-
-
-def _call(observer: Any, method: str, argument: Any) -> None:
-    function = getattr(observer, method, None)
-    if function is not None:
-        function(argument)
 
 
 def eos_tokens(folder: Path, model: ModelConfig) -> tuple[int, ...]:

@@ -180,12 +180,9 @@ class RankGroup:
             self._ended = True
             for process in self._processes:
                 if process.is_alive():
-                    process.terminate()
-            for process in self._processes:
-                process.join(max(0.1, deadline - time.monotonic()))
-                if process.is_alive():
                     process.kill()
-                    process.join(1.0)
+            for process in self._processes:
+                process.join(max(1.0, deadline - time.monotonic()))
 
     def _watch(self) -> None:
         alive = {p.sentinel: p for p in self._processes}
@@ -297,7 +294,9 @@ def rank_main(
 
     `output`: a pipe for what it writes, also below Python. `life`: one that ends with the process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to leave
+    # The parent decides when to leave, also where a signal comes to the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # ignored, but not by what this process starts
     if output is not None:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)

@@ -79,7 +79,9 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
                 "loading the weights; give less"
             )
         return made(
-            config.kv_memory // size, why="your setting gives", warning=_narrow(assembly, room)
+            config.kv_memory // size,
+            why="your setting gives",
+            warning=_narrow(assembly, room, config.kv_memory),
         )
     shares = (config.mem_fraction_static, config.memory_utilization)
     if assembly.platform.own_memory or any(share is not None for share in shares):
@@ -117,21 +119,26 @@ def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) ->
     if reserved.captured:
         remedy += f"--max-running-requests (now {config.max_running_requests}), "
         remedy += "give --disable-graph, "
-    return made(pages, why=why, remedy="" if fraction else remedy)
+    warning = "" if fraction is None else _narrow(assembly, room, left)
+    return made(pages, why=why, remedy="" if fraction else remedy, warning=warning)
 
 
-def _narrow(assembly: Assembly, room: Room) -> str:
-    """What to say of a --kv-memory that leaves the largest steps too little; "" if it does not."""
-    given = assembly.config.kv_memory
-    if given is None or not assembly.platform.own_memory:
-        return ""
+def _narrow(assembly: Assembly, room: Room, given: int) -> str:
+    """What to say of a KV cache of so many bytes that leaves the largest steps too little; "" if it
+    does not."""
     left, needs = room.free - given, reserve(assembly).total
-    if left >= needs:
+    if left >= needs or not assembly.platform.own_memory:
         return ""
+    fraction = assembly.config.mem_fraction_static
+    flag = (
+        f"--kv-memory {amount(given)}"
+        if fraction is None
+        else f"--mem-fraction-static {fraction:g}"
+    )
     return (
-        f"--kv-memory {amount(given)} leaves {amount(left)} of the device, and the largest steps "
-        f"may need {amount(needs)}: a step may run out of memory; "
-        f"{amount(max(0, room.free - needs))} are safe"
+        f"{flag} leaves {amount(left)} of the device, and the largest steps may need "
+        f"{amount(needs)}: a step may run out of memory; a KV cache of "
+        f"{amount(max(0, room.free - needs))} is safe"
     )
 
 

@@ -83,6 +83,13 @@ def test_an_explicit_size_that_leaves_steps_too_little_is_warned_of():
         assert got.warning.startswith(warned) and bool(got.warning) == bool(warned)
 
 
+def test_a_fraction_that_leaves_steps_too_little_is_warned_of():
+    wide = assembly(dims={"hidden": 100}, max_step_tokens=1000, mem_fraction_static=1.0)
+    wide.platform.own_memory = True
+    got = kv_memory(wide, free=10**9, before=2 * 10**9, total=2 * 10**9, context=1000)
+    assert got.warning.startswith("--mem-fraction-static 1 leaves 0 B of the device")
+
+
 def test_a_fraction_is_of_what_was_free_before_the_weights():
     """As SGLang means it: of 8 GB that were free, 7.2 may be used, and the weights took 2."""
     sizes = {"free": 6 * 10**9, "before": 8 * 10**9, "total": 10**10, "context": 1000}
