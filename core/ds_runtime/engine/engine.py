@@ -95,7 +95,8 @@ class Engine:
             said = f"{limit} requests are waiting (--max-queued-requests): try again later"
             return Failed(message.rid, "queue_full", said)
         try:
-            self._compiling.append((message, self._grammars.ask(rules, message.client)))
+            asked = self._grammars.ask(rules, message.client, message.salt)
+            self._compiling.append((message, asked))
         except QueueFullError as e:
             return Failed(message.rid, "queue_full", str(e))
         return None

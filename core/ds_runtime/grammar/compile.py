@@ -18,7 +18,7 @@ from ds_runtime.errors import RequestError
 from ds_runtime.files import LISTS, read_object
 from ds_runtime.grammar.guide import MASK_SECONDS, Start, too_slow, words
 from ds_runtime.grammar.source import Source, json_schema
-from ds_runtime.output_rules import OutputRules, ToolRules
+from ds_runtime.output_rules import MAX_CHOICES, OutputRules, ToolRules
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
@@ -175,7 +175,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=1000,
+        max_items_in_row=4 * MAX_CHOICES,
         step_max_items=20_000,
         step_lexer_fuel=100_000,
         max_lexer_states=20_000,

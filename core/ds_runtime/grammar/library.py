@@ -35,16 +35,21 @@ class Grammars:
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
         if self._why_not is None:
-            self._compiler = Compiler(folder, vocab_size, eos)
+            try:
+                self._compiler = Compiler(folder, vocab_size, eos)
+            except ValueError as e:  # a pattern that only the tokenizer's own library takes
+                self._why_not = f"the tokenizer cannot be followed by rules: {str(e)[:300]}"
+        if self._why_not is None:
             self._checker = Checker(folder, vocab_size, eos)
             weakref.finalize(self, self._checker.close)
             self._not_eos = self._compiler.allowed.copy()
             for token in eos:
                 self._not_eos[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def ask(self, rules: OutputRules, client: str = "") -> Asked:
+    def ask(self, rules: OutputRules, client: str = "", salt: str = "") -> Asked:
         """`rules` compiled, now or later; RequestError comes in the future as well. Whoever does
-        not wait any longer says so (`leave`).
+        not wait any longer says so (`leave`). Only those of the same salt share what is compiled:
+        the time that it takes would tell others who asked for the same.
 
         Clients take turns; "" is this process itself. QueueFullError, if another waits for its
         share of WAITING rules already.
@@ -53,7 +58,7 @@ class Grammars:
             failed = Asked(rules)
             failed.set_exception(RequestError(f"{rules.param}: {self._why_not}", rules.param))
             return failed
-        key = rules.key
+        key = f"{salt}\0{rules.key}"
         asked = self._compiled.get(key)
         if asked is None or asked.cancelled() or (asked.done() and asked.exception()):
             asked = Asked(rules)

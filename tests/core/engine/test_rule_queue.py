@@ -4,6 +4,7 @@ waits for them.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ import ds_runtime
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.check import Checker
 from ds_runtime.grammar.library import WAITING, Grammars
-from ds_runtime.output_rules import OutputRules
+from ds_runtime.output_rules import MAX_CHOICES, OutputRules
+from ds_runtime.text.tokenizer import Tokenizer
 
 DEMO = Path(ds_runtime.__file__).parent / "demo"
 
@@ -149,3 +151,38 @@ def test_a_rule_that_failed_is_tried_again(grammars, gate):
         with pytest.raises(RequestError, match="bad"):
             grammars.ask(rule("bad"), "a").result(10)
     assert gate.seen == ["bad", "bad"]
+
+
+def test_what_is_compiled_for_one_tenant_is_no_others(grammars):
+    """Else the time that it takes would tell who asked for the same."""
+    one = grammars.ask(rule("shared"), "a", "salt of a")
+    assert grammars.ask(rule("shared"), "b", "salt of a") is one
+    assert grammars.ask(rule("shared"), "b", "salt of b") is not one
+    assert one.result(10)
+
+
+def test_a_tokenizer_that_rules_cannot_follow_serves_without_them(tmp_path):
+    """One of its patterns is too large for the library of rules."""
+    whole = json.loads((DEMO / "tokenizer.json").read_text())
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(?:a{900}){900}"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, whole["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    made = Grammars(tmp_path, 2048, [1])
+    with pytest.raises(RequestError, match="the tokenizer cannot be followed by rules"):
+        made.ask(rule("x")).result(1)
+    made.close()
+
+
+@pytest.mark.parametrize("count", [1000, MAX_CHOICES])
+def test_as_many_choices_as_are_taken_are_followed(grammars, count):
+    words = [f"{n * 7919 % 100_003} and more" for n in range(count)]
+    start = grammars.ask(OutputRules(choice=tuple(words))).result(30)
+    guide = grammars.guide(OutputRules(choice=tuple(words)), start)
+    tokens = Tokenizer.load(DEMO).encode(words[-1])
+    for token in tokens:
+        assert not guide.follow([token], [], []).fault
