@@ -108,7 +108,7 @@ def idle_room(assembly: Assembly) -> int:
     config, total = assembly.config, assembly.device.memory
     free = total - needed_bytes(assembly)
     if config.kv_memory is not None:
-        return min(config.kv_memory, free - reserve(assembly).total)
+        return min(config.kv_memory, free)
     return kv_room(config, total, total, free, reserve(assembly).total)
 
 
@@ -231,8 +231,13 @@ def said(assembly: Assembly) -> list[str]:
         "others": kept.others,
     }
     needs = ", ".join(f"{name} {amount(size)}" for name, size in parts.items() if size)
-    by_rule = assembly.config.mem_fraction_static is None
-    beside = f"kept free for {needs}" if by_rule else f"beside them may come {needs}"
+    lacking = needed_bytes(assembly) + room + kept.total - assembly.device.memory
+    beside = f"kept free for {needs}"
+    if lacking > 0:
+        beside = (
+            f"beside them may come {needs}, {amount(lacking)} more than there is: a step may run "
+            "out of memory"
+        )
     return [
         f"memory {amount(assembly.device.memory)}: weights {amount(needed_bytes(assembly))}, KV "
         f"cache {amount(room)} ({tokens} tokens, {tokens / context:.1f} full contexts of "

@@ -161,9 +161,16 @@ def test_the_plan_says_what_the_device_holds_and_what_each_copy_costs(folder, ca
         assert part in said
     assert said.count(": kept") == 2
     assert "; kept free for steps" in said
-    assert main([*plan, "--mem-fraction-static", "0.95"]) == 0
-    said = capsys.readouterr().out
-    assert "; beside them may come steps" in said and "kept free" not in said
+    for flags, lacks in (
+        (["--mem-fraction-static", "0.9"], False),
+        (["--mem-fraction-static", "1"], True),
+        (["--kv-memory", "20GB"], False),
+        (["--kv-memory", "118GB"], True),
+    ):
+        assert main([*plan, *flags]) == 0
+        said = capsys.readouterr().out
+        assert ("more than there is: a step may run out of memory" in said) == lacks
+        assert ("kept free for steps" in said) != lacks
     assert main([*plan, "--memory-for-speed", "off"]) == 0
     assert capsys.readouterr().out.count(": left out") == 2
 
