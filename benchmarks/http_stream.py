@@ -132,7 +132,8 @@ def request(tokens: int) -> bytes:
         "max_tokens": tokens,
     }
     raw = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += "Content-Type: application/json\r\n"
     return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
 
 
@@ -161,7 +162,8 @@ def wait_until_up(port: int) -> None:
     while True:
         try:
             with socket.create_connection(("127.0.0.1", port)) as sock:
-                sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+                sock.sendall(head + b"Connection: close\r\n\r\n")
                 if sock.recv(64).split()[1] == b"200":
                     return
         except (OSError, IndexError):

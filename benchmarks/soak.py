@@ -156,7 +156,7 @@ async def _idle(url: str) -> dict[str, Any]:
     target = Target(url, timeout=30)
     for _ in range(100):
         await asyncio.sleep(0.3)
-        await target.get("/flush_cache")
+        await target.post("/flush_cache", {})
         stats: dict[str, Any] = json.loads((await target.get("/server_info"))[1])["stats"]
         if stats["running"] == stats["waiting"] == stats["pages_cached"] == 0:
             break
