@@ -107,7 +107,6 @@ class JobMaker:
             prompt=output.prompt_token_ids,
             params=params,
             seed=seed,
-            group=str(self._served),
             adapter=adapter,
         )
         tokenizer = None if self._text is None else self.tokenizer

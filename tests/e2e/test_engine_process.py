@@ -145,7 +145,7 @@ def test_tokens_are_those_of_the_offline_api(running, tiny):
 def test_a_group_brings_its_prompt_once_and_computes_its_log_probabilities_once(running, tiny):
     prompt = [5, 6, 7] * 14
     params = SamplingParams(max_tokens=3, n=2, prompt_logprobs=1)
-    group = SubmitGroup(rids=["g0", "g1"], prompt=prompt, params=params, seed=1, group="g")
+    group = SubmitGroup(rids=["g0", "g1"], prompt=prompt, params=params, seed=1)
     running.send(group)
     messages = [running.next(Tokens) for _ in range(6)]
     tokens = {r: [t for m in messages if m.rid == r for t in m.tokens] for r in ("g0", "g1")}

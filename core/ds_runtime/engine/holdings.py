@@ -22,6 +22,7 @@ class Pages:
 
     A page is at any time exactly one of: free in `pool`, owned by one running request, or in
     `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
+    Pages of prompts that running requests will bring into `prefix` are known by their beginnings.
     """
 
     def __init__(self, pool: PagePool, prefix: PrefixCache | None, page_size: int) -> None:
@@ -29,6 +30,7 @@ class Pages:
         self.prefix = prefix
         self.page_size = page_size
         self.num_running = 0
+        self._coming: dict[int, Request] = {}
 
     @property
     def num_cached(self) -> int:
@@ -42,6 +44,35 @@ class Pages:
         if not reads_cache:
             return Match(self.prefix.root(request.realm), [])
         return self.prefix.match(request.tokens(0, request.total_len), request.realm)
+
+    def ahead(self, request: Request, known: Match | None) -> tuple[int, Request | None]:
+        """How many pages of its prompt the request need not compute here, and who computes the last
+        of them, if `known`, what is cached, has it not.
+        """
+        count, other, size = len(known.pages) if known else 0, None, self.page_size
+        while self._coming and (count + 1) * size < request.prompt_len:
+            by = self._coming.get(request.beginning(count, size))
+            if by is None or by.order > request.order:
+                break
+            count, other = count + 1, by
+        return count, other
+
+    def _announce(self, request: Request) -> None:
+        """Others need not compute what it will share of its prompt."""
+        for index in range(request.num_shared, self._last(request)):
+            self._coming.setdefault(request.beginning(index, self.page_size), request)
+
+    def _came(self, request: Request, first: int, last: int) -> None:
+        """These pages of it are shared, or never will be."""
+        for index in range(first, min(last, self._last(request))):
+            key = request.beginning(index, self.page_size)
+            if self._coming.get(key) is request:
+                del self._coming[key]
+
+    def _last(self, request: Request) -> int:
+        """How many pages of its prompt it shares."""
+        shared = request.prompt_len if request.max_shared is None else request.max_shared
+        return min(shared, request.prompt_len) // self.page_size
 
     def take(self, request: Request, known: Match | None) -> bool:
         """Pages for all that the request has to compute; False if there are too few.
@@ -62,6 +93,8 @@ class Pages:
         request.pages = pages + self.pool.alloc(needed)
         request.num_computed = len(pages) * self.page_size
         self.num_running += 1
+        if prefix:
+            self._announce(request)
         return True
 
     def grow(self, request: Request) -> bool:
@@ -96,6 +129,7 @@ class Pages:
         """Take its pages back."""
         self.num_running -= 1
         if request.node is not None and self.prefix is not None:
+            self._came(request, request.num_shared, len(request.pages))
             self.prefix.unlock(request.node)
         self.pool.free(request.pages[request.num_shared :])
         request.node = None
@@ -121,6 +155,7 @@ class Pages:
         path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last], proved)
         request.pages[first:last] = path.pages
         request.node, request.num_shared = path.node, last
+        self._came(request, first, last)
         self.pool.free(twins)
 
     def discard(self, request: Request) -> None:
@@ -176,22 +211,29 @@ class Holdings:
 
     def take(self, request: Request, reads_cache: bool) -> bool:
         """A row, and pages on one rank for all that the request has to compute; False if no rank
-        has enough.
+        has enough, or if another request computes the beginning of its prompt just now: it is
+        `behind` that one then.
 
-        Of the ranks that have, the one whose prefix cache knows most of it, as long as that runs
-        not many more than others; then the one that runs the fewest, then the emptiest.
+        Of the ranks that have, the one whose prefix cache knows most of it, or soon will, as long
+        as that runs not many more than others; then the one that runs the fewest, then the emptiest.
         """
         fewest = min(pages.num_running for pages in self.ranks)
         limit = fewest * 3 // 2 + _SLACK
 
         def order(rank: int) -> tuple[bool, int, int, int, int]:
-            pages, known = self.ranks[rank], found[rank]
+            pages = self.ranks[rank]
             left = pages.pool.num_free + pages.num_cached
-            length = len(known.pages) if known else 0
-            return pages.num_running > limit, -length, pages.num_running, -left, rank
+            return pages.num_running > limit, -ahead[rank][0], pages.num_running, -left, rank
 
         found = [pages.match(request, reads_cache) for pages in self.ranks]
-        for rank in sorted(range(len(self.ranks)), key=order):
+        ahead: list[tuple[int, Request | None]] = [(0, None)] * len(found)
+        if reads_cache:
+            ahead = [p.ahead(request, known) for p, known in zip(self.ranks, found, strict=True)]
+        ranks = sorted(range(len(self.ranks)), key=order)
+        request.behind_pages, request.behind = ahead[ranks[0]]
+        if request.behind is not None:
+            return False
+        for rank in ranks:
             if self.ranks[rank].take(request, found[rank]):
                 request.rank = rank
                 request.row = heapq.heappop(self.rows)

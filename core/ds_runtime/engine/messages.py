@@ -17,7 +17,7 @@ from ds_runtime.sampling_params import SamplingParams
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
-    """One choice to generate. Those with the same `group` have the same prompt; "" is none.
+    """One choice to generate.
 
     `think_id`: the token that opens reasoning, where reasoning is to stay out of the prefix cache.
     `adapter`: the name of a low-rank adapter; "" is the model itself. `client`: who asks, for what
@@ -30,7 +30,6 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     params: SamplingParams
     seed: int
     choice: int = 0
-    group: str = ""
     priority: int = 0
     think_id: int | None = None
     adapter: str = ""
@@ -45,7 +44,6 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
     prompt: list[int]
     params: SamplingParams
     seed: int
-    group: str
     priority: int = 0
     think_id: int | None = None
     adapter: str = ""
@@ -68,7 +66,6 @@ class SubmitGroup(msgspec.Struct, tag=True, kw_only=True):
                 params=later if choice else self.params,
                 seed=self.seed,
                 choice=choice,
-                group=self.group if len(self.rids) > 1 else "",
                 priority=self.priority,
                 think_id=self.think_id,
                 adapter=self.adapter,
@@ -177,6 +174,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     generated_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    prefix_waits: int = 0
     broken: int = 0
     steps: int = 0
     verified: int = 0

@@ -23,16 +23,6 @@ class State(Enum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
-class Group:
-    """The choices of one client request. The leader computes the prompt that the others share."""
-
-    name: str
-    leader: Request | None = None
-    num_members: int = 0
-    is_computed: bool = False
-
-
 _OPENING = 4  # tokens at a prompt's end among which one that opens reasoning stands
 
 
@@ -54,7 +44,8 @@ class Request:
     tokens that the engine can hold. `num_drafts` drafts lie behind the last token in this row,
     `drafts` where a guide needs to know them, with `draft_parents` where they are a tree;
     `is_verifying`: how many of them were right is not known, and so not where the sequence ends.
-    `is_following`: its guide is on its way behind the last tokens.
+    `is_following`: its guide is on its way behind the last tokens. `behind`: who computes the first
+    `behind_pages` pages of this prompt, while this request waits to read them.
     """
 
     rid: str
@@ -67,7 +58,6 @@ class Request:
     max_len: int
     limit: int
     guide: Guide | None = None
-    group: Group | None = None
     think_id: int | None = None
     adapter: Held | None = None
     salt: str = ""
@@ -90,6 +80,9 @@ class Request:
     draft_parents: list[int] = field(default_factory=list)
     is_verifying: bool = False
     is_following: bool = False
+    behind: Request | None = None
+    behind_pages: int = 0
+    beginnings: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
     admitted: float = 0.0
 
@@ -137,6 +130,21 @@ class Request:
     def realm(self) -> Realm:
         """What tells its pages from those of the same tokens that it may not read."""
         return Realm(0 if self.adapter is None else self.adapter.key, self.salt)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether another one still computes what this request is to read."""
+        other = self.behind
+        return other is not None and other.is_running and other.num_shared < self.behind_pages
+
+    def beginning(self, index: int, page_size: int) -> int:
+        """A hash of the prompt's tokens up to the end of full page `index`, and of its realm."""
+        known = self.beginnings
+        while len(known) <= index:
+            start = len(known) * page_size
+            page = tuple(self.prompt[start : start + page_size])
+            known.append(hash((known[-1] if known else hash(self.realm), page)))
+        return known[index]
 
     @property
     def prompt_len(self) -> int:

@@ -20,7 +20,7 @@ from ds_runtime.engine.guided import Guided, Underway
 from ds_runtime.engine.holdings import Holdings, Pages
 from ds_runtime.engine.limits import SchedulerLimits, check_submit
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
-from ds_runtime.engine.request import Group, Request, State
+from ds_runtime.engine.request import Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
@@ -39,7 +39,6 @@ class Scheduler:
         self.waiting: list[Request] = []  # both in right of way
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
-        self._groups: dict[str, Group] = {}
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
         self._num_guided = 0
@@ -81,9 +80,6 @@ class Scheduler:
         limit = min(self.limits.context_length, self._pool_tokens + 1)
         order = (-priority, self._num_submitted)
         request = Request.create(submit, order, self.limits.eos, limit, guide, adapter)
-        if submit.group:
-            request.group = self._groups.setdefault(submit.group, Group(submit.group))
-            request.group.num_members += 1
         self._requests[request.rid] = request
         self._num_guided += guide is not None
         self._enqueue(request)
@@ -123,12 +119,6 @@ class Scheduler:
         request.state = State.FINISHED
         del self._requests[request.rid]
         self._num_guided -= request.guide is not None
-        if (group := request.group) is not None:
-            group.num_members -= 1
-            if group.leader is request:
-                group.leader = None
-            if group.num_members == 0:
-                del self._groups[group.name]
 
     def _release(self, request: Request) -> None:
         """Take everything back from a running request."""
@@ -244,32 +234,29 @@ class Scheduler:
         self._stats.preemptions += 1
 
     def _admissions(self) -> Iterable[Request]:
-        """Waiting requests as they start to run, until rows or pages are out."""
+        """Waiting requests as they start to run, until rows or pages are out. Those whose beginning
+        another one is computing are passed over, and read it later.
+        """
         for request in self.waiting.copy():
             if request.is_following:
                 continue
             if not self.holdings.rows or request.num_in_flight:  # its output is not known yet
                 return
-            if self._awaits_leader(request):
+            if request.is_behind:
                 continue
-            if not self._admit(request):
+            waited = request.behind is not None
+            if self._admit(request):
+                yield request
+            elif request.behind is None:
                 return
-            yield request
-
-    def _awaits_leader(self, request: Request) -> bool:
-        """Whether a sibling is to compute the shared prompt first, so that this one reads it."""
-        group, can_share = request.group, request.prompt_len > self.limits.page_size
-        if group is None or group.is_computed or not can_share:
-            return False
-        if group.leader is None:
-            group.leader = request
-        return group.leader is not request and self._reads_cache(request)
+            else:
+                self._stats.prefix_waits += not waited
 
     def _reads_cache(self, request: Request) -> bool:
         return self.holdings.caches and not request.wants_prompt_logprobs
 
     def _admit(self, request: Request) -> bool:
-        """Let it run, if there are pages for all that it has to compute."""
+        """Let it run, if there are pages for all that it has to compute and nobody to wait for."""
         if not self.holdings.take(request, self._reads_cache(request)):
             return False
         _remove(self.waiting, request)
@@ -346,8 +333,6 @@ class Scheduler:
         """
         if not request.is_running:
             return
-        if request.group is not None and end >= request.prompt_len:
-            request.group.is_computed = True
         self.holdings.of(request).share(request, end, proved)
 
     def _take(

@@ -92,6 +92,12 @@ _STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         "drafted tokens that were right",
     ),
     (
+        "prefix_waits",
+        "prefix_waits",
+        CounterMetricFamily,
+        "choices that waited while another one computed the beginning of their prompt",
+    ),
+    (
         "mask_seconds",
         "grammar_mask_seconds",
         CounterMetricFamily,

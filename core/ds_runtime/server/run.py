@@ -96,13 +96,12 @@ class Run:
                 prompt=prompt.ids,
                 params=params,
                 seed=draw_seed(params.seed),
-                group=f"{self._key}/{n}",
                 priority=priority,
                 adapter=self.adapter,
                 client=self.asker,
                 salt=self._salt,
             )
-            for n, (prompt, params) in enumerate(prompts)
+            for prompt, params in prompts
         ]
 
     async def pieces(self, whole: bool = False) -> AsyncGenerator[tuple[Choice, Piece]]:

@@ -195,7 +195,6 @@ class Rig:
         prompt: list[int],
         *,
         priority=0,
-        group="",
         choice=0,
         think=None,
         salt="",
@@ -208,7 +207,6 @@ class Rig:
             params=SamplingParams(**settings),
             seed=len(prompt),
             choice=choice,
-            group=group,
             priority=priority,
             think_id=think,
             salt=salt,
@@ -297,7 +295,7 @@ class Rig:
             assert pages.pool.num_free + cached == pages.pool.num_pages
             assert pages.num_cached == cached
         assert sorted(self.scheduler.holdings.rows) == list(range(self.limits.max_running))
-        assert not self.scheduler._groups
+        assert not any(pages._coming for pages in self.ranks)
         pool_tokens = self.pool.num_pages * self.limits.page_size
         for rid, submit in self.submits.items():
             expected = alone(submit, self.limits.context_length, pool_tokens)

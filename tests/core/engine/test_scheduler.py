@@ -81,13 +81,13 @@ def test_a_whole_cached_prompt_still_computes_its_last_token():
 def test_nobody_reads_pages_under_another_salt(ranks):
     rig = Rig(ranks=ranks)
     for n, salt in enumerate(["", "a", "b", "a", "", "b"]):
-        rig.submit(f"r{n}", prompt(9), salt=salt, group=f"g{n}")
+        rig.submit(f"r{n}", prompt(9), salt=salt)
         rig.run()
     assert [rig.cached[f"r{n}"] for n in range(6)] == [0, 0, 0, 8, 8, 8]
     tokens = [rig.answers[f"r{n}"].tokens for n in range(6)]
     assert tokens == tokens[:1] * 6  # and the answer is the same
-    rig.submit("c0", prompt(8, 30), salt="c", group="c", choice=0)
-    rig.submit("c1", prompt(8, 30), salt="c", group="c", choice=1)
+    rig.submit("c0", prompt(8, 30), salt="c", choice=0)
+    rig.submit("c1", prompt(8, 30), salt="c", choice=1)
     rig.run()
     assert rig.cached["c1"] == 4  # choices of one prompt share it, as ever
     rig.check_end()
@@ -107,7 +107,7 @@ def test_output_is_cached_for_the_next_turn():
 def test_equal_prompts_side_by_side_end_up_on_the_same_pages():
     rig = Rig(num_pages=32, page_size=4)
     rig.submit("a", prompt(13), max_tokens=3)
-    rig.submit("b", prompt(13), max_tokens=3, seed=1)
+    rig.submit("b", prompt(13), max_tokens=3, seed=1, prompt_logprobs=0)  # it reads no cache
     rig.step()
     a, b = rig.scheduler.running
     assert a.pages[:3] == b.pages[:3] and a.num_shared == b.num_shared == 3
@@ -119,7 +119,7 @@ def test_equal_prompts_side_by_side_end_up_on_the_same_pages():
 def test_choices_wait_for_the_first_one_and_then_share_its_prompt():
     rig = Rig(page_size=4, prefill_chunk=5)
     for i in range(4):
-        rig.submit(f"x{i}", prompt(11), choice=i, group="x")
+        rig.submit(f"x{i}", prompt(11), choice=i)
     rig.submit("other", prompt(6, 30))
     rig.run()
     rig.check_end()
@@ -130,8 +130,8 @@ def test_choices_wait_for_the_first_one_and_then_share_its_prompt():
 
 def test_choices_wait_for_one_that_scores_the_prompt():
     rig = Rig(page_size=4)
-    rig.submit("x0", prompt(11), choice=0, group="x", prompt_logprobs=0)
-    rig.submit("x1", prompt(11), choice=1, group="x")
+    rig.submit("x0", prompt(11), choice=0, prompt_logprobs=0)
+    rig.submit("x1", prompt(11), choice=1)
     rig.run()
     rig.check_end()
     assert rig.cached == {"x0": 0, "x1": 8}
@@ -140,12 +140,78 @@ def test_choices_wait_for_one_that_scores_the_prompt():
 def test_a_sibling_takes_the_lead_when_the_first_choice_is_aborted():
     rig = Rig(page_size=4, prefill_chunk=5)
     for i in range(3):
-        rig.submit(f"x{i}", prompt(11), choice=i, group="x")
+        rig.submit(f"x{i}", prompt(11), choice=i)
     rig.step()
     rig.abort("x0")
     rig.run()
     rig.check_end()
     assert rig.cached == {"x1": 4, "x2": 8}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("chunk", [3, 16, 64])
+def test_sessions_that_start_together_compute_their_common_beginning_once(ranks, chunk):
+    """64 prompts with a system text of 40 tokens: on each rank it is computed once."""
+    rig = Rig(num_pages=600, page_size=4, prefill_chunk=chunk, ranks=ranks, max_running=64)
+    for n in range(64):
+        rig.submit(f"s{n}", [*prompt(40), n % 8, n // 8, n % 8], max_tokens=4)
+    rig.run()
+    rig.check_end()
+    computed = sum(w.length for p in rig.plans for w in p.works if w.tokens is not None)
+    assert computed == ranks * 40 + 64 * 3
+    assert sorted(rig.cached.values()) == [0] * ranks + [40] * (64 - ranks)
+    assert rig.scheduler.stats().prefix_waits == 63
+
+
+def test_nobody_waits_for_another_salt_or_for_less_than_a_page():
+    rig = Rig(page_size=4, prefill_chunk=4)
+    rig.submit("a", prompt(17))
+    rig.submit("salted", prompt(17), salt="s")
+    rig.submit("short", [*prompt(3), 30, 31, 32])
+    rig.step()
+    assert {r.rid for r in rig.scheduler.running} == {"a", "salted", "short"}
+    rig.run()
+    rig.check_end()
+    assert rig.scheduler.stats().prefix_waits == 0
+
+
+def test_one_waits_only_for_what_it_has_in_common():
+    """The first computes 40 tokens in ten steps; what shares 8 of them begins after two."""
+    rig = Rig(page_size=4, prefill_chunk=4, overlap=0)
+    rig.submit("a", prompt(40))
+    rig.submit("b", [*prompt(8), 37, 38, 39])
+    began = {}
+    for step in range(6):
+        plan = rig.step()
+        began |= {w.rid: step for w in plan.works if w.rid not in began}
+    assert began == {"a": 0, "b": 2}
+    rig.run()
+    rig.check_end()
+    assert rig.cached == {"a": 0, "b": 8}
+
+
+def test_right_of_way_is_not_given_to_who_waits_longer():
+    """A request of higher priority does not wait for one that may be put off."""
+    rig = Rig(page_size=4, prefill_chunk=4, policy="priority")
+    rig.submit("low", prompt(40))
+    rig.step()
+    rig.submit("high", prompt(40), priority=1)
+    rig.step()
+    assert {r.rid for r in rig.scheduler.running} == {"low", "high"}
+    rig.run()
+    rig.check_end()
+
+
+def test_what_is_evicted_or_flushed_meanwhile_is_computed_anew():
+    rig = Rig(page_size=4, prefill_chunk=4, overlap=0)
+    rig.submit("a", prompt(40))
+    rig.submit("b", prompt(40))
+    rig.step()
+    rig.step()
+    rig.scheduler.flush()
+    rig.run()
+    rig.check_end()
+    assert set(rig.cached) == {"a", "b"}
 
 
 def test_decode_preempts_the_latest_request_which_keeps_its_output():

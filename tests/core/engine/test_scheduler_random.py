@@ -73,14 +73,12 @@ class Traffic:
     def submit(self) -> None:
         r, count = self.random, self.random.choice([1, 1, 1, 2, 5])
         prompt, params = self.prompt(), self.params()
-        group, priority = f"g{self.num_submitted}", r.randint(-2, 2)
+        priority = r.randint(-2, 2)
         params["salt"] = r.choice(["", "", "", "a", "b"])
         for choice in range(count):
             rid = f"r{self.num_submitted}"
             try:
-                self.rig.submit(
-                    rid, prompt, choice=choice, group=group, priority=priority, **params
-                )
+                self.rig.submit(rid, prompt, choice=choice, priority=priority, **params)
             except QueueFullError:
                 return
             self.num_submitted += 1

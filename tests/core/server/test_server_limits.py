@@ -261,8 +261,8 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind():
             await client.start()
             one.ready = object()
             fields = {"prompt": [5], "params": SamplingParams(), "seed": 1}
-            good = SubmitGroup(rids=["a", "b"], group="0", **fields)
-            bad = SubmitGroup(rids=["c"], group="1", priority=10**30, **fields)
+            good = SubmitGroup(rids=["a", "b"], **fields)
+            bad = SubmitGroup(rids=["c"], priority=10**30, **fields)
             with pytest.raises(OverflowError):
                 client.open([good, bad])
             left = dict(one._flights)

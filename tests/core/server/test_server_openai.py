@@ -95,7 +95,7 @@ def test_choices_share_a_seed_and_differ_by_index(client, served):
     assert all(c.message.content == "abc" for c in answer.choices)
     submits = served.engine.submits[-3:]
     assert [s.choice for s in submits] == [0, 1, 2]
-    assert len({s.seed for s in submits}) == 1 and len({s.group for s in submits}) == 1
+    assert len({s.seed for s in submits}) == 1 and len({tuple(s.prompt) for s in submits}) == 1
     assert len({s.rid for s in submits}) == 3
     assert answer.usage.prompt_tokens == len(submits[0].prompt)
     assert answer.usage.prompt_tokens_details.cached_tokens == 4
@@ -171,7 +171,7 @@ def test_completion_lists(client, served):
     assert [(c.index, c.text) for c in answer.choices] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
     submits = served.engine.submits[-4:]
     assert [s.choice for s in submits] == [0, 1, 0, 1]
-    assert submits[0].group != submits[2].group and submits[0].seed != submits[2].seed
+    assert submits[0].prompt != submits[2].prompt and submits[0].seed != submits[2].seed
     assert answer.usage.prompt_tokens == len(submits[0].prompt) + len(submits[2].prompt)
     ids = [served.tokenizer.encode(t) for t in ("[say c]", "[say d]")]
     answer = client.completions.create(model="fake", prompt=ids)
