@@ -25,6 +25,7 @@ from ds_runtime.model.hub import resolve_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "demo.md"
+KINDS = ("sums", "tools", "schemas")
 _BETWEEN = re.compile(r"(?<=<!-- formats -->\n).*(?=<!-- /formats -->)", re.DOTALL)
 
 
@@ -44,19 +45,20 @@ def measure(name: str, limit: int | None, threads: int | None) -> dict[str, Any]
 def rows_of(lines: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """The last row of each format over the whole held-out set, in the order of TARGETS."""
     rows = [json.loads(line) for line in lines]
-    found = {r["format"]: r for r in rows if "format" in r and r["limit"] is None}
+    whole = [r for r in rows if "format" in r and r["limit"] is None and "schemas" in r["scores"]]
+    found = {r["format"]: r for r in whole}
     return {name: found[name] for name in TARGETS if name in found}
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """The rows as Markdown. points: sums and calls together, against bf16."""
+    """The rows as Markdown. points: all answers together, against bf16."""
     lines = [
-        "| format | size | error of weights | prose, perplexity | sums | tool calls | points |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| format | size | error of weights | prose, perplexity | sums | tool calls | schemas | points |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
         error = ", ".join(f"{e:.1%}" for e in row["errors"].values())
-        scores = [row["scores"][kind] for kind in ("sums", "tools")]
+        scores = [row["scores"][kind] for kind in KINDS]
         right = [f"{s['right']} of {s['of']}" for s in scores]
         points = 100 * (share(row) - share(rows["bf16"]))
         lines.append(
@@ -67,8 +69,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def share(row: Mapping[str, Any]) -> float:
-    """Of sums and tool calls together, how many are right."""
-    scores = [row["scores"][kind] for kind in ("sums", "tools")]
+    """Of all answers together, how many are right."""
+    scores = [row["scores"][kind] for kind in KINDS]
     return float(sum(s["right"] for s in scores) / sum(s["of"] for s in scores))
 
 

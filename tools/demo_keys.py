@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+import demo_schemas
 import demo_text as dt
 import demo_tools
 from demo_corpus import (
@@ -142,6 +143,15 @@ def behind_document(
     return dt.render(system + some_turns(rng, words, banned), keep_last=True)
 
 
+def unoffered_document(rng: random.Random, words: list[str]) -> str:
+    """A request for a tool that is not there."""
+    tool = demo_tools.make_tool(rng, rng.choice(demo_tools.FAMILIES))
+    ask, _, _ = demo_tools.request(rng, demo_tools.Values(rng, words), tool)
+    return dt.render([{"role": "user", "content": ask},
+                      {"role": "assistant", "content": dt.UNKNOWN_ANSWER}],
+                     keep_last=True)  # fmt: skip
+
+
 def sum_document(rng: random.Random, banned: Banned) -> str:
     """A sum; most often a smaller number less a larger one, which are what is most often wrong."""
     while True:
@@ -178,6 +188,8 @@ class SecondJob:
     xlong_keys: int
     xlong_behind: int
     xlong_books: int
+    schemas: int = 0  # of the third stage
+    names: frozenset[str] = frozenset()  # of fields, reserved
 
 
 def run_second(job: SecondJob) -> tuple[Rows, Rows, Rows]:
@@ -205,6 +217,11 @@ def run_second(job: SecondJob) -> tuple[Rows, Rows, Rows]:
 
     short, long = keys(job.short_keys, 90, SHORT), keys(job.long_keys, 400, LONG)
     texts = [sum_document(rng, banned) for _ in range(job.sums)]
+    short += [(ids, weigh(ids, marks)) for ids in encoded(tokenizer, texts, banned)]
+    short += [demo_schemas.weigh_object(tokenizer, text, rng.random() < 0.5) for text in (
+        demo_schemas.schema_document(rng, words, banned.pairs, job.names)
+        for _ in range(job.schemas))]  # fmt: skip
+    texts = [unoffered_document(rng, words) for _ in range(job.schemas // 6)]
     short += [(ids, weigh(ids, marks)) for ids in encoded(tokenizer, texts, banned)]
     rng.shuffle(short)
     long += books(job.long_books, LONG)
@@ -234,19 +251,22 @@ def alone(documents: list[tuple[np.ndarray, np.ndarray]], length: int, pad: int)
 
 def second_rows(
     data: Path, tokenizer: Tokenizer, banned: Banned, reserved: frozenset[str], seed: int, *,
-    jobs: int, scale: float, workers: int,
+    jobs: int, scale: float, workers: int, names: frozenset[str] | None = None,
 ) -> list[Rows]:  # fmt: skip
-    """All rows of the second stage, short, long and longest, from `jobs` independent streams."""
+    """All rows of the second stage, short, long and longest, from `jobs` independent streams.
+    With reserved `names` of fields they are those of the third, which answers under schemas, too.
+    """
+    stage = "second" if names is None else "third"
 
     def count(number: int) -> int:
         return int(number * scale)
 
     work = [
         SecondJob(
-            Job(f"second-{seed}-{i}", data, tokenizer.to_str(), banned, count(14000), count(400), 0,
-                count(100)),
+            Job(f"{stage}-{seed}-{i}", data, tokenizer.to_str(), banned, count(14000), count(400),
+                0, count(100)),
             reserved, count(2500), count(9000), count(160), count(100), count(180), count(80),
-            count(60),
+            count(60), 0 if names is None else count(9000), names or frozenset(),
         )
         for i in range(jobs)
     ]  # fmt: skip

@@ -2,12 +2,14 @@
 
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo --heldout-only
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo --device cuda
-    python tools/train_demo.py --data DIR --out core/ds_runtime/demo --device cuda --second FIRST
+    python tools/train_demo.py --data DIR --out SECOND --device cuda --second FIRST
+    python tools/train_demo.py --data DIR --out core/ds_runtime/demo --device cuda --third SECOND
     python tools/train_demo.py --data DIR --out core/ds_runtime/demo_v32 --device cuda --dsa
 
 DIR holds `text/*.txt` (books) and `gsm8k_train.jsonl`. The first command writes the held-out sets,
 which later runs check against instead of replacing. The third trains the result of the second, in
-the folder FIRST, on rows of up to 4608 tokens. docs/demo.md describes the result.
+the folder FIRST, on rows of up to 4608 tokens, the fourth that one's, in SECOND, to answer under
+schemas. docs/demo.md describes the result.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from demo_files import (
 )
 from demo_keys import XLONG, heldout_keys, reserved, second_rows, write_keys
 from demo_model import DemoModel, demo_config
+from demo_schemas import heldout_schemas, reserved_names, write_schemas
 from demo_scores import evaluate
 
 VOCAB = 2048
@@ -55,6 +58,7 @@ MTP_WEIGHT, BIAS_RATE = 0.4, 0.001
 FIRST, SECOND = (0, 0, 0, 0, 0, 0, 0, 1), (0, 2, 0, 1, 0, 2, 0, 1)  # kinds of rows, step by step
 WINDOW, LITTLE = 1536, 256  # of what the teacher sees of the longest rows; what is little context
 LENGTHS = (SHORT, LONG, XLONG)
+STAGES = ("first_stage", "second_stage")
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -173,7 +177,8 @@ def train(
             layer.compile(dynamic=False)
         loss = torch.compile(weighted_loss, dynamic=False)
         away = torch.compile(drift, dynamic=False)
-    teacher = Teacher(args.second, args.device, away) if args.second else None
+    before = args.second or args.third
+    teacher = Teacher(before, args.device, away) if before else None
     matrices = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.dim() == 1 or "embed" in n]
     optimizer = torch.optim.AdamW(
@@ -264,6 +269,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--evaluate-only", action="store_true")
     p.add_argument("--evaluate", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--second", type=Path, metavar="FIRST", help="train this checkpoint further")
+    p.add_argument("--third", type=Path, metavar="SECOND", help="train this one still further")
     demo_dsa.add_options(p)
     return p.parse_args()
 
@@ -283,20 +289,25 @@ def main() -> None:
     if args.heldout_only:
         return
     torch.set_float32_matmul_precision("high")
-    began, first = time.monotonic(), None
+    began, before = time.monotonic(), args.second or args.third
+    earlier: list[dict[str, Any]] = []  # recipes of the stages before this one
     banned, made = (
         Banned.of(held[0]),
         {"jobs": args.jobs, "scale": args.scale, "workers": args.workers},
     )
-    if args.second:
-        first = json.loads((args.second / "RECIPE.json").read_text(encoding="utf-8"))
-        assert "first_stage" not in first, f"{args.second}: was trained further already"
+    if before:
+        last = json.loads((before / "RECIPE.json").read_text(encoding="utf-8"))
+        earlier = [last.pop(stage) for stage in STAGES if stage in last] + [last]
+        assert len(earlier) == (1 if args.second else 2), f"{before}: {len(earlier)} stages"
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            if args.out.resolve() != args.second.resolve():
-                shutil.copy(args.second / name, args.out / name)
+            if args.out.resolve() != before.resolve():
+                shutil.copy(before / name, args.out / name)
         tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
-        model = load_checkpoint(args.second, args.device).float().train()
-        rows = second_rows(args.data, tokenizer, banned, reserved(held[1]), args.seed, **made)
+        model = load_checkpoint(before, args.device).float().train()
+        names = reserved_names(held[2]) if args.third else None
+        rows = second_rows(
+            args.data, tokenizer, banned, reserved(held[1]), args.seed, names=names, **made
+        )
     else:
         tokenizer = train_tokenizer(sources, banned, VOCAB)
         config = demo_config(tokenizer.get_vocab_size())
@@ -308,39 +319,44 @@ def main() -> None:
         model.to(args.device)
     print(f"{sum(part[0].size for part in rows):,} training tokens in "
           f"{time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
-    facts = train(model, rows, SECOND if first else FIRST, args)
+    facts = train(model, rows, SECOND if before else FIRST, args)
     size = write_checkpoint(model, args.out)
     recipe = {
         "command": "python tools/train_demo.py --data DIR --out DIR "
-                   f"{'--second FIRST ' if first else ''}--steps {args.steps} "
-                   f"--seed {args.seed} --lr {args.lr} --jobs {args.jobs} --scale {args.scale}",
+                   f"{('', '--second FIRST ', '--third SECOND ')[len(earlier)]}"
+                   f"--steps {args.steps} --seed {args.seed} --lr {args.lr} --jobs {args.jobs} "
+                   f"--scale {args.scale}",
         "seed": args.seed, "steps": args.steps, "batch_tokens": args.batch_tokens,
         "learning_rate": args.lr, "mtp_loss_weight": MTP_WEIGHT, "data_sha256": sources.hashes,
         "heldout_sha256": (args.out / "heldout.sha256").read_text().split()[0],
         "heldout_keys_sha256": (args.out / "heldout_keys.sha256").read_text().split()[0],
+        "heldout_schemas_sha256": (args.out / "heldout_schemas.sha256").read_text().split()[0],
         "weights_bytes": size,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "training": facts,
     }  # fmt: skip
-    if first:
-        kept = ("command", "seed", "steps", "batch_tokens", "learning_rate", "scores", "versions",
-                "device", "training")  # fmt: skip
-        recipe["first_stage"] = {key: first[key] for key in kept}
+    kept = ("command", "seed", "steps", "batch_tokens", "learning_rate", "scores", "versions",
+            "device", "training")  # fmt: skip
+    for stage, known in zip(STAGES, earlier, strict=False):
+        recipe[stage] = {key: known[key] for key in kept}
     # points of a curve: step, kind of row (512, 2048, 4608 tokens), losses of model and MTP
     write_recipe(args.out / "RECIPE.json", recipe)
     if args.plot:
-        plot([*([first] if first else []), recipe], args.plot)
+        plot([*earlier, recipe], args.plot)
     if args.evaluate:
         recipe["scores"] = evaluate(args.out, held[0], args.device, show=8)
         write_recipe(args.out / "RECIPE.json", recipe)
         print(json.dumps(recipe["scores"], indent=1))
 
 
-def heldout_sets(out: Path, sources: Sources) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both held-out sets, written to `out`; an error if others were recorded there."""
-    sets, stamps = (build_heldout(sources), heldout_keys(sources)), ("heldout", "heldout_keys")
-    for made, name, write in zip(sets, stamps, (write_heldout, write_keys), strict=True):
+def heldout_sets(out: Path, sources: Sources) -> list[dict[str, Any]]:
+    """The held-out sets, written to `out`; an error if others were recorded there."""
+    first = build_heldout(sources)
+    sets = [first, heldout_keys(sources), heldout_schemas(first, sources.words)]
+    stamps = ("heldout", "heldout_keys", "heldout_schemas")
+    for made, name, write in zip(sets, stamps, (write_heldout, write_keys, write_schemas),
+                                 strict=True):  # fmt: skip
         stamp = out / f"{name}.sha256"
         before = stamp.read_text() if stamp.exists() else None
         print(name, write(made, out))

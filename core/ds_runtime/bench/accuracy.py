@@ -1,8 +1,8 @@
-"""Scores of the runtime on a held-out set: sums, tool calls, prose, keys planted in long prompts,
-and how often MTP drafts agree.
+"""Scores of the runtime on a held-out set: sums, tool calls, sums under schemas, prose, keys
+planted in long prompts, and how often MTP drafts agree.
 
-The set is heldout.json of the checkpoint's folder, or else the demo model's; the keys are those of
-heldout_keys.json. The runtime generates
+The set is heldout.json of the checkpoint's folder, or else the demo model's; keys and schemas are
+those of heldout_keys.json and heldout_schemas.json. The runtime generates
 greedily; answers are scored as raw text. MTP agreement is computed in plain torch on the outputs
 of the runtime, and apart from them on prose.
 """
@@ -23,10 +23,12 @@ from ds_runtime.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from ds_runtime.llm import LLM, RequestOutput
+    from ds_runtime.output_rules import OutputRules
 
 Score: TypeAlias = "tuple[dict[str, Any], list[RequestOutput]]"
 LIMITS = {"sums": 96, "tools": 160}  # tokens; correct answers of the demo model need fewer
 KEY_LIMIT = 12
+OBJECT_LIMIT = 192
 
 
 def load_heldout(path: Path) -> tuple[dict[str, Any], str]:
@@ -82,9 +84,21 @@ def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[R
     if template is None:
         raise CheckpointError(f"{folder}: has no chat template, which this measurement needs")
     texts = [template.render(e["messages"], e.get("tools")) for e in entries]
-    limit = LIMITS.get(kind, KEY_LIMIT)
-    params = SamplingParams(max_tokens=limit, skip_special_tokens=False)
+    limit = OBJECT_LIMIT if kind == "schemas" else LIMITS.get(kind, KEY_LIMIT)
+    params = [
+        SamplingParams(max_tokens=limit, skip_special_tokens=False, rules=rules_of(e))
+        for e in entries
+    ]
     return llm.generate([llm.tokenizer.encode(t) for t in texts], params)
+
+
+def rules_of(entry: Mapping[str, Any]) -> OutputRules | None:
+    """What an entry with a schema allows: a trace, then an object under the schema."""
+    from ds_runtime.output_rules import OutputRules
+
+    if "schema" not in entry:
+        return None
+    return OutputRules(json_schema=entry["schema"], reasoning="optional")
 
 
 def right(kind: str, raw: str, entry: Mapping[str, Any]) -> bool:
@@ -93,6 +107,8 @@ def right(kind: str, raw: str, entry: Mapping[str, Any]) -> bool:
         return scoring.sum_correct(raw, entry["answer"])
     if kind == "keys":
         return scoring.key_correct(raw, entry["answer"])
+    if kind == "schemas":
+        return scoring.object_correct(raw, entry["answer"])
     return scoring.calls_correct(raw, entry["calls"])
 
 
@@ -176,12 +192,15 @@ def run(
 
     heldout, digest = held("heldout.json")
     keys, keys_digest = held("heldout_keys.json")
+    schemas, schemas_digest = held("heldout_schemas.json")
     scores: dict[str, Any] = {}
     outputs: list[RequestOutput] = []
     with LLM(**settings) as llm:
         for kind in LIMITS:
             scores[kind], done = score(llm, folder, kind, heldout[kind][:limit])
             outputs += done
+        asked = schemas["schemas"][:limit]
+        scores["schemas"] = score(llm, folder, "schemas", asked)[0]
         tokenizer = llm.tokenizer
         start_ids = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         prose = [start_ids + tokenizer.encode(p["text"]) for p in heldout["prose"][:limit]]
@@ -203,6 +222,7 @@ def run(
         "settings": {k: v for k, v in settings.items() if k != "model"},
         "heldout_sha256": digest,
         "heldout_keys_sha256": keys_digest,
+        "heldout_schemas_sha256": schemas_digest,
         "scores": scores,
         "peak_bytes": peak_bytes(),
         **environment(),
@@ -214,6 +234,7 @@ def render(report: Mapping[str, Any]) -> str:
     scores = report["scores"]
     lines = [f"{report['model']}, held-out set {report['heldout_sha256'][:12]}"]
     shown = [("sums", scores["sums"]), ("tool calls", scores["tools"])]
+    shown.append(("sums under schemas", scores["schemas"]))
     shown += [(f"tool calls behind {n:,} tokens", s) for n, s in scores["behind"].items()]
     shown += [(f"planted keys in {n:,} tokens", s) for n, s in scores["planted"].items()]
     for name, s in shown:

@@ -1,5 +1,5 @@
-"""Scores of raw model text: sums, planted keys and tool calls in the V3 format, and the prompts
-that keys are planted in. Pure functions, no torch.
+"""Scores of raw model text: sums, objects, planted keys and tool calls in the V3 format, and the
+prompts that keys are planted in. Pure functions, no torch.
 
 Raw text is what the model wrote after the prompt with its marker tokens kept; a closing
 end-of-sentence token may or may not be there.
@@ -42,6 +42,14 @@ def sum_correct(raw: str, expected: int) -> bool:
 def key_correct(raw: str, expected: str) -> bool:
     """Whether the answer is exactly the planted key's value."""
     return final_text(raw) == expected
+
+
+def object_correct(raw: str, expected: Mapping[str, Any]) -> bool:
+    """Whether the answer is JSON that is equal to the expected object (after an optional trace)."""
+    try:
+        return same_value(json.loads(final_text(raw)), dict(expected))
+    except ValueError:
+        return False
 
 
 def prose_tokens(
