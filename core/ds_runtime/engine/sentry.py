@@ -97,7 +97,7 @@ def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> No
     counter, since = 0, time.monotonic()
     while True:
         waiting = [0, *(fd for fd in pids if fd not in gone)]
-        ready = select.select(waiting, [], [], _LOOK if dead else None)[0]
+        ready = _ready(waiting, _LOOK if dead else None)
         if 0 in ready:
             return
         gone += ready
@@ -118,8 +118,16 @@ def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> No
         for pid in (*(pid for fd, pid in pids.items() if fd not in gone), parent):
             with suppress(OSError):
                 os.kill(pid, number)
-        if select.select([0], [], [], 1.0)[0]:  # the parent is gone
+        if _ready([0], 1.0):  # the parent is gone
             return
+
+
+def _ready(descriptors: Sequence[int], seconds: float | None) -> list[int]:
+    """As `ds_runtime.readable`, which is not to be imported here."""
+    poll = select.poll()
+    for one in descriptors:
+        poll.register(one, select.POLLIN)
+    return [one for one, _ in poll.poll(None if seconds is None else seconds * 1000)]
 
 
 def _read(folder: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from ds_runtime.installed import Entry
 from ds_runtime.ops.spec import Refusal
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import ALWAYS, Plugins, importable, load_plugins
+from ds_runtime.readable import readable
 
 LIMIT = 20.0  # seconds per plugin: drivers of many devices take their time
 _GRACE = 3.0
@@ -105,8 +105,7 @@ def _read(pipe: int, limit: float) -> tuple[str, bool]:
     said = b""
     try:
         while True:
-            ready, _, _ = select.select([pipe], [], [], limit + _GRACE)
-            if not ready:
+            if not readable([pipe], limit + _GRACE):
                 return said.decode(), True
             more = os.read(pipe, 4096)
             if not more:

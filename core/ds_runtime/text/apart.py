@@ -11,7 +11,6 @@ import array
 import contextlib
 import os
 import pickle
-import select
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import msgspec
 
 from ds_runtime import errors
 from ds_runtime.errors import CheckpointError, QueueFullError, RequestError
+from ds_runtime.readable import readable
 from ds_runtime.text.template import Message, Template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime.text.worker import (
@@ -159,14 +159,14 @@ class _Copy:
     @property
     def alive(self) -> bool:
         """Whether it waits for work: one that ended has closed its side."""
-        return not select.select([self._here], [], [], 0)[0]
+        return not readable([self._here.fileno()], 0)
 
     def ask(self, data: bytes, seconds: float) -> Answer | None:
         """Its answer; None where it was ended."""
         self.fresh = False
         try:
             send(self._here, data)
-            if select.select([self._here], [], [], _EAGER * seconds)[0]:
+            if readable([self._here.fileno()], _EAGER * seconds):
                 self.fresh = True
             else:
                 with contextlib.suppress(OSError):

@@ -16,7 +16,6 @@ import fcntl
 import gc
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -28,6 +27,7 @@ from typing import Any
 import msgspec
 
 from ds_runtime.errors import DsRuntimeError, RequestError, named
+from ds_runtime.readable import readable
 from ds_runtime.text.families import find_family
 from ds_runtime.text.template import Template, load_template
 from ds_runtime.text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def hold(leash: int) -> None:
     """From now on this process ends when the other side lets go."""
     fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO, which ends the process
-    if select.select([leash], [], [], 0)[0]:  # it did so before
+    if readable([leash], 0):  # it did so before
         os._exit(0)
 
 

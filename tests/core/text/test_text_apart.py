@@ -272,3 +272,26 @@ def test_closing_ends_what_is_being_rendered(bpe_folder, tmp_path):
             text.close()
             assert isinstance(asked.exception(WITHIN), RequestError)
         assert time.monotonic() - begin < 1.0
+
+
+@pytest.fixture
+def many_files():
+    """Descriptors from now on have numbers that `select` does not take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard >= 2048
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    while taken[-1] < 1100:
+        taken.append(os.dup(taken[0]))
+    yield
+    for one in taken:
+        os.close(one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_it_serves_beside_many_connections(bpe_folder, many_files):
+    with opened(bpe_folder) as text:
+        assert text.template.render(HONEST) and text.tokenizer.encode("Hello")
+        for one in [p for p in workers() if p.ppid() == os.getpid()]:
+            one.kill()
+        assert text.tokenizer.encode("Hello")
