@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.pace import Pace
 from ds_runtime.errors import RequestError
+from ds_runtime.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,8 @@ class SchedulerLimits:
     pace: Pace | None = None
 
 
-def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> None:
+def check_prompt(prompt: Sequence[int], limits: SchedulerLimits, pool_tokens: int) -> None:
     """Raise RequestError if this can never run. pool_tokens: what the whole KV cache holds."""
-    prompt, params = submit.prompt, submit.params
     if not prompt:
         raise RequestError("the prompt is empty: it needs at least one token", "prompt")
     if len(prompt) >= limits.context_length:
@@ -54,6 +53,10 @@ def check_submit(submit: Submit, limits: SchedulerLimits, pool_tokens: int) -> N
             "prompt",
         )
     _check_ids("prompt", prompt, limits.vocab_size)
+
+
+def check_params(params: SamplingParams, limits: SchedulerLimits) -> None:
+    """Raise RequestError for ids that the vocabulary has not."""
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), limits.vocab_size)
 

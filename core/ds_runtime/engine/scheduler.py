@@ -18,7 +18,7 @@ import msgspec
 from ds_runtime.engine.adapters import Held
 from ds_runtime.engine.guided import Guided, Underway
 from ds_runtime.engine.holdings import Holdings, Pages
-from ds_runtime.engine.limits import SchedulerLimits, check_submit
+from ds_runtime.engine.limits import SchedulerLimits, check_params, check_prompt
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.request import Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
@@ -41,6 +41,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[int, list[Request]]] = deque()
         self._num_submitted = 0
+        self._checked: list[int] | None = None  # the prompt that was found good last
         self._num_guided = 0
         self._underway = Underway()
         self._drafts = limits.drafts  # of the step that is planned
@@ -66,7 +67,10 @@ class Scheduler:
         self, submit: Submit, guide: Guide | None = None, adapter: Held | None = None
     ) -> None:
         """Queue one choice. Raises QueueFullError, or RequestError if it can never run."""
-        check_submit(submit, self.limits, self._pool_tokens)
+        if submit.prompt is not self._checked:  # choices come one after another, and share the list
+            check_prompt(submit.prompt, self.limits, self._pool_tokens)
+            self._checked = submit.prompt
+        check_params(submit.params, self.limits)
         if submit.rid in self._requests:
             raise RequestError(f"request id {submit.rid!r} is in use: choose another", "rid")
         if len(self.waiting) >= self.limits.queue_limit:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_device import EOS, VOCAB, Rig
 
+from ds_runtime.engine import scheduler
+from ds_runtime.engine.limits import check_prompt
 from ds_runtime.engine.step import StepResult, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 
@@ -512,3 +514,26 @@ def test_reasoning_stays_out_of_the_prefix_cache_where_that_is_asked(overlap):
     assert cached(prompt(10), think=prompt(10)[0]) == (4, output)  # an earlier turn did
     later = next(i for i, t in enumerate(output) if t not in output[:i] + prompt(10) and i > 1)
     assert cached(prompt(10), think=output[later]) == ((10 + later) // 4, output)
+
+
+def test_the_prompt_of_many_choices_is_checked_once(monkeypatch):
+    checked = []
+
+    def check(prompt, limits, pool_tokens):
+        checked.append(prompt)
+        check_prompt(prompt, limits, pool_tokens)
+
+    monkeypatch.setattr(scheduler, "check_prompt", check)
+    rig = Rig(max_running=4)
+    shared, other = prompt(9), prompt(9)
+    for rid, one in (("s", shared), ("o", other)):
+        for n in range(20):
+            rig.submit(f"{rid}{n}", one, choice=n)
+    rig.submit("alone", shared)
+    assert [id(one) for one in checked] == [id(shared), id(other), id(shared)]
+    with pytest.raises(RequestError, match="holds id"):  # another list is another prompt
+        rig.submit("wrong", [*prompt(8), VOCAB], choice=20)
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        rig.submit("stop", shared, choice=21, stop_token_ids=(VOCAB,))
+    rig.run()
+    rig.check_end()
