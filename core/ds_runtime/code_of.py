@@ -1,8 +1,8 @@
 """Code that an import of a distribution would run, and that is in none of its files.
 
 Its modules may be hidden: by a folder or an extension of the same name, or by a place that is
-searched before. Beside them may lie others, and bytecode of something else. Torch-free; imports
-nothing of the distribution.
+searched before. Beside them may lie others, and bytecode of something else. And they may import
+what nobody has installed (`imports_of.py`). Torch-free; imports nothing of the distribution.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from importlib.metadata import Distribution
 from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
 from pathlib import Path, PurePath
 
+from ds_runtime.imports_of import stray
+
 _HEADER = 16  # bytes of a .pyc file before its code
 _CACHE = "__pycache__"
 _SUFFIXES = (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES, *BYTECODE_SUFFIXES)
@@ -30,10 +32,10 @@ def foreign_code(dist: Distribution) -> str | None:
     files = {
         Path(str(f.locate())).resolve(): name for f in dist.files or () if (name := _module(f))
     }
-    specs: dict[str, ModuleSpec | None] = {}
+    specs = _Specs()
     folders = set[Path]()
     for path, name in files.items():
-        spec = _spec(name, specs)
+        spec = specs[name]
         if spec is None or spec.origin is None:
             continue  # nothing is imported by this name
         origin = Path(spec.origin).resolve()
@@ -45,8 +47,17 @@ def foreign_code(dist: Distribution) -> str | None:
         if path.suffix in SOURCE_SUFFIXES and (cached := _other_bytecode(path)):
             return f"has {path}, and {cached} is not what that compiles to: delete it"
         folders |= {Path(place).resolve() for place in spec.submodule_search_locations or ()}
-    stray = next((p for folder in sorted(folders) for p in _strays(folder, files)), None)
-    return None if stray is None else f"has modules beside {stray}, which is no file of {dist.name}"
+    beside = next((p for folder in sorted(folders) for p in _strays(folder, files)), None)
+    if beside is not None:
+        return f"has modules beside {beside}, which is no file of {dist.name}"
+    sources = [path for path in files if path.suffix in SOURCE_SUFFIXES]
+    if (found := stray(dist, sources, specs)) is not None:
+        name, place = found
+        return (
+            f"has code that imports {name}, but that comes from {place}, which no installed "
+            "distribution brings: pip install it"
+        )
+    return None
 
 
 def _module(file: PurePath) -> str | None:
@@ -59,17 +70,19 @@ def _module(file: PurePath) -> str | None:
     return ".".join(parts) if parts and all(map(str.isidentifier, parts)) else None
 
 
-def _spec(name: str, known: dict[str, ModuleSpec | None]) -> ModuleSpec | None:
-    """Where `name` would be imported from; its parents are looked for, and not imported."""
-    if name not in known:
+class _Specs(dict[str, ModuleSpec | None]):
+    """By name, where a module would be imported from; its parents are looked for, not imported."""
+
+    def __missing__(self, name: str) -> ModuleSpec | None:
         parent = name.rpartition(".")[0]
         if not parent:
-            known[name] = _top(name)
-        elif (above := _spec(parent, known)) is None or not above.submodule_search_locations:
-            known[name] = None
+            found = _top(name)
+        elif (above := self[parent]) is None or not above.submodule_search_locations:
+            found = None
         else:
-            known[name] = PathFinder.find_spec(name, above.submodule_search_locations)
-    return known[name]
+            found = PathFinder.find_spec(name, above.submodule_search_locations)
+        self[name] = found
+        return found
 
 
 def _top(name: str) -> ModuleSpec | None:

@@ -161,6 +161,18 @@ PLANTED = {
     "that of the plugin": lambda s: compiled(s / "acme_dist_module.py", EVIL),
     "bytecode that is none": lambda s: compiled(s / "acme_pkg" / "kernels.py", "x = 1"),
 }
+NAMED = {  # what acme_pkg/kernels.py says, and what nobody has installed
+    "a module at the top": ("import speedups", "speedups.py"),
+    "where there is one": ("try:\n    import speedups\nexcept ImportError: pass", "speedups.py"),
+    "in a function": ("def f():\n    from speedups.deep import x", "speedups/__init__.py"),
+    "of a package without a file": ("from spaced import speedups", "spaced/speedups.py"),
+    "by its name": ("import importlib\nimportlib.import_module('speedups')", "speedups.py"),
+    "of a kernel": ("KERNEL = 'speedups:fast'", "speedups.py"),
+    "an extension": ("import speedups", f"speedups{EXTENSION}"),
+    "in a place of its own": ("import speedups", "first/speedups.py"),
+    "over one that is installed": ("import packaging.version", "first/packaging/__init__.py"),
+    "over one of Python's": ("import colorsys", "first/colorsys.py"),
+}
 WANTED = {"broken: acme-dist has ", "; allowlist "}
 
 
@@ -186,6 +198,44 @@ def test_a_digest_is_of_all_code_that_would_run(package: Path, tmp_path: Path, h
     assert not list(package.rglob("*.ran"))
     with pytest.raises(ConfigError, match="plugins --lock: acme-dist has "):
         main_lock(tmp_path)
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_a_digest_is_of_what_its_code_imports_as_well(
+    package: Path, tmp_path: Path, how: str
+) -> None:
+    code, planted = NAMED[how]
+    write(package / "acme_pkg" / "kernels.py", code)
+    record(package)
+    allowlist = listed(tmp_path, distribution="acme-dist", digest=of(package))
+    assert said(load_plugins(allowlist=allowlist)) == "", "as long as it is not there"
+    write(package / planted)
+    importlib.invalidate_caches()
+    refusal = said(load_plugins(allowlist=allowlist))
+    assert all(part in refusal for part in WANTED) and "\n" not in refusal, refusal
+    assert str(package / planted) in refusal and "no installed distribution" in refusal
+    with pytest.raises(ConfigError, match="plugins --lock: acme-dist has code that imports"):
+        main_lock(tmp_path)
+
+
+def test_the_plugin_itself_must_be_installed(site: Path, tmp_path: Path) -> None:
+    (info,) = site.glob("*.dist-info")
+    lines = (info / "RECORD").read_text().splitlines()
+    (info / "RECORD").write_text("\n".join(n for n in lines if "acme_dist_module" not in n))
+    with pytest.raises(Unreadable, match="has code that imports acme_dist_module, but that comes"):
+        of(site)
+
+
+def test_what_is_installed_may_be_imported(package: Path, tmp_path: Path) -> None:
+    write(
+        package / "acme_pkg" / "kernels.py",
+        "import json, sys, colorsys, os.path, torch, numpy.linalg, packaging.version, acme_pkg\n"
+        "from ds_runtime.api import OPS\nfrom . import tables\nimport nowhere.at.all\n"
+        "from acme_dist_module import ds_ops\nTEXT = 'note: this', 'acme_pkg.kernels:f'\n",
+    )
+    record(package)
+    allowlist = listed(tmp_path, distribution="acme-dist", digest=of(package))
+    assert said(load_plugins(allowlist=allowlist)) == ""
 
 
 def main_lock(tmp_path: Path) -> None:
