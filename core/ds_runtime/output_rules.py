@@ -6,6 +6,7 @@ Plain data, checked for form when it is made; `ds_runtime/grammar` compiles it.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,10 +21,14 @@ REASONING = ("none", "optional", "open")
 
 
 class ToolSchema(msgspec.Struct, frozen=True):
-    """A function that may be called. `parameters`: JSON schema of its arguments; None: none."""
+    """A function that may be called. `parameters`: JSON schema of its arguments; None: none.
+
+    index: its place among all that the request has, where the rules hold some of them.
+    """
 
     name: str
     parameters: Any = None
+    index: int | None = None
 
 
 class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +37,12 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     tools: tuple[ToolSchema, ...]
     several: bool = True
+
+    def fields(self, param: str) -> Iterator[tuple[str, Any]]:
+        """Where each tool's schema stands in a request whose tools are `param`, and the schema."""
+        for place, tool in enumerate(self.tools):
+            number = place if tool.index is None else tool.index
+            yield f"{param}[{number}].function.parameters", tool.parameters
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,12 +81,18 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
                 f"reasoning is {shown(self.reasoning)}: must be {', '.join(REASONING)}", "reasoning"
             )
         for name in given:
-            beside = name == "tool_calls" and self.kind != name  # of another field
-            _FORMS[name](getattr(self, name), "tools" if beside else self.param)
+            _FORMS[name](
+                getattr(self, name), self.tools_param if name == "tool_calls" else self.param
+            )
         if len(self.key) > MAX_RULE:
+            sizes = {self.param: len(msgspec.json.encode(getattr(self, self.kind)))}
+            if self.tool_calls is not None:
+                sizes[self.tools_param] = len(msgspec.json.encode(self.tool_calls))
+            largest = max(sizes, key=sizes.__getitem__)
             raise RequestError(
-                f"{self.param} has {len(self.key)} characters: at most {MAX_RULE} are compiled",
-                self.param,
+                f"{largest} has {sizes[largest]} of {len(self.key)} characters: at most "
+                f"{MAX_RULE} are compiled",
+                largest,
             )
 
     @property
@@ -87,6 +104,11 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     def param(self) -> str:
         """The field that errors name."""
         return self.field or self.kind
+
+    @property
+    def tools_param(self) -> str:
+        """The field that errors name for the tools."""
+        return self.param if self.kind == "tool_calls" else "tools"
 
     @property
     def key(self) -> str:
@@ -169,8 +191,8 @@ def _check_tools(rules: Any, param: str) -> None:
         raise RequestError(
             f"{param}: format {shown(rules.format)} must be one of {', '.join(TOOL_FORMATS)}", param
         )
-    for i, tool in enumerate(rules.tools):
-        _check_json(tool.parameters, f"{param}[{i}].function.parameters")
+    for field, schema in rules.fields(param):
+        _check_json(schema, field)
 
 
 _KINDS = ("json_schema", "regex", "ebnf", "choice", "tool_calls")

@@ -153,6 +153,19 @@ def test_a_schema_that_cannot_be_compiled_is_a_400_with_its_path(client):
     tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": bad}}]
     error = ask(tools=tools, tool_choice="required")
     assert error.param == "tools[1].function.parameters.properties.a.items"
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        error = ask(tools=tools, tool_choice=choice)
+        assert error.param == "tools[1].function.parameters.properties.a.items"
+    # Beside a schema for the answer, each is told by its own name.
+    fine = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    error = ask(tools=tools, response_format=fine)
+    assert error.param == "tools[1].function.parameters.properties.a.items"
+    assert "uniqueItems" in error.message and "response_format" not in error.message
+    error = ask(tools=TOOLS, response_format=response_format)
+    assert error.param == "response_format.json_schema.schema.properties.a.items"
+    large = {"type": "object", "description": "x" * (1 << 18)}
+    fine["json_schema"]["schema"] = large
+    assert ask(tools=TOOLS, response_format=fine).param == "response_format.json_schema.schema"
 
 
 def test_a_bomb_is_refused_and_others_are_served(client):

@@ -56,7 +56,7 @@ class Checker:
             raise _fell(rules, self._end())
         verdict = msgspec.msgpack.decode(answer, type=_Verdict)
         if verdict.message:
-            raise RequestError(verdict.message, verdict.param)
+            raise RequestError(verdict.message, verdict.param or rules.param)
 
     def close(self) -> None:
         """End the child. May be called twice."""
@@ -93,7 +93,9 @@ def _fell(rules: OutputRules, code: int) -> RequestError:
     why = f"it takes more than {MEMORY >> 30} GiB of memory or is nested too deeply"
     if code == -signal.SIGPROF:
         why = f"it takes more than {SECONDS:g} s"
-    return RequestError(f"{rules.param} cannot be compiled: {why}; simplify it", rules.param)
+    beside = rules.tool_calls is not None and rules.kind != "tool_calls"
+    what = rules.param + (f" or {rules.tools_param}" if beside else "")
+    return RequestError(f"{what} cannot be compiled: {why}; simplify it", rules.param)
 
 
 def start_deep(target: threading.Thread) -> None:
@@ -142,7 +144,7 @@ def _serve(folder: str, vocab_size: str, eos: Sequence[str]) -> None:
         except RequestError as e:
             verdict = _Verdict(str(e), e.param or "")
         except (RecursionError, MemoryError) as e:
-            verdict = _Verdict(f"too deep or too large: {e}")
+            verdict = _Verdict(f"a rule for the output is too deep or too large: {e}")
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
 

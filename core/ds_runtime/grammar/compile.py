@@ -95,12 +95,13 @@ class Compiler:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
 
     def _fault(self, rules: OutputRules, said: str) -> RequestError:
-        where = rules.param
-        if rules.kind == "json_schema":
+        where, calls = rules.param, rules.tool_calls
+        at_tool = None if calls is None else self._locate_tool(calls, rules.tools_param)
+        if at_tool is not None:
+            where, said = at_tool
+        elif rules.kind == "json_schema":
             path, said = self._locate(replace(rules, tool_calls=None), said)
             where += path
-        elif rules.tool_calls is not None:
-            where, said = self._locate_tool(rules, rules.tool_calls, said)
         where = where if len(where) <= _PATH else where[: _PATH - 3] + "..."
         said = " ".join(said.replace("<non-verbose/>", "").split())
         said = said if len(said) <= _DIGEST else said[: _DIGEST - 3] + "..."
@@ -128,16 +129,16 @@ class Compiler:
                     break
         return path, said
 
-    def _locate_tool(self, rules: OutputRules, calls: ToolRules, said: str) -> tuple[str, str]:
-        """(field, message) of the first tool whose schema fails on its own as well."""
-        for i, tool in enumerate(calls.tools):
-            if isinstance(tool.parameters, dict):
-                alone = OutputRules(json_schema=tool.parameters)
+    def _locate_tool(self, calls: ToolRules, param: str) -> tuple[str, str] | None:
+        """(field, message) of the first tool whose schema fails on its own as well, if one does."""
+        for field, schema in calls.fields(param):
+            if isinstance(schema, dict):
+                alone = OutputRules(json_schema=schema)
                 matcher = self._make(alone)
                 if matcher.is_error():
                     path, said = self._locate(alone, matcher.get_error())
-                    return f"{rules.param}[{i}].function.parameters{path}", said
-        return rules.param, said
+                    return field + path, said
+        return None
 
 
 def _bits(count: int) -> npt.NDArray[np.uint32]:
