@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ from ds_runtime.model.hf import load_config
 from ds_runtime.testing.adapters import write_adapter
 
 
-def ds_runtime(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def ds_runtime(*args: str, stdin: str = "", path: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ds_runtime", *args],
         input=stdin,
+        env=os.environ | ({"PYTHONPATH": path} if path else {}),
         capture_output=True,
         text=True,
         timeout=120,
@@ -83,3 +85,34 @@ def test_make_checkpoint_writes_what_plan_and_generate_read(tmp_path: Path) -> N
     assert plan["model"] == "made"
     done = ds_runtime("generate", "--model", out, "--max-tokens", "2", "--ignore-eos", "hello")
     assert done.returncode == 0, done.stderr
+
+
+LEAVER = """
+import os
+from ds_runtime.api import OPS, RANK_SPECIALISED, Kernel, hookimpl
+def leave(gate_up): os._exit(0)
+@hookimpl
+def ds_defaults(facts): {defaults}; return []
+@hookimpl
+def ds_ops(facts):
+    return [Kernel(OPS["silu_mul"], "leaver:leave", "leaver", RANK_SPECIALISED)] if {kernel} else []
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"defaults": "os._exit(0)", "kernel": "False"}, {"defaults": "pass", "kernel": "True"}],
+    ids=["hook", "kernel"],
+)
+def test_generate_that_a_plugin_ends_says_so(tiny: Path, tmp_path: Path, how: dict) -> None:
+    (tmp_path / "leaver.py").write_text(LEAVER.format(**how))
+    info = tmp_path / "leaver-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: leaver\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[ds_runtime]\nleaver = leaver\n")
+    flags = ["--model", str(tiny), "--platform", "cpu", "--dtype", "float32", "--max-tokens", "2"]
+    done = ds_runtime("generate", *flags, "Once", path=str(tmp_path))
+    assert done.returncode == 1 and not done.stdout, done
+    (line,) = [one for one in done.stderr.splitlines() if one.startswith("ds-runtime: ")]
+    assert f"{tmp_path / 'leaver.py'}, line " in line and "os._exit(0)" in line
+    assert "Traceback" not in done.stderr

@@ -30,6 +30,7 @@ from ds_runtime.cli import (
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
+from ds_runtime.cli.leaving import never_unseen
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Errors meant for people are one message, no traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(args)
+        with never_unseen():
+            code = _run(args)
         sys.stdout.flush()  # here, where a full disk has its sentence
         return code
     except DsRuntimeError as e:

@@ -1,0 +1,38 @@
+"""A command whose process is ended from within, by a plugin or a library, says so and fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+
+@contextlib.contextmanager
+def never_unseen() -> Iterator[None]:
+    """Until its end, `os._exit` in this process says who called it, and no exit code of it is 0.
+
+    Processes that come of this one leave as they like. What native code ends is not seen.
+    """
+    leave, owner = os._exit, os.getpid()
+
+    def told(status: int) -> NoReturn:
+        if os.getpid() == owner:
+            caller = sys._getframe(1)
+            with contextlib.suppress(OSError, ValueError):
+                print(
+                    f"ds-runtime: {caller.f_code.co_filename}, line {caller.f_lineno}, has ended "
+                    f"this process by os._exit({status}), before the command was done; ds-runtime "
+                    "plugins lists whose code is loaded",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            status = status or 1
+        leave(status)
+
+    os._exit = told
+    try:
+        yield
+    finally:
+        os._exit = leave
