@@ -6,6 +6,7 @@ What the server answers is not looked at: it may refuse, but must go on.
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -103,6 +104,46 @@ def middling(http: httpx.Client, round: int) -> None:
     _together(http, 190_000, 16)
 
 
+def sixty_small(http: httpx.Client, round: int) -> None:
+    """Sixty clients with chats of 10 KB, all different, of which every other is refused."""
+
+    def send(number: int) -> None:
+        text = f"{round} {number} " + "ab cd " * 1650
+        more = '"max_tokens": 1' if number % 2 else '"max_token": 1'
+        body = f'{{"messages": [{{"role": "user", "content": "{text}"}}], {more}}}'
+        _post(http, "/v1/chat/completions", body.encode())
+
+    with ThreadPoolExecutor(60) as pool:
+        list(pool.map(send, range(60)))
+
+
+def sixty_small_with_tools(http: httpx.Client, round: int) -> None:
+    """Sixty clients with ninety tools each, and a field that nobody knows."""
+    tools = ",".join(
+        f'{{"type": "function", "function": {{"name": "f{n}", "parameters": '
+        '{"type": "object", "properties": {"a": {"type": "string"}}}}}'
+        for n in range(90)
+    )
+    body = (_CHAT % f'"tools": [{tools}], "max_token": {round}').encode()
+    with ThreadPoolExecutor(60) as pool:
+        for _ in range(60):
+            pool.submit(_post, http, "/v1/chat/completions", body)
+
+
+def pieces(http: httpx.Client, round: int) -> None:
+    """A megabyte of requests on one connection, of chunks of one byte, or of headers."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    sent = (
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 25_000,
+        head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 170_000,
+        head + b"a: b\r\n" * 170_000 + b"\r\n",
+    )[round % 3]
+    address = http.base_url.host, http.base_url.port or 80
+    with socket.create_connection(address, 5) as one, contextlib.suppress(OSError):
+        one.settimeout(2)
+        one.sendall(sent)
+
+
 def tiny_responses(http: httpx.Client, round: int) -> None:
     """A response of one token that the server keeps: many would evict those of others."""
     http.post("/v1/responses", json={"input": "x", "max_output_tokens": 1})
@@ -113,5 +154,8 @@ ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
     "sixteen_large_bodies": sixteen_large_bodies,
     "largest_that_is_read": largest_that_is_read,
     "middling": middling,
+    "sixty_small": sixty_small,
+    "sixty_small_with_tools": sixty_small_with_tools,
+    "pieces": pieces,
     "tiny_responses": tiny_responses,
 }

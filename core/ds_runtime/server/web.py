@@ -2,7 +2,8 @@
 
 Clients that stall must not keep what others need. The kernel drops those that read nothing; a head
 that does not come is dropped here, a body in bodies.py; and where connections run out, those that
-ask nothing make room, the longest idle first.
+ask nothing make room, the longest idle first. What comes is parsed in small parts, connection by
+connection: a quarter of a megabyte may hold thousands of requests, chunks or headers.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import asyncio
 import contextlib
 import resource
 import socket
+import time
 from asyncio import TimerHandle
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.server.errors import ApiError
 
 _HEAD_BYTES = 1 << 16
+_HEADERS = 256
+_PART_BYTES = 1 << 12  # that are parsed at once: a millisecond or two at worst
+_PARSE_SECONDS = 0.002  # for parts of all connections, until other callbacks have their turn
 _SPARE = 128  # descriptors that are not connections
 
 
@@ -35,6 +42,44 @@ class Door:
     def __init__(self, patience: float, limit: int) -> None:
         self.patience, self.limit = patience, limit
         self.idle: dict[Connection, None] = {}
+        self._unparsed: deque[Connection] = deque()
+        self._has_turn = False
+
+    def parse(self, connection: Connection) -> None:
+        """Let a connection parse what has come, when it is its turn. It is not waiting for one."""
+        self._unparsed.append(connection)
+        if not self._has_turn:
+            self._has_turn = True
+            connection.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        end = time.perf_counter() + _PARSE_SECONDS
+        while self._unparsed:
+            connection = self._unparsed.popleft()
+            connection.parse_part()
+            if time.perf_counter() >= end:
+                break
+        self._has_turn = bool(self._unparsed)
+        if self._has_turn:
+            connection.loop.call_soon(self._turn)
+
+
+class _Flow(FlowControl):
+    """Whether a connection may parse and read; `changed` is called when that is another."""
+
+    def __init__(self, transport: asyncio.Transport, changed: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._changed = changed
+
+    def pause_reading(self) -> None:
+        """Not before it is resumed."""
+        self.read_paused = True
+        self._changed()
+
+    def resume_reading(self) -> None:
+        """From now on."""
+        self.read_paused = False
+        self._changed()
 
 
 class Connection(HttpToolsProtocol):
@@ -46,25 +91,61 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: TimerHandle | None = None
         self._head = 0  # bytes of a head that has not ended
+        self._unparsed: deque[memoryview] = deque()
+        self._has_turn, self._reads = False, True
+        self._fault = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room where there is none."""
         super().connection_made(transport)
+        self.flow = _Flow(transport, self._go_on)
         self._wait()
         if len(self.connections) > self.door.limit:
             next(iter(self.door.idle)).drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for."""
+        """Nothing is waited for, and nothing parsed."""
+        self._unparsed.clear()
         self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a head that is too long is refused."""
+        """Leave what has come to the door."""
+        view = memoryview(data)
+        self._unparsed.extend(view[n : n + _PART_BYTES] for n in range(0, len(data), _PART_BYTES))
+        self._go_on()
+
+    def parse_part(self) -> None:
+        """Parse one part of what has come, for the door."""
+        self._has_turn = False
+        if self._may_parse:
+            self._parse(self._unparsed.popleft())
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Ask for a turn if there is something to parse, and for more if there is nothing."""
+        if self.transport.is_closing():
+            self._unparsed.clear()
+            return
+        if self._may_parse and not self._has_turn:
+            self._has_turn = True
+            self.door.parse(self)
+        reads = not self._unparsed and not self.flow.read_paused
+        if reads != self._reads:
+            self._reads = reads
+            (self.transport.resume_reading if reads else self.transport.pause_reading)()
+
+    @property
+    def _may_parse(self) -> bool:
+        """Requests that wait for an answer before theirs come first: each is many objects."""
+        return bool(self._unparsed) and not self.flow.read_paused and not self.pipeline
+
+    def _parse(self, data: memoryview) -> None:
+        """A head that is too long is refused."""
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
         waiting = self in self.door.idle
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]
         if waiting and self in self.door.idle:
             self._head += len(data)
             if self._head > _HEAD_BYTES:
@@ -72,11 +153,18 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, in OpenAI's words, and close."""
-        body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
+        body = msgspec.json.encode(ApiError(400, self._fault or msg, code="invalid_http").body())
         head = [b"HTTP/1.1 400 Bad Request", b"content-type: application/json"]
         head += [b"content-length: %d" % len(body), b"connection: close"]
         self.transport.write(b"\r\n".join([*head, b"", body]))
         self.transport.close()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header; too many are refused, as every look for one goes through all."""
+        super().on_header(name, value)
+        if len(self.headers) > _HEADERS:
+            self._fault = f"the request has more than {_HEADERS} headers"
+            raise ValueError(self._fault)
 
     def on_headers_complete(self) -> None:
         """A request begins."""
@@ -88,6 +176,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
             self.door.idle[self] = None
+        self._go_on()
 
     def drop(self) -> None:
         """End the connection at once."""
