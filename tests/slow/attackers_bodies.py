@@ -105,29 +105,17 @@ def middling(http: httpx.Client, round: int) -> None:
 
 
 def sixty_small(http: httpx.Client, round: int) -> None:
-    """Sixty clients with chats of 10 KB, all different, of which every other is refused."""
-
-    def send(number: int) -> None:
-        text = f"{round} {number} " + "ab cd " * 1650
-        more = '"max_tokens": 1' if number % 2 else '"max_token": 1'
-        body = f'{{"messages": [{{"role": "user", "content": "{text}"}}], {more}}}'
-        _post(http, "/v1/chat/completions", body.encode())
-
-    with ThreadPoolExecutor(60) as pool:
-        list(pool.map(send, range(60)))
-
-
-def sixty_small_with_tools(http: httpx.Client, round: int) -> None:
-    """Sixty clients with ninety tools each, and a field that nobody knows."""
-    tools = ",".join(
-        f'{{"type": "function", "function": {{"name": "f{n}", "parameters": '
-        '{"type": "object", "properties": {"a": {"type": "string"}}}}}'
-        for n in range(90)
+    """Sixty clients with 10 KB of text, messages or tools each, that are rendered and counted."""
+    tool = '{"type": "function", "function": {"name": "f%d", "parameters": {"type": "object"}}}'
+    message = '{"role": "user", "content": "Say ok"}'
+    made = (
+        f'{{"prompt": "{"ab cd " * 1650}"}}',
+        f'{{"messages": [{",".join([message] * 250)}]}}',
+        f'{{"messages": [{message}], "tools": [{",".join(tool % n for n in range(130))}]}}',
     )
-    body = (_CHAT % f'"tools": [{tools}], "max_token": {round}').encode()
     with ThreadPoolExecutor(60) as pool:
-        for _ in range(60):
-            pool.submit(_post, http, "/v1/chat/completions", body)
+        for number in range(60):
+            pool.submit(_post, http, "/tokenize", made[number % 3].encode())
 
 
 def pieces(http: httpx.Client, round: int) -> None:
@@ -155,7 +143,6 @@ ATTACKERS: dict[str, Callable[[httpx.Client, int], None]] = {
     "largest_that_is_read": largest_that_is_read,
     "middling": middling,
     "sixty_small": sixty_small,
-    "sixty_small_with_tools": sixty_small_with_tools,
     "pieces": pieces,
     "tiny_responses": tiny_responses,
 }

@@ -40,6 +40,7 @@ class Bodies:
         self._large = asyncio.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "body")
         self._reading = threading.Lock()
+        self._preparing, self._mine = threading.Lock(), threading.local()
 
     @property
     def limit(self) -> int:
@@ -65,6 +66,29 @@ class Bodies:
                 yield
             finally:
                 gc.enable()
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """One thread at a time prepares what was read: many would keep the interpreter from the
+        event loop in turns."""
+        with self._preparing:
+            self._mine.has_turn = True
+            try:
+                yield
+            finally:
+                self._mine.has_turn = False
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """While this thread waits for another process, others may prepare."""
+        if not getattr(self._mine, "has_turn", False):
+            yield
+            return
+        self._preparing.release()
+        try:
+            yield
+        finally:
+            self._preparing.acquire()
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Callable[[int], None]]:

@@ -44,12 +44,12 @@ async def parse(request: Request, kind: type[B], prepare: Callable[[B], T]) -> T
     with bodies.room() as room:
         raw = await read_body(request, bodies.limit, room)
         if len(raw) <= _SMALL:
-            return await asyncio.to_thread(lambda: _prepared(prepare, _read(bodies, raw, kind)))
+            return await asyncio.to_thread(_small, bodies, prepare, raw, kind)
         await _check_there(request)  # and be told from now on
         async with bodies.turn(len(raw)):
             await _check_there(request)
             body = await bodies.work(partial(_read, bodies, raw, kind))
-        return await asyncio.to_thread(_prepared, prepare, body)
+        return await asyncio.to_thread(_large, bodies, prepare, body)
 
 
 async def _check_there(request: Request) -> None:
@@ -65,6 +65,16 @@ def _read(bodies: Bodies, raw: bytes, kind: type[B]) -> B:
         items = Shape.of(raw, bodies.limit).items
         _check_depth(raw)
         return _read_as(kind, raw, items)
+
+
+def _small(bodies: Bodies, prepare: Callable[[B], T], raw: bytes, kind: type[B]) -> T:
+    with bodies.preparing():
+        return _prepared(prepare, _read(bodies, raw, kind))
+
+
+def _large(bodies: Bodies, prepare: Callable[[B], T], body: B) -> T:
+    with bodies.preparing():
+        return _prepared(prepare, body)
 
 
 def _prepared(prepare: Callable[[B], T], body: B) -> T:

@@ -106,6 +106,7 @@ def serve(
         engines = [one.engine for one in lives]
         client = Replicas([EngineClient(e.to_engine, e.from_engine, think_id) for e in engines])
         app = create_app(client, tokenizer, server_config, model, tell)
+        text.aside = app.state.bodies.aside
         add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.freeze()  # what is loaded stays: a collection that walks it makes streams wait

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -51,6 +52,7 @@ _NICE = 10
 
 class Text:
     """The tokenizer and the template of a checkpoint. `ended`: pieces of work that were stopped.
+    `aside` is around each wait for the other process.
 
     text: the folder of their files. folder: the model's, from which its family follows. model: its
     name. chat_template: a file in place of the checkpoint's template. seconds: of processor time
@@ -66,6 +68,7 @@ class Text:
         seconds: float = SECONDS,
     ) -> None:
         self.ended = 0
+        self.aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._asked = Asked(str(text), str(folder), model, chat_template, seconds)
         self._copies = _Copies(self._asked)
         weakref.finalize(self, self._copies.close)
@@ -105,7 +108,7 @@ class Text:
         except RecursionError as e:
             raise RequestError("the messages are nested too deeply", param) from e
         seconds, begin = seconds_for(self._asked, len(data)), time.monotonic()
-        with self._copies.one(seconds) as copy:
+        with self.aside(), self._copies.one(seconds) as copy:
             answer = copy.ask(data, seconds)
         if answer is None:
             self.ended += 1

@@ -264,3 +264,37 @@ def test_sixteen_of_them_take_little_memory(bpe_folder):
         assert most - before < 200 << 20, (before, most)
         reply = httpx.post(f"{url}/generate", json={"text": "[say fine]"}, timeout=20)
         assert reply.json()["text"] == "fine"
+
+
+def test_one_thread_at_a_time_prepares_and_none_waits_for_those_that_wait():
+    bodies = Bodies(None, lambda: 8192)
+    lock, busy, most = threading.Lock(), 0, 0
+    all_wait = threading.Barrier(8, timeout=10)
+
+    def change(by):
+        nonlocal busy, most
+        with lock:
+            busy += by
+            most = max(most, busy)
+
+    def prepare(number):
+        with bodies.preparing():
+            change(1)
+            time.sleep(0.002)
+            change(-1)
+            with bodies.aside():
+                all_wait.wait()  # nobody holds the turn
+            change(1)
+            time.sleep(0.002)
+            change(-1)
+            if number == 3:
+                raise ValueError
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(prepare, number) for number in range(8)]
+        faults = [type(one.exception()) for one in asked]
+    assert faults == [type(None)] * 3 + [ValueError] + [type(None)] * 4 and most == 1
+    with bodies.aside(), bodies.preparing():
+        pass
+    with bodies.preparing():  # free again, also behind the one that failed
+        pass
