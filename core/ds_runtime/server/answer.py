@@ -8,6 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ds_runtime.server.bodies import Bodies
 from ds_runtime.server.exchange import exchange_of
 from ds_runtime.server.keys import Caller
 from ds_runtime.server.prepare import Job, Service
@@ -30,7 +31,9 @@ async def answer(service: Service, request: Request, prefix: str, job: Job) -> A
             run.close()
             raise
     run.close()
-    return as_json(job.form.reply(run))
+    numbers = sum(choice.num_logprobs() for choice in run.choices)
+    bodies: Bodies = request.app.state.bodies
+    return await bodies.word(numbers, lambda: as_json(job.form.reply(run)))
 
 
 def start(

@@ -22,6 +22,7 @@ _PER_TOKEN, _BESIDE = 16, 1 << 20  # bytes for each token of the context, and fo
 _BODIES = 16  # of the largest size, in memory at once
 _PARTS = 1 << 16  # arrays and objects of one body, or members of these
 _PART_BYTES = 1 << 15  # that are counted at once
+_NUMBERS = 4096  # that are written in some milliseconds
 _THREADS = 3  # of which one may be at a large body
 _BODY_SECONDS, _BODY_RATE = 30.0, 1 << 15  # for a body of any size; and bytes per second
 _DRAIN_BYTES = 1 << 28
@@ -50,6 +51,11 @@ class Bodies:
     def turn(self, size: int) -> contextlib.AbstractAsyncContextManager[None]:
         """Waits until a body of so many bytes may be worked on."""
         return self._large if size > LARGE else contextlib.nullcontext()
+
+    async def word(self, numbers: int, job: Callable[[], T]) -> T:
+        """The result of a job that words an answer with so many log-probabilities: here, or in a
+        thread where there are many."""
+        return job() if numbers <= _NUMBERS else await self.work(job)
 
     async def work(self, job: Callable[[], T]) -> T:
         """The result of a job, from one of few threads: each makes the event loop wait."""

@@ -58,6 +58,13 @@ class Choice:
         """Whether something else than the model has ended the text: a limit, a stop, an abort."""
         return self.finish_reason in ("length", "abort") or self.stop_reason is not None
 
+    def num_logprobs(self, piece: Piece | None = None) -> int:
+        """How many log-probabilities an answer has of this choice, or a stream of a piece of it."""
+        out, told = self.logprobs if piece is None else piece.logprobs, 0
+        if piece is None or piece.first or piece.finish_reason is not None:
+            told = len(self.prompt_logprobs or ()) * (1 + (self.params.prompt_logprobs or 0))
+        return told + len(out) * (1 + (self.params.logprobs or 0))
+
     @property
     def text(self) -> str:
         """The text so far."""

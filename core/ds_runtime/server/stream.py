@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ds_runtime.server.bodies import Bodies
 from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ClientGoneError, as_api_error
 from ds_runtime.server.formats import Format
@@ -75,7 +77,8 @@ async def stream_response(run: Run, form: Format, request: Request, names: Names
     request's fields, for errors inside the stream."""
     pieces = run.pieces()
     first = await until_disconnect(request.receive, anext(pieces))
-    return EventStream(_events(run, form, _chain(first, pieces), names), run.close)
+    events = _events(run, form, _chain(first, pieces), names, request.app.state.bodies)
+    return EventStream(events, run.close)
 
 
 async def _chain(
@@ -86,13 +89,26 @@ async def _chain(
         yield item
 
 
+def _worded(run: Run, form: Format, choice: Choice, piece: Piece) -> list[bytes]:
+    return [form.event(chunk) for chunk in form.chunks(run, choice, piece)]
+
+
 async def _events(
-    run: Run, form: Format, pieces: AsyncIterator[tuple[Choice, Piece]], names: Names
+    run: Run,
+    form: Format,
+    pieces: AsyncIterator[tuple[Choice, Piece]],
+    names: Names,
+    bodies: Bodies,
 ) -> AsyncGenerator[bytes]:
     try:
         async for choice, piece in pieces:
-            for chunk in form.chunks(run, choice, piece):
-                yield form.event(chunk)
+            if (numbers := choice.num_logprobs(piece)) == 0:  # nearly always
+                for chunk in form.chunks(run, choice, piece):
+                    yield form.event(chunk)
+            else:
+                made = partial(_worded, run, form, choice, piece)
+                for event in await bodies.word(numbers, made):
+                    yield event
         for chunk in form.last(run):
             yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 
 import httpx
 import pytest
 from server_harness import serving, until
+
+from ds_runtime.server import formats, logprobs
 
 
 def chat_body(order, **body):
@@ -175,3 +178,34 @@ def test_metrics(served):
     assert float(values[key]) >= 1
     assert float(values['ds_runtime_generation_tokens_total{engine="0",model_name="fake"}']) >= 1
     assert 'ds_runtime_kv_pages_free{engine="0",model_name="fake"}' in values
+
+
+@pytest.mark.parametrize("length", [5, 3000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_many_log_probabilities_are_written_beside_the_event_loop(
+    served, monkeypatch, path, stream, length
+):
+    """A whole context of them takes a third of a second, in which no stream would go on."""
+    threads = []
+
+    def seen(entries, tokenizer):
+        threads.append(threading.current_thread().name)
+        return logprobs.prompt_logprobs(entries, tokenizer)
+
+    monkeypatch.setattr(formats, "prompt_logprobs", seen)
+    wish = {"prompt_logprobs": 2, "max_tokens": 3}
+    ids = [*[300] * length, *served.tokenizer.encode("[say abc]")]
+    if path == "/generate":
+        body = {"input_ids": ids, "sampling_params": wish}
+    elif path == "/v1/completions":
+        body = {"prompt": ids, **wish}
+    else:
+        body = chat_body("a " * length + "[say abc]", **wish)
+    reply = served.post(path, stream=stream, **body)
+    assert reply.status_code == 200, reply.text
+    found = events(reply) if stream else [reply.json()]
+    assert '"prompt_logprobs":[null,{' in reply.text
+    assert json.dumps(found).count('"decoded_token"') >= length
+    (thread,) = threads
+    assert thread.startswith("body") == (length == 3000)
