@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.errors import RequestError
 from ds_runtime.server.blocks import Blocks, blocks_of
+from ds_runtime.server.bodies import Bodies
 from ds_runtime.server.stream import _events
 from ds_runtime.server.translate import Names
 from ds_runtime.text.events import (
@@ -88,6 +89,6 @@ def test_an_error_inside_a_stream_names_the_client_s_field():
 
     async def events():
         names = Names((), {"stop": "stop_sequences"})
-        return [e async for e in _events(None, Form(), pieces(), names)]
+        return [e async for e in _events(None, Form(), pieces(), names, Bodies(None, lambda: 0))]
 
     assert asyncio.run(events()) == [b"stop_sequences cannot be followed any further"]
