@@ -44,6 +44,7 @@ from ds_runtime.server.prepare import (
     generate_job,
     text_of,
     token_ids,
+    tokenizer_info,
 )
 from ds_runtime.server.protocol import (
     ChatRequest,
@@ -249,6 +250,11 @@ def _native_routes(service: Service) -> APIRouter:
         """Text of ids."""
         text = await parse(request, DetokenizeRequest, partial(text_of, service))
         return as_json({"prompt": text})
+
+    @router.get("/tokenizer_info")
+    async def info() -> Response:
+        """The tokenizer's settings, its special tokens as text, and the chat template."""
+        return as_json(tokenizer_info(service))
 
     return router
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any, Protocol
 
 import msgspec
@@ -51,6 +52,15 @@ class Format(Protocol):
         ...
 
 
+class Usage(Enum):
+    """Which chunks of a stream tell how many tokens there are: none, one at the end, or every one,
+    each of its own choice so far, and that at the end."""
+
+    NONE = 0
+    LAST = 1
+    EACH = 2
+
+
 class Chunks:
     """Framing of chat's and completions' streams: data without a name, and [DONE]."""
 
@@ -81,7 +91,7 @@ class NamedEvents:
 class ChatFormat(Chunks):
     """chat.completion and chat.completion.chunk."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: Usage) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._logprobs, self._usage = logprobs, usage
 
@@ -112,32 +122,41 @@ class ChatFormat(Chunks):
             out["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs, self._tokenizer)
         return out
 
-    def _chunk(self, run: Run, choices: list[Json], usage: Json | None = None) -> Json:
+    def _chunk(self, run: Run, choices: list[Json], usage: Json | None) -> Json:
         out = self._head(run, "chat.completion.chunk") | {"choices": choices}
-        return out | {"usage": usage} if self._usage else out
+        return out if self._usage is Usage.NONE else out | {"usage": usage}
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """The role first, then text, then the finish reason."""
         entry: Json = {"index": choice.index, "logprobs": None, "finish_reason": None}
+        used = run.usage(choice) if self._usage is Usage.EACH else None
         if piece.first:
             begin = {"role": "assistant", "content": ""}
-            head = self._chunk(run, [entry | {"delta": begin}])
+            head = self._chunk(run, [entry | {"delta": begin}], used and _before(used))
             if choice.params.prompt_logprobs is not None:
                 head["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
             yield head
         logprobs = self._content(piece.logprobs) if piece.logprobs else None
         deltas = [delta for e in piece.events if (delta := _delta(e)) is not None]
         for delta in deltas or ([{"content": ""}] if logprobs else []):
-            yield self._chunk(run, [entry | {"delta": delta, "logprobs": logprobs}])
+            yield self._chunk(run, [entry | {"delta": delta, "logprobs": logprobs}], used)
             logprobs = None
         if piece.finish_reason is not None:
             end: Json = {"delta": {}, "finish_reason": piece.finish_reason}
-            yield self._chunk(run, [entry | end | {"stop_reason": piece.stop_reason}])
+            yield self._chunk(run, [entry | end | {"stop_reason": piece.stop_reason}], used)
 
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""
-        if self._usage:
+        if self._usage is not Usage.NONE:
             yield self._chunk(run, [], run.usage())
+
+
+def _before(used: Json) -> Json:
+    """Token counts as if no token had been made."""
+    none = {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+    if "completion_tokens_details" in used:
+        none["completion_tokens_details"] = {"reasoning_tokens": 0}
+    return used | none
 
 
 def _message(choice: Choice) -> Json:
@@ -186,7 +205,7 @@ class CompletionFormat(Chunks):
         model: str,
         tokenizer: Tokenizer,
         logprobs: bool,
-        usage: bool,
+        usage: Usage,
         echo: bool,
         alone: bool = False,
     ) -> None:
@@ -228,10 +247,10 @@ class CompletionFormat(Chunks):
             choices.append(self._choice(c, text, logprobs, c.finish_reason))
         return self._head(run) | {"choices": choices, "usage": self._used(run)}
 
-    def _used(self, run: Run) -> Json:
-        used = run.usage()
+    def _used(self, run: Run, only: Choice | None = None) -> Json:
+        used = run.usage(only)
         if self._alone:
-            used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
+            return _before(used)
         return used
 
     def _choice(
@@ -251,9 +270,9 @@ class CompletionFormat(Chunks):
                 out["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
         return out
 
-    def _chunk(self, run: Run, choices: list[Json], usage: Json | None = None) -> Json:
+    def _chunk(self, run: Run, choices: list[Json], usage: Json | None) -> Json:
         out = self._head(run) | {"choices": choices}
-        return out | {"usage": usage} if self._usage else out
+        return out if self._usage is Usage.NONE else out | {"usage": usage}
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """One chunk per piece that has text or ends the choice."""
@@ -268,11 +287,13 @@ class CompletionFormat(Chunks):
             state.add(piece.logprobs)
             logprobs = state.take()
         if text or logprobs or piece.finish_reason is not None:
-            yield self._chunk(run, [self._choice(choice, text, logprobs, piece.finish_reason)])
+            used = self._used(run, choice) if self._usage is Usage.EACH else None
+            entry = self._choice(choice, text, logprobs, piece.finish_reason)
+            yield self._chunk(run, [entry], used)
 
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""
-        if self._usage:
+        if self._usage is not Usage.NONE:
             yield self._chunk(run, [], self._used(run))
 
 

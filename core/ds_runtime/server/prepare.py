@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -17,7 +18,13 @@ from ds_runtime.sampling_params import SamplingParams, check_number
 from ds_runtime.server.chat import Prompt, chat_prompt, plain_prompts
 from ds_runtime.server.choice import StartParser
 from ds_runtime.server.errors import ApiError
-from ds_runtime.server.formats import ChatFormat, CompletionFormat, Format, GenerateFormat
+from ds_runtime.server.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    GenerateFormat,
+    Usage,
+)
 from ds_runtime.server.metrics import Metrics
 from ds_runtime.server.protocol import (
     ChatRequest,
@@ -130,7 +137,7 @@ def chat_job(service: Service, body: ChatRequest, form: Format | None = None) ->
         prompt_logprobs=body.prompt_logprobs,
     )
     if form is None:
-        name, usage = adapter or model.name, _include_usage(body)
+        name, usage = adapter or model.name, _streamed_usage(body)
         form = ChatFormat(name, tokenizer, bool(body.logprobs), usage)
     prompt = chat_prompt(body, model.template, tokenizer, ready)
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
@@ -180,7 +187,7 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
         logprobs=body.logprobs,
         prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
-    usage, wished = _include_usage(body), body.logprobs is not None
+    usage, wished = _streamed_usage(body), body.logprobs is not None
     form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo), alone)
     prompts = plain_prompts(body.prompt, "prompt", params, tokenizer, ready)
     salt = body.cache_salt
@@ -245,6 +252,19 @@ def text_of(service: Service, body: DetokenizeRequest) -> str:
     return service.tokenizer.decode(body.tokens, body.skip_special_tokens)
 
 
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """What /tokenizer_info answers: tokenizer_config.json, in vLLM's form. Every special token is a
+    text or null, and `chat_template` that of plain chats, from wherever it came; null where the
+    model has none or its prompts are not a template's."""
+    tokenizer, template = service.tokenizer, service.model.template
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokenizer.settings,
+        **tokenizer.named_tokens(),
+        "chat_template": None if template is None else template.source,
+    }
+
+
 def _max_tokens(body: ChatRequest) -> int | None:
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
@@ -265,9 +285,12 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _include_usage(body: OpenAIRequest) -> bool:
-    if body.stream_options is None:
-        return False
+def _streamed_usage(body: OpenAIRequest) -> Usage:
+    options = body.stream_options
+    if options is None:
+        return Usage.NONE
     if not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    return bool(body.stream_options.include_usage)
+    if not options.include_usage:
+        return Usage.NONE
+    return Usage.EACH if options.continuous_usage_stats else Usage.LAST

@@ -66,9 +66,11 @@ class Sampling(Body):
 
 
 class StreamOptions(Body):
-    """`include_usage` adds a last chunk with the token counts."""
+    """`include_usage` adds a last chunk with the token counts; with `continuous_usage_stats` every
+    chunk has those of its choice so far."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
 

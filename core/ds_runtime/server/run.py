@@ -179,16 +179,26 @@ class Run:
         """Of all choices so far."""
         return sum(len(c.tokens) for c in self.choices)
 
-    def usage(self) -> dict[str, Any]:
-        """Token counts of the whole request; a prompt counts once however many its choices."""
-        prompt, completion = self.prompt_tokens, self.generated_tokens
+    def usage(self, only: Choice | None = None) -> dict[str, Any]:
+        """Token counts of the whole request; a prompt counts once however many its choices. `only`:
+        of this choice and its prompt, so far."""
+        if only is None:
+            prompt, completion, cached = (
+                self.prompt_tokens,
+                self.generated_tokens,
+                self.cached_tokens,
+            )
+        else:
+            prompt, completion = len(only.prompt.ids), len(only.tokens)
+            cached = only.cached_tokens
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
-        if parsers := [c.parser for c in self.choices if c.parser is not None]:
+        choices = self.choices if only is None else [only]
+        if parsers := [c.parser for c in choices if c.parser is not None]:
             reasoning = sum(p.reasoning_tokens for p in parsers)
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning}
         return usage

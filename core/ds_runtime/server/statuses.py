@@ -34,6 +34,7 @@ TABLE: Mapping[tuple[str, str], tuple[int, ...]] = {
     ("post", "/generate"): (500,),
     ("post", "/tokenize"): (404,),
     ("post", "/detokenize"): (404,),
+    ("get", "/tokenizer_info"): (),
     ("post", "/abort_request"): (),
     ("post", "/v1/load_lora_adapter"): (),
     ("post", "/v1/unload_lora_adapter"): (),

@@ -132,6 +132,7 @@ class _Apart:
     knows_developer: bool
     takes_response_format: bool
     tool_calls: str | None
+    source: str | None
 
     def render(
         self,

@@ -64,6 +64,7 @@ class DsmlEncoding:
     knows_developer = True
     takes_response_format = True
     tool_calls: str | None = "deepseekv32"
+    source: str | None = None
 
     def render(
         self,

@@ -33,11 +33,13 @@ _WANTS_OBJECT = re.compile(r"arguments['\"\]]*\s*\|\s*tojson")
 
 
 class Template(Protocol):
-    """What turns messages into the text of a prompt."""
+    """What turns messages into the text of a prompt. source: jinja's, of the template for plain
+    chats; None where the prompt is no template's."""
 
     knows_developer: bool
     takes_response_format: bool
     tool_calls: str | None
+    source: str | None
 
     def render(
         self,
@@ -59,6 +61,7 @@ class ChatTemplate:
     """
 
     takes_response_format = False
+    source: str | None
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class ChatTemplate:
                 f"{origin}: chat templates named {', '.join(sources) or 'nothing'}, none of them "
                 "'default'. Pass one with --chat-template FILE"
             )
+        self.source = sources.get("default", sources.get("tool_use"))
         self._uses_tools = "tool_use" in sources or "tools" in names
         # Templates that do not know the role would drop such a message without a word.
         self.knows_developer = any("developer" in s for s in sources.values())

@@ -134,6 +134,14 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
 
+    def named_tokens(self) -> dict[str, str | None]:
+        """The text of bos_token, eos_token, pad_token and unk_token; None for one that there is
+        not. Where only ids say what ends a text, eos_token is that of the first."""
+        found = {name: self.special_tokens.get(name) for name in _NAMED}
+        if found["eos_token"] is None and self.eos_ids:
+            found["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
+        return found
+
     def split(self, text: str, add_special: bool) -> list[int]:
         """Ids of `text`, right as tokenizer.json makes them, in this process."""
         # The library lets other threads run only while it works on a batch.

@@ -58,7 +58,7 @@ class Loaded(msgspec.Struct):
     template alone. A template is None where there is none."""
 
     error: tuple[str, str] | None = None
-    template: tuple[bool, bool, str | None] | None = None
+    template: tuple[bool, bool, str | None, str | None] | None = None
     template_error: tuple[str, str] | None = None
 
 
@@ -138,7 +138,12 @@ def _load(asked: Asked) -> tuple[Loaded, Tokenizer | None, Template | None]:
         return Loaded(template_error=_error(asked, "the chat template", e)), tokenizer, None
     if template is None:
         return Loaded(), tokenizer, None
-    about = template.knows_developer, template.takes_response_format, template.tool_calls
+    about = (
+        template.knows_developer,
+        template.takes_response_format,
+        template.tool_calls,
+        template.source,
+    )
     return Loaded(template=about), tokenizer, template
 
 

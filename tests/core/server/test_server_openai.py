@@ -89,6 +89,39 @@ def test_stream_with_usage(client):
     assert all(c.choices for c in without)
 
 
+EACH = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("chat", [True, False])
+def test_every_chunk_tells_the_tokens_of_its_choice(client, served, chat, n):
+    order, more = "[say The quick 你好 fox]", {"n": n, "stream": True, "stream_options": EACH}
+    if chat:
+        chunks = list(ask(client, order, **more))
+    else:
+        chunks = list(client.completions.create(model="fake", prompt=order, **more))
+    prompt = len(served.engine.submits[-1].prompt)
+    counted = {i: [] for i in range(n)}
+    for chunk in chunks[:-1]:
+        assert chunk.usage.prompt_tokens == prompt
+        assert chunk.usage.total_tokens == prompt + chunk.usage.completion_tokens
+        counted[chunk.choices[0].index].append(chunk.usage.completion_tokens)
+        if chat and chunk.choices[0].delta.role:
+            assert chunk.usage.completion_tokens == 0  # nothing of the answer is in it
+    for counts in counted.values():
+        assert counts == sorted(counts) and len(set(counts)) > 3
+    assert chunks[-1].choices == [] and chunks[-1].usage.prompt_tokens == prompt
+    assert chunks[-1].usage.completion_tokens == sum(c[-1] for c in counted.values())
+
+
+@pytest.mark.parametrize("each", [None, False, True])
+@pytest.mark.parametrize("last", [None, False])
+def test_continuous_usage_without_include_usage_is_none(client, last, each):
+    options = {"include_usage": last, "continuous_usage_stats": each}
+    chunks = list(ask(client, "[say a b]", stream=True, stream_options=options))
+    assert all(c.choices and c.usage is None for c in chunks)
+
+
 def test_choices_share_a_seed_and_differ_by_index(client, served):
     answer = ask(client, "[say abc]", n=3)
     assert [c.index for c in answer.choices] == [0, 1, 2]

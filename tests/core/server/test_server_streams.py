@@ -8,10 +8,13 @@ import socket
 import threading
 
 import httpx
+import jinja2
 import pytest
 from server_harness import serving, until
 
 from ds_runtime.server import formats, logprobs
+
+NAMED = {"bos_token", "eos_token", "pad_token", "unk_token", "chat_template"}
 
 
 def chat_body(order, **body):
@@ -155,6 +158,24 @@ def test_tokenize_and_back(served):
     assert chat["tokens"] == served.engine.submits[-1].prompt
     long = "word " * 5000  # tokenised off the event loop
     assert served.post("/tokenize", prompt=long).json()["count"] > 5000
+
+
+def test_what_the_tokenizer_is(served, bpe_folder):
+    found = served.http.get("/tokenizer_info").json()
+    settings = json.loads((bpe_folder / "tokenizer_config.json").read_text())
+    assert {k: found[k] for k in settings.keys() - NAMED} == {
+        k: v for k, v in settings.items() if k not in NAMED
+    }
+    assert found["bos_token"] == settings["bos_token"]["content"] and isinstance(
+        found["eos_token"], str
+    )
+    assert found["unk_token"] is None and found["tokenizer_class"]
+    messages = [{"role": "user", "content": "Hi"}]
+    rendered = jinja2.Environment().from_string(found["chat_template"])
+    text = rendered.render(messages=messages, add_generation_prompt=True, bos_token="")
+    bare = served.post("/tokenize", prompt=text, add_special_tokens=False).json()["tokens"]
+    chat = served.post("/tokenize", messages=messages).json()["tokens"]
+    assert bare == chat[1:]
 
 
 def test_flush_cache(served):

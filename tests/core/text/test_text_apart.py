@@ -81,7 +81,7 @@ def test_ids_and_text_are_those_of_this_process(plain, bpe, bpe_folder, said, ad
 
 def test_what_the_template_is_called_and_refuses(plain, bpe, bpe_folder):
     here = load_template(bpe_folder, bpe)
-    for name in ("knows_developer", "takes_response_format", "tool_calls"):
+    for name in ("knows_developer", "takes_response_format", "tool_calls", "source"):
         assert getattr(plain.template, name) == getattr(here, name)
     with pytest.raises(RequestError, match="may not set 'messages'") as e:
         plain.template.render(HONEST, kwargs={"messages": []})
