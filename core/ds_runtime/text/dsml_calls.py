@@ -34,9 +34,16 @@ class DsmlToolParser(TagToolParser):
     CLOSERS = Markers((PARAM_END, INVOKE_END, BLOCK_END, _OTHER[1]))
 
     def __init__(
-        self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
+        self,
+        functions: Schemas,
+        *,
+        drop_unknown: bool = False,
+        parallel: bool = True,
+        forbidden: bool = False,
     ) -> None:
-        super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
+        super().__init__(
+            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
+        )
         self._tag = ""
         self._tag_loosely = False
 
@@ -72,7 +79,7 @@ class DsmlToolParser(TagToolParser):
             self._tag_loosely = not found.exact
             self._loose = self._loose or found.name in self.OPENERS
         else:
-            self._markers, self._step = self.MARKERS, self._content
+            self._markers, self._step = self._watched, self._content
 
     def _inside_tag(self) -> bool:
         """Attributes, up to `>`. What cannot be a tag is content."""

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ds_runtime.text.markers import Markers
+from ds_runtime.text.reasoning import CLOSE
 from ds_runtime.text.tag_calls import Kind, TagToolParser
 from ds_runtime.text.tool_calls import MAX_NAME, Schemas
 
@@ -33,9 +34,16 @@ class GlmToolParser(TagToolParser):
     CLOSERS = Markers((VALUE_END, CALL_END))
 
     def __init__(
-        self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
+        self,
+        functions: Schemas,
+        *,
+        drop_unknown: bool = False,
+        parallel: bool = True,
+        forbidden: bool = False,
     ) -> None:
-        super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
+        super().__init__(
+            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
+        )
         self._opening = ""  # what began a call, if it is one
         self._key = ""
 
@@ -53,12 +61,12 @@ class GlmToolParser(TagToolParser):
         if found is None:
             self._pos += len(said)
             return False
-        self._opening = text[self._pos + len(said) : found.end]
+        self._opening = "" if self._forbidden else text[self._pos + len(said) : found.end]
         self._pos, self._skips = found.end, False
         if found.name == CALL:
             self._step = self._name
-        else:
-            self._markers = self.MARKERS
+        elif found.name == CLOSE:
+            self._markers = self._watched
         return True
 
     def _name(self) -> bool:

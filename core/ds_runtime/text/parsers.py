@@ -36,9 +36,11 @@ class OutputParser:
         reasoning: ReasoningParser | None,
         tool_calls: ToolCallParser | None,
         stream_reasoning: bool = True,
+        include_reasoning: bool = True,
     ) -> None:
         self._reasoning, self._tool_calls = reasoning, tool_calls
-        self._whole = None if stream_reasoning else list[str]()
+        self._whole = None if stream_reasoning and include_reasoning else list[str]()
+        self._told = include_reasoning
         self.reasoning_tokens = 0
 
     @property
@@ -87,7 +89,7 @@ class OutputParser:
                 out += self._answer(part.text)
             elif self._whole is None:
                 out.append(part)
-            else:
+            elif self._told:
                 self._whole.append(part.text)
         return out
 
@@ -107,22 +109,29 @@ class Parsers:
         *,
         separate_reasoning: bool = True,
         stream_reasoning: bool = True,
+        include_reasoning: bool = True,
         parallel: bool = True,
+        forbidden: bool = False,
     ) -> OutputParser | None:
         """A parser for one choice that continues `prompt` (rendered text); None if none is needed.
 
-        `tools`: those that may be called; without any, calls stay text.
+        `tools`: those that may be called; without any, calls stay text. `forbidden`: none may, and
+        calls that come all the same vanish. `include_reasoning` false: reasoning does.
         """
         calls, reasoning = None, None
-        if tools and self.tool_calls is not None:
-            kind = TOOL_CALLS[self.tool_calls]
-            calls = kind(schemas_of(tools), drop_unknown=self.drop_unknown, parallel=parallel)
-        if separate_reasoning and self.reasoning is not None:
+        if (tools or forbidden) and self.tool_calls is not None:
+            calls = TOOL_CALLS[self.tool_calls](
+                schemas_of(tools or ()),
+                drop_unknown=self.drop_unknown,
+                parallel=parallel,
+                forbidden=forbidden,
+            )
+        if (separate_reasoning or not include_reasoning) and self.reasoning is not None:
             openers = () if calls is None else calls.OPENERS
             reasoning = ReasoningParser(self.reasoning, prompt, openers)
         if calls is None and reasoning is None:
             return None
-        return OutputParser(reasoning, calls, stream_reasoning)
+        return OutputParser(reasoning, calls, stream_reasoning, include_reasoning)
 
 
 def choose_parsers(

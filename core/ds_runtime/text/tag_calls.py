@@ -29,14 +29,20 @@ class TagToolParser(ToolCallParser):
     lenient spelling, end it only where the output ends without one.
     """
 
-    TAGS: ClassVar[Markers]  # all of them
     VALUE_END: ClassVar[str]
     CLOSERS: ClassVar[Markers]  # VALUE_END, and the ends of what is around a value
 
     def __init__(
-        self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
+        self,
+        functions: Schemas,
+        *,
+        drop_unknown: bool = False,
+        parallel: bool = True,
+        forbidden: bool = False,
     ) -> None:
-        super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
+        super().__init__(
+            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
+        )
         self._skips = False  # white space between tags, or behind a call, is no content
         self._called = ""
         self._num_params = 0

@@ -50,17 +50,25 @@ class ToolCallParser:
 
     `functions`: those that the client offered. Calls of others are passed on (the client answers
     that there is no such function) unless `drop_unknown`. `parallel` false: one call at most.
+    `forbidden`: none at all, and no marker is text.
     """
 
-    MARKERS: ClassVar[Markers]
+    MARKERS: ClassVar[Markers]  # that count outside calls
+    TAGS: ClassVar[Markers]  # all of them
     OPENERS: ClassVar[tuple[str, ...]]  # those of them that begin calls
 
     def __init__(
-        self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
+        self,
+        functions: Schemas,
+        *,
+        drop_unknown: bool = False,
+        parallel: bool = True,
+        forbidden: bool = False,
     ) -> None:
         self.functions = functions
         self.num_calls = 0  # complete ones
         self._drop_unknown, self._parallel = drop_unknown, parallel
+        self._forbidden = forbidden
         self._index = -1
         self._open = False  # a call has begun and not ended
         self._silent = False  # the open call is not passed on
@@ -68,7 +76,8 @@ class ToolCallParser:
         self._pos = 0
         self._out: list[Event] = []
         self._step: Callable[[], bool] = self._content
-        self._markers = self.MARKERS
+        self._watched = self.TAGS if forbidden else self.MARKERS
+        self._markers = self._watched
         self._loose = False  # lenient spellings count
         self._again = _MAX_AGAIN
         self._json = JsonStream()
@@ -76,7 +85,7 @@ class ToolCallParser:
 
     def drop_close(self) -> None:
         """A `</think>` that comes yet is no content: a call has ended the reasoning before it."""
-        self._markers = _with_close(self.MARKERS)
+        self._markers = _with_close(self._watched)
 
     def feed(self, text: str) -> list[Event]:
         """What became certain with `text`."""
@@ -134,9 +143,9 @@ class ToolCallParser:
     def _begin(self, name: str) -> None:
         if self._open:
             self._end(complete=True)
-        self._silent = (self._drop_unknown and name not in self.functions) or (
-            not self._parallel and self._index >= 0
-        )
+        unknown = self._drop_unknown and name not in self.functions
+        second = not self._parallel and self._index >= 0
+        self._silent = self._forbidden or unknown or second
         self._open = True
         if not self._silent:
             self._index += 1
@@ -206,13 +215,20 @@ class TokenToolParser(ToolCallParser):
     version number says.
     """
 
-    MARKERS = Markers((*_BOUNDS, SEP, *_OUTPUTS))
+    MARKERS = TAGS = Markers((*_BOUNDS, SEP, *_OUTPUTS))
     OPENERS = (CALLS_BEGIN, CALL_BEGIN)
 
     def __init__(
-        self, functions: Schemas, *, drop_unknown: bool = False, parallel: bool = True
+        self,
+        functions: Schemas,
+        *,
+        drop_unknown: bool = False,
+        parallel: bool = True,
+        forbidden: bool = False,
     ) -> None:
-        super().__init__(functions, drop_unknown=drop_unknown, parallel=parallel)
+        super().__init__(
+            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
+        )
         self._skips: re.Pattern[str] | None = None  # what is dropped before content
         self._head = ""
 
@@ -244,7 +260,7 @@ class TokenToolParser(ToolCallParser):
         if found.name == CALL_BEGIN:
             self._head, self._raw, self._step = "", [], self._before_separator
         elif found.name == CLOSE:
-            self._markers = self.MARKERS
+            self._markers = self._watched
         else:
             self._step = self._content
             self._skips = _SPACE if found.name in _BOUNDS else self._skips

@@ -15,7 +15,7 @@ from ds_runtime.text.events import Answer, CallArguments, CallBegin, Content, Re
 from ds_runtime.text.families import V3 as V3_FAMILY
 from ds_runtime.text.families import V31 as V31_FAMILY
 from ds_runtime.text.json_stream import JsonStream, quoted
-from ds_runtime.text.parsers import Parsers, choose_parsers
+from ds_runtime.text.parsers import TOOL_CALLS, Parsers, choose_parsers
 from ds_runtime.text.template import ChatTemplate, built_in
 from ds_runtime.text.tool_calls import NO_JSON, strict_json
 from examples import examples
@@ -567,3 +567,29 @@ def test_parser_names(flag):
     assert choose_parsers("none", "none", ("x", "y")) == Parsers()
     with pytest.raises(ConfigError, match=r"--tool-call-parser 'qwen'.*deepseekv32"):
         choose_parsers("auto", "qwen", (None, None))
+
+
+WORDS = ["Hi. ", "{", '"city": 1', "}", "get_weather", "\n", "</think>", "function", "```json\n"]
+
+
+@pytest.mark.parametrize("name", TOOL_CALLS)
+@settings(max_examples=examples(150), deadline=None)
+@given(data=st.data())
+def test_where_calls_are_forbidden_no_marker_is_text(name, data):
+    """However the model uses them, and however the text is cut."""
+    kind = TOOL_CALLS[name]
+    tags = [tag if tag.endswith(">") else tag + ">" for tag in kind.TAGS.names]
+    pieces = data.draw(st.lists(st.sampled_from([*WORDS, *tags]), max_size=12))
+    text = "".join(pieces)
+    reads = Parsers(None, name).start("", forbidden=True)
+    events, at = [], 0
+    while at < len(text):
+        step = data.draw(st.integers(1, 9))
+        events += reads.feed(text[at : at + step], 1)
+        at += step
+    events += reads.finish(data.draw(st.booleans()))
+    assert all(isinstance(event, Content) for event in events) and reads.num_calls == 0
+    said = "".join(event.text for event in events)
+    assert not [tag for tag in kind.TAGS.names if tag in said], said
+    if not any(tag in text for tag in kind.TAGS.names):
+        assert said.split() == text.split()
