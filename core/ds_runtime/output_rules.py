@@ -6,10 +6,10 @@ Plain data, checked for form when it is made; `ds_runtime/grammar` compiles it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ds_runtime.errors import RequestError, shown
 from ds_runtime.nesting import MAX_NESTING, too_deep
@@ -22,13 +22,12 @@ REASONING = ("none", "optional", "open")
 
 class ToolSchema(msgspec.Struct, frozen=True):
     """A function that may be called. `parameters`: JSON schema of its arguments; None: none.
-
-    index: its place among all that the request has, where the rules hold some of them.
+    `field`: what errors name.
     """
 
     name: str
     parameters: Any = None
-    index: int | None = None
+    field: str = ""
 
 
 class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +36,6 @@ class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     tools: tuple[ToolSchema, ...]
     several: bool = True
-
-    def fields(self, param: str) -> Iterator[tuple[str, Any]]:
-        """Where each tool's schema stands in a request whose tools are `param`, and the schema."""
-        for place, tool in enumerate(self.tools):
-            number = place if tool.index is None else tool.index
-            yield f"{param}[{number}].function.parameters", tool.parameters
 
 
 class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,7 +106,11 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     @property
     def key(self) -> str:
         """Equal for rules that compile to the same grammar."""
-        value = (getattr(self, self.kind), self.tool_calls)
+        calls = self.tool_calls
+        if calls is not None:
+            tools = tuple(ToolSchema(tool.name, tool.parameters) for tool in calls.tools)
+            calls = replace(calls, tools=tools)
+        value = (None if self.kind == "tool_calls" else getattr(self, self.kind), calls)
         return f"{self.kind} {self.reasoning} {msgspec.json.encode(value).decode()}"
 
 
@@ -191,8 +188,8 @@ def _check_tools(rules: Any, param: str) -> None:
         raise RequestError(
             f"{param}: format {shown(rules.format)} must be one of {', '.join(TOOL_FORMATS)}", param
         )
-    for field, schema in rules.fields(param):
-        _check_json(schema, field)
+    for i, tool in enumerate(rules.tools):
+        _check_json(tool.parameters, tool.field or f"{param}[{i}].function.parameters")
 
 
 _KINDS = ("json_schema", "regex", "ebnf", "choice", "tool_calls")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ds_runtime.base import part_of
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import RequestError, shown
 from ds_runtime.files import LISTS, read_object
 from ds_runtime.grammar.guide import MASK_SECONDS, Start, too_slow, words
 from ds_runtime.grammar.source import Source, json_schema
@@ -95,21 +95,27 @@ class Compiler:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
 
     def _fault(self, rules: OutputRules, said: str) -> RequestError:
-        where, calls = rules.param, rules.tool_calls
-        at_tool = None if calls is None else self._locate_tool(calls, rules.tools_param)
-        if at_tool is not None:
-            where, said = at_tool
-        elif rules.kind == "json_schema":
-            path, said = self._locate(replace(rules, tool_calls=None), said)
-            where += path
+        where, whose, found = rules.param, "", None
+        if rules.kind == "json_schema":
+            found = self._locate(rules, said)
+        if found is not None:
+            where, said = where + found[0], found[1]
+        elif rules.tool_calls is not None:
+            where, whose, said = self._locate_tool(rules, rules.tool_calls, said)
         where = where if len(where) <= _PATH else where[: _PATH - 3] + "..."
         said = " ".join(said.replace("<non-verbose/>", "").split())
         said = said if len(said) <= _DIGEST else said[: _DIGEST - 3] + "..."
-        return RequestError(f"{where} cannot be compiled: {said}", where)
+        return RequestError(f"{where}{whose} cannot be compiled: {said}", where)
 
-    def _locate(self, rules: OutputRules, said: str) -> tuple[str, str]:
-        """(path, message) of the innermost subschema that fails on its own as well."""
-        plain = replace(rules, reasoning="none")
+    def _locate(self, rules: OutputRules, said: str) -> tuple[str, str] | None:
+        """(path, message) of the innermost subschema that fails on its own as well; None where the
+        whole schema does not, but something beside it."""
+        plain = replace(rules, reasoning="none", tool_calls=None)
+        if rules.tool_calls is not None:
+            whole = self._make(plain)
+            if not whole.is_error():
+                return None
+            said = whole.get_error()
         root = schema = json_schema(rules.json_schema)
         path, left, failing = "", _PROBES, True
         shared = {k: root[k] for k in ("$defs", "definitions") if k in root}
@@ -129,16 +135,17 @@ class Compiler:
                     break
         return path, said
 
-    def _locate_tool(self, calls: ToolRules, param: str) -> tuple[str, str] | None:
-        """(field, message) of the first tool whose schema fails on its own as well, if one does."""
-        for field, schema in calls.fields(param):
-            if isinstance(schema, dict):
-                alone = OutputRules(json_schema=schema)
+    def _locate_tool(self, rules: OutputRules, calls: ToolRules, said: str) -> tuple[str, str, str]:
+        """(field, whose it is, message) of the first tool whose schema fails on its own as well."""
+        for i, tool in enumerate(calls.tools):
+            if isinstance(tool.parameters, dict):
+                alone = OutputRules(json_schema=tool.parameters)
                 matcher = self._make(alone)
                 if matcher.is_error():
-                    path, said = self._locate(alone, matcher.get_error())
-                    return field + path, said
-        return None
+                    path, said = self._locate(alone, matcher.get_error()) or ("", said)
+                    field = tool.field or f"tools[{i}].function.parameters"
+                    return field + path, f" (of {shown(tool.name)})", said
+        return "tools", "", said
 
 
 def _bits(count: int) -> npt.NDArray[np.uint32]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ds_runtime.errors import RequestError
+from ds_runtime.grammar.keywords import without_idle
 from ds_runtime.output_rules import OutputRules, ToolRules, ToolSchema
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -140,7 +141,7 @@ class Source:
 
 _PARAMETER_END = "</｜DSML｜parameter>"
 _DEFINITIONS = ("$defs", "definitions")
-_NOTES = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
+_NOTES = frozenset({"title", "description", "default", "examples", "$comment"})
 _PLAIN = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "strict"})
 
 
@@ -155,9 +156,10 @@ def _as_json(value: Any) -> str:
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
-    """A schema as an object, with this runtime's options."""
+    """A schema as an object, without what restricts nothing, with this runtime's options."""
     if isinstance(schema, str):
         schema = json.loads(schema)
+    schema = without_idle(schema)
     whole = dict(schema) if isinstance(schema, dict) else {}
     return {**whole, "x-guidance": _JSON_OPTIONS}
 
@@ -168,7 +170,7 @@ def _json(schema: Any) -> str:
 
 def _arguments(tool: ToolSchema) -> dict[str, Any]:
     """The schema of a tool's arguments, always an object's."""
-    given = tool.parameters
+    given = without_idle(tool.parameters)
     if not given:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **given} if isinstance(given, dict) else {"type": "object"}

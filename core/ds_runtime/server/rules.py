@@ -160,4 +160,4 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[ToolSchema]:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise RequestError(f"tools[{i}]: a function with a name is needed", f"tools[{i}]")
-        yield ToolSchema(name, function.get("parameters"), i)
+        yield ToolSchema(name, function.get("parameters"))

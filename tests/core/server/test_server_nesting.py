@@ -159,12 +159,12 @@ def test_schemas_as_text_and_of_other_callers(depth):
 def test_of_two_rules_the_larger_one_is_told():
     large, small = {"description": "x" * (1 << 18)}, {"type": "object"}
     for schema, parameters, param in ((large, small, "here"), (small, large, "tools")):
-        tools = ToolRules(format="deepseekv31", tools=(ToolSchema("f", parameters, 4),))
+        tools = ToolRules(format="deepseekv31", tools=(ToolSchema("f", parameters),))
         with pytest.raises(RequestError, match=rf"^{param} has \d+ of \d+ characters") as caught:
             OutputRules(json_schema=schema, tool_calls=tools, field="here")
         assert caught.value.param == param
     with pytest.raises(RequestError, match="takes whole numbers") as caught:
-        tools = ToolRules(format="deepseekv31", tools=(ToolSchema("f", {"minimum": 1 << 70}, 4),))
+        tools = ToolRules(format="deepseekv31", tools=(ToolSchema("f", {"minimum": 1 << 70}, "tools[4].function.parameters"),))
         OutputRules(json_schema=small, tool_calls=tools, field="here")
     assert caught.value.param == "tools[4].function.parameters.minimum"
 
