@@ -320,7 +320,8 @@ class ServerConfig:
     served_model_name: str | None = _f(None, "model name in the API (default: folder name)")
     api_key: tuple[str, ...] = _f(
         (),
-        "require this bearer token on every route but /health, /metrics and the dashboard's files; "
+        "require this bearer token on every route but /health, /ping, /metrics and the dashboard's "
+        "files; "
         "may be given several times, and nobody learns of another key's prompts",
         repeatable=True,
     )
@@ -349,6 +350,11 @@ class ServerConfig:
         "largest request body, e.g. 16MB (default: 16 bytes for each token of the context, and 1 "
         "MiB)",
         size=True,
+    )
+    clamp_max_tokens: bool = _f(
+        False,
+        "where a request's limit of tokens is above what the context has left, make that the limit "
+        "instead of refusing it (/v1/messages always does)",
     )
     dp: int = _f(
         1,

@@ -151,7 +151,12 @@ def test_a_schema_that_cannot_be_compiled_is_a_400_with_its_path(client):
     assert "uniqueItems" in error.message
     assert ask(response_format=response_format, stream=True).status_code == 400
     tools = [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": bad}}]
-    error = ask(tools=tools, tool_choice="required")
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        error = ask(tools=tools, tool_choice=choice)
+        assert error.param == "tools[1].function.parameters.properties.a.items"
+        assert "(of 'f')" in error.message
+    good = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    error = ask(tools=tools, response_format=good)  # either of the two may come
     assert error.param == "tools[1].function.parameters.properties.a.items"
     for choice in ("required", {"type": "function", "function": {"name": "f"}}):
         error = ask(tools=tools, tool_choice=choice)
@@ -166,6 +171,59 @@ def test_a_schema_that_cannot_be_compiled_is_a_400_with_its_path(client):
     large = {"type": "object", "description": "x" * (1 << 18)}
     fine["json_schema"]["schema"] = large
     assert ask(tools=TOOLS, response_format=fine).param == "response_format.json_schema.schema"
+
+
+HARMLESS = {
+    "names": {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
+    "notes": {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {"type": "string"},
+        "maxProperties": 1,
+    },
+    "where": {"type": "string", "format": "uri-reference", "maxLength": 4},
+    "secret": {"type": "string", "format": "password", "maxLength": 4},
+    "old": {"type": "boolean", "deprecated": True, "format": "markdown", "if": {"const": True}},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_words_in_a_schema_that_restrict_nothing(client, name):
+    schema = {"type": "object", "properties": {name: HARMLESS[name]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    wished = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for more in (
+        {"tools": [tool], "tool_choice": "required"},
+        {"response_format": wished},
+        {"tools": [tool], "response_format": wished},
+    ):
+        client.chat.completions.create(model="demo", messages=ASK, max_tokens=40, **more)
+
+
+def test_a_demanded_call_comes_where_an_answer_would_have_a_form(client):
+    wished = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    for form in (wished, {"type": "json_object"}):
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=ASK,
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            response_format=form,
+            max_tokens=600,
+            temperature=0.0,
+            seed=5,
+        )
+        (only,) = answer.choices
+        assert only.finish_reason == "tool_calls" and not only.message.content
+    with pytest.raises(openai.BadRequestError, match="send one of them"):
+        client.chat.completions.create(
+            model="demo",
+            messages=ASK,
+            tools=TOOLS,
+            tool_choice="required",
+            extra_body={"regex": "a"},
+        )
 
 
 def test_a_bomb_is_refused_and_others_are_served(client):

@@ -20,7 +20,7 @@ def url():
 
 def ask(url, key, prompt, **body):
     """(cached tokens, seconds, ids)"""
-    body = {"input_ids": prompt, "sampling_params": {"max_tokens": 1, "temperature": 0}, **body}
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, **body}
     begin = time.perf_counter()
     reply = httpx.post(
         f"{url}/generate", json=body, headers={"x-api-key": key}, timeout=60

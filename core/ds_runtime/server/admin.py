@@ -19,7 +19,7 @@ from ds_runtime.server.body import parse
 from ds_runtime.server.chat import Prompt
 from ds_runtime.server.errors import BROKEN, ApiError
 from ds_runtime.server.exchange import exchange_of
-from ds_runtime.server.formats import GenerateFormat
+from ds_runtime.server.generate import GenerateFormat
 from ds_runtime.server.guard import operators_only
 from ds_runtime.server.keys import Caller
 from ds_runtime.server.openapi import request_body
@@ -45,6 +45,11 @@ def open_routes(service: Service) -> APIRouter:
         found = client.health()
         return as_json(found, 200 if found["status"] == "ok" else 503)
 
+    @router.get("/ping")
+    async def ping() -> Response:
+        """What /health answers."""
+        return await health()
+
     @router.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
@@ -64,6 +69,7 @@ def admin_routes(service: Service) -> APIRouter:
         await until_disconnect(request.receive, _one_token(service))
         return as_json({"status": "ok"})
 
+    @router.get("/model_info")
     @router.get("/get_model_info")
     async def get_model_info() -> Response:
         """The model that is served."""
@@ -84,23 +90,35 @@ def admin_routes(service: Service) -> APIRouter:
     @router.get("/server_info")
     async def server_info() -> Response:
         """Version, settings as they were settled, capacity and counters."""
-        ready, settings = client.require(), asdict(service.config)
-        for name in _SECRET:
-            settings[name] = "(set)" if settings[name] else None
+        return as_json(_info(service))
+
+    @router.get("/get_server_info")
+    async def get_server_info() -> Response:
+        """The same, also under the names that other engines use; a state per replica."""
+        found = _info(service)
+        states = [msgspec.to_builtins(one.stats) for one in client.clients]
+        settings = {**found["engine"], **found["server"]}
         return as_json(
             {
-                "version": __version__,
-                "served_model_name": service.model.name,
-                "model_path": service.model.path,
-                "weights": _weights(ready.settings),
-                "engine": ready.settings,
-                "server": settings,
-                "context_length": ready.context_length,
-                "kv_tokens": ready.kv_tokens,
-                "page_size": ready.page_size,
-                "stats": msgspec.to_builtins(client.stats),
+                **settings,
+                **found,
+                "tp_size": settings.get("tp", 1),
+                "dp_size": len(states),
+                "max_total_num_tokens": found["kv_tokens"],
+                "max_req_input_len": found["context_length"] - 1,
+                "internal_states": states,
             }
         )
+
+    @router.get("/version")
+    async def version() -> Response:
+        """The server's version."""
+        return as_json({"version": __version__})
+
+    @router.get("/load")
+    async def load() -> Response:
+        """How many requests are not over yet."""
+        return as_json({"server_load": len(service.running)})
 
     @router.get("/v1/plan")
     async def plan() -> Response:
@@ -175,6 +193,24 @@ async def _one_token(service: Service) -> None:
         raise ApiError(503, str(e), type="server_error", code=BROKEN) from e
     finally:
         run.close()
+
+
+def _info(service: Service) -> dict[str, Any]:
+    ready, settings = service.client.require(), asdict(service.config)
+    for name in _SECRET:
+        settings[name] = "(set)" if settings[name] else None
+    return {
+        "version": __version__,
+        "served_model_name": service.model.name,
+        "model_path": service.model.path,
+        "weights": _weights(ready.settings),
+        "engine": ready.settings,
+        "server": settings,
+        "context_length": ready.context_length,
+        "kv_tokens": ready.kv_tokens,
+        "page_size": ready.page_size,
+        "stats": msgspec.to_builtins(service.client.stats),
+    }
 
 
 def _weights(engine: Mapping[str, Any]) -> str:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
-from pydantic_core import from_json
 
 from ds_runtime.errors import shown
-from ds_runtime.server.blocks import Block, Blocks, blocks_of
+from ds_runtime.server.anthropic_format import MessagesFormat
 from ds_runtime.server.body import validate
-from ds_runtime.server.choice import Choice, Piece
+from ds_runtime.server.edits import check_edits
 from ds_runtime.server.errors import ApiError
-from ds_runtime.server.formats import NamedEvents
 from ds_runtime.server.kept import KEPT, Shelf
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
-from ds_runtime.server.run import Run
-from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present
+from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present, text_in
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
-_STOPS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 _FIELDS = {
     "stop": "stop_sequences",
     r"response_format\.json_schema": "output_config.format",
@@ -52,29 +46,7 @@ class CountRequest(Body):
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        (
-            "cache_control",
-            "diagnostics",
-            "metadata",
-            "service_tier",
-            "speed",
-            "user_profile_id",
-            "workspace_id",
-        )
-    )
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "container": (),
-        "context_management": (),
-        "mcp_servers": ([],),
-        "thread": (),
-        "billing_policy": (),
-        "compaction": (),
-        "fallbacks": (),
-        "fallback_credit_token": (),
-        "inference_geo": (),
-    }
+    context_management: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -89,10 +61,6 @@ class MessagesRequest(CountRequest):
     priority: Priority | None = None
     rid: Rid | None = None
     thread: dict[str, Any] | None = None
-
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        name: allowed for name, allowed in CountRequest.ONLY.items() if name != "thread"
-    }
 
 
 def messages_job(service: Service, kept: Shelf, body: MessagesRequest) -> Job:
@@ -114,8 +82,11 @@ def messages_job(service: Service, kept: Shelf, body: MessagesRequest) -> Job:
     )
     with names.kept():
         keep = None if body.thread is None else partial(_keep, kept, body)
-        form = MessagesFormat(body.model or service.model.name, keep)
-        return replace(chat_job(service, validate(ChatRequest, chat), form), names=names)
+        edited = body.context_management is not None
+        form = MessagesFormat(body.model or service.model.name, keep, edited)
+        job = chat_job(service, validate(ChatRequest, chat), form, clamp=True)
+    check_edits(body.context_management, body.messages, len(job.prompts[0][0].ids))
+    return replace(job, names=names)
 
 
 def _continued(kept: Shelf, body: MessagesRequest) -> tuple[MessagesRequest, int]:
@@ -129,7 +100,7 @@ def _continued(kept: Shelf, body: MessagesRequest) -> tuple[MessagesRequest, int
     if thread.get("type") != "continue" or set(thread) != {"type", "previous_message_id"}:
         needed = '{"type": "create"} or {"type": "continue", "previous_message_id": "…"} is needed'
         raise bad("thread", thread, needed)
-    name = _text(thread, "previous_message_id", "thread")
+    name = text_in(thread, "previous_message_id", "thread")
     for field in ("system", "tools"):
         if (own := getattr(body, field)) is not None:
             raise bad(field, own, "the thread keeps the one that it was created with: leave it out")
@@ -152,11 +123,15 @@ def _keep(kept: Shelf, body: MessagesRequest, message_id: str, content: list[Jso
     kept.put(message_id, None, held)
 
 
-def count_tokens(service: Service, body: CountRequest) -> int:
-    """Tokens of the rendered conversation."""
+def count_tokens(service: Service, body: CountRequest) -> Json:
+    """Tokens of the rendered conversation, as the route answers."""
     chat, names = _chat(body)
     with names.kept():
-        return len(chat_tokens(service, validate(ChatRequest, chat)))
+        count = len(chat_tokens(service, validate(ChatRequest, chat)))
+    if body.context_management is None:
+        return {"input_tokens": count}
+    check_edits(body.context_management, body.messages, count)
+    return {"input_tokens": count, "context_management": {"original_input_tokens": count}}
 
 
 def _joined(begun: str | list[Json], content: list[Json]) -> list[Json]:
@@ -183,7 +158,7 @@ def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
     chat: Json = {"messages": messages, "model": body.model}
     if messages and messages[-1]["role"] == "assistant":
         chat["continue_final_message"] = True  # the protocol's way to begin the answer
-    chat |= _tools(body) | _thinking(body.thinking) | _output(body.output_config)
+    chat |= _tools(body) | _thinking(body) | _output(body.output_config)
     chat["chat_template_kwargs"] = body.chat_template_kwargs
     return present(chat), Names(paths, _FIELDS)
 
@@ -206,13 +181,13 @@ def _messages(message: Json, path: str) -> list[tuple[Json, str]]:
         where = f"{path}.content[{i}]"
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text":
-            texts.append(_text(block, "text", where))
+            texts.append(text_in(block, "text", where))
         elif kind == "tool_result" and role == "user":
             results.append((_result(block, where), where))
         elif kind == "tool_use" and role == "assistant":
             calls.append(_call(block, where))
         elif kind == "thinking" and role == "assistant":
-            thoughts.append(_text(block, "thinking", where))
+            thoughts.append(text_in(block, "thinking", where))
         elif kind != "redacted_thinking":
             allowed = "text, tool_result" if role == "user" else "text, tool_use, thinking"
             raise bad(f"{where}.type", kind, f"a {role} message may hold {allowed}")
@@ -224,17 +199,10 @@ def _messages(message: Json, path: str) -> list[tuple[Json, str]]:
     return results + ([(own, path)] if texts or calls or thoughts or not results else [])
 
 
-def _text(block: Json, name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise bad(f"{path}.{name}", value, "text is needed")
-    return value
-
-
 def _result(block: Json, path: str) -> Json:
     content = block.get("content")
     said = "" if content is None else parts_text(content, f"{path}.content", ("text",))
-    asked = _text(block, "tool_use_id", path)
+    asked = text_in(block, "tool_use_id", path)
     return {"role": "tool", "tool_call_id": asked, "content": said}
 
 
@@ -242,8 +210,8 @@ def _call(block: Json, path: str) -> Json:
     given = block.get("input", {})
     if not isinstance(given, dict):
         raise bad(f"{path}.input", given, "an object is needed")
-    function = {"name": _text(block, "name", path), "arguments": json.dumps(given)}
-    return {"id": _text(block, "id", path), "type": "function", "function": function}
+    function = {"name": text_in(block, "name", path), "arguments": json.dumps(given)}
+    return {"id": text_in(block, "id", path), "type": "function", "function": function}
 
 
 def _tools(body: CountRequest) -> Json:
@@ -264,7 +232,7 @@ def _tools(body: CountRequest) -> Json:
     if body.tool_choice is not None:
         kind = body.tool_choice.get("type")
         if kind == "tool":
-            name = _text(body.tool_choice, "name", "tool_choice")
+            name = text_in(body.tool_choice, "name", "tool_choice")
             out["tool_choice"] = {"type": "function", "function": {"name": name}}
         elif kind in ("auto", "any", "none"):
             out["tool_choice"] = "required" if kind == "any" else kind
@@ -275,160 +243,29 @@ def _tools(body: CountRequest) -> Json:
     return out
 
 
-def _thinking(thinking: Json | None) -> Json:
-    if thinking is None:
-        return {}
+def _thinking(body: CountRequest) -> Json:
+    """Whether the model is to think; its reasoning is part of the answer only then."""
+    thinking, asked = body.thinking or {}, body.chat_template_kwargs or {}
     only(thinking, "thinking", ("type", "budget_tokens", "display", "block_binding"))
     kind = thinking.get("type")
-    if kind not in ("enabled", "disabled", "adaptive"):
+    if thinking and kind not in ("enabled", "disabled", "adaptive"):
         raise bad("thinking.type", kind, "enabled, disabled or adaptive is needed")
-    return {"thinking": {"type": "disabled" if kind == "disabled" else "enabled"}}
+    enabled = kind in ("enabled", "adaptive")
+    told = enabled or True in (asked.get("thinking"), asked.get("enable_thinking"))
+    kind = "enabled" if enabled else "disabled"
+    return {"thinking": {"type": kind}, "include_reasoning": told}
 
 
 def _output(config: Json | None) -> Json:
     if not config:
         return {}
-    for name in config:
-        if name not in ("format", "effort"):
-            raise bad(f"output_config.{name}", config[name], "only format and effort are known")
+    only(config, "output_config", ("format", "effort"))
     out: Json = {}
     if config.get("effort") is not None:
-        out["reasoning_effort"] = _text(config, "effort", "output_config")
+        out["reasoning_effort"] = text_in(config, "effort", "output_config")
     if (wished := config.get("format")) is not None:
         if not isinstance(wished, dict) or wished.get("type") != "json_schema":
             raise bad("output_config.format", wished, 'an object of type "json_schema" is needed')
         schema = {"name": "output", "schema": wished.get("schema"), "strict": True}
         out["response_format"] = {"type": "json_schema", "json_schema": schema}
     return out
-
-
-class MessagesFormat(NamedEvents):
-    """A message, whole or as the events that build it. keep: is told its id and content."""
-
-    def __init__(self, model: str, keep: Callable[[str, list[Json]], None] | None = None) -> None:
-        self._model, self._keep = model, keep
-        self._blocks = Blocks()
-
-    def _message(self, run: Run, content: list[Json]) -> Json:
-        return {
-            "id": run.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": _usage(run),
-        }
-
-    def reply(self, run: Run) -> Json:
-        """The message."""
-        choice = run.choices[0]
-        blocks = blocks_of(choice.answer, choice.cut)
-        self._ended(run, blocks)
-        return self._message(run, [_content(block) for block in blocks]) | _stop(choice)
-
-    def _ended(self, run: Run, blocks: list[Block]) -> None:
-        """Keep the message; a call that was cut has no result to come."""
-        if self._keep is not None and run.choices[0].finish_reason != "abort":
-            said = [b for b in blocks if b.complete or b.kind != "call"]
-            self._keep(run.id, [_content(block) for block in said])
-
-    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
-        """message_start first, then blocks."""
-        if piece.first:
-            yield {"type": "message_start", "message": self._message(run, [])}
-        yield from self._steps(self._blocks.feed(piece.events))
-
-    def _steps(self, steps: Iterator[Any]) -> Iterator[Json]:
-        for step, block, text in steps:
-            out: Json = {"type": f"content_block_{_STEPS[step]}", "index": block.index}
-            if step == "open":
-                out["content_block"] = _empty(block)
-            elif step == "grow":
-                if block.kind == "call" and not _is_object(block):
-                    continue  # as it is told in the end
-                name, field = _DELTAS[block.kind]
-                out["delta"] = {"type": name, field: text}
-            elif step == "close" and block.kind == "call" and block.parts and not _is_object(block):
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(_input(block))}
-                grown = {"type": "content_block_delta", "index": block.index, "delta": delta}
-                yield grown
-            yield out
-
-    def last(self, run: Run) -> Iterator[Json]:
-        """The open block's end, why the message ended, and what it took."""
-        yield from self._steps(self._blocks.end(run.choices[0].cut))
-        self._ended(run, self._blocks.every)
-        yield {"type": "message_delta", "delta": _stop(run.choices[0]), "usage": _usage(run)}
-        yield {"type": "message_stop"}
-
-    def failure(self, run: Run, error: ApiError) -> bytes:
-        """The error as an event."""
-        return self.event(error.body("/v1/messages"))
-
-
-_STEPS = {"open": "start", "grow": "delta", "close": "stop"}
-_DELTAS = {
-    "text": ("text_delta", "text"),
-    "reasoning": ("thinking_delta", "thinking"),
-    "call": ("input_json_delta", "partial_json"),
-}
-
-
-def _empty(block: Block) -> Json:
-    match block.kind:
-        case "text":
-            return {"type": "text", "text": "", "citations": None}
-        case "reasoning":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        case "call":
-            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-
-
-def _content(block: Block) -> Json:
-    out = _empty(block)
-    match block.kind:
-        case "text":
-            out["text"] = block.text
-        case "reasoning":
-            out["thinking"] = block.text
-        case "call":
-            out["input"] = _input(block)
-    return out
-
-
-def _is_object(block: Block) -> bool:
-    """Whether a call's arguments begin as an object."""
-    return next((p.lstrip()[0] for p in block.parts if p.strip()), "") == "{"
-
-
-def _input(block: Block) -> Json:
-    """A call's arguments; of one that was cut what is there, in the object that it began. What is
-    no object, or holds what JSON cannot say again, is the text in an object's place."""
-    partial: Any = False if block.complete else "trailing-strings"
-    with contextlib.suppress(ValueError):
-        found = from_json(block.text or "{}", allow_inf_nan=False, allow_partial=partial)
-        if isinstance(found, dict):
-            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-            return found
-    return {"arguments": block.text}
-
-
-def _stop(choice: Choice) -> Json:
-    reason = _STOPS.get(choice.finish_reason or "", "end_turn")
-    matched = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-    if matched is not None and choice.finish_reason == "stop":
-        reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": matched}
-
-
-def _usage(run: Run) -> Json:
-    usage = run.usage()
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - cached,  # Anthropic counts cached ones apart
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage["completion_tokens"],
-    }

@@ -30,6 +30,7 @@ from ds_runtime.server.client import EngineClient
 from ds_runtime.server.dashboard import dashboard_routes
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error
 from ds_runtime.server.exchange import REQUEST_ID, Exchange, Observe, exchange_of
+from ds_runtime.server.generate import GenerateRequest, generate_job
 from ds_runtime.server.guard import Guard, Pages, json_only
 from ds_runtime.server.kept import Kept, Shelf
 from ds_runtime.server.keys import Keys
@@ -41,7 +42,6 @@ from ds_runtime.server.prepare import (
     Service,
     chat_job,
     completion_job,
-    generate_job,
     text_of,
     token_ids,
     tokenizer_info,
@@ -50,7 +50,6 @@ from ds_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerateRequest,
     TokenizeRequest,
 )
 from ds_runtime.server.replicas import Replicas
@@ -216,8 +215,7 @@ def _later_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra=request_body(CountRequest))
     async def count(request: Request) -> Response:
         """Tokens of a prompt in Anthropic's form."""
-        count = await parse(request, CountRequest, partial(count_tokens, service))
-        return as_json({"input_tokens": count})
+        return as_json(await parse(request, CountRequest, partial(count_tokens, service)))
 
     return router
 

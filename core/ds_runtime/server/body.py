@@ -9,7 +9,7 @@ import json
 import json.scanner
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from ds_runtime.errors import RequestError, shown
 from ds_runtime.nesting import MAX_NESTING, too_deep
 from ds_runtime.server.bodies import LARGE, Bodies, Shape, read_body
 from ds_runtime.server.errors import ApiError, ClientGoneError
+from ds_runtime.server.fields import is_neutral
 from ds_runtime.server.protocol import Body
 
 B = TypeVar("B", bound=Body)
@@ -28,6 +29,7 @@ T = TypeVar("T")
 _SMALL = 4096  # bytes of body that wait for nobody's
 _MANY = 1 << 18  # values whose reading would take too long at once
 _LONGEST_NAME = 100
+_CLOSE = 0.75  # of two names: how much of them is the same
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as an escape: UTF-8 itself has none
 _TYPE_TAGS = frozenset({"str", "int", "float", "bool", "none"})
 
@@ -167,55 +169,74 @@ def _check_unicode(value: Mapping[str, Any]) -> None:
 def validate(kind: type[B], value: Mapping[str, Any], prefix: str = "") -> B:
     """`value` as a `kind`, or an ApiError that names the field.
 
-    A null is a field that was left out: the field keeps its default, if it has one.
+    A null is a field that was left out: the field keeps its default, if it has one. So is what is
+    neutral of a field that this body has not, or that is of another type here.
     """
     known: dict[str, Any] = {}
     for name, field in value.items():
-        if name in kind.ONLY:
-            _check_only(kind, prefix + name, name, field)
-        if (info := kind.model_fields.get(name)) is not None:
-            if field is not None or info.is_required():
-                known[name] = field
-        elif name not in kind.ONLY and name not in kind.IGNORED:
-            _unknown(kind, prefix + name, name)
-    for name, field in kind.model_fields.items():
-        # Nested bodies get the same care before pydantic sees them.
-        nested = _nested(field.annotation)
-        if nested is not None and isinstance(known.get(name), dict):
-            known[name] = validate(nested, known[name], f"{prefix}{name}.")
+        if (info := kind.model_fields.get(name)) is None:
+            _check_foreign(kind, prefix + name, name, field)
+        elif info.is_required() or not (field is None or _says_nothing(kind, name, field)):
+            known[name] = field
+    for name, nested in nested_bodies(kind).items():
+        # They get the same care before pydantic sees them.
+        given = known.get(name)
+        if isinstance(given, dict):
+            known[name] = validate(nested, given, f"{prefix}{name}.")
+        elif isinstance(given, list):
+            known[name] = [
+                validate(nested, one, f"{prefix}{name}[{i}].") if isinstance(one, dict) else one
+                for i, one in enumerate(given)
+            ]
     try:
         return kind.model_validate(known)
     except ValidationError as e:
         raise _invalid(e, prefix) from e
 
 
+@cache
+def nested_bodies(kind: type[Body]) -> dict[str, type[Body]]:
+    """The fields of a body that hold a body, or a list of them."""
+    found = {name: _nested(field.annotation) for name, field in kind.model_fields.items()}
+    return {name: nested for name, nested in found.items() if nested is not None}
+
+
 def _nested(annotation: Any) -> type[Body] | None:
-    for option in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(option, type) and issubclass(option, Body):
-            return option
-    return None
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return annotation
+    found = map(_nested, getattr(annotation, "__args__", ()))
+    return next((one for one in found if one is not None), None)
 
 
-def _check_only(kind: type[Body], path: str, name: str, field: Any) -> None:
-    allowed = kind.ONLY[name]
-    # By type as well: true would pass as 1.
-    if field is None or any(type(field) is type(a) and field == a for a in allowed):
+def _says_nothing(kind: type[Body], name: str, field: Any) -> bool:
+    """Whether a field's value is the false of another type that it has elsewhere."""
+    return field is False and any(one is False for one in kind.KNOWN.get(name) or ())
+
+
+def _check_foreign(kind: type[Body], path: str, name: str, field: Any) -> None:
+    """ApiError for a field that this body has not and that would change the answer."""
+    if field is None or (name in kind.KNOWN and is_neutral(field, kind.KNOWN[name])):
         return
-    remedy = " or ".join(json.dumps(a) for a in allowed)
-    raise _bad(
-        f"{path} {_short(field)} is not supported: "
-        + (f"leave it out or send {remedy}" if allowed else "leave it out"),
-        path,
-        "unsupported_value",
-    )
+    near = _near(kind, name)
+    if name not in kind.KNOWN:
+        hint = f": did you mean {near!r}?" if near else ": remove it"
+        raise _bad(f"unknown field {shown(path)}{hint}", path, "unknown_field")
+    also = kind.KNOWN[name] or ()
+    sends = also or ((False,) if field is True else ())
+    remedy = " or send ".join(["leave it out", *map(json.dumps, sends)])
+    if near:
+        remedy = f"did you mean {near!r}?"
+    raise _bad(f"{path} {_short(field)} is not supported: {remedy}", path, "unsupported_value")
 
 
-def _unknown(kind: type[Body], path: str, name: str) -> NoReturn:
-    # Comparing names takes memory and time that grow with their length.
-    known = [*kind.model_fields, *kind.ONLY] if len(name) <= _LONGEST_NAME else []
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    hint = f": did you mean {near[0]!r}?" if near else ": remove it"
-    raise _bad(f"unknown field {shown(path)}{hint}", path, "unknown_field")
+def _near(kind: type[Body], name: str) -> str | None:
+    """The field of this body that a name may have meant, if it is close: a slip or a part of it."""
+    if len(name) > _LONGEST_NAME:  # comparing takes memory and time that grow with the length
+        return None
+    names, words = list(kind.model_fields), name.split("_")
+    near = difflib.get_close_matches(name, names, 1, _CLOSE)
+    parts = [one for one in names if len(name) > 3 and set(words) <= set(one.split("_"))]
+    return near[0] if near else min(parts, key=lambda one: one.count("_"), default=None)
 
 
 def _invalid(error: ValidationError, prefix: str) -> ApiError:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import RequestError, shown
-from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.messages import Plain, check_tools, plain_messages
 from ds_runtime.server.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.rules import asked_schema
-from ds_runtime.server.sampling import check_ids, check_room, fit
+from ds_runtime.server.sampling import check_ids, check_length, check_room
 from ds_runtime.text.reasoning import CLOSE, OPEN
 from ds_runtime.text.template import Template
 from ds_runtime.text.tokenizer import Tokenizer
@@ -125,9 +124,10 @@ def _cut(text: str, last: str) -> str:
 
 
 def plain_prompts(
-    prompt: Any, param: str, params: SamplingParams, tokenizer: Tokenizer, ready: Ready
-) -> list[tuple[Prompt, SamplingParams]]:
-    """The prompts in field `param`: text, ids, or a list of either; with fitted parameters."""
+    prompt: Any, param: str, tokenizer: Tokenizer, ready: Ready, special: bool = True
+) -> Iterator[Prompt]:
+    """The prompts in field `param`: text, ids, or a list of either. special: texts begin with the
+    model's BOS."""
     many = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not many:
         raise RequestError(f"{param} is an empty list: send at least one prompt", param)
@@ -135,21 +135,18 @@ def plain_prompts(
         raise RequestError(
             f"{param} holds {len(many)} prompts: at most {MAX_PROMPTS} fit one request", param
         )
-    out: list[tuple[Prompt, SamplingParams]] = []
     for one in many:
         if isinstance(one, str):
             check_room(tokenizer, one, ready, param)
-            ids = tokenizer.encode(one, add_special=bool(one))
-            out.append((Prompt(ids, one), fit(params, len(ids), ready, param)))
+            yield Prompt(tokenizer.encode(one, add_special=special and bool(one)), one)
         elif _begins_with_id(one):
-            fitted = fit(params, len(one), ready, param)  # before a look at millions of ids
+            check_length(len(one), ready, param)  # before a look at millions of ids
             if not all(type(x) is int for x in one):
                 raise _not_a_prompt(param)
             check_ids(one, ready.vocab_size, param)
-            out.append((Prompt(one), fitted))
+            yield Prompt(one)
         else:
             raise _not_a_prompt(param)
-    return out
 
 
 def _begins_with_id(value: Any) -> bool:

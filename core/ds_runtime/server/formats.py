@@ -1,4 +1,4 @@
-"""The three shapes of an answer: chat, completion, generate; whole or as stream chunks."""
+"""The shapes of an answer: chat and completion; whole or as stream chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ds_runtime.server.errors import ApiError
 from ds_runtime.server.logprobs import (
     CompletionLogprobs,
     chat_logprobs,
-    plain_logprobs,
     prompt_logprobs,
 )
 from ds_runtime.server.run import Run
@@ -295,48 +294,3 @@ class CompletionFormat(Chunks):
         """The usage chunk, with no choices."""
         if self._usage is not Usage.NONE:
             yield self._chunk(run, [], self._used(run))
-
-
-class GenerateFormat(Chunks):
-    """The native route: text and ids side by side. Stream events carry what is new, not all."""
-
-    def __init__(self, tokenizer: Tokenizer, many: bool = False) -> None:
-        self._tokenizer, self._many = tokenizer, many
-
-    def _entry(self, run: Run, choice: Choice, text: str, tokens: list[int]) -> Json:
-        meta: Json = {
-            "id": run.id,
-            "index": choice.index,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            "prompt_tokens": len(choice.prompt.ids),
-            "completion_tokens": len(choice.tokens),
-            "cached_tokens": choice.cached_tokens,
-        }
-        return {"text": text, "output_ids": tokens, "meta_info": meta}
-
-    def _logprobs(self, choice: Choice, out: Json, entries: Any, prompt: bool) -> Json:
-        if choice.params.logprobs is not None:
-            out["meta_info"]["logprobs"] = plain_logprobs(entries)
-        if prompt and choice.params.prompt_logprobs is not None:
-            out["meta_info"]["prompt_logprobs"] = prompt_logprobs(
-                choice.prompt_logprobs, self._tokenizer
-            )
-        return out
-
-    def reply(self, run: Run) -> Any:
-        """An object, or a list of them for a list of prompts or n above 1."""
-        out = [
-            self._logprobs(c, self._entry(run, c, c.text, c.tokens), c.logprobs, True)
-            for c in run.choices
-        ]
-        return out if self._many or len(out) > 1 else out[0]
-
-    def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
-        """One event per piece."""
-        out = self._entry(run, choice, piece.text, piece.tokens)
-        yield self._logprobs(choice, out, piece.logprobs, piece.first)
-
-    def last(self, run: Run) -> Iterator[Json]:
-        """Nothing more."""
-        return iter(())

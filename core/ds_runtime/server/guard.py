@@ -18,7 +18,7 @@ from ds_runtime.server.errors import ApiError
 from ds_runtime.server.exchange import exchange_of
 from ds_runtime.server.keys import Keys
 
-OPEN_PATHS = frozenset({"/health", "/metrics"}) | dashboard.OPEN
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"}) | dashboard.OPEN
 _SAFE = frozenset({"GET", "HEAD"})
 
 

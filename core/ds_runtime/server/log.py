@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _WAITING = 10_000  # lines
 _CLOSE_SECONDS = 1.0
 _LONGEST = 200  # characters of what a client chose: a path, its own id
-_OFTEN = frozenset({"/health", "/metrics", "/", "/dashboard/{name}"})  # asked for every second
+# Asked for every second.
+_OFTEN = frozenset({"/health", "/ping", "/metrics", "/load", "/", "/dashboard/{name}"})
 _engine = logging.getLogger("ds_runtime.engine")
 _access = logging.getLogger("ds_runtime.access")
 

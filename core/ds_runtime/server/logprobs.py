@@ -28,16 +28,29 @@ def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list
     ]
 
 
-def plain_logprobs(entries: Sequence[TokenLogprob]) -> list[Json]:
-    """Ids and numbers only, for the native route."""
+def native_logprobs(
+    entries: Sequence[TokenLogprob | None], ids: Sequence[int], tokenizer: Tokenizer | None
+) -> list[list[Any]]:
+    """[log-probability or null, id, text or null] for each token, as /generate words them.
+    tokenizer: None leaves texts out."""
     return [
-        {
-            "token": e.token,
-            "logprob": max(e.logprob, _FLOOR),
-            "top": [[t, max(p, _FLOOR)] for t, p in e.top],
-        }
-        for e in entries
+        _native(None if e is None else e.logprob, token, tokenizer)
+        for token, e in zip(ids, entries, strict=True)
     ]
+
+
+def native_top(
+    entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer | None
+) -> list[list[Any] | None]:
+    """The same for the best tokens of each position; None where nothing is before it."""
+    return [
+        None if e is None else [_native(p, token, tokenizer) for token, p in e.top] for e in entries
+    ]
+
+
+def _native(logprob: float | None, token: int, tokenizer: Tokenizer | None) -> Any:
+    text = None if tokenizer is None else tokenizer.token_text(token)
+    return [None if logprob is None else max(logprob, _FLOOR), token, text]
 
 
 def prompt_logprobs(

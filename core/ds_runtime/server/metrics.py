@@ -157,6 +157,11 @@ class Metrics:
             "responses and threads that were dropped to make room for others",
             registry=self.registry,
         )
+        self.clamped = Counter(
+            "ds_runtime_clamped_requests",
+            "prompts whose limit of tokens was above what the context had left, and became that",
+            registry=self.registry,
+        )
         one = self._histogram
         self.first_token = one("time_to_first_token_seconds", "arrival to first token", _SECONDS)
         self.token_gap = one(

@@ -7,6 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from ds_runtime.server.body import nested_bodies
+from ds_runtime.server.fields import neutral_values
 from ds_runtime.server.guard import OPEN_PATHS
 from ds_runtime.server.protocol import Body
 from ds_runtime.server.statuses import ERRORS, KEYS, TABLE, responses
@@ -18,13 +20,23 @@ _MARK = "x-body"  # where `describe` finds the model's own definitions
 def request_body(kind: type[Body]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads a `kind`."""
     schema = kind.model_json_schema(ref_template=_REF)
-    properties = schema.setdefault("properties", {})
-    properties.update({name: {} for name in sorted(kind.IGNORED)})
-    properties.update({name: {"enum": [None, *some]} for name, some in sorted(kind.ONLY.items())})
+    parts = schema.pop("$defs", {})
+    _tell_known(kind, schema)
+    for nested in nested_bodies(kind).values():
+        _tell_known(nested, parts[nested.__name__])
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        _MARK: schema.pop("$defs", {}),
+        _MARK: parts,
     }
+
+
+def _tell_known(kind: type[Body], schema: dict[str, Any]) -> None:
+    """Add to the schema of a body what it accepts of fields that it has not."""
+    properties = schema.setdefault("properties", {})
+    for name, also in kind.KNOWN.items():
+        if name not in properties:
+            properties[name] = {} if also is None else {"enum": neutral_values(also)}
+    schema["additionalProperties"] = {"type": "null"}
 
 
 def describe(app: FastAPI, guarded: bool) -> None:

@@ -22,7 +22,6 @@ from ds_runtime.server.formats import (
     ChatFormat,
     CompletionFormat,
     Format,
-    GenerateFormat,
     Usage,
 )
 from ds_runtime.server.metrics import Metrics
@@ -30,7 +29,6 @@ from ds_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerateRequest,
     OpenAIRequest,
     TokenizeRequest,
 )
@@ -124,8 +122,11 @@ class Service:
         )
 
 
-def chat_job(service: Service, body: ChatRequest, form: Format | None = None) -> Job:
-    """A chat: rendered, tokenised and checked. `form`: another protocol's wording."""
+def chat_job(
+    service: Service, body: ChatRequest, form: Format | None = None, clamp: bool = False
+) -> Job:
+    """A chat: rendered, tokenised and checked. `form`: another protocol's wording. `clamp`: a limit
+    of tokens above what the context has left means that."""
     adapter = service.check_model(body.model)
     model, tokenizer, ready = service.model, service.tokenizer, service.client.require()
     params = build_params(
@@ -141,10 +142,22 @@ def chat_job(service: Service, body: ChatRequest, form: Format | None = None) ->
         form = ChatFormat(name, tokenizer, bool(body.logprobs), usage)
     prompt = chat_prompt(body, model.template, tokenizer, ready)
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
-    prompts = [(prompt, fit(params, len(prompt.ids), ready, "messages"))]
+    prompts = [(prompt, fitted(service, params, prompt, "messages", clamp))]
     start = _start_parser(model.parsers, body)
     salt = body.cache_salt
     return Job(prompts, form, body.stream, body.priority, body.rid, start, adapter, salt)
+
+
+def fitted(
+    service: Service, params: SamplingParams, prompt: Prompt, param: str, clamp: bool = False
+) -> SamplingParams:
+    """`params` for a prompt that came in field `param`, as `fit` says. clamp: whatever the server's
+    flag says."""
+    clamp = clamp or service.config.clamp_max_tokens
+    out = fit(params, len(prompt.ids), service.client.require(), param, clamp)
+    if params.max_tokens not in (None, out.max_tokens):
+        service.metrics.clamped.inc()
+    return out
 
 
 def chat_tokens(service: Service, body: ChatRequest) -> list[int]:
@@ -162,10 +175,12 @@ def _start_parser(parsers: Parsers, body: ChatRequest) -> StartParser:
     def start(prompt: Prompt) -> OutputParser | None:
         return parsers.start(
             prompt.text or "",
-            None if body.tool_choice == "none" else body.tools,
+            body.tools,
             separate_reasoning=body.separate_reasoning is not False,
             stream_reasoning=body.stream_reasoning is not False,
+            include_reasoning=body.include_reasoning is not False,
             parallel=body.parallel_tool_calls is not False,
+            forbidden=body.tool_choice == "none",
         )
 
     return start
@@ -189,45 +204,12 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
     )
     usage, wished = _streamed_usage(body), body.logprobs is not None
     form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo), alone)
-    prompts = plain_prompts(body.prompt, "prompt", params, tokenizer, ready)
+    special = body.add_special_tokens is not False
+    prompts = [
+        (prompt, fitted(service, params, prompt, "prompt"))
+        for prompt in plain_prompts(body.prompt, "prompt", tokenizer, ready, special)
+    ]
     salt = body.cache_salt
-    return Job(prompts, form, body.stream, body.priority, body.rid, None, adapter, salt)
-
-
-def generate_job(service: Service, body: GenerateRequest) -> Job:
-    """The prompts of /generate."""
-    ready = service.client.require()
-    if body.lora_path is not None and not service.has_adapter(body.lora_path):
-        known = ", ".join(service.client.adapters) or "none"
-        raise RequestError(
-            f"lora_path {shown(body.lora_path)} is the name of no adapter; loaded are: {known}",
-            "lora_path",
-        )
-    if (body.text is None) == (body.input_ids is None):
-        raise RequestError("send exactly one of text and input_ids", "text")
-    fields = body.sampling_params
-    wished = fields.max_new_tokens
-    if {"max_tokens", "max_new_tokens"} <= fields.model_fields_set:
-        raise RequestError(
-            "max_tokens and max_new_tokens are one thing: send one of them",
-            "sampling_params.max_new_tokens",
-        )
-    check_number("max_tokens", wished, "max_new_tokens")
-    params = build_params(
-        fields,
-        service.model.defaults,
-        ready.vocab_size,
-        max_tokens=fields.max_tokens if wished is None else wished,
-        logprobs=fields.logprobs,
-        prompt_logprobs=fields.prompt_logprobs,
-        include_stop=fields.include_stop,
-    )
-    prompt, param = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
-    if body.input_ids and not isinstance(body.input_ids[0], list):
-        check_ids(body.input_ids[:1], ready.vocab_size, "input_ids")  # no text here
-    prompts = plain_prompts(prompt, param, params, service.tokenizer, ready)
-    form = GenerateFormat(service.tokenizer, many=isinstance(body.text, list) or len(prompts) > 1)
-    adapter, salt = body.lora_path or "", body.cache_salt
     return Job(prompts, form, body.stream, body.priority, body.rid, None, adapter, salt)
 
 
@@ -253,7 +235,7 @@ def text_of(service: Service, body: DetokenizeRequest) -> str:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """What /tokenizer_info answers: tokenizer_config.json, in vLLM's form. Every special token is a
+    """What /tokenizer_info answers: tokenizer_config.json. Every special token is a
     text or null, and `chat_template` that of plain chats, from wherever it came; null where the
     model has none or its prompts are not a template's."""
     tokenizer, template = service.tokenizer, service.model.template
@@ -287,10 +269,8 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
 
 def _streamed_usage(body: OpenAIRequest) -> Usage:
     options = body.stream_options
-    if options is None:
+    if options is None or not options.include_usage:
         return Usage.NONE
     if not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
-    if not options.include_usage:
-        return Usage.NONE
     return Usage.EACH if options.continuous_usage_stats else Usage.LAST

@@ -1,7 +1,6 @@
 """What clients may send. Strict: no coercion, and a field that nobody knows is an error.
 
-Fields of OpenAI's API that change nothing here are accepted and ignored (`IGNORED`); those that
-would change the answer are refused unless they ask for what happens anyway (`ONLY`).
+Of fields that others' servers know, `KNOWN` says which values are accepted here (fields.py).
 """
 
 from __future__ import annotations
@@ -9,6 +8,8 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+
+from ds_runtime.server.fields import REQUESTS, STREAM_OPTIONS, Fields
 
 TokenIds = list[Any]  # millions at worst: `check_ids` looks at them once the length is right
 MAX_ITEMS = 1 << 14  # of a list whose items take time to check
@@ -34,8 +35,7 @@ class Body(BaseModel):
     """Base of every request body."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    IGNORED: ClassVar[frozenset[str]] = frozenset()
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    KNOWN: ClassVar[Fields] = REQUESTS
 
 
 class Sampling(Body):
@@ -71,7 +71,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
+    KNOWN: ClassVar[Fields] = STREAM_OPTIONS
 
 
 class OpenAIRequest(Sampling):
@@ -114,6 +114,7 @@ class Thinking(Body):
     """DeepSeek's own switch for the template's `thinking`."""
 
     type: Literal["enabled", "disabled"]
+    KNOWN: ClassVar[Fields] = {}
 
 
 class ChatRequest(OpenAIRequest):
@@ -133,28 +134,7 @@ class ChatRequest(OpenAIRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        (
-            "metadata",
-            "prediction",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "safety_identifier",
-            "service_tier",
-            "store",
-            "user",
-            "verbosity",
-        )
-    )
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "modalities": (["text"],),
-        "audio": (),
-        "functions": ([],),
-        "function_call": ("auto", "none"),
-        "web_search_options": (),
-    }
+    include_reasoning: bool | None = None
 
 
 class CompletionRequest(OpenAIRequest):
@@ -164,31 +144,7 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"user"})
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
-
-
-class GenerateParams(Sampling):
-    """`sampling_params` of /generate: the names of `SamplingParams`, and max_new_tokens."""
-
-    max_tokens: int | None = 128
-    max_new_tokens: int | None = None
-    include_stop: bool | None = None
-    logprobs: int | None = None
-
-
-class GenerateRequest(Body):
-    """POST /generate: exactly one of `text` and `input_ids`, each one prompt or a list of them."""
-
-    lora_path: str | None = None  # the name of an adapter
-    text: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    input_ids: TokenIds | None = None
-    sampling_params: GenerateParams = GenerateParams()
-    stream: bool | None = None
-    priority: Priority | None = None
-    rid: Rid | None = None
-    cache_salt: CacheSalt | None = None
+    add_special_tokens: bool | None = None
 
 
 class LoadAdapterRequest(Body):

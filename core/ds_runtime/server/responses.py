@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,7 +15,8 @@ from ds_runtime.server.kept import KEPT, Shelf
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
 from ds_runtime.server.responses_format import ResponsesFormat
-from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present
+from ds_runtime.server.responses_items import messages_of
+from ds_runtime.server.translate import Json, Names, bad, only, present, text_in
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 _FIELDS = {
@@ -29,7 +30,6 @@ _FIELDS = {
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"(input\[\d+\])\.tool_calls\[\d+\]\.function": r"\1",
 }
-_TEXTS = ("input_text", "output_text", "text")
 
 
 class ResponsesRequest(Body):
@@ -62,26 +62,6 @@ class ResponsesRequest(Body):
     priority: Priority | None = None
     rid: Rid | None = None
     cache_salt: CacheSalt | None = None
-
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
-        (
-            "user",
-            "safety_identifier",
-            "prompt_cache_key",
-            "prompt_cache_options",
-            "prompt_cache_retention",
-            "service_tier",
-            "max_tool_calls",
-        )
-    )
-    ONLY: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "background": (False,),
-        "conversation": (),
-        "include": ([], ["reasoning.encrypted_content"]),
-        "prompt": (),
-        "top_logprobs": (0,),
-        "truncation": ("disabled", "auto"),
-    }
 
 
 class InputTokensRequest(ResponsesRequest):
@@ -128,7 +108,7 @@ def kept_response(kept: Shelf, name: str, param: str = "response_id") -> bytes:
 def _chat(kept: Shelf, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]:
     """(chat request, names of its parts, the conversation without the instructions, which count
     for one request)."""
-    messages, paths = _messages(body)
+    messages, paths = _messages(body.input)
     if body.previous_response_id is not None:
         kept_response(kept, body.previous_response_id, "previous_response_id")
         before: list[Json] = kept.history(body.previous_response_id)
@@ -172,63 +152,11 @@ _SAME = (
 )
 
 
-def _messages(body: ResponsesRequest) -> tuple[list[Json], list[str]]:
-    """Chat messages and where each stood. What the assistant did in a row is one message."""
-    if isinstance(body.input, str):
-        return [{"role": "user", "content": body.input}], ["input"]
-    messages: list[Json] = []
-    paths: list[str] = []
-    for i, item in enumerate(body.input or ()):
-        path = f"input[{i}]"
-        one = _message(item, path)
-        last = messages[-1] if messages else {}
-        if one["role"] == last.get("role") == "assistant" and _goes_on(last, one):
-            calls = [*last.get("tool_calls", ()), *one.get("tool_calls", ())]
-            last.update(one | ({"tool_calls": calls} if calls else {}))
-        else:
-            messages.append(one)
-            paths.append(path)
-    return messages, paths
-
-
-def _goes_on(last: Json, one: Json) -> bool:
-    """Whether two items belong to one turn: reasoning, then text, then calls."""
-    if "reasoning_content" in one:
-        return False
-    return "content" not in one or ("content" not in last and "tool_calls" not in last)
-
-
-def _message(item: Json, path: str) -> Json:
-    kind = item.get("type", "message")
-    if kind == "message":
-        role = item.get("role")
-        if role not in ("user", "assistant", "system", "developer"):
-            raise bad(f"{path}.role", role, "user, assistant, system or developer is needed")
-        return {"role": role, "content": parts_text(item.get("content"), f"{path}.content", _TEXTS)}
-    if kind == "function_call":
-        function = {
-            "name": _text(item, "name", path),
-            "arguments": _text(item, "arguments", path),
-        }
-        call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
-        return {"role": "assistant", "tool_calls": [call]}
-    if kind == "function_call_output":
-        said = parts_text(item.get("output"), f"{path}.output", _TEXTS)
-        return {"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": said}
-    if kind == "reasoning":
-        content = item.get("content")
-        said = parts_text(content, f"{path}.content", ("reasoning_text",)) if content else ""
-        return {"role": "assistant", "reasoning_content": said}
-    raise bad(
-        f"{path}.type", kind, "message, function_call, function_call_output or reasoning is needed"
-    )
-
-
-def _text(item: Json, name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bad(f"{path}.{name}", value, "text is needed")
-    return value
+def _messages(given: str | list[Json] | None) -> tuple[list[Json], list[str]]:
+    """Chat messages and where each stood."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}], ["input"]
+    return messages_of(given or ())
 
 
 def _tools(tools: Any) -> list[Json]:
@@ -250,7 +178,7 @@ def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             raise bad("tool_choice.type", choice.get("type"), "only functions are supported")
-        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
+        return {"type": "function", "function": {"name": text_in(choice, "name", "tool_choice")}}
     return choice
 
 

@@ -15,6 +15,7 @@ from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.formats import NamedEvents
 from ds_runtime.server.kept import Shelf
+from ds_runtime.server.responses_items import messages_of
 from ds_runtime.server.run import Run
 from ds_runtime.server.translate import Json
 
@@ -84,7 +85,8 @@ class ResponsesFormat(NamedEvents):
             out["incomplete_details"] = {"reason": "max_output_tokens"}
         out["usage"] = _usage(run)
         if self._body.store is not False:
-            self._kept.put(run.id, out, [*self._context, *_history(blocks)])
+            said, _ = messages_of(output)
+            self._kept.put(run.id, out, [*self._context, *(said or [_SILENCE])])
         return out
 
     def reply(self, run: Run) -> Json:
@@ -219,6 +221,7 @@ def _part(kind: str, text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
+_SILENCE = {"role": "assistant", "content": ""}
 _IDS = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -255,21 +258,6 @@ def _item(response_id: str, block: Block, status: str) -> Json:
                 "arguments": block.text,
                 "status": status,
             }
-
-
-def _history(blocks: list[Block]) -> list[Json]:
-    """The assistant's message as a next request has to render it."""
-    out: Json = {"role": "assistant", "content": ""}
-    for block in blocks:
-        if block.kind == "text":
-            out["content"] += block.text
-        elif block.kind == "reasoning":
-            out["reasoning_content"] = out.get("reasoning_content", "") + block.text
-        elif block.complete:
-            function = {"name": block.name, "arguments": block.text}
-            call = {"id": block.call_id, "type": "function", "function": function}
-            out.setdefault("tool_calls", []).append(call)
-    return [out]
 
 
 def _usage(run: Run) -> Json:

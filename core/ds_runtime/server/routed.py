@@ -9,9 +9,9 @@ from ds_runtime.routed import Generated, RoutedEngine
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.chat import Prompt
 from ds_runtime.server.keys import Caller
-from ds_runtime.server.prepare import Service
+from ds_runtime.server.prepare import Service, fitted
 from ds_runtime.server.run import Run
-from ds_runtime.server.sampling import check_ids, check_room, fit
+from ds_runtime.server.sampling import check_ids, check_room
 
 
 class ServedEngine(RoutedEngine):
@@ -73,11 +73,10 @@ class ServedEngine(RoutedEngine):
             check_ids(ids, ready.vocab_size, "prompt")
         for field in ("logit_bias", "stop_token_ids"):
             check_ids(getattr(params, field), ready.vocab_size, field)
-        params = fit(params, len(ids), ready, "prompt")
-        text = prompt if isinstance(prompt, str) else None
+        whole = Prompt(ids, prompt if isinstance(prompt, str) else None)
         return Run(
             "route",
-            [(Prompt(ids, text), params)],
+            [(whole, fitted(service, params, whole, "prompt"))],
             priority,
             Caller(),
             service.client,

@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_runtime.errors import RequestError, shown
 from ds_runtime.output_rules import TOOL_FORMATS, OutputRules, ToolRules, ToolSchema
+from ds_runtime.server.fields import NOTHING, is_neutral
 from ds_runtime.server.protocol import ChatRequest, OpenAIRequest, Sampling
 from ds_runtime.text.parsers import Parsers
 from ds_runtime.text.reasoning import opening
@@ -35,11 +36,14 @@ def plain_rules(fields: Sampling) -> OutputRules | None:
 def chat_rules(body: ChatRequest, parsers: Parsers, prompt: str) -> OutputRules | None:
     """A chat's rules: `plain_rules`, and the tool calls that tool_choice demands.
 
-    With tool_choice "auto" the answer may be a call instead of what response_format says.
+    With tool_choice "auto" the answer may be a call instead of what response_format says; where a
+    call is demanded, there is no answer that response_format could rule.
     Reasoning comes first where `prompt` or the model opens it.
     """
     plain, calls = plain_rules(body), _calls(body, parsers)
     demanded = calls is not None and body.tool_choice not in (None, "auto")
+    if plain is not None and demanded and plain.param.startswith("response_format"):
+        plain = None
     if plain is not None and demanded:
         raise RequestError(
             f"tool_choice demands a call and {plain.param} an answer: send one of them",
@@ -72,13 +76,15 @@ def asked_schema(body: ChatRequest) -> Any:
 
 
 def _given(fields: Sampling) -> Iterator[OutputRules]:
-    if isinstance(fields, OpenAIRequest) and fields.response_format is not None:
+    if isinstance(fields, OpenAIRequest) and fields.response_format:
         yield from _response_format(fields.response_format)
     for name in ("json_schema", "regex", "ebnf"):
         if (value := getattr(fields, name)) is not None:
             yield _rules({name: value}, name)
     for key, value in (fields.structured_outputs or {}).items():
         field = f"structured_outputs.{key}"
+        if key not in _STRUCTURED and is_neutral(value, NOTHING):
+            continue
         if key not in _STRUCTURED:
             raise RequestError(f"{field} is unknown: use {', '.join(_STRUCTURED)}", field)
         if key == "json_object" and value is not None and not isinstance(value, bool):
@@ -160,4 +166,4 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[ToolSchema]:
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise RequestError(f"tools[{i}]: a function with a name is needed", f"tools[{i}]")
-        yield ToolSchema(name, function.get("parameters"))
+        yield ToolSchema(name, function.get("parameters"), f"tools[{i}].function.parameters")

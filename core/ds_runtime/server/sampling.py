@@ -63,7 +63,6 @@ def build_params(
     max_tokens: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
-    include_stop: bool | None = None,
 ) -> SamplingParams:
     """Checked parameters; RequestError names the field that is impossible."""
     stop = fields.stop or ()
@@ -82,7 +81,7 @@ def build_params(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
-        include_stop=bool(_or(include_stop, fields.include_stop_str_in_output)),
+        include_stop=bool(fields.include_stop_str_in_output),
         skip_special_tokens=_or(fields.skip_special_tokens, True),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -95,12 +94,32 @@ def build_params(
     return params
 
 
-def fit(params: SamplingParams, prompt_len: int, ready: Ready, param: str) -> SamplingParams:
-    """`params` with max_tokens set for a prompt that came in field `param`.
+def fit(
+    params: SamplingParams, prompt_len: int, ready: Ready, param: str, clamp: bool = False
+) -> SamplingParams:
+    """`params` with max_tokens set for a prompt that came in field `param`. clamp: to what the
+    context has left, if it is above that.
 
     RequestError for an empty prompt; ApiError context_length_exceeded when the context is too
     short for the prompt, or for prompt and max_tokens together.
     """
+    limit = ready.context_length
+    check_length(prompt_len, ready, param)
+    left = limit - prompt_len
+    if params.max_tokens is None or (clamp and params.max_tokens > left):
+        return msgspec.structs.replace(params, max_tokens=left)
+    if params.max_tokens > left:
+        raise _too_long(
+            f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
+            f"{prompt_len + params.max_tokens}, but the context holds {limit}: ask for at most "
+            f"{left} tokens, shorten the prompt, or start the server with --clamp-max-tokens",
+            "max_tokens",
+        )
+    return params
+
+
+def check_length(prompt_len: int, ready: Ready, param: str) -> None:
+    """RequestError for an empty prompt, ApiError for one that leaves no room for an answer."""
     limit = ready.context_length
     if prompt_len == 0:
         raise RequestError(f"{param}: the prompt is empty, send at least one token", param)
@@ -110,16 +129,6 @@ def fit(params: SamplingParams, prompt_len: int, ready: Ready, param: str) -> Sa
             "shorten the prompt, or start the server with a larger --context-length",
             param,
         )
-    if params.max_tokens is None:
-        return msgspec.structs.replace(params, max_tokens=limit - prompt_len)
-    if prompt_len + params.max_tokens > limit:
-        raise _too_long(
-            f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
-            f"{prompt_len + params.max_tokens}, but the context holds {limit}: ask for at most "
-            f"{limit - prompt_len} tokens or shorten the prompt",
-            "max_tokens",
-        )
-    return params
 
 
 def check_room(

@@ -41,10 +41,15 @@ TABLE: Mapping[tuple[str, str], tuple[int, ...]] = {
     ("get", "/v1/models"): (),
     ("get", "/v1/models/{name}"): (404, 503),
     ("get", "/health"): (503,),
+    ("get", "/ping"): (503,),
+    ("get", "/version"): (),
+    ("get", "/load"): (),
     ("get", "/health_generate"): (503,),
     ("get", "/metrics"): (),
     ("get", "/get_model_info"): (503,),
+    ("get", "/model_info"): (503,),
     ("get", "/server_info"): (503,),
+    ("get", "/get_server_info"): (503,),
     ("get", "/v1/plan"): (503,),
     ("post", "/flush_cache"): (503,),
     ("post", "/start_profile"): (400, 503),
@@ -73,7 +78,7 @@ def responses(method: str, path: str, reads: bool, guarded: bool) -> dict[str, A
     out: dict[str, Any] = {"200": good}
     for status in statuses(method, path, reads, guarded):
         name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
-        schema = {} if path == "/health" else {"schema": {"$ref": _SCHEMAS + name}}
+        schema = {} if path in ("/health", "/ping") else {"schema": {"$ref": _SCHEMAS + name}}
         out[str(status)] = {
             "description": MEANING[status],
             "content": {"application/json": schema},

@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_runtime.errors import RequestError, shown
 from ds_runtime.server.errors import ApiError
+from ds_runtime.server.fields import EMPTY, is_neutral
 
 Json = dict[str, Any]
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
@@ -68,9 +69,9 @@ def bad(path: str, value: object, needed: str) -> RequestError:
 
 
 def only(given: Mapping[str, Any], path: str, known: Sequence[str]) -> None:
-    """RequestError for the first key that is none of `known`."""
+    """RequestError for the first key that is none of `known` and asks for something."""
     for name in given:
-        if name not in known:
+        if name not in known and not is_neutral(given[name], EMPTY):
             raise bad(f"{path}.{name}", given[name], f"only {', '.join(known)} are known")
 
 
@@ -89,6 +90,14 @@ def parts_text(content: Any, path: str, kinds: Sequence[str]) -> str:
             raise bad(f"{path}[{i}].text", part.get("text"), "text is needed")
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def text_in(item: Mapping[str, Any], name: str, path: str) -> str:
+    """The text under a name; RequestError for anything else."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad(f"{path}.{name}", value, "text is needed")
+    return value
 
 
 def present(values: Mapping[str, Any]) -> Json:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from server_harness import serving, until
 
+from ds_runtime import __version__
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.server.serve import check_tls
@@ -57,7 +58,7 @@ def test_abort_of_a_stream_by_the_id_in_its_answer(served):
         rid = json.loads(next(lines))["meta_info"]["id"]
         assert served.post("/abort_request", rid=rid).json() == {"aborted": [rid]}
         found = [json.loads(line) for line in lines if line != "[DONE]"]
-    assert found[-1]["meta_info"]["finish_reason"] == "abort"
+    assert found[-1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_abort_all(served, started):
@@ -89,6 +90,7 @@ def test_health_generate_makes_a_token(served):
 
 def test_what_is_served(served):
     info = served.http.get("/get_model_info").json()
+    assert served.http.get("/model_info").json() == info
     assert (info["served_model_name"], info["context_length"]) == ("fake", 4096)
     assert info["default_sampling_params"]["temperature"] == 0.6 and info["has_chat_template"]
     info = served.http.get("/server_info").json()
@@ -97,10 +99,38 @@ def test_what_is_served(served):
     assert served.http.get("/v1/plan").json() == {"rows": []}
 
 
-def test_secrets_stay_secret(bpe_folder):
+def test_the_routes_of_other_servers(served, started):
+    assert served.http.get("/ping").json() == served.http.get("/health").json()
+    assert served.http.get("/version").json() == {"version": __version__}
+    own, info = (served.http.get(path).json() for path in ("/server_info", "/get_server_info"))
+    assert info.keys() > own.keys() | own["server"].keys() and info["server"] == own["server"]
+    assert (info["tp_size"], info["dp_size"], info["max_total_num_tokens"]) == (1, 1, 1)
+    assert info["max_req_input_len"] == 4095 and len(info["internal_states"]) == 1
+    assert "running" in info["internal_states"][0] and info["context_length"] == 4096
+    until(lambda: served.http.get("/load").json() == {"server_load": 0})
+    replies = [started("/v1/completions", prompt="[hang]") for _ in range(2)]
+    until(lambda: served.http.get("/load").json() == {"server_load": 2})
+    served.post("/abort_request", abort_all=True)
+    for reply in replies:
+        reply()
+    assert served.http.get("/load").json() == {"server_load": 0}
+
+
+def test_before_the_engine_is_ready(bpe_folder):
+    with serving(bpe_folder, ready=False) as served:
+        assert served.http.get("/ping").status_code == 503
+        assert served.http.get("/get_server_info").status_code == 503
+        assert served.http.get("/version").status_code == 200
+        assert served.http.get("/load").json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_secrets_stay_secret(bpe_folder, path):
     with serving(bpe_folder, api_key=("hidden",)) as served:
-        said = served.http.get("/server_info", headers={"authorization": "Bearer hidden"})
+        said = served.http.get(path, headers={"authorization": "Bearer hidden"})
         assert said.json()["server"]["api_key"] == "(set)" and "hidden" not in said.text
+        assert served.http.get(path).status_code == 401
+        assert served.http.get("/ping").status_code == 200  # as /health
 
 
 def test_profiles_go_where_the_operator_says(served, bpe_folder, tmp_path):

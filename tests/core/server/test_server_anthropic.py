@@ -13,6 +13,7 @@ from ds_runtime.text.parsers import Parsers
 CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 CALLS = CALL.format('{"city": "Rome"}') + "<｜tool▁calls▁end｜>"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+THINKING = {"type": "enabled", "budget_tokens": 1024}
 TOOLS = [{"name": "get_weather", "description": "Weather.", "input_schema": SCHEMA}]
 
 
@@ -62,7 +63,8 @@ def test_a_message(client, parsing):
 
 
 def test_thinking_text_and_tools(client):
-    answer = ask(client, "[say <think>two</think>Let me see." + CALLS + "]", tools=TOOLS)
+    order = "[say <think>two</think>Let me see." + CALLS + "]"
+    answer = ask(client, order, tools=TOOLS, thinking=THINKING)
     thinking, text, call = answer.content
     assert (thinking.type, thinking.thinking) == ("thinking", "two")
     assert (text.type, text.text) == ("text", "Let me see.")
@@ -72,7 +74,7 @@ def test_thinking_text_and_tools(client):
 
 def test_stream(client):
     order = "[say <think>two</think>Let me see." + CALLS + "]"
-    with ask(client, order, client.messages.stream, tools=TOOLS) as stream:
+    with ask(client, order, client.messages.stream, tools=TOOLS, thinking=THINKING) as stream:
         events = list(stream)
         final = stream.get_final_message()
     kinds = [e.type for e in events]
@@ -201,7 +203,7 @@ BAD = [
     ),
     (body(USER, system=3), "system is 3"),
     (body(USER, max_tokens=0), "max_tokens is 0"),
-    (body(USER, max_tokens=10**7), "the context holds 4096"),
+    (body(USER | {"content": "word " * 3000}), "the context holds 4096"),
     (body(USER, top_k=-5), "top_k is -5"),
     (body(USER, stop_sequences=[""]), "stop_sequences holds an empty string"),
     (body(USER, tools=[{"name": "f"}]), "tools[0].input_schema is None"),
@@ -360,7 +362,10 @@ def shown(message):
     ],
 )
 def test_whole_and_streamed_messages_are_the_same(client, text, kinds):
-    whole, streamed = both_ways(client, f"⟦say {text}⟧", tools=TOOLS, max_tokens=900)
+    told = {"tools": TOOLS, "max_tokens": 900}
+    if "thinking" in kinds:
+        told["thinking"] = THINKING
+    whole, streamed = both_ways(client, f"⟦say {text}⟧", **told)
     assert shown(whole) == shown(streamed)
     assert [block.type for block in whole.content] == kinds
     assert all(isinstance(b.input, dict) for b in whole.content if b.type == "tool_use")
@@ -424,3 +429,100 @@ def test_what_the_client_wrote_is_not_renamed(parsing, more, said):
     answer = parsing.http.post("/v1/messages", json=asked, headers={"x-api-key": "secret"})
     assert answer.status_code in (400, 404)
     assert said in answer.json()["error"]["message"]
+
+
+THOUGHT = "⟦say <think>two</think>Let me see." + CALLS + "⟧"
+
+
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ({}, False),
+        ({"thinking": None}, False),
+        ({"thinking": {}}, False),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"output_config": {"effort": "high"}}, False),
+        ({"thinking": THINKING}, True),
+        ({"thinking": {"type": "adaptive"}}, True),
+        ({"chat_template_kwargs": {"thinking": True}}, True),
+    ],
+)
+def test_thinking_is_told_where_it_is_enabled(client, parsing, more, told):
+    whole, streamed = both_ways(client, THOUGHT, tools=TOOLS, max_tokens=900, extra_body=more)
+    assert shown(whole) == shown(streamed)
+    kinds = [block.type for block in whole.content]
+    assert kinds == ["thinking"] * told + ["text", "tool_use"]
+    assert whole.content[-2].text == "Let me see."
+    assert "<think>" in prompt(parsing) or "</think>" in prompt(parsing) or not told
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_that_was_cut_in_its_thoughts_is_empty(parsing, stream):
+    order = "⟦say <think>" + "two " * 50 + "</think>x⟧"
+    body = {"messages": [{"role": "user", "content": order}], "max_tokens": 20, "stream": stream}
+    answer = parsing.http.post("/v1/messages", json=body, headers={"x-api-key": "secret"})
+    assert answer.status_code == 200 and "two" not in answer.text, answer.text
+    assert '"stop_reason":"max_tokens"' in answer.text
+
+
+def test_a_limit_above_what_is_left_is_what_is_left(parsing):
+    for limit in (4096, 32_000, 10**7):
+        asked = body(USER, max_tokens=limit)
+        answer = parsing.http.post("/v1/messages", json=asked, headers={"x-api-key": "secret"})
+        assert answer.json()["content"][0]["text"] == "x"
+        submit = parsing.engine.submits[-1]
+        assert submit.params.max_tokens == 4096 - len(submit.prompt)
+
+
+def used(count):
+    """A conversation with so many tool uses and thoughts."""
+    messages = [{"role": "user", "content": "Rome?"}]
+    for n in range(count):
+        call = {"type": "tool_use", "id": f"c{n}", "name": "get_weather", "input": {}}
+        thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+        result = {"type": "tool_result", "tool_use_id": f"c{n}", "content": "20"}
+        messages.append({"role": "assistant", "content": [thought, call]})
+        messages.append({"role": "user", "content": [result]})
+    return [*messages, {"role": "user", "content": "[say ok]"}]
+
+
+CLEAR_USES, CLEAR_THOUGHTS = "clear_tool_uses_20250919", "clear_thinking_20251015"
+FEW = {"type": "input_tokens", "value": 10}
+EDITS = [  # (edits, how many tool uses there are, whether nothing is to be done)
+    (None, 5, True),
+    ([], 5, True),
+    ([{"type": CLEAR_THOUGHTS, "keep": "all"}], 5, True),
+    ([{"type": CLEAR_THOUGHTS}], 1, True),
+    ([{"type": CLEAR_THOUGHTS}], 2, False),
+    ([{"type": CLEAR_THOUGHTS, "keep": {"type": "thinking_turns", "value": 2}}], 2, True),
+    ([{"type": CLEAR_USES}], 9, True),  # far from 100,000 tokens
+    ([{"type": CLEAR_USES, "trigger": FEW}], 3, True),  # three are kept
+    ([{"type": CLEAR_USES, "trigger": FEW}], 4, False),
+    ([{"type": CLEAR_USES, "trigger": {"type": "tool_uses", "value": 5}}], 5, True),
+    ([{"type": CLEAR_USES, "trigger": {"type": "tool_uses", "value": 4}}], 5, False),
+    ([{"type": "compact_20260112"}], 5, True),
+    ([{"type": "compact_20260112", "trigger": FEW}], 0, False),
+    ([{"type": "summarise"}], 0, False),
+    ([3], 0, False),
+    ("x", 0, False),
+    ([{"type": CLEAR_USES, "trigger": {"value": "x"}}], 4, False),
+]
+
+
+@pytest.mark.parametrize("edits, count, passes", EDITS, ids=range(len(EDITS)))
+def test_edits_of_the_context_that_have_nothing_to_do(parsing, edits, count, passes):
+    body = {"messages": used(count), "context_management": {"edits": edits}}
+    for path, extra in (
+        ("/v1/messages", {"max_tokens": 9}),
+        ("/v1/messages", {"max_tokens": 9, "stream": True}),
+        ("/v1/messages/count_tokens", {}),
+    ):
+        answer = parsing.http.post(path, json=body | extra, headers={"x-api-key": "secret"})
+        assert answer.status_code == (200 if passes else 400), answer.text
+        if not passes:
+            assert "context_management.edits" in answer.json()["error"]["message"]
+        elif path.endswith("count_tokens"):
+            found = answer.json()
+            assert found["context_management"] == {"original_input_tokens": found["input_tokens"]}
+        else:
+            assert '"context_management":{"applied_edits":[]}' in answer.text

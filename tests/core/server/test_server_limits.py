@@ -59,7 +59,7 @@ def test_no_number_breaks_the_server(served, path, field):
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("value", [10**30, -(10**30), 1 << 31, 1.5, "1", True])
 def test_priority_has_bounds_on_every_route(served, path, value):
-    body = json.loads(ROUTES[path] % '"seed": 1') | {"priority": value}
+    body = json.loads(ROUTES[path] % '"top_k": 1') | {"priority": value}
     assert "priority" in error(served.post(path, **body), 400)["message"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ds_runtime.server import anthropic, protocol, responses
+from ds_runtime.server import anthropic, generate, protocol, responses
 from ds_runtime.server.body import validate
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.protocol import Body
@@ -39,7 +39,7 @@ def least(kind):
 def test_every_body_is_here():
     assert {"ChatRequest", "CompletionRequest", "GenerateParams", "ResponsesRequest"} <= set(KINDS)
     assert {kind.__module__ for kind in KINDS.values()} >= {
-        module.__name__ for module in (protocol, anthropic, responses)
+        module.__name__ for module in (protocol, anthropic, responses, generate)
     }
 
 
@@ -60,10 +60,13 @@ def test_null_is_the_default(name):
 
 def test_null_is_the_default_in_nested_bodies():
     sent = {"text": "a", "sampling_params": {"max_tokens": None, "max_new_tokens": 3}}
-    found = validate(protocol.GenerateRequest, sent).sampling_params
-    assert (found.max_tokens, found.max_new_tokens) == (128, 3)
-    found = validate(protocol.GenerateRequest, {"text": "a", "sampling_params": None})
-    assert found.sampling_params == protocol.GenerateParams()
+    found = validate(generate.GenerateRequest, sent).sampling_params
+    assert found.max_new_tokens == 3
+    sent["sampling_params"] = [{"max_new_tokens": None}, {"n": None, "max_new_tokens": 3}]
+    found = validate(generate.GenerateRequest, sent).sampling_params
+    assert [one.max_new_tokens for one in found] == [128, 3]
+    found = validate(generate.GenerateRequest, {"text": "a", "sampling_params": None})
+    assert found.sampling_params == generate.GenerateParams()
 
 
 @pytest.mark.parametrize("sent", [{}, {"max_tokens": None}], ids=["left out", "null"])
@@ -72,7 +75,7 @@ def test_a_completion_without_a_limit_ends_after_the_default(served, sent):
     answer = served.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 16
-    params = {"ignore_eos": True, "max_tokens": None} if sent else {"ignore_eos": True}
+    params = {"ignore_eos": True, "max_new_tokens": None} if sent else {"ignore_eos": True}
     answer = served.http.post("/generate", json={"text": "[go ab]", "sampling_params": params})
     assert answer.status_code == 200, answer.text
     assert answer.json()["meta_info"]["completion_tokens"] == 128

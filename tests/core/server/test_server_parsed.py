@@ -104,8 +104,26 @@ def test_a_cut_call_ends_where_the_text_did(client, parsing):
 
 def test_calls_stay_text_without_tools(client):
     assert ask(client, CALLS).choices[0].message.content == CALLS
-    choice = ask(client, CALLS, tools=TOOLS, tool_choice="none").choices[0]
-    assert choice.message.content == CALLS and choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_were_forbidden_vanish(client, stream):
+    more = {"tools": TOOLS, "tool_choice": "none", "stream": stream}
+    for said, told in (
+        (CALLS, ""),
+        ("so " + CALLS + "on", "so on"),
+        (CALLS.removeprefix("<｜tool▁calls▁begin｜>"), ""),
+    ):
+        answer = ask(client, said, **more)
+        if stream:
+            choices = [c.choices[0] for c in answer]
+            content = "".join(c.delta.content or "" for c in choices)
+            calls, end = [c for c in choices if c.delta.tool_calls], choices[-1].finish_reason
+        else:
+            (choice,) = answer.choices
+            content, calls, end = choice.message.content, choice.message.tool_calls, "stop"
+            assert choice.finish_reason == "stop"
+        assert not calls and end == "stop" and "｜" not in content and content.strip() == told, said
 
 
 def test_one_call_where_several_are_not_wanted(client):

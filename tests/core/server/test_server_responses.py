@@ -6,8 +6,12 @@ import json
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 from server_harness import serving
+
+from examples import examples
 
 CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 CALLS = CALL.format('{"city": "Rome"}') + "<｜tool▁calls▁end｜>"
@@ -313,3 +317,67 @@ def test_only_what_was_cut_is_incomplete(client, parsing):
 def test_more_bad_requests(parsing, extra, said):
     answer = parsing.post("/v1/responses", **{"input": "x"} | extra)
     assert answer.status_code in (400, 404) and said in answer.json()["error"]["message"]
+
+
+CALLED = [{"role": "user", "content": "12 + 30 = ?"}] + [
+    {"type": "function_call", "call_id": name, "name": "get_weather", "arguments": "{}"}
+    for name in "ab"
+]
+RESULTS = [{"type": "function_call_output", "call_id": name, "output": f"4{name}"} for name in "ab"]
+
+
+def said(text):
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {"type": "message", "role": "assistant", "content": content}
+
+
+@pytest.mark.parametrize("results", [RESULTS, RESULTS[::-1]])
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_text_behind_a_call_belongs_to_its_turn(parsing, place, results):
+    items = [*CALLED[:place], said("I have called."), *CALLED[place:], *results]
+    answer = parsing.post("/v1/responses", input=items, tools=TOOLS)
+    assert answer.status_code == 200, answer.text
+    turn = "I have called." + "[call] get_weather {}" * 2 + "<｜end▁of▁sentence｜>"
+    assert turn + "[result] 4a[result] 4b" in prompt(parsing)
+
+
+PIECES = st.sampled_from(["Well. ", "so", CALLS, CALLS + CALLS, " then "])
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    thought=st.sampled_from(["", "<think>hm</think>"]),
+    pieces=st.lists(PIECES, min_size=1, max_size=5),
+    limit=st.sampled_from([900, 900, 30, 60]),
+    stream=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_output_comes_back_as_it_went(parsing, thought, pieces, limit, stream, order):
+    """Items that the client sends again mean the same as the response that the server has kept."""
+    first = [{"role": "user", "content": f"⟦say {thought}{''.join(pieces)}⟧"}]
+    body = {"input": first, "tools": TOOLS, "max_output_tokens": limit, "stream": stream}
+    reply = parsing.post("/v1/responses", **body)
+    if stream:
+        response = json.loads(reply.text.strip().split("data: ")[-1])["response"]
+    else:
+        response = reply.json()
+    calls = [
+        item["call_id"]
+        for item in response["output"]
+        if item["type"] == "function_call" and item["status"] == "completed"
+    ]
+    order.shuffle(calls)
+    more = [
+        *({"type": "function_call_output", "call_id": name, "output": name} for name in calls),
+        {"role": "user", "content": "⟦say ok⟧"},
+    ]
+    prompts = []
+    for again in (
+        {"input": more, "previous_response_id": response["id"]},
+        {"input": [*first, *response["output"], *more]},
+    ):
+        answer = parsing.post("/v1/responses", tools=TOOLS, **again)
+        assert answer.status_code == 200, answer.text
+        prompts.append(prompt(parsing))
+    if response["output"]:
+        assert prompts[0] == prompts[1]
