@@ -137,8 +137,13 @@ def test_a_choice_is_exact(llm, words):
 
 @pytest.mark.parametrize(
     "grammar",
-    ['root ::= "<" [a-c]+ ">" tail\ntail ::= "!"?', 'start: "<" /[a-c]+/ ">" "!"?'],
-    ids=["gbnf", "lark"],
+    [
+        'root ::= "<" [a-c]+ ">" tail\ntail ::= "!"?',
+        '# of two rules\n\nroot ::= "<" [a-c]+ tail\ntail ::= ">" "!"?',
+        'start: "<" /[a-c]+/ ">" "!"?',
+        '?start: "<" LETTER+ _end\n_end: ">" "!"?\nLETTER: /[a-c]/\n',
+        '// x ::= y\nLETTER: /[a-c]/\nstart: "<" LETTER+ ">" "!"?\n',
+    ],
 )
 def test_grammars(llm, grammar):
     rules = OutputRules(ebnf=grammar)

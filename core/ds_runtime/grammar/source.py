@@ -141,6 +141,9 @@ class Source:
 
 _PARAMETER_END = "</｜DSML｜parameter>"
 _DEFINITIONS = ("$defs", "definitions")
+_GBNF = re.compile(
+    r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE
+)  # a rule's name, and what Lark writes as ":"
 _NOTES = frozenset({"title", "description", "default", "examples", "$comment"})
 _PLAIN = frozenset({"type", "properties", "required", "additionalProperties", "$schema", "strict"})
 
@@ -208,6 +211,7 @@ def _library_grammar(rules: OutputRules) -> dict[str, Any]:
     try:
         if rules.regex is not None:
             return {"lark_grammar": f"start: /{regex_to_lark(rules.regex, 'dw')}/"}
-        return {"lark_grammar": grammar_from("ebnf", rules.ebnf or "")}
+        text = rules.ebnf or ""
+        return {"lark_grammar": grammar_from("ebnf" if _GBNF.search(text) else "lark", text)}
     except (ValueError, RecursionError) as e:
         raise RequestError(f"{rules.param}: {e}", rules.param) from e

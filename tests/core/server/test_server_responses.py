@@ -39,6 +39,7 @@ def test_create(client, parsing):
     usage = answer.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert usage.input_tokens_details.cached_tokens == 4
+    assert usage.input_tokens_details.cache_write_tokens == 0  # clients need the name
     assert (answer.temperature, answer.tool_choice, answer.store) == (0.5, "auto", True)
 
 
