@@ -1,5 +1,5 @@
-"""Writes docs/contracts.md, hooks.md, metrics.md, support.md and known-flags.md from the code;
---check only compares.
+"""Writes docs/contracts.md, hooks.md, metrics.md, support.md, known-flags.md and clients.md from
+the code; --check only compares.
 
 python tools/gen_docs.py [--check]
 """
@@ -10,6 +10,7 @@ import argparse
 import ast
 import importlib
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -221,7 +222,70 @@ SUPPORT_NOTE = """\
 def support_matrix() -> str:
     """What `ds-runtime conform --mode support` says of the plugins of the tree."""
     plugins = load_plugins(PLUGINS)
-    return SUPPORT_NOTE + support.as_markdown(support.matrix(plugins), plugins)
+    page = SUPPORT_NOTE + support.as_markdown(support.matrix(plugins), plugins)
+    said = ", ".join(" ".join(next(iter(told.items()))) for told in _clients().values())
+    return f"{page.rstrip()}\n\n{SUPPORT_CLIENTS}{said}. |\n"
+
+
+SUPPORT_CLIENTS = """\
+## Clients
+
+| what | ran, as it comes from its package |
+|---|---|
+| [clients of the HTTP API](clients.md) | """
+
+
+def clients() -> str:
+    """Which clients run, in which versions, and what each did."""
+    out = [CLIENTS_NOTE, "# Clients\n\n", CLIENTS_HEAD]
+    for client, told in _clients().items():
+        tree = ast.parse((CLIENTS / "uses" / f"use_{client}.py").read_text())
+        uses = ", ".join(_uses(tree))
+        numbers = ", ".join(f"{package} {number}" for package, number in told.items())
+        out.append(f"| {numbers} | {uses} |\n")
+    return "".join(out)
+
+
+CLIENTS = DOCS.parent / "tests" / "clients"
+CLIENTS_NOTE = "<!-- Written by tools/gen_docs.py from tests/clients. -->\n\n"
+CLIENTS_HEAD = """\
+These clients work as they come from their packages, without a patch or a plugin. Each ran against
+`ds-runtime serve` with the demo model, in an environment of its own. What each sent is in
+`tests/clients/recorded`, byte by byte, and the default tests send it again.
+
+The base URL is the server's with `/v1` for OpenAI's clients, and without it for Anthropic's, for
+guidellm and for SGLang's benchmark. Any key will do where the server has none.
+
+* lm-eval asks `/tokenizer_info`, and where it is answered takes the server's tokenizer, unless
+  `tokenizer_backend=huggingface` names another. With the server's it cannot render chats for
+  completions: it sends messages where `/tokenize` has a text.
+* Of SGLang's wheel the benchmark's files alone are laid out, as they are, with the one line that
+  they take from its engine, which needs CUDA to be imported.
+
+```console
+pytest -m clients tests/clients            # these versions
+pytest -m clients tests/clients --record   # the newest ones; versions and bytes are written down
+```
+
+| client | uses that ran |
+|---|---|
+"""
+
+
+def _clients() -> dict[str, dict[str, str]]:
+    """Versions by package, that of the client itself first."""
+    found: dict[str, dict[str, str]] = json.loads((CLIENTS / "versions.json").read_text())
+    return found
+
+
+def _uses(tree: ast.Module) -> list[str]:
+    """The names of the functions that are uses, as words."""
+    return [
+        node.name.replace("_", " ")
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if any(isinstance(mark, ast.Name) and mark.id == "use" for mark in node.decorator_list)
+    ]
 
 
 def known_flags() -> str:
@@ -288,6 +352,7 @@ def pages() -> dict[Path, str]:
         DOCS / "metrics.md": metrics(),
         DOCS / "support.md": support_matrix(),
         DOCS / "known-flags.md": known_flags(),
+        DOCS / "clients.md": clients(),
     }
 
 

@@ -125,6 +125,7 @@ def known_flags() -> set[str]:
 def tool_flags() -> set[str]:
     """Flags of the project's own scripts, of its pytest plugins and of .ci/run."""
     sources = [p for name in ("tools", "benchmarks", "tests") for p in ROOT.glob(f"{name}/*.py")]
+    sources += ROOT.glob("tests/*/conftest.py")
     found = {f for s in sources for f in re.findall(r'"(--[a-z-]+)"', s.read_text())}
     usage = re.findall(r"^# \.ci/run (--[a-z]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     return found | set(usage)
