@@ -88,11 +88,18 @@ class NamedEvents:
 
 
 class ChatFormat(Chunks):
-    """chat.completion and chat.completion.chunk."""
+    """chat.completion and chat.completion.chunk. ids: token ids stand beside the text."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, usage: Usage) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: bool,
+        usage: Usage,
+        ids: bool = False,
+    ) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._logprobs, self._usage = logprobs, usage
+        self._logprobs, self._usage, self._ids = logprobs, usage, ids
 
     def _head(self, run: Run, kind: str) -> Json:
         return {"id": run.id, "object": kind, "created": run.created, "model": self._model}
@@ -112,6 +119,7 @@ class ChatFormat(Chunks):
                 "logprobs": self._content(c.logprobs),
                 "finish_reason": c.finish_reason,
                 "stop_reason": c.stop_reason,
+                **(_all_ids(c, c.tokens) if self._ids else {}),
             }
             for c in run.choices
         ]
@@ -131,18 +139,23 @@ class ChatFormat(Chunks):
         used = run.usage(choice) if self._usage is Usage.EACH else None
         if piece.first:
             begin = {"role": "assistant", "content": ""}
-            head = self._chunk(run, [entry | {"delta": begin}], used and _before(used))
+            prompt = {"prompt_token_ids": choice.prompt.ids} if self._ids else {}
+            began = [entry | {"delta": begin} | prompt]
+            head = self._chunk(run, began, used and _before(used))
             if choice.params.prompt_logprobs is not None:
                 head["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, self._tokenizer)
             yield head
         logprobs = self._content(piece.logprobs) if piece.logprobs else None
         deltas = [delta for e in piece.events if (delta := _delta(e)) is not None]
-        for delta in deltas or ([{"content": ""}] if logprobs else []):
-            yield self._chunk(run, [entry | {"delta": delta, "logprobs": logprobs}], used)
-            logprobs = None
+        ids = {"token_ids": piece.tokens} if self._ids and piece.tokens else {}
+        bare = logprobs or (ids and piece.finish_reason is None)
+        for delta in deltas or ([{"content": ""}] if bare else []):
+            yield self._chunk(run, [entry | {"delta": delta, "logprobs": logprobs} | ids], used)
+            logprobs, ids = None, {}
         if piece.finish_reason is not None:
             end: Json = {"delta": {}, "finish_reason": piece.finish_reason}
-            yield self._chunk(run, [entry | end | {"stop_reason": piece.stop_reason}], used)
+            stop = {"stop_reason": piece.stop_reason}
+            yield self._chunk(run, [entry | end | stop | ids], used)
 
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""
@@ -156,6 +169,11 @@ def _before(used: Json) -> Json:
     if "completion_tokens_details" in used:
         none["completion_tokens_details"] = {"reasoning_tokens": 0}
     return used | none
+
+
+def _all_ids(choice: Choice, tokens: list[int]) -> Json:
+    """The prompt's ids and the answer's `tokens`."""
+    return {"prompt_token_ids": choice.prompt.ids, "token_ids": tokens}
 
 
 def _message(choice: Choice) -> Json:
@@ -197,7 +215,7 @@ def _delta(event: Event) -> Json | None:
 
 class CompletionFormat(Chunks):
     """text_completion, whole and streamed. `echo` puts the prompt before the text; `alone`: instead
-    of it, as if no token had been made."""
+    of it, as if no token had been made. ids: token ids stand beside the text."""
 
     def __init__(
         self,
@@ -207,8 +225,9 @@ class CompletionFormat(Chunks):
         usage: Usage,
         echo: bool,
         alone: bool = False,
+        ids: bool = False,
     ) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._model, self._tokenizer, self._ids = model, tokenizer, ids
         self._logprobs, self._usage, self._echo, self._alone = logprobs, usage, echo, alone
         self._streams: dict[int, CompletionLogprobs] = {}
 
@@ -243,7 +262,8 @@ class CompletionFormat(Chunks):
                 state.add([] if self._alone else c.logprobs)
                 logprobs = state.take()
             text = self._prefix(c) + ("" if self._alone else c.text)
-            choices.append(self._choice(c, text, logprobs, c.finish_reason))
+            ids = _all_ids(c, [] if self._alone else c.tokens) if self._ids else {}
+            choices.append(self._choice(c, text, logprobs, c.finish_reason) | ids)
         return self._head(run) | {"choices": choices, "usage": self._used(run)}
 
     def _used(self, run: Run, only: Choice | None = None) -> Json:
@@ -274,9 +294,9 @@ class CompletionFormat(Chunks):
         return out if self._usage is Usage.NONE else out | {"usage": usage}
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
-        """One chunk per piece that has text or ends the choice."""
+        """One chunk per piece that has text, or ids where they are wanted, or ends the choice."""
         if self._alone:
-            piece = piece._replace(text="", logprobs=[])
+            piece = piece._replace(text="", tokens=[], logprobs=[])
         text = self._prefix(choice) + piece.text if piece.first else piece.text
         logprobs = None
         if self._logprobs:
@@ -285,10 +305,13 @@ class CompletionFormat(Chunks):
             state = self._streams[choice.index]
             state.add(piece.logprobs)
             logprobs = state.take()
-        if text or logprobs or piece.finish_reason is not None:
+        ids: Json = {"token_ids": piece.tokens} if self._ids and piece.tokens else {}
+        if self._ids and piece.first:
+            ids = _all_ids(choice, piece.tokens)
+        if text or logprobs or ids or piece.finish_reason is not None:
             used = self._used(run, choice) if self._usage is Usage.EACH else None
             entry = self._choice(choice, text, logprobs, piece.finish_reason)
-            yield self._chunk(run, [entry], used)
+            yield self._chunk(run, [entry | ids], used)
 
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""

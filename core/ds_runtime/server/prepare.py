@@ -139,7 +139,7 @@ def chat_job(
     )
     if form is None:
         name, usage = adapter or model.name, _streamed_usage(body)
-        form = ChatFormat(name, tokenizer, bool(body.logprobs), usage)
+        form = ChatFormat(name, tokenizer, bool(body.logprobs), usage, bool(body.return_token_ids))
     prompt = chat_prompt(body, model.template, tokenizer, ready)
     params = replace(params, rules=chat_rules(body, model.parsers, prompt.text or ""))
     prompts = [(prompt, fitted(service, params, prompt, "messages", clamp))]
@@ -203,7 +203,15 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
         prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
     )
     usage, wished = _streamed_usage(body), body.logprobs is not None
-    form = CompletionFormat(adapter or model.name, tokenizer, wished, usage, bool(body.echo), alone)
+    form = CompletionFormat(
+        adapter or model.name,
+        tokenizer,
+        wished,
+        usage,
+        bool(body.echo),
+        alone,
+        bool(body.return_token_ids),
+    )
     special = body.add_special_tokens is not False
     prompts = [
         (prompt, fitted(service, params, prompt, "prompt"))

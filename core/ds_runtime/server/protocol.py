@@ -84,6 +84,7 @@ class OpenAIRequest(Sampling):
     priority: Priority | None = None
     rid: Rid | None = None
     cache_salt: CacheSalt | None = None
+    return_token_ids: bool | None = None
 
 
 class TextPart(BaseModel):
