@@ -27,6 +27,7 @@ from ds_runtime.bench.serving.client import Target
 from ds_runtime.bench.serving.load import Load
 from ds_runtime.bench.serving.measure import Asked, measure
 from ds_runtime.bench.serving.prompts import Prompt
+from ds_runtime.bench.serving.sessions import Session
 
 REQUESTS = 256  # in a run, at least
 RUNS = 3  # after a warm-up; the median counts
@@ -69,7 +70,7 @@ async def _online(args: argparse.Namespace, url: str, clients: int) -> dict[str,
         found = []
         for seed in range(RUNS + 1):  # the first warms up
             ids = prompts(_count(clients), args.input_len, vocab, 1000 * clients + seed)
-            given = [Prompt(args.output_len, ids=tuple(each)) for each in ids]
+            given = [Session(Prompt(args.output_len, ids=tuple(each))) for each in ids]
             report = (await measure(target, asked, given, load)).report
             assert report["failed"] == 0, report
             found.append(report)

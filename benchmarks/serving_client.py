@@ -19,6 +19,7 @@ from ds_runtime.bench.serving.client import Target
 from ds_runtime.bench.serving.load import Load
 from ds_runtime.bench.serving.measure import Asked, measure
 from ds_runtime.bench.serving.prompts import Prompt
+from ds_runtime.bench.serving.sessions import Session
 
 _CHUNK = {
     "id": "chatcmpl-0123456789abcdef0123456789abcdef",
@@ -73,7 +74,7 @@ def main() -> int:
     child = context.Process(target=_child, args=(sock, args.events), daemon=True)
     child.start()
     target = Target(f"http://127.0.0.1:{sock.getsockname()[1]}")
-    prompts = [Prompt(args.events, text="x")] * (4 * args.streams)
+    prompts = [Session(Prompt(args.events, text="x"))] * (4 * args.streams)
     load = Load(concurrency=args.streams)
     report = uvloop.run(measure(target, Asked(model="null"), prompts, load)).report
     child.terminate()

@@ -27,6 +27,7 @@ from ds_runtime.bench.serving.client import Target
 from ds_runtime.bench.serving.load import Load
 from ds_runtime.bench.serving.measure import CHAT, Asked, Measured, measure
 from ds_runtime.bench.serving.prompts import Prompt
+from ds_runtime.bench.serving.sessions import Session
 
 RESULTS = Path(__file__).with_name("results") / "under_load.jsonl"
 
@@ -68,7 +69,7 @@ class Health:
 async def _measure(url: str, asked: Asked, load: Load, count: int) -> Measured:
     target = Target(url)
     try:
-        return await measure(target, asked, prompts(count), load)
+        return await measure(target, asked, [Session(p) for p in prompts(count)], load)
     finally:
         target.close()
 

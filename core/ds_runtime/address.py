@@ -20,26 +20,27 @@ class Address(NamedTuple):
     prefix: str
 
     @staticmethod
-    def of(base_url: str) -> Address:
-        """Raises ConfigError for what is no http or https URL, or has a query."""
+    def of(base_url: str, flag: str = "--base-url") -> Address:
+        """Raises ConfigError, which names `flag`, for what is no http or https URL, or has a
+        query."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise ConfigError(
-                f"--base-url {base_url!r}: write scheme and host, like http://127.0.0.1:30000, "
+                f"{flag} {base_url!r}: write scheme and host, like http://127.0.0.1:30000, "
                 "with or without /v1"
             )
         try:
             port = parts.port
         except ValueError as e:
-            raise ConfigError(f"--base-url {base_url!r}: {e}") from e
+            raise ConfigError(f"{flag} {base_url!r}: {e}") from e
         netloc, prefix = parts.netloc.rpartition("@")[2], parts.path.rstrip("/")
         return Address(
             parts.scheme == "https", parts.hostname, port, netloc, prefix.removesuffix("/v1")
         )
 
 
-def checked_key(api_key: str | None) -> str | None:
-    """The key, if a header can carry it; else raises ConfigError."""
+def checked_key(api_key: str | None, flag: str = "--api-key") -> str | None:
+    """The key, if a header can carry it; else raises ConfigError, which names `flag`."""
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("--api-key: must be printable ASCII, on one line")
+        raise ConfigError(f"{flag}: must be printable ASCII, on one line")
     return api_key

@@ -16,13 +16,18 @@ from ds_runtime.spelling import add_spellings
 
 if TYPE_CHECKING:
     from ds_runtime.bench.serving.measure import Asked, Measured
-    from ds_runtime.bench.serving.prompts import Prompt
+    from ds_runtime.bench.serving.sessions import Session
 
 ABOUT = """\
 Sends prompts to a running server, open loop (--request-rate) or closed (--max-concurrency), and
-reports what its clients feel. Works with every server that speaks OpenAI's API.
+reports what its clients feel. Works with every server that speaks OpenAI's API. Agents
+(--dataset-name agent) come in sessions of many turns; rate and concurrency are then those of
+sessions. --compare takes turns with a second server.
 """
-_LIMITED = ("ttft", "tpot", "e2el")
+_LIMITED = ("ttft", "itl", "tpot", "e2el")
+_ROUNDS = 5
+_SHARED = {"agent": (6000, 1)}  # --prefix-len and --num-prefixes by dataset
+_OTHERS = (1024, 8)
 
 
 def add(kinds: _SubParsersAction[Any]) -> None:
@@ -41,29 +46,46 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     )
     group.add_argument("--model", metavar="NAME", help="in the API (default: the first it offers)")
     group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token; not reported")
+    group.add_argument(
+        "--flush-cache", action="store_true", help="empty its prefix cache before the load"
+    )
+    group = parser.add_argument_group("beside another server")
+    group.add_argument(
+        "--compare", metavar="URL", help="take turns with it; medians of both, and their ratios"
+    )
+    group.add_argument("--compare-api-key", metavar="KEY", help="of --compare; not reported")
+    group.add_argument(
+        "--rounds", type=int, metavar="N", help=f"of both, each with its own seed ({_ROUNDS})"
+    )
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate",
         type=float,
         default=math.inf,
         metavar="R",
-        help="per second (default: inf)",
+        help="sessions per second, each of one request but for agents (default: inf)",
     )
     group.add_argument(
         "--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; less: bursts (1)"
     )
     group.add_argument(
-        "--max-concurrency", "--concurrency", type=int, metavar="N", help="at most so many at once"
+        *("--max-concurrency", "--concurrency"),
+        type=int,
+        metavar="N",
+        help="at most so many sessions at once",
     )
     group.add_argument(
-        "--num-prompts", type=int, metavar="N", help="requests (default: 100; custom: the file's)"
+        *("--num-prompts",),
+        type=int,
+        metavar="N",
+        help="requests; agent: sessions (default: 100; custom: the file's)",
     )
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="before it (1)")
     group.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="per request (600)"
     )
     group = parser.add_argument_group("prompts")
-    names = ("random", "shared-prefix", "custom")
+    names = ("random", "shared-prefix", "agent", "custom")
     group.add_argument("--dataset-name", default="random", choices=names, help="(%(default)s)")
     group.add_argument("--dataset-path", metavar="FILE", help="custom: JSONL, prompt or messages")
     group.add_argument(
@@ -88,9 +110,32 @@ def add(kinds: _SubParsersAction[Any]) -> None:
         help="lengths are drawn from X of these to all of them (1: as long as asked)",
     )
     group.add_argument(
-        "--prefix-len", type=int, default=1024, metavar="N", help="shared tokens (1024)"
+        *("--prefix-len",),
+        type=int,
+        metavar="N",
+        help="shared tokens (1024); agent: of system prompt and tools (6000)",
     )
-    group.add_argument("--num-prefixes", type=int, default=8, metavar="N", help="beginnings (8)")
+    group.add_argument(
+        "--num-prefixes", type=int, metavar="N", help="beginnings (8); agent: system prompts (1)"
+    )
+    group.add_argument(
+        "--num-turns", type=int, default=20, metavar="N", help="agent: requests of a session (20)"
+    )
+    group.add_argument(
+        "--tool-result-len",
+        nargs=2,
+        type=int,
+        default=[200, 2000],
+        metavar=("LOW", "HIGH"),
+        help="agent: tokens of each (200 2000)",
+    )
+    group.add_argument(
+        "--think-time",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="agent: mean seconds between an answer and the next turn (1)",
+    )
     group.add_argument(
         "--tokenizer", metavar="PATH", help="exact lengths (default: English words, about a token)"
     )
@@ -102,11 +147,18 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     group.add_argument("--disable-stream", action="store_true", help="whole answers")
     group = parser.add_argument_group("results")
     group.add_argument(
-        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="ttft, tpot, e2el limits"
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="limits of ttft, itl, tpot, e2el",
     )
     group.add_argument("--json", action="store_true", help="one JSON line")
     group.add_argument("--output-file", metavar="FILE", help="append that line to FILE")
     group.add_argument("--plot", metavar="FILE", help="write an SVG")
+    group.add_argument(
+        "--save-token-ids", metavar="FILE", help="write every request's, for trace_bound.py"
+    )
     parser.set_defaults(run=run)
 
 
@@ -118,50 +170,103 @@ def run(args: Namespace) -> int:
     from ds_runtime.bench.serving.measure import Asked
 
     limits = goodput(args.goodput)
-    asked = Asked(args.endpoint, args.model, not args.disable_stream, _extra(args))
-    prompts = prompts_of(args, asked.chat)
-    from ds_runtime.bench.record import append
-    from ds_runtime.bench.serving.plot import svg
-    from ds_runtime.bench.serving.report import render
-
-    measured = _measure(args, asked, prompts, limits)
-    report = measured.report
-    report["command"] = command()
-    try:
-        if args.output_file:
-            append(Path(args.output_file), report)
-        if args.plot:
-            Path(args.plot).write_text(svg(report, measured.answers, measured.begin))
-    except OSError as e:
-        raise ConfigError(f"--output-file or --plot: {e}") from e
-    print(json.dumps(report) if args.json else render(report))
+    ids = args.dataset_name == "agent" or args.save_token_ids is not None
+    asked = Asked(args.endpoint, args.model, not args.disable_stream, ids, _extra(args))
+    report, said = (_compare if args.compare else _one)(args, asked, limits)
+    print(json.dumps(report) if args.json else said)
     return 1 if report["failed"] else 0
 
 
-def _measure(
-    args: Namespace, asked: Asked, prompts: Sequence[Prompt], limits: Mapping[str, float]
-) -> Measured:
+def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+    """The report of one server, for programs and for people."""
     import uvloop
 
+    from ds_runtime.bench.serving import hits, plot, report
+
+    measured = uvloop.run(_measure(args, asked, limits, args.base_url, args.api_key, 0))
+    found = measured.report
+    found["command"] = command()
+    if args.save_token_ids and not all(a.has_ids for a in measured.warm):
+        raise ConfigError(
+            f"--save-token-ids: {args.base_url} returns no token ids (return_token_ids)"
+        )
+    try:
+        _keep(args, found)
+        if args.plot:
+            Path(args.plot).write_text(plot.svg(found, measured.answers, measured.begin))
+        if args.save_token_ids:
+            hits.save(Path(args.save_token_ids), measured.warm, measured.answers)
+    except OSError as e:
+        raise ConfigError(f"--output-file, --plot or --save-token-ids: {e}") from e
+    return found, report.render(found, hits.render(found))
+
+
+def _compare(
+    args: Namespace, asked: Asked, limits: Mapping[str, float]
+) -> tuple[dict[str, Any], str]:
+    """The report of two servers, for programs and for people."""
+    import uvloop
+
+    from ds_runtime.address import Address, checked_key
+    from ds_runtime.bench.record import environment
+    from ds_runtime.bench.serving import compare
+
+    sides = dict(zip(compare.SIDES, (args.base_url, args.compare), strict=True))
+    keys = dict(zip(compare.SIDES, (args.api_key, args.compare_api_key), strict=True))
+    Address.of(args.base_url)  # what is none ends it here, and is no error of a round
+    Address.of(args.compare, "--compare")
+    checked_key(args.api_key)
+    checked_key(args.compare_api_key, "--compare-api-key")
+
+    async def measure(side: str, number: int) -> dict[str, Any]:
+        measured = await _measure(args, asked, limits, sides[side], keys[side], number)
+        return measured.report
+
+    found = uvloop.run(compare.compare([*sides.values()], args.rounds or _ROUNDS, measure))
+    found |= {"command": command(), **environment()}
+    try:
+        _keep(args, found)
+    except OSError as e:
+        raise ConfigError(f"--output-file: {e}") from e
+    return found, compare.render(found)
+
+
+def _keep(args: Namespace, report: dict[str, Any]) -> None:
+    from ds_runtime.bench.record import append
+
+    if args.output_file:
+        append(Path(args.output_file), report)
+
+
+async def _measure(
+    args: Namespace,
+    asked: Asked,
+    limits: Mapping[str, float],
+    url: str,
+    key: str | None,
+    number: int,
+) -> Measured:
+    """Round `number` of a server, with a seed of its own."""
     from ds_runtime.bench.serving.client import Target
     from ds_runtime.bench.serving.load import Load
     from ds_runtime.bench.serving.measure import measure
 
-    load = Load(args.request_rate, args.max_concurrency, args.burstiness, args.seed)
-
-    async def main() -> Measured:
-        target = Target(args.base_url, args.api_key, args.timeout)
-        try:
-            return await measure(target, asked, prompts, load, limits, args.num_warmups)
-        finally:
-            target.close()
-
-    return uvloop.run(main())
+    seed = args.seed + number
+    load = Load(args.request_rate, args.max_concurrency, args.burstiness, seed)
+    sessions = sessions_of(args, asked.chat, seed)
+    target = Target(url, key, args.timeout)
+    try:
+        return await measure(
+            target, asked, sessions, load, limits, args.num_warmups, args.flush_cache
+        )
+    finally:
+        target.close()
 
 
 def _check(args: Namespace) -> None:
     """ConfigError for the first flag out of bounds."""
-    for name in ("max_concurrency", "num_prompts", "input_len", "output_len", "num_prefixes"):
+    counts = ("max_concurrency", "num_prompts", "input_len", "output_len", "num_prefixes")
+    for name in (*counts, "num_turns", "rounds"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
@@ -170,8 +275,17 @@ def _check(args: Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(args, name):g}: must be above 0"
             )
-    if args.prefix_len < 0 or args.num_warmups < 0:
-        raise ConfigError("--prefix-len and --num-warmups: must be at least 0")
+    for name in ("prefix_len", "num_warmups", "think_time"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be at least 0")
+    low, high = args.tool_result_len
+    if not 1 <= low <= high:
+        raise ConfigError(f"--tool-result-len {low} {high}: write the least, from 1, and the most")
+    if args.compare is None and (args.rounds is not None or args.compare_api_key is not None):
+        raise ConfigError("--rounds and --compare-api-key: need --compare URL")
+    if args.compare is not None and (args.plot or args.save_token_ids):
+        raise ConfigError("--plot and --save-token-ids: are of one server; leave --compare out")
     if not 0 <= args.random_range_ratio <= 1:
         raise ConfigError(f"--random-range-ratio {args.random_range_ratio:g}: from 0 to 1")
     if not args.endpoint.endswith(("/chat/completions", "/completions")):
@@ -183,7 +297,7 @@ def _check(args: Namespace) -> None:
 
 
 def goodput(words: Sequence[str]) -> dict[str, float]:
-    """Limits in ms, from words like ttft:200."""
+    """Limits in ms, from words like ttft:500."""
     limits = {}
     for word in words:
         name, _, value = word.partition(":")
@@ -193,7 +307,7 @@ def goodput(words: Sequence[str]) -> dict[str, float]:
             limits[name] = math.nan
         if name not in _LIMITED or not limits[name] > 0:
             raise ConfigError(
-                f"--goodput {word}: write NAME:MS with ttft, tpot or e2el, like ttft:200 tpot:50"
+                f"--goodput {word}: write NAME:MS, like ttft:500 itl:50; also tpot and e2el"
             )
     return limits
 
@@ -215,32 +329,53 @@ def _extra(args: Namespace) -> dict[str, Any]:
     return extra | more
 
 
-def prompts_of(args: Namespace, chat: bool) -> list[Prompt]:
+def sessions_of(args: Namespace, chat: bool, seed: int) -> list[Session]:
     """What is sent, in order."""
     from ds_runtime.bench.serving import prompts
+    from ds_runtime.bench.serving.sessions import Agent, Session, agent_sessions
 
     if args.dataset_name == "custom":
-        return prompts.from_file(Path(args.dataset_path), args.num_prompts, args.output_len, chat)
+        path = Path(args.dataset_path)
+        found = prompts.from_file(path, args.num_prompts, args.output_len, chat)
+        return [Session(prompt) for prompt in found]
     tokenizer = None
     if args.tokenizer is not None:
         from ds_runtime.model.hub import resolve_model
         from ds_runtime.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(resolve_model(args.tokenizer))
-    words, count = prompts.Words(args.seed, tokenizer, chat), args.num_prompts or 100
+    words, count = prompts.Words(seed, tokenizer, chat), args.num_prompts or 100
+    usual = _SHARED.get(args.dataset_name, _OTHERS)
+    shared = usual[0] if args.prefix_len is None else args.prefix_len
+    prefixes = args.num_prefixes or usual[1]
+    if args.dataset_name == "agent":
+        agent = Agent(
+            turns=args.num_turns,
+            shared=shared,
+            question=args.input_len,
+            answer=args.output_len,
+            result=tuple(args.tool_result_len),
+            pause=args.think_time,
+        )
+        return agent_sessions(words, count, prefixes, agent, chat)
     if args.dataset_name == "random":
         ratio = args.random_range_ratio
-        return prompts.random_prompts(words, count, args.input_len, args.output_len, ratio)
-    lengths = args.prefix_len, args.num_prefixes, args.input_len, args.output_len
-    return prompts.shared_prefix(words, count, *lengths)
+        made = prompts.random_prompts(words, count, args.input_len, args.output_len, ratio)
+    else:
+        lengths = shared, prefixes, args.input_len, args.output_len
+        made = prompts.shared_prefix(words, count, *lengths)
+    return [Session(prompt) for prompt in made]
 
 
 def command() -> str:
     """The command line, without the key."""
     words = ["ds-runtime", *sys.argv[1:]]
     for i, word in enumerate(words):
-        if word.startswith("--api-key="):
-            words[i] = "--api-key=***"
-        elif word == "--api-key" and words[i + 1 :]:
+        name, given, _ = word.partition("=")
+        if name not in ("--api-key", "--compare-api-key"):
+            continue
+        if given:
+            words[i] = f"{name}=***"
+        elif words[i + 1 :]:
             words[i + 1] = "***"
     return " ".join(words)

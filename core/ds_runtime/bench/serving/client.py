@@ -11,72 +11,17 @@ import contextlib
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httptools
 import msgspec
 
 from ds_runtime.address import Address, checked_key
+from ds_runtime.bench.serving.answer import Answer, decode
 from ds_runtime.errors import ConfigError
 
 _ERROR_BYTES = 2000  # of a refusal's body, for its message
 _SHOWN = 100  # bytes of a body that is no completion
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # newer name of the same
-    tool_calls: list[Any] | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta | None = None
-    message: _Delta | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(_Chunk).decode
-
-
-@dataclass(slots=True)
-class Answer:
-    """What came of one request. Times in seconds of time.perf_counter.
-
-    `events` are (time, tokens so far) of the events that brought output; tokens are None where the
-    server counts them only at the end. `late`: seconds that the client sent it after its time.
-    `choices`: whether there were any; without, it is no completion.
-    """
-
-    begin: float
-    late: float = 0.0
-    end: float = 0.0
-    status: int = 0
-    error: str | None = None
-    events: list[tuple[float, int | None]] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    finish_reason: str | None = None
-    choices: bool = False
-
-    @property
-    def text(self) -> str:
-        """Reasoning and answer, as they came."""
-        return "".join(self.parts)
 
 
 class Target:
@@ -109,7 +54,12 @@ class Target:
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """(status, body); ConfigError when the server cannot be reached."""
-        head = f"GET {self._prefix}{path} HTTP/1.1\r\n{self._fixed}\r\n"
+        return await self.call("GET", path)
+
+    async def call(self, method: str, path: str) -> tuple[int, bytes]:
+        """The same of any method, without a body."""
+        length = "" if method == "GET" else "Content-Length: 0\r\n"
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._fixed}{length}\r\n"
         answer, body = await self._exchange(head.encode(), 0.0)
         if answer.status == 0:
             raise ConfigError(
@@ -263,50 +213,23 @@ class _Connection(asyncio.Protocol):
         if data == b"[DONE]":
             self._ended = True
             return
-        chunk, answer = _decode(data), self._answer
+        chunk, answer = decode(data), self._answer
         if chunk.error is not None:
             answer.error = f"error in the stream: {_message(data)}"
             return
-        answer.choices = answer.choices or bool(chunk.choices)
-        count = self._usage(chunk.usage)
-        if self._take(chunk):
-            answer.events.append((self._now, count))
+        answer.take(chunk, self._now)
 
     def _whole(self, body: bytes) -> None:
         """An answer that is not streamed."""
         try:
-            chunk = _decode(body)
+            chunk = decode(body)
         except msgspec.MsgspecError as e:
             raise _BrokenError(f"the answer is not as OpenAI's servers write it: {e}") from e
         if chunk.error is not None:
             self._answer.error = f"an error with status 200: {_message(body)}"
             return
-        self._answer.choices = bool(chunk.choices)
-        self._usage(chunk.usage)
-        self._take(chunk)
-
-    def _usage(self, usage: _Usage | None) -> int | None:
-        if usage is None:
-            return None
-        self._answer.prompt_tokens = usage.prompt_tokens
-        self._answer.output_tokens = usage.completion_tokens
-        return usage.completion_tokens
-
-    def _take(self, chunk: _Chunk) -> bool:
-        """Keep the text; whether there was output at all."""
-        found, answer = False, self._answer
-        for choice in chunk.choices:
-            delta = choice.delta or choice.message
-            texts = [choice.text]
-            if delta is not None:
-                texts = [delta.reasoning_content or delta.reasoning, delta.content]
-                found = found or bool(delta.tool_calls)
-            for text in texts:
-                if text:
-                    answer.parts.append(text)
-                    found = True
-            answer.finish_reason = choice.finish_reason or answer.finish_reason
-        return found
+        self._answer.take(chunk, self._now)
+        self._answer.events.clear()  # nothing came before the end
 
 
 def _fault(answer: Answer, body: bytes) -> str | None:

@@ -26,19 +26,22 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one request sends: `text`, `ids` or `messages`, and how much is to come back."""
+    """What one request sends: `text`, `ids` or `messages` with `tools`, and how much is to come
+    back."""
 
     max_tokens: int
     text: str = ""
     ids: tuple[int, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
     def body(self, chat: bool) -> dict[str, Any]:
         """The fields of a request for chat, or for completions."""
         if not chat:
             return {"prompt": list(self.ids) or self.text, "max_tokens": self.max_tokens}
         messages = list(self.messages) or [{"role": "user", "content": self.text}]
-        return {"messages": messages, "max_tokens": self.max_tokens}
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return {"messages": messages, "max_tokens": self.max_tokens, **tools}
 
 
 class Words:
@@ -62,14 +65,33 @@ class Words:
             return self._draw.choices(self._words, k=length)
         return self._draw.choices(self._ids, k=length)
 
+    def name(self) -> str:
+        """Of a function or an argument."""
+        return "_".join(self._draw.choices(self._words, k=2))
+
+    def between(self, low: int, high: int) -> int:
+        """Uniform, both included."""
+        return self._draw.randint(low, high)
+
+    def pause(self, mean: float) -> float:
+        """Exponentially distributed; 0 for a mean of 0."""
+        return self._draw.expovariate(1 / mean) if mean else 0.0
+
+    def count(self, text: str) -> int:
+        """Tokens of a text; without a tokenizer four characters are one."""
+        return len(text) // 4 if self._tokenizer is None else len(self._tokenizer.encode(text))
+
+    def text(self, tokens: Sequence[int] | Sequence[str]) -> str:
+        """What was drawn, as text."""
+        if self._tokenizer is None:
+            return " ".join(str(t) for t in tokens)
+        return self._tokenizer.decode([int(t) for t in tokens])
+
     def prompt(self, tokens: Sequence[int] | Sequence[str], max_tokens: int) -> Prompt:
         """Completions take ids as they are; chat takes text, whose length a template changes."""
-        if self._tokenizer is None:
-            return Prompt(max_tokens, text=" ".join(str(t) for t in tokens))
-        ids = [int(t) for t in tokens]
-        if not self._chat:
-            return Prompt(max_tokens, ids=tuple(ids))
-        return Prompt(max_tokens, text=self._tokenizer.decode(ids))
+        if self._tokenizer is None or self._chat:
+            return Prompt(max_tokens, text=self.text(tokens))
+        return Prompt(max_tokens, ids=tuple(int(t) for t in tokens))
 
     def shuffle(self, prompts: list[Prompt]) -> None:
         """In place."""
