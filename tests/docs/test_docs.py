@@ -211,10 +211,10 @@ def test_figures_of_an_h200_are_those_of_a_record() -> None:
     (row,) = re.findall(r"^\| v3-slice \| (.*) \|$", page, re.MULTILINE)
     said = [float(n.replace(",", "")) for n in row.split(" | ")]
     lines = (ROOT / "benchmarks/results/device_decode.jsonl").read_text().splitlines()
-    commit = re.search(r"of commit (\w{7})", page)[1]
+    commit = re.search(r", commit (\w{7}):", page)[1]
     (record,) = [r for r in map(json.loads, lines) if r["commit"] == commit]
     assert record["device"] == "NVIDIA H200" and record["command"] in page
-    assert f"torch {record['versions']['torch']}" in page
+    assert f"One H200, torch {record['versions']['torch']}, " in page
     steps = {s["batch"]: s for s in record["steps"] if "batch" in s}
     assert said[:5] == [round(steps[n]["step_ms"], 3) for n in (1, 8, 32, 64, 128)]
     assert said[5] == round(steps[32]["prefill_tokens_per_s"])

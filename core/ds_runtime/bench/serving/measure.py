@@ -21,7 +21,7 @@ from ds_runtime.errors import ConfigError
 CHAT = "/v1/chat/completions"
 _COUNTED = {"include_usage": True, "continuous_usage_stats": True}  # tokens of every event
 _PLAIN = {"include_usage": True}
-_FLUSHES = ("/flush_cache", "/reset_prefix_cache")  # SGLang's route, which is ours, and vLLM's
+_FLUSHES = ("/flush_cache", "/reset_prefix_cache")  # ours first; the other is another engine's
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,92 @@
+"""The tables of README.md with figures, from the records.
+
+python benchmarks/readme_tables.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "README.md"
+SHAPES = {
+    "lite-8": "lite-8 (V2-Lite shape, 8 layers, 9.2 GB)",
+    "tiny-v3": "tiny-v3 (6 MB)",
+}
+DECODE = "benchmarks/device_decode.py v3-slice --prompts 512 --batch 1 8 32 64 128"
+Rows = Sequence[Mapping[str, Any]]
+
+
+def beside_transformers(rows: Rows) -> str:
+    """The last record of each shape and batch."""
+    last = {(r["model"], r["batch_size"]): r for r in rows}
+    lines = [
+        "| checkpoint, BF16 | batch | decode, tokens/s | transformers | ratio | prefill ratio |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for model, name in SHAPES.items():
+        for batch in sorted(b for m, b in last if m == model):
+            r = last[model, batch]
+            own, other = (r["decode_tokens_per_s"][e] for e in ("ds-runtime", "transformers"))
+            ratios = f"{r['decode_ratio']:.1f} | {r['prefill_ratio']:.1f}"
+            lines.append(f"| {name} | {batch} | {_rate(own)} | {_rate(other)} | {ratios} |")
+            name = ""
+    return "\n".join(lines).replace("|  |", "| |") + "\n"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
+def on_a_device(rows: Rows) -> str:
+    """The last record of the command that stands below the table, and what it ran with."""
+    r = [r for r in rows if r.get("command") == DECODE][-1]
+    steps = {s["batch"]: s for s in r["steps"] if "batch" in s}
+    versions = {"torch": "torch", "triton": "Triton"}
+    ran = [f"{name} {r['versions'][key]}" for key, name in versions.items() if key in r["versions"]]
+    times = " | ".join(f"{step['step_ms']:.3f}" for step in steps.values())
+    device = r["device"].removeprefix("NVIDIA ")
+    return "\n".join(
+        [
+            f"One {device}, {', '.join(ran)}, commit {r['commit'][:7]}:",
+            "",
+            f"| checkpoint, FP8 | {' | '.join(map(str, steps))} requests "
+            "| prompts of 32, tokens/s |",
+            f"|---|{'---:|' * len(steps)}---:|",
+            f"| {r['model']} | {times} | {steps[32]['prefill_tokens_per_s']:,.0f} |",
+            "",
+        ]
+    )
+
+
+def read(name: str) -> Rows:
+    """A file of records."""
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+def page(text: str) -> str:
+    """The page with its tables made anew."""
+    made = {
+        "transformers": beside_transformers(read("compare_transformers.jsonl")),
+        "device": on_a_device(read("device_decode.jsonl")),
+    }
+    for name, table in made.items():
+        between = re.compile(rf"(?<=<!-- {name} -->\n).*(?=<!-- /{name} -->)", re.DOTALL)
+        text, found = between.subn(lambda _, table=table: table, text)
+        assert found == 1, f"README.md: {found} places for {name}"
+    return text
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
