@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+import shlex
+import sys
 from pathlib import Path
 
+from ds_runtime.cli import build_parser
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # scripts there import each other
+AGENTS = runpy.run_path(str(BENCHMARKS / "agent_hits.py"))
 FORMATS = runpy.run_path(str(BENCHMARKS / "demo_formats.py"))
+README = runpy.run_path(str(BENCHMARKS / "readme_tables.py"))
 TABLES = runpy.run_path(str(BENCHMARKS / "tables.py"))
 
 
@@ -26,6 +34,33 @@ def test_the_demos_table_of_formats_is_made_from_the_records():
     for name, row in rows.items():
         lost = 100 * (FORMATS["share"](rows["bf16"]) - FORMATS["share"](row))
         assert lost <= (0.5 if name in ("fp8", "int8", "mxfp8") else 3), name
+
+
+def test_the_readmes_tables_are_made_from_the_records():
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    assert README["page"](text) == text
+    altered = text.replace("| 24.3 |", "| 99.9 |").replace("| 1.142 |", "| 0.001 |")
+    assert altered != text and README["page"](altered) == text
+
+
+def test_the_table_of_agents_is_made_from_the_records():
+    lines = (BENCHMARKS / "results/agent_hits.jsonl").read_text().splitlines()
+    text = (BENCHMARKS / "serving.md").read_text()
+    assert AGENTS["page"](text, lines) == text
+    for (_, halved), row in AGENTS["rows_of"](lines).items():
+        assert row["failed"] == 0 and row["completed"] == 20 * row["sessions"]
+        assert row["cached_tokens"] <= row["bound_tokens"]
+        assert halved or row["kv_tokens"] > row["held_tokens"]
+        assert halved or row["share_of_bound"] >= 0.98
+
+
+def test_our_commands_beside_other_engines_are_commands():
+    text = (BENCHMARKS / "serving.md").read_text()
+    parser, _ = build_parser()
+    lines = re.findall(r"^ds-runtime (.*)$", text, re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        parser.parse_args(shlex.split(line))
 
 
 def test_the_last_record_of_a_run_counts():
