@@ -71,15 +71,13 @@ def rows_of(lines: Sequence[str]) -> dict[tuple[int, bool], Mapping[str, Any]]:
 def table(rows: Mapping[tuple[int, bool], Mapping[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| sessions at once | memory | hits | the trace allows | share | p50 first token, ms |",
-        "|---:|---|---:|---:|---:|---:|",
+        "| sessions at once | memory | hits | the trace allows | share |",
+        "|---:|---|---:|---:|---:|",
     ]
     for (concurrency, halved), row in rows.items():
         memory = "half of the trace" if halved else "all of the trace"
         rates = (f"{row[n]:.2%}" for n in ("prefix_hit_rate", "bound_hit_rate", "share_of_bound"))
-        lines.append(
-            f"| {concurrency} | {memory} | {' | '.join(rates)} | {row['p50_ttft_ms']:.0f} |"
-        )
+        lines.append(f"| {concurrency} | {memory} | {' | '.join(rates)} |")
     return "\n".join(lines) + "\n"
 
 
