@@ -53,7 +53,7 @@ def rows_of(lines: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """The rows as Markdown. points: all answers together, against bf16."""
     lines = [
-        "| format | size | error of weights | prose, perplexity | sums | tool calls | schemas | points |",
+        "| format | size | error of weights | perplexity | sums | tool calls | schemas | points |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():

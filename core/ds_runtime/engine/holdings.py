@@ -215,7 +215,8 @@ class Holdings:
         `behind` that one then.
 
         Of the ranks that have, the one whose prefix cache knows most of it, or soon will, as long
-        as that runs not many more than others; then the one that runs the fewest, then the emptiest.
+        as that runs not many more than others; then the one that runs the fewest, then the
+        emptiest.
         """
         fewest = min(pages.num_running for pages in self.ranks)
         limit = fewest * 3 // 2 + _SLACK

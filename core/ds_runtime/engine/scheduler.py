@@ -67,7 +67,7 @@ class Scheduler:
         self, submit: Submit, guide: Guide | None = None, adapter: Held | None = None
     ) -> None:
         """Queue one choice. Raises QueueFullError, or RequestError if it can never run."""
-        if submit.prompt is not self._checked:  # choices come one after another, and share the list
+        if submit.prompt is not self._checked:  # choices come in a row, and share the list
             check_prompt(submit.prompt, self.limits, self._pool_tokens)
             self._checked = submit.prompt
         check_params(submit.params, self.limits)

@@ -164,7 +164,10 @@ def test_of_two_rules_the_larger_one_is_told():
             OutputRules(json_schema=schema, tool_calls=tools, field="here")
         assert caught.value.param == param
     with pytest.raises(RequestError, match="takes whole numbers") as caught:
-        tools = ToolRules(format="deepseekv31", tools=(ToolSchema("f", {"minimum": 1 << 70}, "tools[4].function.parameters"),))
+        tools = ToolRules(
+            format="deepseekv31",
+            tools=(ToolSchema("f", {"minimum": 1 << 70}, "tools[4].function.parameters"),),
+        )
         OutputRules(json_schema=small, tool_calls=tools, field="here")
     assert caught.value.param == "tools[4].function.parameters.minimum"
 
