@@ -169,6 +169,7 @@ def assemble(
     model.check_tp(config.tp, config.attention_tp)
     if model.indexing is None:
         refuse_sparse(config, model.architecture)
+    model = _expanded(config, model)
     config = _auto_dtype(config, model, info)
     facts = _facts(config, model, info)
     _check_fusions(config.disable_fusion)
@@ -402,6 +403,16 @@ def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
             f"platform {platform.name}: {asked}() raised {type(e).__name__}: {e}; name another "
             "with --platform"
         ) from e
+
+
+def _expanded(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """The model as `--disable-mla` has it."""
+    if config.disable_mla and model.indexing is not None:
+        raise ConfigError(
+            f"--disable-mla: {model.architecture} attends chosen tokens, whose latents its kernels "
+            "read: leave the flag out"
+        )
+    return replace(model, expanded=config.disable_mla)
 
 
 def _check_fusions(apart: Iterable[str]) -> None:

@@ -205,6 +205,11 @@ class EngineConfig:
     attention_backend: str | None = _f(
         None, "provider whose kernels attention uses (default: the best)", group="kernels"
     )
+    disable_mla: bool = _f(
+        False,
+        "keep the keys and values of all heads in the KV cache and attend these, instead of "
+        "latents: for comparison, as it takes many times the memory",
+    )
     nsa_prefill_backend: str = _f(
         "auto", "provider whose kernel sparse attention of prompts uses, or 'auto' for the best"
     )

@@ -62,6 +62,7 @@ decided = {}
 for name in OPS:
     site = Site(name, 0, "m", weight_format="dense" if name in owns else "")
     tag = {"index": "index_pages.v1"}.get(OPS[name].layout, "latent_pages.v1")
+    tag = "expanded_pages.v1" if name == "mha_decode" else tag
     decided[name] = binder.decide(site, tag)[1].kernel
 print(json.dumps(decided))
 """

@@ -90,10 +90,14 @@ def _with(kernel: Kernel, values: dict[str, Any]) -> Kernel:
 
 
 def find(
-    plugin: ModuleType | None, out: Path, steps: int = 1, model: str = "demo"
+    plugin: ModuleType | None,
+    out: Path,
+    steps: int = 1,
+    model: str = "demo",
+    disable_mla: bool = False,
 ) -> bisect.Finding:
     config = EngineConfig(model, plugins=("cpu",), platform="cpu", dtype="float32",
-                          context_length=256)  # fmt: skip
+                          context_length=256, disable_mla=disable_mla)  # fmt: skip
     given = ("plugins", "platform", "dtype", "context_length")
     extra = [] if plugin is None else [plugin]
     return bisect.bisect(config, given, ["1+2=", "hello"], steps, out, extra)
@@ -122,6 +126,13 @@ def test_sparse_attention_is_watched(tmp_path: Path) -> None:
     assert watched >= {"index_prologue", "index_scores", "index_topk", "sparse_decode"}
 
 
+def test_expanded_attention_is_watched(tmp_path: Path) -> None:
+    finding = find(None, tmp_path / "case", 3, disable_mla=True)
+    assert finding.culprit is None
+    watched = {op for _, op, _ in finding.shares}
+    assert watched >= {"mha_decode", "cache_write", "rope"} and "mla_decode" not in watched
+
+
 def test_without_a_fault_nothing_departs(tmp_path: Path) -> None:
     finding = find(None, tmp_path / "case")
     assert finding.culprit is None
@@ -129,6 +140,7 @@ def test_without_a_fault_nothing_departs(tmp_path: Path) -> None:
         *("quantize_group", "logprobs", "mask_logits", "lora_delta"),
         *("cache_write", "rope"),  # inside the fused prologue
         *("index_prologue", "index_select", "index_scores", "index_topk"),  # another attention
+        "mha_decode",
         *("sparse_prefill", "sparse_decode", "cache_move"),  # and trees of drafts
         # Nobody offers these here.
         *("mla_inputs", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize"),

@@ -78,6 +78,8 @@ def recorded(monkeypatch):
         ("tiny-v3", TREE, {}),
         ("tiny-v3", CHAIN, {"pin": ("mla_decode=reference",)}),
         ("tiny-v3", TREE, {"pin": ("mla_decode=reference",)}),
+        ("tiny-v3", CHAIN, {"disable_mla": True}),
+        ("tiny-v3", TREE, {"disable_mla": True}),
         ("tiny-v32", CHAIN, {}),
         ("tiny-v32", ADAPTIVE, {}),
         ("tiny-v32", TREE, {}),
@@ -87,6 +89,7 @@ def recorded(monkeypatch):
     ],
     ids=(
         *("fp8-chain", "fp8-tree", "reference-chain", "reference-tree"),
+        *("expanded-chain", "expanded-tree"),
         *("sparse-chain", "sparse-adaptive", "sparse-tree", "sparse-tree-scaled"),
         *("sharing-chain", "sharing-tree"),
     ),

@@ -26,7 +26,7 @@ pytestmark = needs_triton
 EVERY = frozenset(OPS)
 CACHE = frozenset(n for n, op in OPS.items() if op.layout)
 SCALED = frozenset({"cache_write", "cache_gather", "sparse_prefill", "sparse_decode"})
-MATRIX = frozenset({"linear", "experts", "mla_absorb", "mha_prefill", "mla_decode"})
+MATRIX = frozenset({"linear", "experts", "mla_absorb", "mha_prefill", "mla_decode", "mha_decode"})
 FLOAT32 = MATRIX | {"router_logits", "logprobs"}
 SHORT = ("0x", "1x", "64x7", "ties", "no ", "negative", "saturated")  # of sample and route
 # Weights of few bits take their time: one case per kind of code and of scale.

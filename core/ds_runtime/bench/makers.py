@@ -10,6 +10,7 @@ from ds_runtime.bench.subjects import (
     INPUTS,
     Absorb,
     Decode,
+    ExpandedDecode,
     Experts,
     Function,
     Linear,
@@ -72,5 +73,6 @@ MAKERS: Mapping[str, Callable[[Place], Function | Linear | Experts | Decode | Ml
     "mla_inputs": MlaInputs,
     "experts": Experts,
     "mla_decode": Decode,
+    "mha_decode": ExpandedDecode,
     "router_logits": Router,
 }

@@ -144,7 +144,7 @@ def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
     return sorted(made, key=lambda g: order[g.op])
 
 
-_EXPANDED = frozenset({"mha_prefill", "mha_prefill_quantize", "merge_state", "rope"})
+_EXPANDED = frozenset({"mha_decode", "mha_prefill", "mha_prefill_quantize", "merge_state", "rope"})
 _CHOOSING = frozenset({"router_logits", "route"})
 _VOCABULARY = frozenset({"embed", "mask_logits", "sample", "logprobs"})
 

@@ -7,7 +7,7 @@ in memory, where the whole model does not fit into the last-level cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from ds_runtime.bench import sparse_subjects, work
 from ds_runtime.bench.work import Work
 from ds_runtime.model.sites import INDEXER
 from ds_runtime.ops.batch import Limits, Segments
+from ds_runtime.ops.reference import EXPANDED_PAGES, expanded_width
 from ds_runtime.ops.reference.attention import decode_batch
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.formats import is_fp8, torch_dtype
@@ -102,6 +103,13 @@ class Place:
 
     def cos_sin(self, positions: int) -> Tensor:
         return torch.rand(max(1, positions), self.facts.dims["qk_rope"], device=self.device)
+
+    @property
+    def cached(self) -> int:
+        """Values of a cached token but for its rotated key."""
+        dims = self.facts.dims
+        expanded = self.layout.tag == EXPANDED_PAGES.tag
+        return expanded_width(dims) - dims["qk_rope"] if expanded else dims["kv_lora"]
 
     def cache(self, pages: int) -> Tensor:
         """One layer's cache in the bound layout, with small random contents."""
@@ -252,7 +260,7 @@ class Decode:
 
     def at(self, tokens: int) -> Iterator[Subject]:
         place, facts, dims = self.place, self.place.facts, self.place.facts.dims
-        size, heads, width = facts.page_size, dims["heads"], dims["kv_lora"] + dims["qk_rope"]
+        size, heads = facts.page_size, dims["heads"]
         each = -(-place.context // size)
         table = torch.randperm(tokens * each).view(tokens, each).to(torch.int32)
         batch = rebuild(
@@ -264,15 +272,41 @@ class Decode:
         first = place.cache(tokens * each)
         copies = place.memory.copies(first.nbytes)
         caches = [first, *(place.cache(tokens * each) for _ in range(copies - 1))]
-        q = place.normal(tokens, heads, width)
-        calls = [partial(self.kernel.run, state, q, cache, width**-0.5) for cache in caches]
+        queries, scale = self.queries(tokens)
+        calls = [partial(self.kernel.run, state, *queries, cache, scale) for cache in caches]
         lens = (place.context,) * tokens
-        todo = work.mla_decode(
-            heads, dims["kv_lora"], dims["qk_rope"], facts.dtype, facts.kv_dtype, lens
-        )
+        todo = self.todo(lens)
         cold = place.memory.cold(first.nbytes, copies)
         note = f"{place.context} tokens each"
         yield Subject("", calls, todo, copies, cold, note)
+
+    def queries(self, rows: int) -> tuple[tuple[Tensor, ...], float]:
+        """Those of so many rows, and the scale of their scores."""
+        dims = self.place.facts.dims
+        width = dims["kv_lora"] + dims["qk_rope"]
+        return (self.place.normal(rows, dims["heads"], width),), width**-0.5
+
+    def todo(self, lens: Iterable[int]) -> work.Work:
+        """Of one row per sequence of these lengths."""
+        facts, dims = self.place.facts, self.place.facts.dims
+        sizes = dims["heads"], dims["kv_lora"], dims["qk_rope"]
+        return work.mla_decode(*sizes, facts.dtype, facts.kv_dtype, lens)
+
+
+class ExpandedDecode(Decode):
+    """The same over keys and values of all heads."""
+
+    def queries(self, rows: int) -> tuple[tuple[Tensor, ...], float]:
+        """Those of so many rows, and the scale of their scores."""
+        heads, nope, rope = (self.place.facts.dims[k] for k in ("heads", "qk_nope", "qk_rope"))
+        parts = self.place.normal(rows, heads, nope), self.place.normal(rows, heads, rope)
+        return parts, (nope + rope) ** -0.5
+
+    def todo(self, lens: Iterable[int]) -> work.Work:
+        """Of one row per sequence of these lengths."""
+        facts, dims = self.place.facts, self.place.facts.dims
+        sizes = dims["heads"], dims["qk_nope"], dims["qk_rope"], dims["v"]
+        return work.mha_decode(*sizes, facts.dtype, facts.kv_dtype, lens)
 
 
 class Router(Function):
@@ -363,13 +397,13 @@ def _slots(p: Place, tokens: int) -> tuple[Tensor, Tensor]:
 
 def _cache_write(p: Place, tokens: int) -> Inputs:
     cache, slots = _slots(p, tokens)
-    lora, d = p.facts.dims["kv_lora"], p.facts.dims["qk_rope"]
+    lora, d = p.cached, p.facts.dims["qk_rope"]
     args = (cache, p.normal(tokens, lora), p.normal(tokens, d), slots)
     return args, work.cache_write(lora + d, p.facts.dtype, p.facts.kv_dtype, tokens)
 
 
 def _cache_gather(p: Place, tokens: int) -> Inputs:
-    lora, d = p.facts.dims["kv_lora"], p.facts.dims["qk_rope"]
+    lora, d = p.cached, p.facts.dims["qk_rope"]
     pages = -(-tokens // p.facts.page_size)
     table = torch.randperm(pages).to(torch.int32).unsqueeze(0).to(p.device)
     starts = torch.zeros(1, dtype=torch.int64, device=p.device)
@@ -379,9 +413,9 @@ def _cache_gather(p: Place, tokens: int) -> Inputs:
 
 def _cache_move(p: Place, tokens: int) -> Inputs:
     """Each of `tokens` sequences keeps one entry."""
-    cache, width = p.cache(-(-2 * tokens // p.facts.page_size)), p.facts.dims
+    cache, width = p.cache(-(-2 * tokens // p.facts.page_size)), p.cached + p.facts.dims["qk_rope"]
     slots = p.positions(2 * tokens).view(2, tokens, 1)
-    made = work.cache_move(width["kv_lora"] + width["qk_rope"], p.facts.kv_dtype, tokens)
+    made = work.cache_move(width, p.facts.kv_dtype, tokens)
     return (cache, slots[0], slots[1]), made
 
 

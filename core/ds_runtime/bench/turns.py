@@ -67,7 +67,7 @@ class Ours:
         import torch
 
         plan = self._llm.plan
-        heavy = ("linear", "experts", "mla_absorb", "mla_decode", "mha_prefill")
+        heavy = ("linear", "experts", "mla_absorb", "mla_decode", "mha_decode", "mha_prefill")
         return {
             "arch": plan.arch,
             "dtype": plan.dtype,

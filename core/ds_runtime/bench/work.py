@@ -126,6 +126,19 @@ def mla_decode(
     )
 
 
+def mha_decode(
+    heads: int, nope: int, rope: int, v: int, dtype: str, kv_dtype: str, lens: Iterable[int]
+) -> Work:
+    """MhaDecode.run, one row per sequence of these lengths."""
+    tokens, rows = _sums(lens)
+    item, width = ITEM_BYTES[dtype], heads * (nope + v) + rope
+    return Work(
+        reads=tokens * width * ITEM_BYTES[kv_dtype] + rows * heads * (nope + rope) * item,
+        writes=rows * heads * v * item,
+        flops=2.0 * tokens * heads * (nope + rope + v),
+    )
+
+
 def sparse_decode(
     heads: int, lora: int, rope: int, dtype: str, kv_dtype: str, lens: Iterable[int]
 ) -> Work:
@@ -387,6 +400,7 @@ WORK: Mapping[str, Callable[..., Work]] = {
         mha_prefill_quantize,
         merge_state,
         mla_decode,
+        mha_decode,
         index_prologue,
         index_scores,
         index_topk,
@@ -433,6 +447,13 @@ def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
             dims["heads"], dims["kv_lora"], dims["qk_rope"], dtype, facts.kv_dtype, lens
         )
         cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
+        return Work(reads=cached, flops=whole.flops)
+    if site.op == "mha_decode":
+        heads, nope, rope_dim = dims["heads"], dims["qk_nope"], dims["qk_rope"]
+        lens = (context,) * tokens
+        whole = mha_decode(heads, nope, rope_dim, dims["v"], dtype, facts.kv_dtype, lens)
+        width = heads * (nope + dims["v"]) + rope_dim
+        cached = tokens * context * width * ITEM_BYTES[facts.kv_dtype]
         return Work(reads=cached, flops=whole.flops)
     if site.op in ("index_scores", "index_select"):
         lens = (context,) * tokens

@@ -116,7 +116,6 @@ KNOWN: Mapping[str, str | Spelling] = {
     # kernels
     "--enable-torch-compile": nothing(_COMPILED),
     "--torch-compile-max-bs": nothing(_COMPILED, "one"),
-    "--disable-mla": refused("decode over expanded keys and values is not built yet: leave it out"),
     "--disable-shared-experts-fusion": Spelling(
         "is --disable-fusion shared_experts here", {"disable_fusion": "shared_experts"}
     ),

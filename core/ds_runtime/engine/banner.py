@@ -8,6 +8,7 @@ from ds_runtime.assemble import Assembly
 from ds_runtime.engine.runner import Runner
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import stored_modules
+from ds_runtime.model.room import expanded_said
 from ds_runtime.plan import PlanRow
 from ds_runtime.progress import amount
 
@@ -37,6 +38,7 @@ def banner(assembly: Assembly, runner: Runner) -> str:
         f"contexts  {runner.context_length} tokens each; the KV cache holds "
         f"{runner.kv_tokens / runner.context_length:.1f} full ones; at most "
         f"{config.max_running_requests} requests run at once",
+        *(f"{'cache':<10}{line}" for line in expanded_said(assembly)),
         *(f"{'copies':<10}{form}" for form in assembly.forms),
         *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
         *op_lines(assembly),

@@ -1,9 +1,12 @@
-"""Multi-head latent attention: plain MHA for prefill rows, absorbed over the cache for decode."""
+"""Multi-head latent attention: plain MHA for prefill rows, absorbed over the cache for decode.
+
+`expanded.py` has the one without latents in the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +15,10 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Codes, Linear, RmsNorm
 from ds_runtime.model.sites import INDEXER, TREE, VERIFY
-from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart
+from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
 
 if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
-    from ds_runtime.ops.attention import MlaDecode
     from ds_runtime.ops.linear import Groups
 
 AT = "self_attn"
@@ -108,6 +110,8 @@ class Attention:
     returns the sum over the ranks that divide the heads.
     """
 
+    DECODE: ClassVar[str] = "mla_decode"  # the op whose kernels attend the cache
+
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
         self.ops = load.ops(layer, AT)
         self.comm = load.head_comm
@@ -133,13 +137,14 @@ class Attention:
         self.quantises = load.bound.has("mha_prefill_quantize", layer, AT)
         self.scale = config.softmax_scale
 
-    def _kernel(self, load: Loader, layer: int, module: str) -> tuple[MlaDecode, str]:
+    def _kernel(self, load: Loader, layer: int, module: str) -> tuple[Any, str]:
         """A kernel for decode steps and the key of its state; that of plain decode if no other."""
-        if not load.bound.has("mla_decode", layer, module):
+        if not load.bound.has(self.DECODE, layer, module):
             return self.decode
-        return load.ops(layer, module).mla_decode, load.bound.state_key("mla_decode", layer, module)
+        kernel = getattr(load.ops(layer, module), self.DECODE)
+        return kernel, load.bound.state_key(self.DECODE, layer, module)
 
-    def kernel_for(self, part: DecodePart) -> tuple[MlaDecode, str]:
+    def kernel_for(self, part: DecodePart) -> tuple[Any, str]:
         """The kernel that attends for such rows where attention is not sparse, and the key of its
         state.
         """
@@ -192,7 +197,7 @@ class Attention:
         groups = self.o_proj.quantizes(q.shape[0], batch.adapters)
         if groups is None or groups.size != self.v_head:
             return None
-        k, v = self.kv_b.expand(projected.latent, batch.adapters)
+        k, v = self._keys_values(projected, batch.adapters)
         parts = q, q_rope, k, projected.k_rope, v
         attend = self.ops.mha_prefill_quantize
         return Codes(*attend(*parts, part.q_segs, self.scale, *groups))
@@ -211,7 +216,25 @@ class Attention:
         """
         q, kv, query, keys = self.inputs(x, batch.adapters)
         q = q.view(-1, self.heads, self.qk_head)
-        rotated = self.ops.mla_prologue(
+        made = self._cached(q, kv, batch, cache, cos_sin, ahead and not self.sparse)
+        if self.indexer is None:
+            return made
+        assert isinstance(x, Tensor), "see `quantizes`"
+        return made._replace(x=x, query=query, keys=keys)
+
+    def _cached(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        cos_sin: Tensor,
+        ahead: bool,
+    ) -> Projected:
+        """q [T, heads, nope + rope] and kv [T, kv_lora + rope], once the cache holds their rows.
+        ahead: with keys and values.
+        """
+        q_rope, latent, k_rope = self.ops.mla_prologue(
             q,
             kv,
             self.kv_norm,
@@ -221,13 +244,10 @@ class Attention:
             cache,
             batch.slots,
         )
-        if self.indexer is not None:
-            assert isinstance(x, Tensor), "see `quantizes`"
-            return Projected(q, *rotated, x, query, keys)
-        if self.sparse or not ahead:
-            return Projected(q, *rotated)
-        k, v = self.kv_b.expand(rotated[1], batch.adapters)
-        return Projected(q, *rotated, k=k, v=v)
+        if not ahead:
+            return Projected(q, q_rope, latent, k_rope)
+        k, v = self.kv_b.expand(latent, batch.adapters)
+        return Projected(q, q_rope, latent, k_rope, k=k, v=v)
 
     def attend(
         self,
@@ -270,8 +290,7 @@ class Attention:
         """Decode and prefill rows, each their own way: [T, heads, v]."""
         q, q_rope = projected.q, projected.q_rope
         if batch.prefill is None:
-            absorbed = self._absorbed(q, q_rope, batch.adapters)
-            return self._decode(absorbed, batch, cache, selection, batch.adapters)
+            return self._decode_rows(q, q_rope, batch, cache, selection, batch.adapters)
         n, adapters = batch.num_decode, batch.adapters
         first, rest = (None, None) if adapters is None else (adapters[:n], adapters[n:])
         if selection is not None and (part := selection.prefill) is not None:
@@ -285,8 +304,23 @@ class Attention:
             out = self._prefill(behind, batch.prefill, cache, rest)
         if not n:
             return out
-        absorbed = self._absorbed(q[:n], q_rope[:n], first)
-        return torch.cat((self._decode(absorbed, batch, cache, selection, first), out))
+        decoded = self._decode_rows(q[:n], q_rope[:n], batch, cache, selection, first)
+        return torch.cat((decoded, out))
+
+    def _decode_rows(
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        batch: Batch,
+        cache: Tensor,
+        selection: Selection | None,
+        adapters: Tensor | None,
+    ) -> Tensor:
+        """Decode rows over the cache: q [n, heads, nope + rope], q_rope its part, rotated → [n,
+        heads, v].
+        """
+        absorbed = self._absorbed(q, q_rope, adapters)
+        return self._decode(absorbed, batch, cache, selection, adapters)
 
     def _absorbed(self, q: Tensor, q_rope: Tensor, adapters: Tensor | None) -> Tensor:
         """[n, heads, nope + rope] → [n, heads, kv_lora + rope]: queries of the latent space."""
@@ -318,15 +352,29 @@ class Attention:
         segs = part.q_segs
         attend = self.ops.mha_prefill
         q, q_rope = projected.q.narrow(2, 0, self.nope), projected.q_rope
-        k, v = projected.k, projected.v
-        if k is None or v is None:
-            k, v = self.kv_b.expand(projected.latent, adapters)
+        k, v = self._keys_values(projected, adapters)
         out, lse = attend(q, q_rope, k, projected.k_rope, v, segs, segs, True, self.scale)
         for chunk in part.prefix:
-            cached, cached_rope = self.ops.cache_gather(
-                cache, part.page_table, chunk.starts, chunk.segs, self.kv_lora, q.dtype
-            )
-            k, v = self.kv_b.expand(cached, chunk.adapters)
-            old, old_lse = attend(q, q_rope, k, cached_rope, v, segs, chunk.segs, False, self.scale)
+            k, k_rope, v = self._prefix(part, chunk, cache, q.dtype)
+            old, old_lse = attend(q, q_rope, k, k_rope, v, segs, chunk.segs, False, self.scale)
             out, lse = self.ops.merge_state(out, lse, old, old_lse)
         return out
+
+    def _keys_values(self, projected: Projected, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of new tokens: [n, heads, nope] and [n, heads, v]."""
+        if projected.k is not None and projected.v is not None:
+            return projected.k, projected.v
+        k, v = self.kv_b.expand(projected.latent, adapters)
+        return k, v
+
+    def _prefix(
+        self, part: PrefillPart, chunk: PrefixChunk, cache: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of cached tokens the keys [n, heads, nope], their rotated part [n, rope], and the values
+        [n, heads, v].
+        """
+        latent, k_rope = self.ops.cache_gather(
+            cache, part.page_table, chunk.starts, chunk.segs, self.kv_lora, dtype
+        )
+        k, v = self.kv_b.expand(latent, chunk.adapters)
+        return k, k_rope, v

@@ -83,6 +83,7 @@ class ModelConfig:
     eos_tokens: tuple[int, ...]
     indexing: Indexing | None = None  # attention is dense without
     left_over: str = field(default="", compare=False)  # a quantization_config that is not used
+    expanded: bool = False  # the KV cache holds keys and values of all heads, no latents
 
     @property
     def qk_head(self) -> int:

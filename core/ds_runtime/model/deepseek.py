@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, gathered_wanted, summed
+from ds_runtime.model.expanded import ExpandedAttention
 from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import Codes, Linear, RmsNorm
 from ds_runtime.model.moe import DenseMlp, MoeMlp
@@ -28,7 +29,8 @@ class Block:
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
         ops = load.ops(layer, "block")
         self.input_norm = RmsNorm(ops, load.vector(layer, "input_layernorm"), config.eps)
-        self.attention = Attention(config, load, layer)
+        attention = ExpandedAttention if config.expanded else Attention
+        self.attention = attention(config, load, layer)
         self.quantises = load.bound.has("rms_norm_quantize", layer, "block")
         self.adds_and_quantises = load.bound.has("add_rms_norm_quantize", layer, "block")
         self.mlp_norm = RmsNorm(ops, load.vector(layer, "post_attention_layernorm"), config.eps)

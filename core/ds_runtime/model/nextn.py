@@ -21,6 +21,7 @@ from ds_runtime.model.sites import (
     FormatOf,
     Verify,
     block_sites,
+    decode_op,
     tree_choice,
     vocab_rows,
 )
@@ -134,7 +135,7 @@ def nextn_sites(
             shape=(config.hidden, 2 * config.hidden),
         ),
         *block_sites(config, layer, stored, (tp, attention_tp or tp), apart, "verify"),
-        *((Site("mla_decode", layer, TREE, "tree"),) if trees else ()),
+        *((Site(decode_op(config), layer, TREE, "tree"),) if trees else ()),
     ]
     if verify == "tree" and config.indexing is not None:
         sites += tree_choice(layer)

@@ -25,6 +25,7 @@ from ds_runtime.model.estimate import (
 )
 from ds_runtime.model.sites import vocab_rows
 from ds_runtime.ops.bind import Pin
+from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.progress import amount
 from ds_runtime.speculation import Speculation
 
@@ -101,6 +102,19 @@ def page_bytes(assembly: Assembly) -> int:
     if (index := assembly.binding.index_layout) is not None:
         per_token += index.bytes_per_token(facts) * assembly.indexers
     return per_token * assembly.config.page_size
+
+
+def expanded_said(assembly: Assembly) -> list[str]:
+    """A line on what expanded keys and values cost, where the KV cache holds them."""
+    if not assembly.model.expanded:
+        return []
+    facts, layers = assembly.binding.base, assembly.cached_layers
+    each = assembly.binding.layout.bytes_per_token(facts)
+    latents = LATENT_PAGES.bytes_per_token(facts)
+    return [
+        f"--disable-mla: keys and values of all heads take {amount(each * layers)} a token, "
+        f"{each / latents:.1f} times the {amount(latents * layers)} of latents"
+    ]
 
 
 def idle_room(assembly: Assembly) -> int:
@@ -217,9 +231,11 @@ def requests_that_fit(assembly: Assembly) -> int:
 
 
 def said(assembly: Assembly) -> list[str]:
-    """Lines on what one rank's device will hold, where its memory is its own and known."""
+    """Lines on what one rank's device will hold, where its memory is its own and known; and on what
+    a KV cache of expanded keys and values costs."""
+    cost = expanded_said(assembly)
     if not assembly.platform.own_memory or not assembly.device.memory:
-        return []
+        return cost
     room, kept = max(0, idle_room(assembly)), reserve(assembly)
     page = page_bytes(assembly)
     tokens = room // page * assembly.config.page_size
@@ -242,5 +258,6 @@ def said(assembly: Assembly) -> list[str]:
         f"memory {amount(assembly.device.memory)}: weights {amount(needed_bytes(assembly))}, KV "
         f"cache {amount(room)} ({tokens} tokens, {tokens / context:.1f} full contexts of "
         f"{context}); {beside}",
+        *cost,
         *(f"copy {form}" for form in assembly.forms),
     ]

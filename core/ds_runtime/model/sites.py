@@ -26,6 +26,7 @@ def vocab_rows(config: ModelConfig, tp: int) -> int:
 
 INDEXER = "self_attn.indexer"
 INDEXER_TREE = f"{INDEXER}.tree"  # where rows that are nodes of trees choose
+_WRITING = ("rope", "cache_write")  # what a cache of expanded keys and values needs
 MLA_INPUTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 INPUTS = "self_attn.inputs"  # the fusion of all before attention, where steps only decode
 SAMPLER_OPS = ("mask_logits", "sample", "logprobs")
@@ -59,7 +60,8 @@ def model_sites(
     for layer in range(config.layers):
         divided = (tp, attention_tp or tp)
         sites += block_sites(config, layer, format_of, divided, apart, verify, adapted)
-        sites += _inputs(config, layer, format_of) if config.q_lora and not adapted else []
+        absorbs = config.q_lora and not adapted and not config.expanded
+        sites += _inputs(config, layer, format_of) if absorbs else []
     rows = vocab_rows(config, tp)
     head = format_of("lm_head")
     sites.append(Site("linear", -1, "lm_head", weight_format=head, shape=(rows, config.hidden)))
@@ -109,15 +111,20 @@ def block_sites(
     tp, heads_tp = divided
     sites = [Site("rms_norm", layer, "block"), Site("add_rms_norm", layer, "block")]
     if verify == "verify" and config.indexing is None:
-        sites.append(Site("mla_decode", layer, VERIFY, verify))
+        sites.append(Site(decode_op(config), layer, VERIFY, verify))
     sites += _attention(config, layer, format_of, heads_tp, apart)
     if verify == "tree":
         if config.indexing is None:
-            sites.append(Site("mla_decode", layer, TREE, verify))
+            sites.append(Site(decode_op(config), layer, TREE, verify))
         elif config.has_indexer(layer):
             sites += tree_choice(layer)
         sites.append(Site("cache_move", layer, TREE))
     return [*sites, *_mlp(config, layer, format_of, tp, apart, adapted)]
+
+
+def decode_op(config: ModelConfig) -> str:
+    """What attends the cache where attention is dense."""
+    return "mha_decode" if config.expanded else "mla_decode"
 
 
 def tree_choice(layer: int) -> list[Site]:
@@ -144,7 +151,7 @@ def _attention(
     kv_b = (heads * (c.qk_nope + c.v_head), c.kv_lora)
     sites = [
         Site("rms_norm", layer, at),
-        Site("mla_prologue", layer, at),
+        *(Site(op, layer, at) for op in (_WRITING if c.expanded else ("mla_prologue",))),
         Site("cache_gather", layer, at, "prefill"),
         Site("mha_prefill", layer, at, "prefill"),
         Site("merge_state", layer, at, "prefill"),
@@ -199,7 +206,7 @@ def _inputs(c: ModelConfig, layer: int, format_of: FormatOf) -> list[Site]:
 def _decoding(c: ModelConfig, layer: int, at: str) -> list[Site]:
     """Attention in the latent space: decode, and where it is sparse long prefill, too."""
     if c.indexing is None:
-        return [Site("mla_decode", layer, at, "decode")]
+        return [Site(decode_op(c), layer, at, "decode")]
     prefill = Site("sparse_prefill", layer, at, "prefill")
     return [prefill, Site("sparse_decode", layer, at, "decode")]
 

@@ -105,6 +105,25 @@ class MlaDecode(Protocol):
     def run(self, state: Any, q: Tensor, cache: Tensor, scale: float) -> Tensor: ...
 
 
+class MhaDecode(Protocol):
+    """Attention of new tokens over a paged cache of expanded keys and values, as in prefill.
+
+    `state`, `prepare` and which tokens a row sees are as in MlaDecode. `run(state, q, q_rope,
+    cache, scale)`: q [rows, heads, nope] and q_rope [rows, heads, rope] are the two parts of
+    queries, head dims contiguous, rows may be strided; cache is one layer in the bound KV layout,
+    whose row of a token has for each head its key [nope] and its value [v], then the rotated key
+    [rope] that all heads share. Softmax in fp32 of (q·k + q_rope·k_rope)·scale.
+    Returns [rows, heads, v] in q.dtype. Tokens that no row sees and pages of others may hold NaN,
+    but for the trees' as in MlaDecode. 0 sequences is legal.
+    """
+
+    def state(self, limits: Limits) -> Any: ...
+
+    def prepare(self, state: Any, batch: Batch) -> None: ...
+
+    def run(self, state: Any, q: Tensor, q_rope: Tensor, cache: Tensor, scale: float) -> Tensor: ...
+
+
 class MlaAbsorb(Protocol):
     """The weight kv_b in its three uses, from one packing.
 
@@ -241,6 +260,18 @@ MLA_DECODE = Op(
     heavy=True,
     layout="kv",
     summary="absorbed attention over the paged latent cache",
+)
+
+MHA_DECODE = Op(
+    name="mha_decode",
+    protocol=f"{__name__}:MhaDecode",
+    reference="ds_runtime.ops.reference.expanded:ReferenceMhaDecode",
+    samples="ds_runtime.ops.reference.expanded:mha_decode_samples",
+    tolerance=_TOLERANCE,
+    kind="object",
+    heavy=True,
+    layout="kv",
+    summary="attention over the paged cache of expanded keys and values",
 )
 
 MLA_ABSORB = Op(

@@ -16,7 +16,7 @@ BACKENDS = {
     "nsa_prefill_backend": ("sparse_prefill",),
     "nsa_decode_backend": ("sparse_decode",),
     "nsa_topk_backend": ("index_topk", "index_select"),
-    "attention_backend": ("mha_prefill", "mla_decode"),
+    "attention_backend": ("mha_prefill", "mla_decode", "mha_decode"),
     "moe_runner_backend": ("experts",),
 }
 # What says nothing about a model without an indexer, and the flag that does instead.

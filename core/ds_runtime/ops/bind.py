@@ -28,7 +28,10 @@ from ds_runtime.ops.spec import (
 from ds_runtime.ops.table import OPS
 
 KV, INDEX = "kv", "index"  # layout roles: bytes of the latent cache, and of the index keys
-_DECIDES = {KV: ("mla_decode", "sparse_decode"), INDEX: ("index_select",)}  # whose layout counts
+_DECIDES = {  # whose layout counts
+    KV: ("mla_decode", "mha_decode", "sparse_decode"),
+    INDEX: ("index_select",),
+}
 
 
 @dataclass(frozen=True, slots=True)

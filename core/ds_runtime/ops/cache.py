@@ -19,9 +19,11 @@ class CacheWrite(Protocol):
     """Store normed latents and rotated keys at their slots, in place.
 
     cache: one layer's cache in the bound KV layout. latent: [tokens, kv_lora], k_rope: [tokens,
-    rope], both in the compute dtype, rows may be strided. slots: [tokens] int64, distinct; a
-    negative slot is skipped (padding). Writes nothing else. tokens == 0 is legal. A float8_e4m3fn
-    cache (facts.kv_dtype) has no scale: values are rounded to nearest even and saturate at ±448.
+    rope], both in the compute dtype, rows may be strided. In a layout of expanded keys and values
+    these are the latent, [tokens, heads · (nope + v)], per head its key, then its value. slots:
+    [tokens] int64, distinct; a negative slot is skipped (padding). Writes nothing else. tokens == 0
+    is legal. A float8_e4m3fn cache (facts.kv_dtype) has no scale: values are rounded to nearest
+    even and saturate at ±448.
     """
 
     def __call__(self, cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None: ...
@@ -32,9 +34,9 @@ class CacheGather(Protocol):
 
     page_table: [sequences, max_pages] int32, unused entries undefined. starts: [sequences] int64,
     first token of each range. segs: lengths of the ranges (0 is legal). kv_lora: width of the
-    latent, the rest is rope. Returns (latent [sum, kv_lora], k_rope [sum, rope]) in `dtype` (the
-    compute dtype), sequence by sequence, new tensors, rows may be strided. Pages that the table
-    does not name for these ranges may hold NaN and must not be touched.
+    latent (see CacheWrite), the rest is rope. Returns (latent [sum, kv_lora], k_rope [sum, rope])
+    in `dtype` (the compute dtype), sequence by sequence, new tensors, rows may be strided. Pages
+    that the table does not name for these ranges may hold NaN and must not be touched.
     """
 
     def __call__(

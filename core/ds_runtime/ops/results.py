@@ -117,6 +117,7 @@ RESULTS: dict[str, Callable[..., tuple[Form, ...]]] = {
     ),
     "merge_state": lambda f, a, lse, *_: (form(a), form(lse)),
     "mla_decode.run": lambda f, state, q, *_: _latent(q, f.dims["kv_lora"]),
+    "mha_decode.run": lambda f, state, q, *_: _latent(q, f.dims["v"]),
     "index_prologue": lambda f, q, *_: (
         (tuple(q.shape), f.index_dtype),
         (tuple(q.shape[:2]), _F32),

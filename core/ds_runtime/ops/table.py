@@ -22,6 +22,7 @@ from ds_runtime.ops.spec import Op
 if TYPE_CHECKING:
     from ds_runtime.ops.attention import (
         MergeState,
+        MhaDecode,
         MhaPrefill,
         MhaPrefillQuantize,
         MlaAbsorb,
@@ -56,6 +57,7 @@ OPS: dict[str, Op] = {
         attention.MHA_PREFILL_QUANTIZE,
         attention.MERGE_STATE,
         attention.MLA_DECODE,
+        attention.MHA_DECODE,
         sparse.INDEX_PROLOGUE,
         sparse.INDEX_SELECT,
         sparse.INDEX_SCORES,
@@ -110,6 +112,7 @@ class Ops:
     mha_prefill_quantize: MhaPrefillQuantize
     merge_state: MergeState
     mla_decode: MlaDecode
+    mha_decode: MhaDecode
     index_prologue: sparse.IndexPrologue
     index_select: sparse.IndexSelect
     index_scores: sparse.IndexScores

@@ -24,7 +24,10 @@ from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel, Layout, Offers, load_
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.testing.numerics import copy_strided
 
-_PLAIN = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
+_PLAIN = {  # layouts whose rows are as the samples have them
+    "kv": frozenset({"latent_pages.v1", "expanded_pages.v1"}),
+    "index": frozenset({"index_pages.v1"}),
+}
 _STRUCTURES = (
     *(Batch, DecodePart, PrefillPart, PrefixChunk, Segments),
     *(MlaWeights, Weight, WeightPart),
@@ -118,10 +121,10 @@ class CacheCodec:
     def of(kernel: Kernel, facts: Facts, device: torch.device, offers: Offers) -> CacheCodec:
         """Raises LookupError if the kernel's layout cannot be written and read with `offers`."""
         role = kernel.op.layout or "kv"
-        if not kernel.op.layout or _PLAIN[role] in kernel.layouts:
+        if not kernel.op.layout or _PLAIN[role] & kernel.layouts:
             return CacheCodec(facts, device, role=role)
         if role == "index":
-            raise LookupError(f"only kernels of {_PLAIN[role]} can be tried on an index cache")
+            raise LookupError("only kernels of index_pages.v1 can be tried on an index cache")
         for layout in offers.layouts:
             if layout.tag in kernel.layouts:
                 here = [k for k in offers.kernels if k.refuse(facts) is None]

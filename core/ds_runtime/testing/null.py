@@ -35,6 +35,7 @@ _OBJECTS = {
     "experts": "NullExperts",
     "mla_absorb": "NullMlaAbsorb",
     "mla_decode": "NullMlaDecode",
+    "mha_decode": "NullMhaDecode",
 }
 _FORMATS = frozenset(FORMATS)
 
@@ -148,6 +149,7 @@ _ATTENTION = frozenset(
         "mha_prefill",
         "merge_state",
         "mla_decode",
+        "mha_decode",
         "mla_absorb",
         "mla_prologue",
         "cache_write",

@@ -293,3 +293,15 @@ class NullMlaDecode:
 
     def run(self, state: None, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         return q.new_zeros(q.shape[0], q.shape[1], self.kv_lora)
+
+
+class NullMhaDecode(NullMlaDecode):
+    """Null of MhaDecode."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.v = facts.dims["v"]
+
+    def run(  # type: ignore[override]
+        self, state: None, q: Tensor, q_rope: Tensor, cache: Tensor, scale: float
+    ) -> Tensor:
+        return q.new_zeros(q.shape[0], q.shape[1], self.v)

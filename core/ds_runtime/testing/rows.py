@@ -46,7 +46,7 @@ _ROWS: Mapping[str, tuple[int, ...]] = {
     "mask_logits": (0, 2),
     "logprobs": (0, 1),
 }
-_BY_SEQUENCE = frozenset({"mha_prefill", "mha_prefill_quantize", "mla_decode"})
+_BY_SEQUENCE = frozenset({"mha_prefill", "mha_prefill_quantize", "mla_decode", "mha_decode"})
 OPS = _BY_SEQUENCE | {name.partition(".")[0] for name in _ROWS}  # whose samples can be taken apart
 BY_CONTRACT = frozenset({"sample"})  # equal rows give equal results whatever else is in the batch
 
@@ -154,5 +154,5 @@ def _sequences_alone(
             decode=decode,
         )
         yield Call((state, step), "prepare", save="none")
-        q = call.args[1]
-        yield _Part(replace(call, args=(call.args[0], q[rows], *call.args[2:])), index, rows)
+        args = tuple(a[rows] if isinstance(a, Tensor) else a for a in call.args)  # queries
+        yield _Part(replace(call, args=args), index, rows)

@@ -165,7 +165,7 @@ class _Place:
 
     def _decode(self, args: tuple[Any, ...]) -> tuple[Call, ...]:
         """state, prepare, run, over the pages of this step's sequences alone."""
-        state, q, cache, scale = args
+        state, *queries, cache, scale = args
         part = self._ops.steps[id(state)].decode
         if part is None or not part.rows:
             return ()
@@ -179,7 +179,7 @@ class _Place:
             max(1, part.size),
             table.shape[1],
             size,
-            q.shape[1],
+            queries[0].shape[1],
             torch.device("cpu"),
             most,
         )
@@ -187,7 +187,7 @@ class _Place:
         return (
             Call((limits,), method="state", save="state"),
             Call((Saved("state"), step), "prepare", save="none"),
-            Call((Saved("state"), _host(q), paged, scale), method="run"),
+            Call((Saved("state"), *map(_host, queries), paged, scale), method="run"),
         )
 
     def _cut_cache(self, name: str, args: tuple[Any, ...]) -> tuple[Tensor | None, list[Any]]:

@@ -224,6 +224,32 @@ class MlaDecodeMatmul:
         return out
 
 
+class MhaDecodeMatmul(MlaDecodeMatmul):
+    """Per row: gather the sequence's pages, and per head two matmuls around a float32 softmax."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.rope, self.v = facts.dims["qk_rope"], facts.dims["v"]
+
+    def run(  # type: ignore[override]
+        self, state: MatmulState, q: Tensor, q_rope: Tensor, cache: Tensor, scale: float
+    ) -> Tensor:
+        heads, nope = q.shape[1:]
+        out = torch.empty(q.shape[0], heads, self.v, dtype=q.dtype)
+        for i, (sequence, length) in enumerate(state.rows):
+            pages = state.page_table[sequence, : -(-length // cache.shape[1])]
+            rows = cache[pages].flatten(0, 1)[:length]
+            each = rows[:, : -self.rope].view(length, heads, -1).transpose(0, 1)
+            k, v = each.split_with_sizes((nope, self.v), 2)  # [heads, length, …]
+            scores = torch.bmm(k, q[i].unsqueeze(2)).squeeze(2)  # [heads, length]
+            scores = (scores + q_rope[i] @ rows[:, -self.rope :].T).to(torch.float32) * scale
+            if state.tree is not None:
+                scores.masked_fill_(~seen_of(state.tree[i], length), float("-inf"))
+            weights = scores.softmax(-1).to(q.dtype)
+            out[i] = torch.bmm(weights.unsqueeze(1), v).squeeze(1)
+        return out
+
+
 # The names that the plan shows.
 mla_decode_native = MlaDecodeNative
 mla_decode_matmul = MlaDecodeMatmul
+mha_decode_matmul = MhaDecodeMatmul

@@ -209,6 +209,12 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("mla_decode", "attention:mla_decode_native", RANK_SPECIALISED, _native_cache),
     _by_host(_offer("mla_decode", "attention:mla_decode_matmul", RANK_PLATFORM, _matmul_decode)),
     replace(
+        _by_host(
+            _offer("mha_decode", "attention:mha_decode_matmul", RANK_PLATFORM, _matmul_decode)
+        ),
+        layouts=frozenset({"expanded_pages.v1"}),
+    ),
+    replace(
         _by_row("mla_absorb", "absorb:mla_absorb_native"),
         keeps=frozenset({"fp8_block"}),
         copies=1.5,

@@ -33,6 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
 _LATENT_PAGES = frozenset({"latent_pages.v1"})
 _SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
+_EXPANDED_PAGES = frozenset({"expanded_pages.v1"})
 _LAYOUTS = {"": frozenset[str](), "kv": _LATENT_PAGES, "index": frozenset({"index_pages.v1"})}
 # The version of the contract that each op's kernels are written for; else 1.
 _CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
@@ -141,6 +142,7 @@ def _rounds(facts: Facts) -> str | None:
 _anywhere = gates(_compiles, _dtype)
 _latent_pages = gates(_kv_dtype, _anywhere)
 _mla_decode = gates(_tokens_on_chip, _latent_pages)
+_mha_decode = gates(_heads_on_chip, _latent_pages)
 _mha_prefill = gates(_heads_on_chip, _anywhere)
 _converts = gates(_converts_fp8, _anywhere)
 _quantises = gates(_rounds, _converts)
@@ -215,9 +217,11 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("mha_prefill", "mha:mha_prefill", _mha_prefill),
     _offer("merge_state", "small:merge_state"),
     _offer("mla_decode", "mla:mla_decode", _mla_decode),
+    _offer("mha_decode", "expanded:mha_decode", _mha_decode, layouts=_EXPANDED_PAGES),
     _offer("mla_absorb", "absorb:mla_absorb", packing=FP8_ROWS),
     _offer("mla_prologue", "cache:mla_prologue", _latent_pages),
     _offer("cache_write", "cache:cache_write", _latent_pages),
+    _offer("cache_write", "expanded:expanded_write", _latent_pages, layouts=_EXPANDED_PAGES),
     _offer("cache_gather", "cache:cache_gather", _latent_pages),
     _offer("cache_move", "cache:cache_move", _latent_pages),
     _offer("cache_write", "scaled:scaled_cache_write", _scaled_pages, layouts=_SCALED_PAGES),

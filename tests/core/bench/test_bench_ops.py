@@ -48,17 +48,18 @@ def test_every_op_can_be_measured():
 
 
 @pytest.mark.parametrize(
-    ("shape", "weights", "quantize"),
+    ("shape", "weights", "flags"),
     [
-        ("tiny-v3", "bfloat16", "none"),
-        ("tiny-v2-lite", "fp8", "none"),
-        ("tiny-v3", "bfloat16", "int8"),
-        ("tiny-v3", "bfloat16", "int4"),
-        ("tiny-v32", "bfloat16", "none"),
+        ("tiny-v3", "bfloat16", {}),
+        ("tiny-v2-lite", "fp8", {}),
+        ("tiny-v3", "bfloat16", {"quantize": "int8"}),
+        ("tiny-v3", "bfloat16", {"quantize": "int4"}),
+        ("tiny-v3", "bfloat16", {"disable_mla": True}),
+        ("tiny-v32", "bfloat16", {}),
     ],
 )
-def test_every_bound_kernel_of_a_model_is_measured(shape, weights, quantize):
-    assembly = assembled(shape, weights, quantize=quantize)
+def test_every_bound_kernel_of_a_model_is_measured(shape, weights, flags):
+    assembly = assembled(shape, weights, **flags)
     figures = measured(assembly)
     assert not [f for f in figures if f.error]
     wanted = {(s.op, k.name) for s, k in assembly.binding.choices if k is not None}

@@ -121,6 +121,14 @@ def test_decode_attention():
     assert got.flops == 2 * 40 * 3 * (40 + 32)
 
 
+def test_decode_over_expanded_keys_and_values():
+    """Of a token a key and a value per head, and the rotated key once."""
+    got = work.mha_decode(3, 16, 8, 12, "bfloat16", "bfloat16", (5, 30))
+    assert got.reads == 35 * (3 * (16 + 12) + 8) * 2 + 2 * 3 * (16 + 8) * 2
+    assert got.writes == 2 * 3 * 12 * 2
+    assert got.flops == 2 * 35 * 3 * (16 + 8 + 12)
+
+
 def test_work_adds_up():
     a = work.Work(1, 2, 3, 4)
     assert a + a == a.times(2) == work.Work(2, 4, 6, 8)

@@ -16,7 +16,7 @@ HOST = DeviceInfo("cpu", "host", "any")
 # These only write; the next are for kernels that have them, which no reference does.
 SILENT = {"lora_delta", "cache_write", "cache_move"}
 EXTRA = {"linear.apply_quantized", "linear.apply_float32"}
-TAGS = frozenset({"latent_pages.v1", "index_pages.v1"})
+TAGS = frozenset({"latent_pages.v1", "expanded_pages.v1", "index_pages.v1"})
 
 
 class Seen:

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel, Layout
+from ds_runtime.ops.spec import FP8_GROUPS, RANK_REFERENCE, Dims, Facts, Kernel, Layout
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "reference"
 _OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb", "mla_inputs"})
 _HOST_LOOPS = frozenset(  # references that read the device to decide what to do
-    {"mla_decode", "experts", "mha_prefill", "cache_gather", "sample", "logprobs"}
+    {"mla_decode", "mha_decode", "experts", "mha_prefill", "cache_gather", "sample", "logprobs"}
     | {"cache_write", "cache_move", "mla_prologue", "index_prologue", "index_scores"}
     | {"index_select", "mla_inputs", "mha_prefill_quantize"}
 )
@@ -35,6 +35,23 @@ LATENT_PAGES = Layout(
     version=1,
     allocate="ds_runtime.ops.reference.cache:allocate_latent_pages",
     bytes_per_token=_bytes_per_token,
+)
+
+
+def expanded_width(dims: Dims) -> int:
+    """Values of a token in `expanded_pages`."""
+    return dims["heads"] * (dims["qk_nope"] + dims["v"]) + dims["qk_rope"]
+
+
+def _expanded_bytes_per_token(facts: Facts) -> int:
+    return expanded_width(facts.dims) * _ITEM_BYTES[facts.kv_dtype]
+
+
+EXPANDED_PAGES = Layout(
+    name="expanded_pages",
+    version=1,
+    allocate="ds_runtime.ops.reference.expanded:allocate_expanded_pages",
+    bytes_per_token=_expanded_bytes_per_token,
 )
 
 
@@ -74,12 +91,17 @@ _SCALED = {  # kernels of this layout: op → function
 }
 _LAYOUTS = {"": frozenset[str](), "kv": frozenset({LATENT_PAGES.tag})}
 _LAYOUTS["index"] = frozenset({INDEX_PAGES.tag})
+_EXPANDED = frozenset({EXPANDED_PAGES.tag})
+_ROWS = {  # ops on rows of any width, or of expanded keys and values: op → layouts
+    **dict.fromkeys(("cache_write", "cache_gather", "cache_move"), _LAYOUTS["kv"] | _EXPANDED),
+    "mha_decode": _EXPANDED,
+}
 
 
 def _refuse_kv_dtype(facts: Facts) -> str | None:
     if facts.kv_dtype in _ITEM_BYTES:
         return None
-    return f"latent_pages holds {', '.join(_ITEM_BYTES)} rows, not {facts.kv_dtype}"
+    return f"the cache holds {', '.join(_ITEM_BYTES)} rows, not {facts.kv_dtype}"
 
 
 def _refuse_index_dtype(facts: Facts) -> str | None:
@@ -104,7 +126,7 @@ def _offer(name: str) -> Kernel:
         rank=RANK_REFERENCE,
         refuse=_GATES[op.layout],
         formats=frozenset(FORMATS) if op.name in _OWNS_WEIGHTS else frozenset(),
-        layouts=_LAYOUTS[op.layout],
+        layouts=_ROWS.get(name, _LAYOUTS[op.layout]),
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         contract=op.version,
         graph_safe=op.name not in _HOST_LOOPS,
@@ -149,6 +171,7 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
         "mha_prefill_quantize",
         "merge_state",
         "mla_decode",
+        "mha_decode",
         "mla_absorb",
         "mla_inputs",
         "mla_prologue",
@@ -163,7 +186,7 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
         "sparse_decode",
     )
     scaled = [_offer_scaled(name, function) for name, function in _SCALED.items()]
-    layouts = [LATENT_PAGES, INDEX_PAGES, LATENT_FP8_GROUPS]
+    layouts = [LATENT_PAGES, EXPANDED_PAGES, INDEX_PAGES, LATENT_FP8_GROUPS]
     return [*layouts, *(_offer(name) for name in names), *scaled]
 
 

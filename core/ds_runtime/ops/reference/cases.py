@@ -240,12 +240,15 @@ class Maker:
             used += count
         return table
 
-    def paged(self, lens: tuple[int, ...], spare: int = 2) -> tuple[PagedCache, Tensor]:
+    def paged(
+        self, lens: tuple[int, ...], spare: int = 2, width: int = 0
+    ) -> tuple[PagedCache, Tensor]:
         """A cache that holds sequences of these lengths, and their page table.
 
-        Rows behind a sequence's end and pages of nobody are NaN.
+        Rows behind a sequence's end and pages of nobody are NaN. width: of a row, by default that
+        of a latent and its key.
         """
-        width = self.facts.dims["kv_lora"] + self.facts.dims["qk_rope"]
+        width = width or self.facts.dims["kv_lora"] + self.facts.dims["qk_rope"]
         return self._paged(lens, spare, width, self.kv_dtype)
 
     def paged_index(self, lens: tuple[int, ...]) -> tuple[PagedCache, Tensor]:
