@@ -62,6 +62,7 @@ from ds_runtime.speculation import Speculation
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
 _APART = "steps with drafts of ranks that have sequences of their own run op by op"
+_COMPILED = "what torch.compile makes for the host cannot be recorded"
 _THREADS = 64  # per rank are fine on the smallest machine
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
@@ -186,6 +187,9 @@ def assemble(
     captures = platform.captures and not config.disable_graph
     if platform.capture_after and not _captured_late(config, model, lora):
         captures = False
+    if captures and platform.capture_after and config.enable_torch_compile:
+        captures, config = False, with_changes(config, {"disable_graph": True})
+        changes.append(("disable_graph", "False → True", "core", _COMPILED))
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _ONE_BY_ONE))
@@ -463,6 +467,7 @@ def _facts(config: EngineConfig, model: ModelConfig, device: DeviceInfo) -> Fact
         tp=config.tp,
         deterministic=config.deterministic,
         quantized=bool(model.quantization) or config.quantize != "none",
+        compiled_rows=config.torch_compile_max_bs if config.enable_torch_compile else 0,
     )
 
 

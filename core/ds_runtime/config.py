@@ -210,6 +210,14 @@ class EngineConfig:
         "keep the keys and values of all heads in the KV cache and attend these, instead of "
         "latents: for comparison, as it takes many times the memory",
     )
+    enable_torch_compile: bool = _f(
+        False,
+        "have torch.compile make norms, activations, rotation and the choice of experts of small "
+        "steps, before the port opens; on a CPU steps then run op by op",
+    )
+    torch_compile_max_bs: int = _f(
+        32, "rows of the largest step that --enable-torch-compile is for"
+    )
     nsa_prefill_backend: str = _f(
         "auto", "provider whose kernel sparse attention of prompts uses, or 'auto' for the best"
     )
@@ -248,6 +256,7 @@ class EngineConfig:
                 "prefix_chunk",
                 "max_queued_requests",
                 "dist_timeout",
+                "torch_compile_max_bs",
             ),
         )
         if self.max_loras is not None and not 0 <= self.max_loras <= 1024:

@@ -429,6 +429,7 @@ def test_plugins_says_where_each_comes_from_and_why_not(
     assert {r["name"]: r["refusal"] for r in rows} == {
         "bad": "broken",
         "checkpoints": None,
+        "compiled": None,
         "reference": None,
     }
 

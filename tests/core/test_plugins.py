@@ -174,10 +174,10 @@ def test_hardware_that_is_absent_does_not_stop_the_start_unless_named() -> None:
 
 
 def test_loading_only_some_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(load_plugins(["cpu"]).reports) == {"checkpoints", "cpu", "reference"}
+    assert set(load_plugins(["cpu"]).reports) == {"checkpoints", "compiled", "cpu", "reference"}
     monkeypatch.setenv("DS_PLUGINS", "cpu, triton")
-    assert set(load_plugins().reports) == {"checkpoints", "cpu", "reference", "triton"}
-    assert set(load_plugins(["cpu"]).reports) == {"checkpoints", "cpu", "reference"}
+    assert set(load_plugins().reports) == {"checkpoints", "compiled", "cpu", "reference", "triton"}
+    assert set(load_plugins(["cpu"]).reports) == {"checkpoints", "compiled", "cpu", "reference"}
     monkeypatch.setenv("DS_PLUGINS", "cpi")
     with pytest.raises(ConfigError, match="DS_PLUGINS 'cpi': no such plugin; did you mean 'cpu'"):
         load_plugins()
@@ -200,7 +200,7 @@ def test_a_third_party_cannot_take_the_name_of_a_shipped_plugin(
 @pytest.mark.parametrize(("names", "said"), [(["reference"], "reference"), ([], "''")])
 def test_a_restriction_that_leaves_no_platform_is_named(names: list[str], said: str) -> None:
     plugins = load_plugins(names)
-    limit = f"--plugins {said} loads only checkpoints, reference: add the plugin that brings a "
+    limit = f"--plugins {said} loads only checkpoints, compiled, reference: add the plugin that brings a "
     limit += "platform"
     with pytest.raises(UnsupportedError, match=f"^no platform works here: {limit}$"):
         select_platform(plugins)

@@ -21,7 +21,6 @@ _TIERS = "KV cache beyond the device's memory is not built yet: leave it out"
 _APART = "prefill and decode in engines of their own are not built yet: leave it out"
 _CONTEXTS = "ranks that divide one prompt are not built yet: every rank computes all of its tokens"
 _STORED = "the checkpoint's own config says how its weights are stored"
-_COMPILED = "compiling what lies between kernels is not built yet: steps are captured as they are"
 _ALWAYS = "is always so here"
 
 
@@ -114,8 +113,6 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--speculative-draft": "speculative_draft_model_path",
     "--speculative-draft-model": "speculative_draft_model_path",
     # kernels
-    "--enable-torch-compile": nothing(_COMPILED),
-    "--torch-compile-max-bs": nothing(_COMPILED, "one"),
     "--disable-shared-experts-fusion": Spelling(
         "is --disable-fusion shared_experts here", {"disable_fusion": "shared_experts"}
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -37,12 +37,13 @@ from ds_runtime.engine.step import PutAdapter, StepPlan, StepResult, Work
 from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
-from ds_runtime.engine.warm import prompt_length, warm_up_steps
+from ds_runtime.engine.warm import prompt_length, warm_up_length, warm_up_steps
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.platform.spec import Communicator
+from ds_runtime.progress import Progress
 from ds_runtime.speculation import Speculation
 
 
@@ -469,18 +470,39 @@ class Runner:
         CheckpointError when they give NaN or an infinity: nothing that is served would be right.
         """
         self._rehearse()
-        plans, count = warm_up_steps(self.config, self.context_length, self.width)
-        caches = self._allocate(count, poison=False, quiet=True)
         with self.checking():
-            for plan in plans:
-                handle = self._launch(plan, caches)
-                if handle.arriving is not None:  # on rank 0; all ranks have its logits
-                    self._check(self.collect(handle))
+            for result in self._first_steps():
+                self._check(result)
+        if self.config.enable_torch_compile:
+            self._compile()
         self.platform.synchronize()
         self.sampler.clear()
         self.last_tokens.zero_()
         shown = self.rank == 0 and not self.capturing.late  # else there is nothing to wait for
         self.captured.capture(self.capturing, progress=shown)
+
+    def _compile(self) -> None:
+        """Have torch.compile make its functions, for steps of several rows and of one."""
+        from ds_runtime.ops.reference.compiling import compiling
+
+        most = self.config.torch_compile_max_bs
+        lengths = {min(most, warm_up_length(self.config, self.context_length)), 1}
+        shown = Progress("compiling", len(lengths), "kinds", enabled=self.rank == 0)
+        with shown as progress, compiling():
+            for length in sorted(lengths, reverse=True):
+                for _ in self._first_steps(length):
+                    pass
+                progress.advance(1)
+
+    def _first_steps(self, length: int | None = None) -> Iterator[StepResult]:
+        """Those of `warm_up_steps`, op by op, over caches of their own; results on rank 0."""
+        given = self.config, self.context_length, self.width, length
+        plans, count = warm_up_steps(*given)
+        caches = self._allocate(count, poison=False, quiet=True)
+        for plan in plans:
+            handle = self._launch(plan, caches)
+            if handle.arriving is not None:  # on rank 0; all ranks have its logits
+                yield self.collect(handle)
 
     @torch.inference_mode()
     def _rehearse(self) -> None:

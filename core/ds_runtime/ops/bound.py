@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError, PluginError, named
@@ -110,6 +111,22 @@ class _ByRows:
         return y
 
 
+class _CallsByRows:
+    """Functions behind one contract: by the rows of the first argument. places: of each of
+    `shares.kernels`, in this order, what has its function under the op's name."""
+
+    def __init__(self, op: str, shares: Shares, places: Sequence[Any]) -> None:
+        made = list(zip(shares.kernels, places, strict=True))
+        self._op = op
+        self._rest = next(place for kernel, place in made if kernel is shares.rest)
+        self._some = [(kernel, place) for kernel, place in made if kernel in shares.some]
+
+    def __call__(self, *args: Any) -> Any:
+        rows = args[0].shape[0]
+        found = (place for kernel, place in self._some if asks_for(kernel, rows))
+        return getattr(next(found, self._rest), self._op)(*args)
+
+
 class BoundOps:
     """The chosen kernels, imported: one frozen `Ops` view per (layer, module)."""
 
@@ -138,6 +155,12 @@ class BoundOps:
             if (shares := binding.shares.get(key)) is None:
                 place[site.op] = made = self._load(kernel, key)
                 self._bound.append(Bound(kernel, site, self._facts[key], made, seen))
+            elif OPS[site.op].kind == "function":
+                held = [SimpleNamespace(**{site.op: self._load(k, key)}) for k in shares.kernels]
+                place[site.op] = _CallsByRows(site.op, shares, held)
+                for each, where in zip(shares.kernels, held, strict=True):
+                    made = getattr(where, site.op)
+                    self._bound.append(Bound(each, site, self._facts[key], made, [where]))
             else:
                 loaded = [self._load(each, key) for each in shares.kernels]
                 place[site.op] = _ByRows(shares, loaded)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ds_runtime.errors import KernelError, blaming
 from ds_runtime.ops.results import RESULTS, forms, said
 from ds_runtime.ops.spec import Facts, Kernel, Site
-from ds_runtime.ops.table import Ops
 
 # Of kernels that are objects: those that RESULTS knows, and those that make something ready.
 _METHODS = sorted({n.partition(".")[2] for n in RESULTS if "." in n} | {"pack", "state", "prepare"})
@@ -28,7 +27,7 @@ class Bound(NamedTuple):
     site: Site
     facts: Facts
     made: Any
-    views: Sequence[Ops]
+    views: Sequence[Any]
     plugin: str = ""
 
     def __str__(self) -> str:

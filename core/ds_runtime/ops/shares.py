@@ -1,10 +1,12 @@
-"""Kernels that share a weight and divide the calls by their rows. Torch-free."""
+"""Kernels of one place that divide the calls by their rows: those that share a weight, or of an op
+that owns none. Torch-free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
+from itertools import starmap, takewhile
 
 from ds_runtime.ops.spec import Kernel
 
@@ -13,9 +15,9 @@ _ALL = 1 << 62  # more rows than there are
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Kernels of one packing at one place. `some`, best first, ask for calls of so many rows, and
-    the first that does serves one; `rest` packs the weight and serves what none asks for. It may be
-    one of `some`, where all of them ask."""
+    """Kernels of one packing, or that need none, at one place. `some`, best first, ask for calls of
+    so many rows, and the first that does serves one; `rest` packs the weight and serves what none
+    asks for. It may be one of `some`, where all of them ask."""
 
     rest: Kernel
     some: tuple[Kernel, ...]
@@ -77,9 +79,13 @@ def _words(first: int, below: int) -> str:
 
 
 def shares_of(accepted: Sequence[Kernel]) -> Shares | None:
-    """The best kernel with those of its packing that take other sizes."""
+    """The best kernel with those of its packing that take other sizes. Functions need no packing:
+    of those before the first that takes all sizes, each serves the sizes that it asks for."""
     best = accepted[0]
     alike = [k for k in accepted if best.packing and k.packing == best.packing]
+    if best.op.kind == "function":
+        asking = [*takewhile(lambda k: k.from_rows or k.below_rows, accepted)]
+        alike = list(accepted[: len(asking) + 1])
     some = tuple(k for k in alike if k.from_rows or k.below_rows)
     rest = next((k for k in alike if k not in some), best)
     return Shares(rest, some) if any(k is not rest for k in some) else None

@@ -111,6 +111,7 @@ class Facts:
     for the device, and what it launches may depend on shapes and limits, but on no length.
     `crowded`: ops for second forms of whose weights (`Kernel.beside`) memory has no room.
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
+    `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
     """
 
     device: DeviceInfo
@@ -124,6 +125,7 @@ class Facts:
     index_dtype: str = "float32"  # of the index cache, where attention is sparse
     crowded: frozenset[str] = frozenset()
     quantized: bool = False
+    compiled_rows: int = 0
 
     role: str = "target"
     layer: int = -1

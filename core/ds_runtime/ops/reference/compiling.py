@@ -1,0 +1,88 @@
+"""What the plugin "compiled" offers: each function compiles while `compiling` is entered, and never
+else.
+
+A call like none that was compiled then runs op by op.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.errors import ConfigError, DsRuntimeError, named
+from ds_runtime.ops.reference import activation, moe, norm
+from ds_runtime.ops.reference import rope as rotation
+
+_COMPILERS = ("g++", "clang++", "c++", "gcc", "clang", "cc")
+_KINDS = 64  # of calls of one function: widths, dtypes and strides, by one row and by several
+_now = ContextVar("compiling", default=False)
+
+
+def check_compiler() -> None:
+    """ConfigError if there is none: torch.compile writes C or C++ for every device."""
+    named_one = os.environ.get("CXX") or os.environ.get("CC")
+    if not any(shutil.which(name) for name in ((named_one,) if named_one else _COMPILERS)):
+        looked = f"CXX names {named_one}, which is not there" if named_one else "there is none"
+        raise ConfigError(
+            f"--enable-torch-compile: it needs a C++ compiler, and {looked}: install g++ or "
+            "clang++, or leave the flag out"
+        )
+
+
+class Compiled:
+    """A function of tensors, by rows of their first dim, through torch.compile."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        update_wrapper(self, function)
+        self._name = function.__name__
+        self._compile = torch.compile(function, fullgraph=True)
+        self._ready = torch._dynamo.run(function)
+
+    def __call__(self, *args: Any) -> Any:
+        if not _now.get():
+            return self._ready(*args)
+        rows = args[0].shape[0]
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.ndim and arg.shape[0] == rows:
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_KINDS):
+                return self._compile(*args)
+        except DsRuntimeError:
+            raise
+        except Exception as e:
+            inner = getattr(e, "inner_exception", e)  # behind torch's own words
+            said = next(line for line in named(inner).splitlines() if line.strip())
+            raise ConfigError(
+                f"--enable-torch-compile: {self._name} does not compile here: {said}; leave the "
+                "flag out"
+            ) from e
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within, functions compile what they are called with, on this thread."""
+    before = _now.set(True)
+    try:
+        yield
+    finally:
+        _now.reset(before)
+
+
+check_compiler()
+rms_norm = Compiled(norm.rms_norm)
+add_rms_norm = Compiled(norm.add_rms_norm)
+rms_norm_quantize = Compiled(norm.rms_norm_quantize)
+add_rms_norm_quantize = Compiled(norm.add_rms_norm_quantize)
+rope = Compiled(rotation.rope)
+silu_mul = Compiled(activation.silu_mul)
+silu_mul_quantize = Compiled(activation.silu_mul_quantize)
+route = Compiled(moe.route)
