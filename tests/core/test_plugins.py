@@ -200,8 +200,8 @@ def test_a_third_party_cannot_take_the_name_of_a_shipped_plugin(
 @pytest.mark.parametrize(("names", "said"), [(["reference"], "reference"), ([], "''")])
 def test_a_restriction_that_leaves_no_platform_is_named(names: list[str], said: str) -> None:
     plugins = load_plugins(names)
-    limit = f"--plugins {said} loads only checkpoints, compiled, reference: add the plugin that brings a "
-    limit += "platform"
+    limit = f"--plugins {said} loads only checkpoints, compiled, reference: add the plugin that "
+    limit += "brings a platform"
     with pytest.raises(UnsupportedError, match=f"^no platform works here: {limit}$"):
         select_platform(plugins)
     with pytest.raises(ConfigError, match=f"--platform 'cpu': no such platform; {limit}"):

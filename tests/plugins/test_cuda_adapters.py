@@ -37,6 +37,7 @@ def device(arch: str, **changes) -> DeviceInfo:
 
 
 MANY_HEADS = Dims({**TRUE_DIMS, "heads": 32})
+ALL_HEADS = Dims({**TRUE_DIMS, "heads": 128})
 CACHES = ("", "float8_e4m3fn", FP8_GROUPS)
 
 
@@ -53,8 +54,8 @@ def test_an_adapter_conforms(kernel):
     if kernel.fn.endswith("LinearDense12"):  # samples are smaller than what it is meant for
         checks = (c for c in kernel.refuse.checks if c is not gates.large)
         kernel = replace(kernel, refuse=api.gates(*checks, gates.not_large))
-    for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64), (MANY_HEADS, 64)):
-        if ran and dims is MANY_HEADS:
+    for dims, page in ((SMALL_DIMS, 4), (TRUE_DIMS, 64), (MANY_HEADS, 64), (ALL_HEADS, 64)):
+        if ran and dims in (MANY_HEADS, ALL_HEADS):
             break
         for dtype, kv in product(("bfloat16", "float16", "float32"), CACHES):
             facts = facts_for(info, dtype, dims, page, kv)
@@ -70,7 +71,7 @@ def test_every_offer_is_told_apart():
     names = [(k.op.name, k.fn) for k in KERNELS]
     assert len(set(names)) == len(names)
     assert len({(k.op.name, k.name) for k in KERNELS}) == len(KERNELS)
-    providers = {"cuda", "deep_gemm", "flash_mla", "flashinfer", "sgl_kernel"}
+    providers = {"cuda", "deep_gemm", "flash_mla", "flashinfer", "flashinfer_cutlass", "sgl_kernel"}
     assert {k.provider for k in KERNELS} == providers
 
 
@@ -136,7 +137,7 @@ def test_what_is_not_installed_is_named(kernel):
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
     sources = gates.OWN - {"torch_ops"}
     own_source = kernel.fn.startswith(tuple(f"ds_runtime_cuda.{name}:" for name in sources))
-    module = "cuda.bindings" if own_source else kernel.provider
+    module = "cuda.bindings" if own_source else kernel.provider.removesuffix("_cutlass")
     said = kernel.refuse(bare)
     if module == "cuda":
         assert said is None

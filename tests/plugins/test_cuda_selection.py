@@ -13,7 +13,7 @@ import pytest
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.memory import Room, kv_memory
-from ds_runtime.errors import UnsupportedError
+from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.model.estimate import sparse_bytes
 from ds_runtime.model.room import reserve
 from ds_runtime.ops.bind import refusal
@@ -225,3 +225,40 @@ def test_sparse_attention_is_captured(folder, kv_cache_dtype):
     left = (30 << 30) - reserve(assembly).total
     assert found.pages * found.page_bytes <= left < (found.pages + 1) * found.page_bytes
     assert reserve(assembly).activations > sparse_bytes(assembly)
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "op", "kernel"),
+    [
+        ("h200", {"nsa_prefill_backend": "fa3"}, "sparse_prefill", "sgl_kernel.sparse_mla"),
+        ("h200", {"nsa_decode_backend": "fa3"}, "sparse_decode", "sgl_kernel.sparse_mla"),
+        ("h200", {"nsa_topk_backend": "flashinfer"}, "index_topk", "flashinfer.index_topk"),
+        ("b200", {"nsa_topk_backend": "flashinfer"}, "index_topk", "flashinfer.index_topk"),
+        ("h200", {"nsa_topk_backend": "torch"}, "index_topk", "torch.topk"),
+        ("mi300x", {"nsa_topk_backend": "torch"}, "index_topk", "torch.topk"),
+    ],
+)
+def test_names_of_sparse_kernels_bind_them_in_captured_steps(folder, device, flags, op, kernel):
+    config = EngineConfig(model=folder(SPARSE), tp=8, attention_backend="nsa", **flags)
+    assembly = assemble(config, ("tp", "attention_backend", *flags), device=device)
+    found = {d.kernel for d in assembly.binding.decisions if d.op == op}
+    assert found == {kernel} and assembly.facts.graph_capture
+
+
+def test_cutlass_mla_is_for_all_heads_on_capability_10(folder):
+    given = {"attention_backend": "cutlass_mla", "tp": 8, "enable_dp_attention": True}
+    config = EngineConfig(model=folder(FP8), **given)
+    assembly = assemble(config, tuple(given), device="b200")
+    found = {d.kernel for d in assembly.binding.decisions if d.op == "mla_decode"}
+    assert found == {"flashinfer_cutlass.MlaDecode"} and assembly.facts.graph_capture
+    config = replace(config, enable_dp_attention=False)
+    with pytest.raises(ConfigError, match=r"128 heads of a rank, not 16: pass --enable-dp-att"):
+        assemble(config, ("attention_backend", "tp"), device="b200")
+    with pytest.raises(ConfigError, match=r"'cutlass_mla': refused .*sm90"):
+        assemble(config, ("attention_backend", "tp"), device="h200")
+
+
+def test_nsa_is_no_name_of_dense_attention(folder):
+    config = EngineConfig(model=folder(BF16), attention_backend="nsa")
+    with pytest.raises(ConfigError, match=r"--attention-backend 'nsa': .* its attention is dense"):
+        assemble(config, ("attention_backend",), device="h200")

@@ -10,7 +10,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.bind import Pin
 from ds_runtime.ops.spec import Kernel
 from ds_runtime.ops.table import OPS
-from ds_runtime.spelling import Spelling
+from ds_runtime.spelling import Spelling, nothing
 
 BACKENDS = {
     "nsa_prefill_backend": ("sparse_prefill",),
@@ -24,6 +24,7 @@ _SPARSE = {
     "nsa_prefill_backend": "; --attention-backend is for dense attention",
     "nsa_decode_backend": "; --attention-backend is for dense attention",
     "nsa_topk_backend": "",
+    "attention_backend": "",
     "index_cache_dtype": "; --kv-cache-dtype is for the cache of dense attention",
 }
 
@@ -31,7 +32,8 @@ _SPARSE = {
 def refuse_sparse(config: EngineConfig, architecture: str) -> None:
     """ConfigError if something of sparse attention is given: for models without an indexer."""
     for field, hint in _SPARSE.items():
-        if (given := getattr(config, field)) != "auto":
+        given = getattr(config, field)
+        if given == "nsa" or (given != "auto" and field != "attention_backend"):
             raise ConfigError(
                 f"{_flag(field)} {given!r}: {architecture} has no indexer, its attention is dense: "
                 f"leave the flag out{hint}"
@@ -42,9 +44,11 @@ Names = Mapping[str, Mapping[str, str | Spelling]]
 """A plugin's `BACKENDS`: by field, the names under which people know a provider of kernels, and the
 provider, or the refusal of what is not here."""
 NAMES: Names = {
-    "attention_backend": {"torch_native": "reference"},
+    "attention_backend": {
+        "torch_native": "reference",
+        "nsa": nothing("attends chosen tokens, which the model's indexer says already"),
+    },
     "moe_runner_backend": {"torch_native": "reference"},
-    "nsa_topk_backend": {"torch": "reference"},
 }
 
 
@@ -67,6 +71,8 @@ def backend_pins(
         if wished in (None, "auto"):
             continue
         known_as = next((n[field][wished] for n in named if wished in n.get(field, {})), wished)
+        if isinstance(known_as, Spelling) and not known_as.refused:
+            continue
         if isinstance(known_as, Spelling):
             raise ConfigError(f"{_flag(field)} {wished!r}: {known_as.says}")
         wanted = [op for op in ops if op in used]

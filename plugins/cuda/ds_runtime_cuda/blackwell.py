@@ -23,6 +23,7 @@ from ds_runtime_cuda.gates import (
     BLOCK,
     EXPERT_BLOCKS,
     FP8,
+    HALVES,
     LATENT,
     arch,
     library,
@@ -114,6 +115,29 @@ def _decode(fn: str, kv: Gate, note: str = "", numerics: str = "") -> Kernel:
     return replace(made, numerics=numerics)
 
 
+def all_heads(facts: Facts) -> str | None:
+    heads = facts.dims.get("heads", 0)
+    if heads == 128:
+        return None
+    said = f"computes 128 heads of a rank, not {heads}"
+    return Fixable(said, "pass --enable-dp-attention") if 0 < heads < 128 else said
+
+
+_CUTLASS = offer(
+    "mla_decode",
+    "flashinfer_cutlass:MlaDecode",
+    RANK_PLATFORM,
+    _HERE,
+    library("flashinfer", "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata"),
+    HALVES,
+    LATENT,
+    all_heads,
+    checks.same_kv,
+    checks.page_sizes(32, 64),
+    note="CUTLASS",
+)
+
+
 def _sparse(op: str) -> Kernel:
     return offer(
         op,
@@ -140,6 +164,7 @@ ATTENTION: tuple[Kernel, ...] = (
         note="queries are rounded to FP8, too",
         numerics="fp8_queries",
     ),
+    _CUTLASS,
     _sparse("sparse_prefill"),
     _sparse("sparse_decode"),
 )

@@ -217,6 +217,25 @@ def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: flo
     return out.view(rows, heads, kv_lora).masked_fill((counts == 0)[:, None, None], 0.0)
 
 
+def index_topk(
+    scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
+) -> Tensor:
+    """IndexTopk in one launch, of equal scores those that come first."""
+    if not scores.shape[0]:
+        return lens.new_empty(0, k)
+    out: Tensor = _library().top_k_page_table_transform(
+        scores,
+        page_table,
+        lens,
+        k,
+        row_to_batch=owners,
+        tie_break=int(_library().TopKTieBreak.SMALL),
+        dsa_graph_safe=True,
+        page_size=page_size,
+    )
+    return out
+
+
 def mha_prefill(
     q: Tensor,
     q_rope: Tensor,

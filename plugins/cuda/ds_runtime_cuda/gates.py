@@ -89,6 +89,19 @@ def fp8_keys(facts: Facts) -> str | None:
     return None
 
 
+def whole_pages(facts: Facts) -> str | None:
+    size = facts.page_size
+    if size & (size - 1) == 0:
+        return None
+    return Fixable(f"takes pages of a power of two of tokens, not {size}", "pass --page-size 64")
+
+
+def few_chosen(facts: Facts) -> str | None:
+    """What a captured step may choose: FILTERED_TOPK_MAX_K of the library's topk.cuh."""
+    k = facts.dims.get("index_topk", 0)
+    return None if k <= 2048 else f"chooses up to 2048 tokens, not {k}"
+
+
 def sixteen_bytes(facts: Facts) -> str | None:
     odd = [n for n in facts.shape[1:] if n % 8]
     return f"needs rows of whole 16 bytes, and {odd[0]} values are none" if odd else None

@@ -43,6 +43,7 @@ from ds_runtime_cuda.gates import (
     as_wide_as,
     column_pairs,
     copied_keys,
+    few_chosen,
     few_experts,
     fp8_keys,
     in_fours,
@@ -57,6 +58,7 @@ from ds_runtime_cuda.gates import (
     scaled_kv,
     scales_on_chip,
     sixteen_bytes,
+    whole_pages,
 )
 
 RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
@@ -74,8 +76,11 @@ _MQA_LOGITS = library(
 )
 
 
-def _sparse(op: str) -> tuple[Kernel, Kernel]:
-    """FlashMLA over bfloat16 pages, and over FP8 groups."""
+_TOPK = library("flashinfer", "top_k_page_table_transform", "TopKTieBreak")
+
+
+def _sparse(op: str) -> tuple[Kernel, Kernel, Kernel]:
+    """FlashMLA over bfloat16 pages, and over FP8 groups; FlashAttention 3, which nobody ran yet."""
     here, common = arch("sm90", "sm100"), (BF16, LATENT, checks.heads(128))
     plain = offer(op, "flash_mla:sparse_mla", RANK_PLATFORM, here, _SPARSE, *common, checks.same_kv)
     scaled = offer(
@@ -89,7 +94,18 @@ def _sparse(op: str) -> tuple[Kernel, Kernel]:
         checks.page_sizes(64),
         layouts=SCALED_PAGES,
     )
-    return plain, scaled
+    flash3 = offer(
+        op,
+        "sgl_kernel:sparse_mla",
+        RANK_BEHIND,
+        arch("sm90"),
+        _FA3_KV,
+        HALVES,
+        LATENT,
+        checks.same_kv,
+        note="FlashAttention 3",
+    )
+    return plain, scaled, flash3
 
 
 _FEW = 16  # heads up to which the portable kernel is ahead of one that computes 64
@@ -125,6 +141,15 @@ ATTENTION: tuple[Kernel, ...] = (
         checks.page_sizes(64),
         layouts=INDEX_PAGES,
         workspace=copied_keys,
+    ),
+    offer(
+        "index_topk",
+        "flashinfer:index_topk",
+        RANK_BEHIND,
+        arch("sm90", "sm100", "sm103"),
+        _TOPK,
+        whole_pages,
+        few_chosen,
     ),
     offer(
         "mla_decode",

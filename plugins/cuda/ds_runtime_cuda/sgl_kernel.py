@@ -1,4 +1,4 @@
-"""sgl-kernel: FlashAttention 3.
+"""sgl-kernel: FlashAttention 3, of prompts, over the latent cache and over chosen tokens of it.
 
 Published today as sglang-kernel, imported as sgl_kernel; releases differ in what they hold, so
 that every function is looked for by itself (software.py).
@@ -84,3 +84,24 @@ class MlaDecode:
             num_splits=1 if self._one_split else 0,
         )
         return out.view(count, heads, LATENT)  # type: ignore[no-any-return]
+
+
+def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
+    """SparseMla with FlashAttention 3: a sequence per row, whose pages are its slots."""
+    rows, heads, _ = q.shape
+    if not rows:
+        return q.new_empty(0, heads, kv_lora)
+    chosen = slots.sort(dim=-1, descending=True).values  # those that are none come last
+    counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+    tokens = cache.view(-1, 1, 1, cache.shape[2])  # [slots, 1, 1, latent + rope]: pages of one
+    out: Tensor = _library().flash_attn_with_kvcache(
+        q=q[..., kv_lora:].unsqueeze(1),
+        k_cache=tokens[..., kv_lora:],
+        v_cache=tokens[..., :kv_lora],
+        qv=q[..., :kv_lora].unsqueeze(1),
+        cache_seqlens=counts.clamp(min=1),
+        page_table=chosen.clamp(min=0),
+        softmax_scale=scale,
+        causal=True,
+    )
+    return out.view(rows, heads, kv_lora).masked_fill((counts == 0)[:, None, None], 0.0)

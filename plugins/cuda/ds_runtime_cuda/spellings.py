@@ -35,25 +35,19 @@ _SPARSE: Mapping[str, str | Spelling] = {
     "flashmla_kv": "flash_mla",
     "flashmla_auto": "flash_mla",
     "trtllm": "flashinfer",
-    "fa3": refused(
-        "FlashAttention 3 has no kernel here that reads chosen tokens: flashmla_sparse is for the "
-        "same GPUs"
-    ),
+    "fa3": "sgl_kernel",
 }
 BACKENDS: Mapping[str, Mapping[str, str | Spelling]] = {
     "attention_backend": {
         "fa3": "sgl_kernel",
         "flashmla": "flash_mla",
         "trtllm_mla": "flashinfer",
-        "cutlass_mla": refused(
-            "CUTLASS's decode of latents is not built in: trtllm_mla is for the same GPUs"
-        ),
+        "cutlass_mla": "flashinfer_cutlass",
     },
     "nsa_prefill_backend": _SPARSE,
     "nsa_decode_backend": _SPARSE,
     "nsa_topk_backend": {
         "sgl-kernel": refused("its choice of tokens is not built in: leave it out"),
-        "flashinfer": refused("its choice of tokens is not built in: triton has one"),
     },
     "moe_runner_backend": {
         "flashinfer_trtllm": "flashinfer",

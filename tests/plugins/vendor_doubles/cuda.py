@@ -219,12 +219,19 @@ class BatchMLAPagedAttentionWrapper:
     ):  # fmt: skip
         buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         assert all((b is not None) == use_cuda_graph for b in buffers)
-        assert float_workspace_buffer.nbytes >= 1 << 20 and backend in ("fa2", "fa3")
+        assert float_workspace_buffer.nbytes >= 1 << 20 and backend in ("fa2", "fa3", "cutlass")
+        self.backend = backend
 
     def plan(
         self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale,
         q_data_type, kv_data_type, query_layout, kv_cache_layout,
     ):  # fmt: skip
+        if self.backend == "cutlass":
+            self.plan_of = planned_cutlass(
+                metadata, num_heads, (head_dim_ckv, head_dim_kpe), page_size, sm_scale,
+                (q_data_type, kv_data_type), (query_layout, kv_cache_layout),
+            )  # fmt: skip
+            return
         qo_indptr, kv_indptr, kv_indices, kv_len_arr = metadata
         assert (head_dim_ckv, head_dim_kpe, causal) == (512, 64, False) and num_heads > 0
         assert q_data_type == kv_data_type and query_layout == kv_cache_layout == "split"
@@ -235,7 +242,10 @@ class BatchMLAPagedAttentionWrapper:
         assert kv_indices.shape == (kv_indptr[-1],)
         self.plan_of = kv_indptr.tolist(), kv_len_arr.tolist(), kv_indices, sm_scale
 
-    def run(self, *, query, kv_cache):
+    def run(self, *, query, kv_cache, kv_len, page_table):
+        if self.backend == "cutlass":
+            return run_cutlass(self.plan_of, query, kv_cache, kv_len, page_table)
+        assert kv_len is page_table is None
         (q_nope, q_pe), (ckv_cache, kpe_cache) = query, kv_cache
         begins, lens, indices, scale = self.plan_of
         assert q_nope.is_contiguous() and q_pe.is_contiguous() and len(lens) == len(q_nope)
@@ -248,9 +258,61 @@ class BatchMLAPagedAttentionWrapper:
         return found.to(q_nope.dtype)
 
 
+def planned_cutlass(metadata, heads, widths, page_size, scale, dtypes, layouts):
+    """What its backend checks when it plans: (rows, page size, dtype)."""
+    cum_seq_lens_q, block_tables, seq_lens = metadata
+    require(heads == 128 and widths == (512, 64), "128 heads of 512 and 64")
+    require(page_size <= 128 and 128 % page_size == 0, "pages that divide 128")
+    require(abs(scale * 192**0.5 - 1) < 1e-5, "a fixed scale")
+    require(dtypes[0] == dtypes[1] in (torch.float16, torch.bfloat16), "one dtype of 16 bits")
+    require(layouts == ("packed", "packed"), "packed queries and cache")
+    require(bool((cum_seq_lens_q.diff() == 1).all()), "a query a request")
+    require(len(block_tables) == len(seq_lens) == len(cum_seq_lens_q) - 1, "rows")
+    require(block_tables.shape[1] % (128 // page_size) == 0, "whole 128 tokens of table")
+    return len(seq_lens), page_size, dtypes[0]
+
+
+def run_cutlass(planned, query, kv_cache, kv_len, page_table):
+    rows, page_size, dtype = planned
+    require(query.shape == (rows, 128, 576) and query.is_contiguous(), "queries as planned")
+    require(kv_cache.shape[1:] == (page_size, 576) and kv_cache.is_contiguous(), "the cache")
+    require(query.dtype == kv_cache.dtype == dtype, "dtypes as planned")
+    require(kv_len.dtype == page_table.dtype == torch.int32, "int32")
+    require(page_table.shape[1] % (128 // page_size) == 0, "whole 128 tokens of table")
+    found = torch.empty(rows, 128, 512)
+    for i, length in enumerate(kv_len.tolist()):
+        keys = rows_of(kv_cache, page_table[i], length)
+        found[i] = attend(query[i], keys, keys[:, :512], 192**-0.5, length)[0]
+    return found.to(dtype)
+
+
 class MLAPlanMetadata:
     def csr(cls, qo_indptr, kv_indptr, kv_indices, kv_len_arr):
         return qo_indptr, kv_indptr, kv_indices, kv_len_arr
+
+    def dense(cls, cum_seq_lens_q, block_tables, seq_lens):
+        return cum_seq_lens_q, block_tables, seq_lens
+
+
+class TopKTieBreak:
+    NONE, SMALL, LARGE = 0, 1, 2
+
+
+def top_k_page_table_transform(
+    input, src_page_table, lengths, k, row_to_batch, tie_break, dsa_graph_safe, page_size
+):
+    require(input.dtype == torch.float32 and input.stride(1) == 1, "float32 rows")
+    ints = (src_page_table, lengths, row_to_batch)
+    require(all(t.dtype == torch.int32 for t in ints), "int32")
+    require(page_size & (page_size - 1) == 0, "pages of a power of two")
+    require(dsa_graph_safe and k <= 2048, "FilteredTopK's limit")
+    assert tie_break == 1
+    out = torch.full((len(input), k), -1, dtype=torch.int32)
+    for i, length in enumerate(lengths.tolist()):
+        best = input[i, :length].sort(descending=True, stable=True).indices[:k]
+        pages = src_page_table[row_to_batch[i]][best // page_size]
+        out[i, : len(best)] = pages * page_size + best.to(torch.int32) % page_size
+    return out
 
 
 class BatchPrefillWithRaggedKVCacheWrapper:
@@ -400,12 +462,13 @@ MODULES = {
         BatchPrefillWithRaggedKVCacheWrapper,
         BatchMLAPagedAttentionWrapper,
         MLAPlanMetadata,
+        top_k_page_table_transform,
         trtllm_batch_decode_with_kv_cache_mla,
         gemm_fp8_nt_groupwise,
         trtllm_fp8_block_scale_routed_moe,
         *blackwell.FLASHINFER,
-        flashinfer={"SfLayout": blackwell.SfLayout},
+        flashinfer={"SfLayout": blackwell.SfLayout, "TopKTieBreak": TopKTieBreak},
     ),
 }
-_OF = ("deep_gemm", "flash_mla", "flashinfer", "flashinfer_fp4", "sgl_kernel")
+_OF = ("deep_gemm", "flash_mla", "flashinfer", "flashinfer_cutlass", "flashinfer_fp4", "sgl_kernel")
 ADAPTERS = tuple(f"ds_runtime_cuda.{n}" for n in _OF)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.sparse import SCORES
 from ds_runtime.ops.spec import FP8_GROUPS, RANK_REFERENCE, Dims, Facts, Kernel, Layout
 from ds_runtime.ops.table import OPS
 
@@ -163,6 +164,22 @@ FP8_W8A8 = Kernel(
     keeps=frozenset({"fp8_block"}),
 )
 
+_KEYS = 20 * SCORES  # bytes: of each score two whole numbers, and a copy
+
+
+def _topk_bytes(facts: Facts, rows: int) -> int:
+    """At most: as many rows as are scored together have their keys."""
+    return _KEYS
+
+
+TOPK = replace(
+    _offer("index_topk"),
+    fn="ds_runtime.ops.reference.index:topk",
+    provider="torch",
+    rank=RANK_REFERENCE - 1,  # only a pin selects it
+    workspace=_topk_bytes,
+)
+
 
 @hookimpl
 def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
@@ -187,7 +204,7 @@ def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
     )
     scaled = [_offer_scaled(name, function) for name, function in _SCALED.items()]
     layouts = [LATENT_PAGES, EXPANDED_PAGES, INDEX_PAGES, LATENT_FP8_GROUPS]
-    return [*layouts, *(_offer(name) for name in names), *scaled]
+    return [*layouts, *(_offer(name) for name in names), *scaled, TOPK]
 
 
 @hookimpl

@@ -151,6 +151,24 @@ def index_topk(
     return torch.cat((slots, slots.new_full((rows, k - order.shape[1]), -1)), dim=1)
 
 
+def topk(
+    scores: Tensor, lens: Tensor, owners: Tensor, page_table: Tensor, page_size: int, k: int
+) -> Tensor:
+    """IndexTopk by torch.topk: of whole numbers that rise with the score and fall with the place,
+    as torch says nothing of equal ones."""
+    rows, width = scores.shape
+    columns = torch.arange(width, device=scores.device)
+    bits = (scores.to(torch.float32) + 0.0).view(torch.int32)  # of −0.0, those of 0.0
+    rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    keys = ((rising << 32) - columns).masked_fill(
+        columns >= lens.unsqueeze(1), torch.iinfo(torch.int64).min
+    )
+    order = keys.topk(min(k, width), dim=1).indices
+    slots = slots_of(order, page_table, owners, page_size)
+    slots = slots.masked_fill(columns[: order.shape[1]] >= lens.unsqueeze(1), -1)
+    return torch.cat((slots, slots.new_full((rows, k - order.shape[1]), -1)), dim=1)
+
+
 def index_select(
     q: Tensor,
     weights: Tensor,
