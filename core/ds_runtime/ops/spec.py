@@ -285,7 +285,8 @@ class Kernel:
     `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
     kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
     the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest
-    (without one, the best of them does). `by_rows` names the methods of which that holds; empty:
+    (without one, the best of them does). Functions need no packing: those that rank before the
+    first without bounds divide its calls so. `by_rows` names the methods of which that holds; empty:
     all. Others are served by the one that packs, for any number of rows. `beside`, of a kernel that
     reads such a weight in a form of its own, is how much that takes as a share of the weight: what
     `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called once the weight is
