@@ -4,10 +4,10 @@
     ds-runtime bench make-checkpoint --shape v2-lite --config-only DIR
     python benchmarks/ablations.py DIR --batch-size 1 8 32 --input-len 256 2048
 
-Two engines in processes of their own take turns. The ratio is that of their best rounds: what else
-runs on the machine only takes time; the ratios of single rounds say how much did. A folder without
-weights gets random ones. Rows go to benchmarks/results/ablations.jsonl with machine, versions and
-commit.
+Two engines in processes of their own take turns. Rates are of the least times, of a prompt and of
+a prompt with its answer: what else runs on the machine only adds to them, and the ratios of single
+rounds say how much. A folder without weights gets random ones. Rows go to
+benchmarks/results/ablations.jsonl with machine, versions and commit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,26 +44,30 @@ def measured(
     engines = [Child("ds-runtime", {"model": model, **settings, **s}, cases) for s in PAIRS[pair]]
     try:
         about = [engine.about() for engine in engines]
-        rates: list[list[list[float]]] = [[], []]
+        spent: list[list[list[tuple[float, float]]]] = [[], []]  # by engine, round and case
         for turn in range(rounds):
             for i in (0, 1) if turn % 2 else (1, 0):
-                rates[i].append(engines[i].rates(cases))
+                asked = [engines[i].ask({"do": "seconds", **asdict(case)}) for case in cases]
+                spent[i].append([(found["first"], found["whole"]) for found in asked])
     finally:
         for engine in engines:
             engine.close()
     found = []
     for i, case in enumerate(cases):
-        on, off = ([turn[i] for turn in each] for each in rates)
-        ratios = [a / b for a, b in zip(on, off, strict=True)]
+        tokens, each = case.batch * case.output_len, [[turn[i] for turn in s] for s in spent]
+        best = [min(whole for _, whole in s) - min(first for first, _ in s) for s in each]
+        on, off = (tokens / seconds for seconds in best)
+        rest = [[whole - first for first, whole in s] for s in each]
+        ratios = sorted(b / a for a, b in zip(*rest, strict=True) if min(a, b) > 0)
         found.append(
             {
                 "batch": case.batch,
                 "input_len": case.input_len,
                 "output_len": case.output_len,
-                "on": max(on),
-                "off": max(off),
-                "ratio": max(on) / max(off),
-                "ratios": [min(ratios), statistics.median(ratios), max(ratios)],
+                "on": on,
+                "off": off,
+                "ratio": on / off,
+                "ratios": [ratios[0], statistics.median(ratios), ratios[-1]],
             }
         )
     return {
