@@ -286,12 +286,13 @@ class Kernel:
     kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
     the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest
     (without one, the best of them does). Functions need no packing: those that rank before the
-    first without bounds divide its calls so. `by_rows` names the methods of which that holds; empty:
-    all. Others are served by the one that packs, for any number of rows. `beside`, of a kernel that
-    reads such a weight in a form of its own, is how much that takes as a share of the weight: what
-    `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called once the weight is
-    packed, by whichever kernel, and adds the form if it can, and `serves(rows, packed)`, which says
-    whether a call within its bounds is one for it. Where memory has no room, it is refused.
+    first without bounds divide its calls so. `by_rows` names the methods of which that holds;
+    empty: all. Others are served by the one that packs, for any number of rows. `beside`, of a
+    kernel that reads such a weight in a form of its own, is how much that takes as a share of the
+    weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called once
+    the weight is packed, by whichever kernel, and adds the form if it can, and `serves(rows,
+    packed)`, which says whether a call within its bounds is one for it. Where memory has no room,
+    it is refused.
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
     `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
     weights, into a cache on disk. Other processes call it while weights are loaded, with the
