@@ -121,12 +121,10 @@ def expanded_write_kernel(
     if slot >= 0:
         to = cache + (slot // page_size) * cache_page + (slot % page_size) * cache_row
         if block * BLOCK < width:
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            there = at < width
-            some = tl.load(values + token * values_row + at, mask=there)
-            tl.store(to + at, stored(some, cache.dtype.element_ty), mask=there)
+            col = block * BLOCK + tl.arange(0, BLOCK)
+            some = tl.load(values + token * values_row + col, mask=col < width)
+            tl.store(to + col, stored(some, cache.dtype.element_ty), mask=col < width)
         else:
-            at = tl.arange(0, ROPE)
-            there = at < rope
-            some = tl.load(k_rope + token * rope_row + at, mask=there)
-            tl.store(to + width + at, stored(some, cache.dtype.element_ty), mask=there)
+            pair = tl.arange(0, ROPE)
+            key = tl.load(k_rope + token * rope_row + pair, mask=pair < rope)
+            tl.store(to + width + pair, stored(key, cache.dtype.element_ty), mask=pair < rope)
