@@ -58,8 +58,11 @@ class Choice:
         """Whether something else than the model has ended the text: a limit, a stop, an abort."""
         return self.finish_reason in ("length", "abort") or self.stop_reason is not None
 
-    def num_logprobs(self, piece: Piece | None = None) -> int:
-        """How many log-probabilities an answer has of this choice, or a stream of a piece of it."""
+    def num_logprobs(self, piece: Piece | None = None, cumulative: bool = False) -> int:
+        """How many log-probabilities an answer has of this choice, or a stream of a piece of it.
+        cumulative: the stream tells all that there is so far with each piece.
+        """
+        piece = None if cumulative else piece
         out, told = self.logprobs if piece is None else piece.logprobs, 0
         if piece is None or piece.first or piece.finish_reason is not None:
             told = len(self.prompt_logprobs or ()) * (1 + (self.params.prompt_logprobs or 0))

@@ -23,7 +23,11 @@ Json = dict[str, Any]
 
 
 class Format(Protocol):
-    """How a route words its answer, and how its stream is framed."""
+    """How a route words its answer, and how its stream is framed. cumulative: each of its events
+    tells all that there is so far.
+    """
+
+    cumulative: bool
 
     def reply(self, run: Run) -> Any:
         """The whole answer, when every choice has ended."""
@@ -63,6 +67,7 @@ class Usage(Enum):
 class Chunks:
     """Framing of chat's and completions' streams: data without a name, and [DONE]."""
 
+    cumulative = False
     end = b"data: [DONE]\n\n"
 
     def event(self, value: Json) -> bytes:
@@ -79,6 +84,7 @@ class Chunks:
 class NamedEvents:
     """Framing where every event is named by its own `type`."""
 
+    cumulative = False
     end = b""
 
     def event(self, value: Json) -> bytes:

@@ -211,6 +211,8 @@ class GenerateFormat(Chunks):
     texts.
     """
 
+    cumulative = True
+
     def __init__(self, tokenizer: Tokenizer, many: bool = False, texts: bool = False) -> None:
         self._tokenizer, self._many = tokenizer, many
         self._texts = tokenizer if texts else None

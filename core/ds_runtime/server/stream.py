@@ -102,7 +102,7 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     try:
         async for choice, piece in pieces:
-            if (numbers := choice.num_logprobs(piece)) == 0:  # nearly always
+            if (numbers := choice.num_logprobs(piece, form.cumulative)) == 0:  # nearly always
                 for chunk in form.chunks(run, choice, piece):
                     yield form.event(chunk)
             else:

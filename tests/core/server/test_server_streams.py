@@ -12,7 +12,7 @@ import jinja2
 import pytest
 from server_harness import serving, until
 
-from ds_runtime.server import formats, logprobs
+from ds_runtime.server import formats, generate, logprobs
 
 NAMED = {"bos_token", "eos_token", "pad_token", "unk_token", "chat_template"}
 
@@ -184,7 +184,7 @@ def test_metrics(served):
 
 @pytest.mark.parametrize("length", [5, 3000])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_many_log_probabilities_are_written_beside_the_event_loop(
     served, monkeypatch, path, stream, length
 ):
@@ -198,9 +198,7 @@ def test_many_log_probabilities_are_written_beside_the_event_loop(
     monkeypatch.setattr(formats, "prompt_logprobs", seen)
     wish = {"prompt_logprobs": 2, "max_tokens": 3}
     ids = [*[300] * length, *served.tokenizer.encode("[say abc]")]
-    if path == "/generate":
-        body = {"input_ids": ids, "sampling_params": wish}
-    elif path == "/v1/completions":
+    if path == "/v1/completions":
         body = {"prompt": ids, **wish}
     else:
         body = chat_body("a " * length + "[say abc]", **wish)
@@ -211,3 +209,25 @@ def test_many_log_probabilities_are_written_beside_the_event_loop(
     assert json.dumps(found).count('"decoded_token"') >= length
     (thread,) = threads
     assert thread.startswith("body") == (length == 3000)
+
+
+@pytest.mark.parametrize("length", [5, 3000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_so_far_is_written_beside_the_event_loop(served, monkeypatch, stream, length):
+    """Each event of /generate tells the prompt's log-probabilities again."""
+    threads = []
+
+    def seen(entries, tokenizer):
+        threads.append(threading.current_thread().name)
+        return logprobs.native_top(entries, tokenizer)
+
+    monkeypatch.setattr(generate, "native_top", seen)
+    wish = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    ids = [*[300] * length, *served.tokenizer.encode("[say abcdef]")]
+    wish |= {"input_ids": ids, "sampling_params": {"max_new_tokens": 6}}
+    reply = served.post("/generate", stream=stream, **wish)
+    assert reply.status_code == 200, reply.text
+    last = events(reply)[-1] if stream else reply.json()
+    assert len(last["meta_info"]["input_top_logprobs"]) == len(ids)
+    assert len(threads) >= 2
+    assert {thread.startswith("body") for thread in threads} == {length == 3000}
