@@ -348,7 +348,7 @@ def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, setti
         SamplingParams(max_tokens=30, ignore_eos=True, logprobs=2),
         SamplingParams(max_tokens=44, ignore_eos=True, temperature=0.8, seed=3),
         SamplingParams(max_tokens=60, ignore_eos=True),
-        SamplingParams(max_tokens=60, ignore_eos=True, frequency_penalty=0.5),
+        SamplingParams(max_tokens=120, ignore_eos=True, frequency_penalty=0.5),
     ]
     common = {"platform": "cpu", "threads": 1, "kv_memory": 4_000_000, "page_size": 8}
     common["context_length"] = 256
