@@ -193,7 +193,14 @@ def metrics() -> str:
         queue_limit=1,
         plan={"rows": [row]},
     )
-    found = Metrics([EngineView(lambda: Stats(), lambda: ready, lambda: True)], "x")
+    found = Metrics(
+        [
+            EngineView(
+                lambda: Stats(compilations={"compiler kernel": 1}), lambda: ready, lambda: True
+            )
+        ],
+        "x",
+    )
     found.finished("stop")
     found.requests.labels("/", "200").inc()
     out = [NOTE, "# Metrics\n\n", METRICS_HEAD, "| name | kind | labels | what | SGLang |\n"]

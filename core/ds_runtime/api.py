@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
+    from ds_runtime.platform.compilations import compiled
     from ds_runtime.platform.cores import cores_per_device
     from ds_runtime.platform.recording import CaptureError, Recorded, Recording
     from ds_runtime.routed import Generated, RoutedEngine
@@ -114,6 +115,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "Weight": "ds_runtime.ops.weight",
     "WeightPart": "ds_runtime.ops.weight",
     "ceilings": "ds_runtime.platform.ceilings",
+    "compiled": "ds_runtime.platform.compilations",
     "cores_per_device": "ds_runtime.platform.cores",
     "decode_scale": "ds_runtime.ops.reference.formats",
     "float32_product": "ds_runtime.ops.reference.linear",
@@ -198,6 +200,7 @@ __all__ = [
     "branch",
     "ceilings",
     "checks",
+    "compiled",
     "cores_per_device",
     "decode_scale",
     "device_nodes",

@@ -35,6 +35,7 @@ from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, Requ
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Asked, Grammars
 from ds_runtime.model.config import ModelConfig
+from ds_runtime.platform.compilations import counted
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
 _MASK_WAIT = 0.002  # and for a mask
@@ -207,6 +208,7 @@ class Engine:
         stats.step_seconds = self._step_seconds
         stats.waiting += len(self._compiling)
         stats.rules_waiting = self._grammars.waiting
+        stats.compilations = {" ".join(key): count for key, count in counted().items()}
         return stats
 
     def close(self) -> None:

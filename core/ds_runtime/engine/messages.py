@@ -162,7 +162,8 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
     them were right. `broken`: choices that ended because the model's logits were not finite. Of
     structured output: processor seconds that masks took, how often a choice sat a step out because
-    its mask was not there, and rules that wait to be compiled.
+    its mask was not there, and rules that wait to be compiled. `compilations`: kernels that were
+    compiled in rank 0's process, by "compiler kernel".
     """
 
     running: int = 0
@@ -184,6 +185,7 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     mask_seconds: float = 0.0
     late_masks: int = 0
     rules_waiting: int = 0
+    compilations: dict[str, int] = {}
 
 
 class Flushed(msgspec.Struct, tag=True):

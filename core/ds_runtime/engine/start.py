@@ -13,6 +13,7 @@ from ds_runtime.engine.failure import during
 from ds_runtime.engine.launch import RankGroup
 from ds_runtime.engine.ranks import Leader, join, start_runner
 from ds_runtime.engine.rankspec import RankSpec
+from ds_runtime.platform.compilations import serving
 
 
 def start_engine(
@@ -24,6 +25,7 @@ def start_engine(
     when somebody else starts and watches them, or when there are none. `plugins`: modules that
     `spec` names.
     """
+    serving(False)
     assembly = assemble(spec.config, spec.explicit, plugins) if plugins else spec.assemble()
     for line in warnings(assembly):
         print(line, file=sys.stderr, flush=True)
@@ -37,13 +39,15 @@ def start_engine(
             comm = join(spec, assembly, lambda: _meet(leader, assembly, others))
         runner = start_runner(spec, assembly, comm)
         with during("while it built the engine"):
-            return Engine(assembly, runner, leader)
+            engine = Engine(assembly, runner, leader)
     except BaseException as e:
         if others is not None:  # else whoever watches this process ends the others
             others.fail(e)
             if leader is not None:
                 leader.part(comm)
         raise
+    serving(True)
+    return engine
 
 
 def _meet(leader: Leader | None, assembly: Assembly, others: RankGroup | None) -> None:

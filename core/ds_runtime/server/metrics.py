@@ -286,6 +286,16 @@ class _Engines(Collector):
             "starts of the engine after its first",
             {n: engine.restarts() for n, engine, _ in every},
         )
+        made = CounterMetricFamily(
+            "ds_runtime_kernel_compilations",
+            "kernels that were compiled, at the start and later; what comes later delays requests",
+            labels=["model_name", "engine", "compiler", "kernel"],
+        )
+        for n, _, stats in every:
+            for key, count in stats.compilations.items():
+                compiler, _, kernel = key.partition(" ")
+                made.add_metric([self._model, n, compiler, kernel], count)
+        yield made
         ended = CounterMetricFamily(
             "ds_runtime_text_work_ended",
             "chat templates and tokenizers that were stopped in a request: they took too long, or "

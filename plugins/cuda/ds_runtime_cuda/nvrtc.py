@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib import import_module
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from ds_runtime.api import PluginError
+from ds_runtime.api import compiled as told
 from ds_runtime_cuda.driver import DriverError
 
 _MAGIC = b"\x7fELF"  # what machine code begins with
@@ -46,10 +48,15 @@ def folder() -> Path:
 
 
 def compiled(
-    source: str, headers: Mapping[str, str], options: tuple[str, ...], anew: bool = False
+    source: str,
+    headers: Mapping[str, str],
+    options: tuple[str, ...],
+    anew: bool = False,
+    name: str = "program",
 ) -> bytes:
     """Machine code for these options, from the folder if it has been made before. headers: the
-    files that the source may include. anew: in any case, and kept in the other's place."""
+    files that the source may include. anew: in any case, and kept in the other's place. name: what
+    is told of a compilation."""
     version = "{}.{}".format(*checked(_library()[1].nvrtcVersion()))
     parts = (source, *(part for each in sorted(headers.items()) for part in each), version)
     key = hashlib.sha256("\0".join((*parts, *options)).encode()).hexdigest()
@@ -57,7 +64,9 @@ def compiled(
         kept = (folder() / f"{key[:32]}.cubin").read_bytes()
         if kept.startswith(_MAGIC) and not anew:
             return kept
+    began = time.perf_counter()
     code = _compile(source, headers, options)
+    told("nvrtc", name, time.perf_counter() - began, " ".join(options))
     with contextlib.suppress(OSError, RuntimeError):  # it is compiled again next time
         _keep(code, folder() / f"{key[:32]}.cubin")
     return code
@@ -101,7 +110,8 @@ def compile_for(arch: str, name: str, defines: Mapping[str, int], anew: bool = F
     source = (here / name).read_text()
     headers = {f.name: f.read_text() for f in here.iterdir() if f.name.endswith(".cuh")}
     given = (f"-D{key}={value}" for key, value in sorted(defines.items()))
-    return compiled(source, headers, (f"--gpu-architecture={arch}", "--std=c++17", *given), anew)
+    options = (f"--gpu-architecture={arch}", "--std=c++17", *given)
+    return compiled(source, headers, options, anew, name)
 
 
 def compile_for_device(name: str, defines: Mapping[str, int], anew: bool = False) -> bytes:

@@ -18,6 +18,8 @@ const TILES = [
   ["KV cache in use", (c) => mean(c.now, "kv_cache_usage_perc"), share],
   ["Answers ended by NaN", (c) => read(c.now, "corrupted_requests_total"), whole],
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
+  ["Waited for a shared beginning", (c) => read(c.now, "prefix_waits_total"), whole],
+  ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
 
 function latency(name) {

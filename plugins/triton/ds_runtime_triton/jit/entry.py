@@ -17,6 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+import ds_runtime_triton.jit.heard  # noqa: F401 - tells what is compiled
 from ds_runtime_triton.config import tuned
 from ds_runtime_triton.machine import architecture
 
