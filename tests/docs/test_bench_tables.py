@@ -12,7 +12,7 @@ from pathlib import Path
 from ds_runtime.cli import build_parser
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts there import each other
+sys.path.append(str(BENCHMARKS))  # scripts there import each other
 AGENTS = runpy.run_path(str(BENCHMARKS / "agent_hits.py"))
 FORMATS = runpy.run_path(str(BENCHMARKS / "demo_formats.py"))
 README = runpy.run_path(str(BENCHMARKS / "readme_tables.py"))
