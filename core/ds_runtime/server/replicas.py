@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_runtime.engine.messages import Ready, Stats, SubmitGroup
@@ -126,7 +126,7 @@ class Replicas:
     def stats(self) -> Stats:
         """Counters and gauges of all engines, summed."""
         each = [client.stats for client in self.clients]
-        return Stats(**{f: sum(getattr(s, f) for s in each) for f in Stats.__struct_fields__})
+        return Stats(**{f: _total([getattr(s, f) for s in each]) for f in Stats.__struct_fields__})
 
     @property
     def adapters(self) -> list[str]:
@@ -166,6 +166,13 @@ class Replicas:
             for client in self.clients:
                 if client not in asked and client.ready is not None and client.dead is None:
                     client.tell_adapter(name, folder)
+
+
+def _total(each: Sequence[Any]) -> Any:
+    """The sum of numbers, or of numbers by name."""
+    if isinstance(each[0], Mapping):
+        return dict(sum(map(Counter, each), Counter()))
+    return sum(each)
 
 
 class _Beginnings:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,8 +15,10 @@ from server_harness import serving, until
 from test_server_serve import read_errors, read_until, started
 
 from ds_runtime.config import ServerConfig
+from ds_runtime.engine.messages import Stats
 from ds_runtime.errors import ConfigError
 from ds_runtime.server.keep import Watchdog
+from ds_runtime.server.replicas import Replicas
 
 PROMPT = "a beginning that many requests share " * 20
 
@@ -117,6 +120,21 @@ def test_metrics_have_one_series_per_engine_and_the_info_their_sum(pair):
     until(lambda: generated() == {str(n): e.generated for n, e in enumerate(pair.engines)})
     total = pair.http.get("/server_info").json()["stats"]["generated_tokens"]
     assert total == sum(engine.generated for engine in pair.engines)
+
+
+def test_the_info_sums_every_counter_whatever_its_type():
+    def stats(number):
+        named = {"triton shared": number, f"nvrtc of {number}": 1}
+        fields = Stats.__struct_fields__
+        told = {name: number * i for i, name in enumerate(fields, 1)} | {"compilations": named}
+        return SimpleNamespace(stats=Stats(**told))
+
+    for numbers in ((3,), (3, 5)):
+        total = Replicas([stats(n) for n in numbers]).stats
+        named = {"triton shared": sum(numbers)} | {f"nvrtc of {n}": 1 for n in numbers}
+        for i, name in enumerate(Stats.__struct_fields__, 1):
+            wanted = named if name == "compilations" else i * sum(numbers)
+            assert getattr(total, name) == wanted, name
 
 
 def test_one_that_dies_takes_only_its_own_along(bpe_folder):
