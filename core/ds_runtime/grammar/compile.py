@@ -129,7 +129,7 @@ class Compiler:
                 try:
                     matcher = self._make(replace(plain, json_schema=alone))
                 except RequestError as e:
-                    return path + step, str(e)
+                    return path + step, str(e).replace(plain.param, "it", 1)
                 if matcher.is_error():
                     schema, path, said, failing = child, path + step, matcher.get_error(), True
                     break

@@ -191,7 +191,7 @@ def validate(kind: type[B], value: Mapping[str, Any], prefix: str = "") -> B:
     try:
         return kind.model_validate(known)
     except ValidationError as e:
-        raise _invalid(e, prefix) from e
+        raise _invalid(kind, e, prefix) from e
 
 
 @cache
@@ -223,7 +223,7 @@ def _check_foreign(kind: type[Body], path: str, name: str, field: Any) -> None:
         raise _bad(f"unknown field {shown(path)}{hint}", path, "unknown_field")
     also = kind.KNOWN[name] or ()
     sends = also or ((False,) if field is True else ())
-    remedy = " or send ".join(["leave it out", *map(json.dumps, sends)])
+    remedy = " or send ".join(["leave it out", *dict.fromkeys(map(json.dumps, sends))])
     if near:
         remedy = f"did you mean {near!r}?"
     raise _bad(f"{path} {_short(field)} is not supported: {remedy}", path, "unsupported_value")
@@ -234,14 +234,20 @@ def _near(kind: type[Body], name: str) -> str | None:
     if len(name) > _LONGEST_NAME:  # comparing takes memory and time that grow with the length
         return None
     names, words = list(kind.model_fields), name.split("_")
+    inside = (f"{at}.{name}" for at, n in nested_bodies(kind).items() if name in n.model_fields)
+    if (found := next(inside, None)) is not None:
+        return found
     near = difflib.get_close_matches(name, names, 1, _CLOSE)
     parts = [one for one in names if len(name) > 3 and set(words) <= set(one.split("_"))]
     return near[0] if near else min(parts, key=lambda one: one.count("_"), default=None)
 
 
-def _invalid(error: ValidationError, prefix: str) -> ApiError:
+def _invalid(kind: type[Body], error: ValidationError, prefix: str) -> ApiError:
     """One sentence about the first field that is wrong."""
+    bodies = {nested.__name__ for nested in nested_bodies(kind).values()}
     faults = error.errors(include_url=False, include_context=False)
+    for fault in faults:  # of types that are no fields
+        fault["loc"] = tuple(part for part in fault["loc"] if part not in bodies)
     field = faults[0]["loc"][0]
     # Where one of several types would do, each says why it does not: the deepest came closest.
     deepest = max((f for f in faults if f["loc"][0] == field), key=lambda f: len(f["loc"]))
@@ -255,6 +261,7 @@ def _invalid(error: ValidationError, prefix: str) -> ApiError:
 
 _PLAIN = {  # of what pydantic says in Python's words
     "dict_type": "should be an object",
+    "model_type": "should be an object",
     "string_pattern_mismatch": "should be printable ASCII without white space",
 }
 

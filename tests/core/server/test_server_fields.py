@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_server_nulls import KINDS, least
 
-from ds_runtime.server.body import validate
+from ds_runtime.server.body import nested_bodies, validate
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.fields import (
     ANTHROPIC,
@@ -18,7 +20,7 @@ from ds_runtime.server.fields import (
     is_neutral,
     neutral_values,
 )
-from ds_runtime.server.generate import GenerateParams
+from ds_runtime.server.generate import GenerateParams, GenerateRequest
 from ds_runtime.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -88,6 +90,9 @@ CLOSE = [
     (CompletionRequest, "promt", "prompt"),
     (GenerateParams, "max_tokens", "max_new_tokens"),
     (GenerateParams, "seed", "sampling_seed"),
+    (GenerateRequest, "temperature", "sampling_params.temperature"),
+    (GenerateRequest, "max_new_tokens", "sampling_params.max_new_tokens"),
+    (CompletionRequest, "include_usage", "stream_options.include_usage"),
     (ChatRequest, "colour", None),
     (ChatRequest, "tempo", None),
     (ChatRequest, "prompt_embeds", None),
@@ -107,6 +112,30 @@ def test_a_suggestion_is_made_if_one_is_close(kind, name, near):
     message = caught.value.message
     assert ("did you mean" in message) == (near is not None), message
     assert near is None or f"did you mean {near!r}?" in message
+
+
+NESTED = [(kind, name) for kind in KINDS.values() for name in nested_bodies(kind)]
+
+
+@pytest.mark.parametrize("kind, name", NESTED, ids=[f"{k.__name__}.{n}" for k, n in NESTED])
+@pytest.mark.parametrize("value", [5, "x", True, 0.5])
+def test_what_is_no_object_where_one_is_needed_is_told_in_words_of_json(kind, name, value):
+    with pytest.raises(ApiError) as caught:
+        validate(kind, {**least(kind), name: value})
+    assert caught.value.param == name
+    assert caught.value.message.startswith(f"{name} is {json.dumps(value)}: should be an object")
+    assert nested_bodies(kind)[name].__name__ not in caught.value.message
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_remedy_comes_twice(name):
+    kind = KINDS[name]
+    for field in kind.KNOWN.keys() - kind.model_fields.keys():
+        if kind.KNOWN[field] is not None:
+            with pytest.raises(ApiError) as caught:
+                validate(kind, {**least(kind), field: ASKS})
+            remedies = caught.value.message.split(" or send ")[1:]
+            assert len(remedies) == len(set(remedies)), caught.value.message
 
 
 def test_a_null_of_any_name_is_left_out():
