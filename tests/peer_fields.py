@@ -1,7 +1,7 @@
 """Fields of vLLM's and SGLang's request types, with the values that they have by default there.
 
 vLLM (https://github.com/vllm-project/vllm, commit 002032ee): vllm/entrypoints/openai/*/protocol.py,
-vllm/entrypoints/anthropic/protocol.py, vllm/entrypoints/serve/tokenize/protocol.py. SGLang
+vllm/entrypoints/anthropic/protocol.py, vllm/entrypoints/serve/*/protocol.py. SGLang
 (https://github.com/sgl-project/sglang, commits 004c82e0, 001067ff, 00c17caf), in python/sglang/srt:
 entrypoints/openai/protocol.py, managers/io_struct.py, sampling/sampling_params.py.
 """
@@ -182,4 +182,16 @@ SGLANG_SAMPLING: dict[str, Any] = {
     "n": 1,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
+}
+# Both servers', of the routes for operators, by the body here.
+OPERATORS: dict[str, dict[str, Any]] = {
+    "LoadAdapterRequest": {
+        **_false("load_inplace is_3d_lora_weight pinned"),
+        **_none("lora_id rid http_worker_ipc"),
+    },
+    "UnloadAdapterRequest": _none("lora_int_id lora_id rid http_worker_ipc"),
+    "AbortRequest": {
+        **_false("abort_all"),
+        **_none("finished_reason abort_message http_worker_ipc"),
+    },
 }

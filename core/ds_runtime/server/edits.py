@@ -44,10 +44,11 @@ def _has_work(kind: str, edit: Json, path: str, messages: Sequence[Json], tokens
             return False
         return _count(messages, "thinking", turns=True) > _value(edit, "keep", path, _KEEP_TURNS)
     if kind.startswith("clear_tool_uses"):
-        uses = _count(messages, "tool_use")
-        if uses <= _value(edit, "keep", path, _KEEP_USES):
+        uses = [b for one in messages for b in _blocks(one) if b.get("type") == "tool_use"]
+        kept, spared = _value(edit, "keep", path, _KEEP_USES), _names(edit, "exclude_tools", path)
+        if all(use.get("name") in spared for use in uses[: max(len(uses) - kept, 0)]):
             return False
-        return _reached(edit, path, _CLEAR_ABOVE, tokens, uses)
+        return _reached(edit, path, _CLEAR_ABOVE, tokens, len(uses))
     if kind.startswith("compact"):
         return _reached(edit, path, _COMPACT_ABOVE, tokens, _count(messages, "tool_use"))
     raise bad(f"{path}.type", kind, "only clear_thinking, clear_tool_uses and compact are known")
@@ -69,6 +70,14 @@ def _value(edit: Json, name: str, path: str, default: int) -> int:
     if type(value) is not int:
         raise bad(f"{path}.{name}.value", value, "an integer is needed")
     return value
+
+
+def _names(edit: Json, name: str, path: str) -> Sequence[str]:
+    """A list of names, which may be left out."""
+    given = edit.get(name) or []
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        raise bad(f"{path}.{name}", given, "a list of names is needed")
+    return given
 
 
 def _count(messages: Sequence[Json], kind: str, turns: bool = False) -> int:

@@ -135,9 +135,11 @@ ANTHROPIC: Fields = {
     "user_profile_id": ANY,
     "workspace_id": ANY,
 }
-# What engines add to chat, completions, responses and tokenisation.
+# What engines add to chat, completions, responses and tokenisation, and of their own routes.
 ENGINES: Fields = {
     **_SAMPLING,
+    "abort_all": NOTHING,
+    "abort_message": NOTHING,
     "add_generation_prompt": (True,),
     "add_special_tokens": NOTHING,
     "allowed_token_ids": NOTHING,
@@ -157,6 +159,7 @@ ENGINES: Fields = {
     "ec_transfer_params": EMPTY,
     "enable_response_messages": NOTHING,
     "extra_key": NOTHING,
+    "finished_reason": EMPTY,
     "guided_choice": NOTHING,
     "guided_decoding_backend": ANY,
     "guided_grammar": NOTHING,
@@ -168,15 +171,19 @@ ENGINES: Fields = {
     "include_reasoning": (True,),
     "include_stop_str_in_output": NOTHING,
     "input_ids": NOTHING,
+    "is_3d_lora_weight": NOTHING,
     "kv_transfer_params": EMPTY,
-    "length_penalty": (1,),  # of beam search alone
+    "length_penalty": ANY,  # of beam search alone
+    "load_inplace": NOTHING,
     "logprob_token_ids": NOTHING,
+    "lora_int_id": ANY,  # adapters have names
     "lora_path": NOTHING,
     "max_dynamic_patch": ANY,
     "media_io_kwargs": EMPTY,
     "min_dynamic_patch": ANY,
     "mm_processor_kwargs": EMPTY,
     "ngram_corpus_id": ANY,  # of drafting
+    "pinned": NOTHING,
     "previous_input_messages": NOTHING,
     "previous_response": NOTHING,
     "priority": (0,),

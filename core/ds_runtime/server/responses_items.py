@@ -49,7 +49,7 @@ def _join(last: Json, one: Json) -> None:
 
 
 def _message(item: Json, path: str, answered: Collection[object]) -> Json:
-    kind = item.get("type", "message")
+    kind = "message" if item.get("type") is None else item["type"]
     if kind == "message":
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):

@@ -27,6 +27,7 @@ from ds_runtime.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
+from peer_fields import OPERATORS
 from peer_fields import SGLANG as SGLANG_TYPES
 from peer_fields import SGLANG_SAMPLING as SGLANG_PARAMS
 from peer_fields import VLLM as VLLM_TYPES
@@ -52,13 +53,30 @@ def test_every_body_takes_what_asks_for_nothing(name):
 
 
 def test_the_declarations_know_every_field_of_the_peers():
-    for peer in (VLLM_TYPES, SGLANG_TYPES):
+    for peer in (VLLM_TYPES, SGLANG_TYPES, OPERATORS):
         names = {name for fields in peer.values() for name in fields}
         unnamed = {"model", "vllm_xargs"}  # a null of any name passes
         assert names <= REQUESTS.keys() | unnamed, names - REQUESTS.keys()
     own = SGLANG_PARAMS.keys() - GenerateParams.model_fields.keys()
     assert own <= GenerateParams.KNOWN.keys()
     assert REQUESTS.keys() == OPENAI.keys() | ANTHROPIC.keys() | ENGINES.keys() | NATIVE.keys()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_peers_send_operators_by_default(name):
+    kind = KINDS[name]
+    for field, value in OPERATORS[name].items():
+        validate(kind, {**least(kind), field: value})
+        if field not in kind.model_fields and kind.KNOWN[field] is not None:
+            with pytest.raises(ApiError, match="is not supported"):
+                validate(kind, {**least(kind), field: ASKS})
+
+
+def test_what_is_said_of_a_beam_search_that_is_none():
+    for value in (0, 0.8, 1, 2):
+        validate(ChatRequest, least(ChatRequest) | {"length_penalty": value})
+    with pytest.raises(ApiError, match="use_beam_search"):
+        validate(ChatRequest, least(ChatRequest) | {"use_beam_search": True})
 
 
 JSON = st.recursive(

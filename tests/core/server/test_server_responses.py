@@ -128,7 +128,7 @@ def test_items_make_one_turn(client, parsing):
             call | {"call_id": "b"},
             {"type": "function_call_output", "call_id": "a", "output": "20"},
             {"type": "function_call_output", "call_id": "b", "output": "30"},
-            {"role": "user", "content": "[say ok]"},
+            {"type": None, "role": "user", "content": "[say ok]"},
         ],
         tools=TOOLS,
     )
