@@ -215,7 +215,7 @@ def _says_nothing(kind: type[Body], name: str, field: Any) -> bool:
 
 def _check_foreign(kind: type[Body], path: str, name: str, field: Any) -> None:
     """ApiError for a field that this body has not and that would change the answer."""
-    if field is None or (name in kind.KNOWN and is_neutral(field, kind.KNOWN[name])):
+    if field is None or (name in kind.KNOWN and _asks_nothing(kind, name, field)):
         return
     near = _near(kind, name)
     if name not in kind.KNOWN:
@@ -227,6 +227,12 @@ def _check_foreign(kind: type[Body], path: str, name: str, field: Any) -> None:
     if near:
         remedy = f"did you mean {near!r}?"
     raise _bad(f"{path} {_short(field)} is not supported: {remedy}", path, "unsupported_value")
+
+
+def _asks_nothing(kind: type[Body], name: str, field: Any) -> bool:
+    also = kind.KNOWN[name]
+    listed = kind.PER_PROMPT and isinstance(field, list)
+    return is_neutral(field, also) or (listed and all(is_neutral(one, also) for one in field))
 
 
 def _near(kind: type[Body], name: str) -> str | None:

@@ -64,6 +64,7 @@ class GenerateParams(Body):
     ebnf: str | None = None
 
 
+_PLAIN = GenerateParams()
 # Names of a GenerateParams' fields, by those that all generating routes share.
 _NAMES = {
     "max_tokens": "max_new_tokens",
@@ -76,18 +77,20 @@ _NAMES = {
 class GenerateRequest(Body):
     """POST /generate: exactly one of `text` and `input_ids`, each one prompt or a list of them.
 
-    What may be a list beside these has an entry for each prompt.
+    What may be a list beside these has an entry for each prompt; a null is one that was left out.
     """
+
+    PER_PROMPT: ClassVar[bool] = True
 
     text: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     input_ids: TokenIds | None = None
-    sampling_params: GenerateParams | Annotated[list[GenerateParams], _many()] = GenerateParams()
-    return_logprob: bool | Annotated[list[bool], _many()] | None = None
-    logprob_start_len: int | Annotated[list[int], _many()] | None = None
-    top_logprobs_num: int | Annotated[list[int], _many()] | None = None
+    sampling_params: GenerateParams | Annotated[list[GenerateParams | None], _many()] = _PLAIN
+    return_logprob: bool | Annotated[list[bool | None], _many()] | None = None
+    logprob_start_len: int | Annotated[list[int | None], _many()] | None = None
+    top_logprobs_num: int | Annotated[list[int | None], _many()] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
-    lora_path: str | None = None  # the name of an adapter
+    lora_path: str | Annotated[list[str | None], _many()] | None = None  # the name of an adapter
     priority: Priority | None = None
     rid: Rid | None = None
     cache_salt: CacheSalt | None = None
@@ -96,13 +99,6 @@ class GenerateRequest(Body):
 def generate_job(service: Service, body: GenerateRequest) -> Job:
     """The prompts, tokenised and checked."""
     ready, tokenizer = service.client.require(), service.tokenizer
-    adapter = body.lora_path or ""
-    if adapter and not service.has_adapter(adapter):
-        known = ", ".join(service.client.adapters) or "none"
-        raise RequestError(
-            f"lora_path {shown(adapter)} is the name of no adapter; loaded are: {known}",
-            "lora_path",
-        )
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("send exactly one of text and input_ids", "text")
     if body.input_ids and not isinstance(body.input_ids[0], list):
@@ -110,15 +106,35 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
     given, param = (body.input_ids, "input_ids") if body.text is None else (body.text, "text")
     found = plain_prompts(given, param, tokenizer, ready)
     many = isinstance(given, list) and not (given and isinstance(given[0], int))
+    count = len(given or ()) if many else 1
     form = GenerateFormat(tokenizer, many, bool(body.return_text_in_logprobs))
     names = Names(fields=_NAMES)
     with names.kept():
-        prompts = list(_prompts(service, body, found, len(given or ()) if many else 1, param, form))
+        prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so
+    adapter = _adapter(service, body, count)
     salt = body.cache_salt
     return Job(
         prompts, form, body.stream, body.priority, body.rid, None, adapter, salt, names=names
     )
+
+
+def _adapter(service: Service, body: GenerateRequest, count: int) -> str:
+    """The adapter of all prompts, "" for none."""
+    names = {_each(body.lora_path, "lora_path", i, count) or "" for i in range(count)}
+    if len(names) > 1:
+        raise RequestError(
+            f"lora_path names {len(names)} adapters, or one for some of the prompts alone: send a "
+            "request for each",
+            "lora_path",
+        )
+    name: str = names.pop()
+    if name and not service.has_adapter(name):
+        known = ", ".join(service.client.adapters) or "none"
+        raise RequestError(
+            f"lora_path {shown(name)} is the name of no adapter; loaded are: {known}", "lora_path"
+        )
+    return name
 
 
 def _prompts(
@@ -133,7 +149,7 @@ def _prompts(
     before: tuple[Any, ...] = ()
     params = SamplingParams()
     for i in range(count):
-        fields = _each(body.sampling_params, "sampling_params", i, count)
+        fields = _each(body.sampling_params, "sampling_params", i, count) or _PLAIN
         wished = bool(_each(body.return_logprob, "return_logprob", i, count))
         top = _each(body.top_logprobs_num, "top_logprobs_num", i, count) or 0
         check_number("logprobs", top, "top_logprobs_num")

@@ -32,10 +32,12 @@ Rid = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+
 
 
 class Body(BaseModel):
-    """Base of every request body."""
+    """Base of every request body. PER_PROMPT: a list of neutral values, one for each prompt, is
+    neutral as well."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     KNOWN: ClassVar[Fields] = REQUESTS
+    PER_PROMPT: ClassVar[bool] = False
 
 
 class Sampling(Body):

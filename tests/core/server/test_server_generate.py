@@ -8,6 +8,10 @@ import re
 import pytest
 from server_harness import serving
 
+from ds_runtime.server.body import validate
+from ds_runtime.server.fields import NATIVE
+from ds_runtime.server.generate import GenerateRequest
+
 TEXT = "native 你"
 
 
@@ -184,6 +188,11 @@ BAD = [
     ({"return_hidden_states": True}, "return_hidden_states", "leave it out or send false"),
     ({"session_params": {"id": "x"}}, "session_params", "leave it out"),
     ({"lora_path": "x"}, "lora_path", "name of no adapter"),
+    ({"lora_path": ["x"]}, "lora_path", "name of no adapter"),
+    ({"text": ["a", "b"], "lora_path": ["x", None]}, "lora_path", "a request for each"),
+    ({"text": ["a", "b"], "lora_path": ["x"]}, "lora_path", "1 entries, but there are 2"),
+    ({"text": ["a"], "token_ids_logprob": [[1]]}, "token_ids_logprob", "leave it out"),
+    ({"text": ["a", "b"], "session_params": [{}, {"id": "x"}]}, "session_params", "leave it out"),
 ]
 
 
@@ -193,6 +202,27 @@ def test_bad_requests_name_the_field(served, body, param, said):
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and said in error["message"], error
+
+
+def test_lists_whose_entries_ask_for_nothing(served):
+    """One entry a prompt; a null is what a request without the field means."""
+    plain = {"text": ["[say a]", "[say b]"]}
+    nothing = {name: value for name, value in NATIVE.items() if value is not None}
+    own = ("return_logprob", "logprob_start_len", "top_logprobs_num", "sampling_params")
+    nulls = {name: [None, None] for name in (*own, "lora_path")}
+    nulls |= {"lora_path": ["", None], "sampling_params": [{"max_new_tokens": 5}, None]}
+    for name, entries in nulls.items():
+        reply = served.post("/generate", **plain, **{name: entries})
+        assert reply.status_code == 200, reply.text
+        assert [one["text"] for one in reply.json()] == ["a", "b"]
+        assert "output_token_logprobs" not in reply.json()[0]["meta_info"]
+    assert served.engine.submits[-1].params.max_tokens == 128
+    for name in nothing.keys() - GenerateRequest.model_fields.keys():
+        for value in (None, *nothing[name]):
+            validate(GenerateRequest, plain | {name: [value, None]})
+    params = [None, {"max_new_tokens": 1}]
+    told = served.post("/generate", **plain, return_logprob=[None, True], sampling_params=params)
+    assert ["output_token_logprobs" in one["meta_info"] for one in told.json()] == [False, True]
 
 
 def test_what_the_serving_benchmark_sends(served):
