@@ -67,7 +67,7 @@ _OF_TYPE: Mapping[str, set[str]] = {
 _ALWAYS = {"type", "enum", "const", "not", "if", "then", "else"}
 _REFERENCES = {"$ref", "$dynamicRef", "$recursiveRef"}
 _RESTRICT = _ALWAYS.union(_REFERENCES, _LISTED, *_OF_TYPE.values())
-_NOTES = {"deprecated", "contentSchema", "$vocabulary", "$dynamicAnchor"}
+_NOTES = {"deprecated", "contentSchema", "$vocabulary", "$dynamicAnchor", "$recursiveAnchor"}
 _DATA = {"const", "enum", "default", "examples", "example", "required"}
 
 
@@ -105,6 +105,10 @@ def _is_idle(name: str, value: Any, schema: Schema) -> bool:
     match name:
         case "format":
             return isinstance(value, str) and value not in _FORMATS
+        case "minLength" | "minItems" | "minProperties":
+            return value == 0 and not isinstance(value, bool)
+        case "pattern":
+            return value in ("", "^", "$", ".*", "^.*")  # somewhere in the text
         case "uniqueItems":
             most = schema.get("maxItems")
             return value is False or (type(most) is int and most <= 1)
@@ -141,7 +145,8 @@ def _is_any(schema: Any) -> bool:
 
 def _is_any_text(schema: Any) -> bool:
     """Whether a schema takes every text."""
-    if not isinstance(schema, Mapping) or schema.keys() & _RESTRICT != {"type"}:
+    if not isinstance(schema, Mapping):
         return False
-    types = _types(schema)
-    return types is not None and "string" in types
+    own = without_idle({"type": "string", **schema})
+    types = _types(own)
+    return own.keys() & _RESTRICT == {"type"} and types is not None and "string" in types

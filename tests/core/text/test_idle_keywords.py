@@ -26,6 +26,11 @@ IDLE = [  # pieces that may stand in any schema
     {"propertyNames": {}},
     {"propertyNames": True},
     {"propertyNames": {"type": ["null", "string"], "description": "a name"}},
+    {"propertyNames": {"minLength": 0}},
+    {"propertyNames": {"type": "string", "minLength": 0, "pattern": ".*", "format": "name"}},
+    {"propertyNames": {"pattern": "^.*", "maxItems": 2}},
+    {"minProperties": 0, "minItems": 0, "minLength": 0},
+    {"$recursiveAnchor": True},
     {"unevaluatedProperties": True},
     {"unevaluatedItems": {}},
     {"contains": {"type": "integer"}, "minContains": 0},
@@ -224,3 +229,15 @@ def test_references_into_words_that_are_no_keywords(compiler):
         "components": {"schemas": {"Item": item}},
     }
     compiler.compile(OutputRules(json_schema=schema))
+
+
+@pytest.mark.parametrize("path", [["a"], ["a", "b"]])
+def test_a_field_that_nothing_can_fill_is_named_once(compiler, path):
+    schema = False
+    for name in reversed(path):
+        schema = {"type": "object", "properties": {name: schema}, "required": [name]}
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(OutputRules(json_schema=schema, field="text.format.schema"))
+    where = "text.format.schema" + "".join(f".properties.{name}" for name in path)
+    assert caught.value.param == where
+    assert str(caught.value) == f"{where} cannot be compiled: it is false: nothing satisfies it"
