@@ -69,16 +69,28 @@ class Known(argparse.Action):
         for name, text in meant.sets.items():
             if (action := settable(parser, name)) is not None:
                 words = several if text == GIVEN else [text]
-                _set(parser, namespace, action, words)
+                try:
+                    _set(parser, namespace, action, words)
+                except argparse.ArgumentError as e:
+                    raise argparse.ArgumentError(self, e.message) from None
         if meant.says:
             namespace.notes = [*getattr(namespace, "notes", ()), f"{flag}: {meant.says}"]
 
     def read(self, parser: argparse.ArgumentParser, value: Any) -> argparse.Namespace:
-        """What a value of `--config FILE` sets."""
+        """What a value of `--config FILE` sets. ValueError says what is needed instead."""
         namespace = argparse.Namespace()
+        takes = self.spelling.takes
+        if takes == "none" and not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        words = value if takes == "many" and isinstance(value, list) else [value]
+        if takes != "none" and any(isinstance(word, bool | list | dict) for word in words):
+            raise ValueError("must be one value" + " or a list" * (takes == "many"))
         if value is not False:
-            words = value if isinstance(value, list) else [] if value is True else [value]
-            self(parser, namespace, [str(word) for word in words])
+            given = [] if takes == "none" else ["null" if w is None else str(w) for w in words]
+            try:
+                self(parser, namespace, given)
+            except argparse.ArgumentError as e:
+                raise ValueError(e.message) from None
         return namespace
 
 

@@ -95,6 +95,11 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
     [
         ("--pp-size 2", "--pp-size 2: stages of layers are not built yet"),
         ("--tp 16 --dp 2 --enable-dp-attention", "groups of 8 of --tp 16 are not built yet"),
+        ("--dp 8 --enable-dp-attention", "--tp 1 does not divide into 8: give --tp 8, or leave"),
+        ("--tp 8 --dp 3 --enable-dp-attention", "--tp 8 does not divide into 3: give --tp 3"),
+        ("--tp 8 --dp 0 --enable-dp-attention", "--dp 0: must be at least 1"),
+        ("--tp 8 --dp -8 --enable-dp-attention", "--dp -8: must be at least 1"),
+        ("--tp 0 --dp 8 --enable-dp-attention", "--tp 0: must be at least 1"),
         ("x --model y", "x: --model y is given beside it: name one"),
         ("--disaggregation-mode prefill", "are not built yet"),
         ("--gpu-memory-utilization 1.5", "--memory-utilization 1.5: must be above 0"),
@@ -146,6 +151,76 @@ def test_a_file_may_have_them_too(tmp_path):
         parsed("--config", str(file))
 
 
+# Of every kind of flag, what is wrong with a value, whatever the flag.
+BAD = {
+    "none": ["'no'", "0", "null", "[true]", "{a: 1}"],
+    "one": ["true", "false", "[]", "[a, b]", "{a: 1}"],
+    "many": ["true", "[true]", "{a: 1}", "[{a: 1}]", "[[a]]"],
+}
+
+
+@pytest.mark.parametrize("flag", [f for f, meant in KNOWN.items() if isinstance(meant, Spelling)])
+def test_a_bad_value_in_a_file_names_its_line(flag, tmp_path):
+    file = tmp_path / "c.yaml"
+    for text in BAD[KNOWN[flag].takes]:
+        file.write_text(f"\n{flag[2:]}: {text}\n")
+        with pytest.raises(ConfigError, match=rf"c\.yaml, line 2: {flag[2:]}: .*must be"):
+            parsed("--config", str(file))
+
+
+@pytest.mark.parametrize("flag", [f for f, m in KNOWN.items() if getattr(m, "sets", None)])
+def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
+    file = tmp_path / "c.yaml"
+    ((name, _),) = KNOWN[flag].sets.items()
+    meant = {"none": "true", "one": "1", "many": "[a=/a]"}[KNOWN[flag].takes]
+    own = {"memory_utilization": "0.9", "max_step_tokens": "9"}.get(name)
+    own = own or ("[a]" if name in ("lora", "disable_fusion") else "true")
+    first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
+    for rows in ((first, second), (second, first)):
+        file.write_text("\n".join(rows))
+        with pytest.raises(ConfigError, match=r"line 2: .* is set in line 1 already"):
+            parsed("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gpu-memory-utilization: 1.5", "line 1: --memory-utilization 1.5: must be above 0"),
+        ("gpu-memory-utilization: much", "line 1: gpu-memory-utilization: 'much': invalid float"),
+        ("max-prefill-tokens: 0", "line 1: --max-step-tokens 0: must be at least 1"),
+    ],
+)
+def test_what_a_file_sets_by_another_name_is_checked(text, said, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        parsed("--config", str(file))
+    assert said in str(refusal.value)
+
+
+def test_a_file_says_no_as_the_command_line_does(tmp_path):
+    file = tmp_path / "c.yaml"
+    for text in ("no-enable-prefix-caching: true", "enable-prefix-caching: false"):
+        file.write_text(text)
+        assert parsed("--config", str(file))[0].disable_radix_cache
+    for text in ("no-enable-prefix-caching: false", "enable-prefix-caching: true"):
+        file.write_text(text)
+        assert not parsed("--config", str(file))[0].disable_radix_cache
+    file.write_text("disaggregation-mode: null")
+    assert parsed("--config", str(file))[2] == []
+
+
+def test_the_flag_that_was_given_is_named(capsys):
+    assert main(["serve", "--max-prefill-tokens", "x"]) == 2
+    assert "argument --max-prefill-tokens: invalid int value: 'x'" in capsys.readouterr().err
+
+
+def test_another_name_of_platform_hides_no_line(capsys, monkeypatch):
+    monkeypatch.setenv("SGLANG_ANYTHING", "1")
+    assert main(["serve", "/no/such", "--device", "cpu"]) == 1
+    assert "SGLANG_ANYTHING is set and not read" in capsys.readouterr().err
+
+
 def test_a_name_that_is_taken_or_of_no_field_is_a_fault_of_the_plugin():
     parser, _ = build_parser()
     one = next(engines(parser))
@@ -175,6 +250,8 @@ def test_values_that_name_kernels_come_from_plugins():
         return backend_pins(EngineConfig(attention_backend=wished), offered, used, [names])
 
     assert {(p.op, p.kernel) for p in pins("theirs")} == {(op, "vendor") for op in used}
+    names["attention_backend"]["their_mla"] = "vendor"
+    assert pins("Their-MLA")[0].kernel == "vendor"
     assert pins("theirs")[0].flag == "--attention-backend 'theirs'"
     with pytest.raises(ConfigError, match="--attention-backend 'old': is gone: theirs is new"):
         pins("old")

@@ -202,8 +202,9 @@ def test_a_digest_is_of_all_code_that_would_run(package: Path, tmp_path: Path, h
 
 @pytest.mark.parametrize("how", NAMED)
 def test_a_digest_is_of_what_its_code_imports_as_well(
-    package: Path, tmp_path: Path, how: str
+    package: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # others may have imported it
     code, planted = NAMED[how]
     write(package / "acme_pkg" / "kernels.py", code)
     record(package)
@@ -288,6 +289,21 @@ def test_the_command_line_locks_and_holds_to_it(
     sys.modules.pop("acme_dist_module")
     assert main(["plan", "--config", str(settings), "--platform", "cpu"]) == 0
     assert not ran(site), "a list in the settings file counts before anything is imported"
+
+
+@pytest.mark.parametrize("flag", ["--plugin-allowlist", "--plugin_allowlist"])
+@pytest.mark.parametrize("join", [[" "], ["="]], ids=["space", "equals"])
+def test_a_list_counts_however_its_flag_is_written(
+    site: Path, tmp_path: Path, flag: str, join: list[str]
+) -> None:
+    words = f"{flag}{join[0]}{listed(tmp_path)}".split(" ")
+    assert main(["serve", "/no/such", *words]) == 1
+    assert not ran(site)
+
+
+def test_plugins_with_spaces_between_load_all_of_them(site: Path) -> None:
+    assert main(["serve", "/no/such", "--plugins", "cpu", "acme"]) == 1
+    assert ran(site)
 
 
 # the working directory

@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ds_runtime import __version__
@@ -95,7 +96,7 @@ def _drop_output() -> None:
 def _run(args: list[str]) -> int:
     parser, subcommands = build_parser()
     reports = not args or args[0].startswith("-") or args[0] in _REPORTING
-    wanted, allowlist = _ahead(args)
+    wanted, allowlist = _ahead(args, subcommands)
     installed = installed_plugins()
     ask = _ASKED if reports else ()
     failed = look(installed, wanted, allowlist, ask=ask) if _looks(args) else {}
@@ -121,7 +122,8 @@ def _run(args: list[str]) -> int:
 def _looks(args: list[str]) -> bool:
     """Whether plugins are asked about this machine, so that they are tried apart first."""
     named = {a.partition("=")[0] for a in args}
-    return bool(args) and args[0] in _LOOKING and not named & {"-h", "--help", "--device", "diff"}
+    apart = {"--device", "diff"} if args[:1] == ["plan"] else set()  # of no device that is here
+    return bool(args) and args[0] in _LOOKING and not named & {"-h", "--help", *apart}
 
 
 def _go_on_without(
@@ -148,16 +150,26 @@ def build_parser() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
     return parser, subcommands
 
 
-def _ahead(args: list[str]) -> tuple[list[str] | None, str | None]:
+def _ahead(
+    args: list[str], subcommands: argparse._SubParsersAction[Parser]
+) -> tuple[list[str] | None, str | None]:
     """--plugins and --plugin-allowlist, read ahead, also from --config FILE.
 
     Plugins may add the very verb that is being parsed; and what may not be loaded, never is.
     """
+    verb = subcommands.choices.get(args[0]) if args else None
+    several = verb is not None and any(a.dest == "plugins" and a.nargs for a in verb._actions)
     said: dict[str, list[str]] = {}
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
-        if flag in ("--plugins", "--plugin-allowlist", "--config") and (equals or args[i + 1 :]):
-            said.setdefault(flag, []).append(value if equals else args[i + 1])
+        flag = flag.replace("_", "-")
+        if flag not in ("--plugins", "--plugin-allowlist", "--config"):
+            continue
+        words = [value] if equals else args[i + 1 : i + 2]
+        if several and flag == "--plugins" and not equals:
+            words = [*takewhile(lambda word: not word.startswith("-"), args[i + 1 :])]
+        if words:
+            said.setdefault(flag, []).extend(words)
     if "--config" in said:
         said = {**ahead(said["--config"][-1]), **said}
     names = [n.strip() for text in said.get("--plugins", ()) for n in text.split(",")]

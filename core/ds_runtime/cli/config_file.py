@@ -88,23 +88,25 @@ def read(path: str, parser: argparse.ArgumentParser) -> FromFile:
         action = _action(parser, key, where)
         if action is None:
             continue
-        if isinstance(action, Known):
-            try:
+        if value is False and isinstance(action, Known):
+            opposite = parser._option_string_actions.get("--no-" + action.option_strings[0][2:])
+            action, value = (opposite, True) if isinstance(opposite, Known) else (action, value)
+        try:
+            if isinstance(action, Known):
                 own = vars(action.read(parser, value))
                 notes += own.pop("notes", ())
-                settings |= own
-            except ConfigError as e:
-                raise ConfigError(f"{where}: {e}") from None
-            continue
-        if action.dest in settings:
-            raise ConfigError(
-                f"{where}: {key} is set in line {lines[action.dest]} already: remove one"
-            )
-        try:
-            settings[action.dest] = _value(action, value)
+            else:
+                own = {action.dest: _value(action, value)}
         except (argparse.ArgumentTypeError, ValueError) as e:
             raise ConfigError(f"{where}: {key}: {_shown(value)}: {e}") from None
-        lines[action.dest] = line
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e}") from None
+        if twice := sorted(own.keys() & lines.keys()):
+            raise ConfigError(
+                f"{where}: {key} is set in line {lines[twice[0]]} already: remove one"
+            )
+        settings |= own
+        lines |= dict.fromkeys(own, line)
     return FromFile(path, {**settings, "notes": notes}, lines)
 
 
@@ -131,7 +133,8 @@ def _action(parser: argparse.ArgumentParser, key: Any, where: str) -> argparse.A
     known = {
         flag.removeprefix("--"): action
         for flag, action in parser._option_string_actions.items()
-        if action.dest not in ("help", "config") and not flag.startswith("--no-")
+        if action.dest not in ("help", "config")
+        and (isinstance(action, Known) or not flag.startswith("--no-"))
     }
     if name in known:
         return known[name]

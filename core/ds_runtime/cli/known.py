@@ -158,15 +158,19 @@ def settle(namespace: Namespace) -> list[str]:
     values = {**file, **vars(namespace)}
     notes = [*file.get("notes", ()), *getattr(namespace, "notes", ())]
     tp, dp = values.get("tp", 1), values.get("dp", 1)
-    if dp == 1 or not hasattr(namespace, "run"):
+    if min(dp, tp) < 1 or dp == 1 or not hasattr(namespace, "run"):
         return notes
     if values.get("enable_dp_attention"):
         if dp != tp:
+            groups = (
+                f"groups of {tp // dp} of --tp {tp} are not built yet: give --dp {tp}"
+                if tp % dp == 0
+                else f"--tp {tp} does not divide into {dp}: give --tp {dp}"
+            )
             raise ConfigError(
                 f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
-                f"have attention of their own, and groups of {tp // dp or 1} of --tp {tp} are not "
-                f"built yet: give --dp {tp}, or leave --enable-dp-attention out for {dp} replicas "
-                "of --tp ranks each"
+                f"have attention of their own, and {groups}, or leave --enable-dp-attention out "
+                f"for {dp} replicas of --tp ranks each"
             )
         namespace.dp = 1
     elif any("--enable-expert-parallel" in note for note in notes) and tp == 1:

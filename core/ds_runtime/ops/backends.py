@@ -63,14 +63,15 @@ def backend_pins(
 
     ConfigError when it has none for any of them: the name is wrong, or its plugin is not here.
     """
-    named = (NAMES, *others)
+    named = (*others, NAMES)
     offered = list(kernels)
     pins: list[Pin] = []
     for field, ops in BACKENDS.items():
         wished = getattr(config, field)
         if wished in (None, "auto"):
             continue
-        known_as = next((n[field][wished] for n in named if wished in n.get(field, {})), wished)
+        meant = {_plain(name): m for n in named for name, m in n.get(field, {}).items()}
+        known_as = meant.get(_plain(wished), wished)
         if isinstance(known_as, Spelling) and not known_as.refused:
             continue
         if isinstance(known_as, Spelling):
