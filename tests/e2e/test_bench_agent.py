@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from served import serving
 
@@ -45,3 +47,20 @@ def test_an_unbounded_cache_reaches_98_percent_of_what_the_trace_allows(
         assert [r["turn"] for r in turns] == list(range(len(turns)))
         grown = [len(r["prompt"]) for r in turns]
         assert grown == sorted(set(grown)) and turns[-1]["cached"] > turns[0]["cached"]
+
+
+def test_sessions_that_start_together_compute_the_system_prompt_once(url):
+    """64 at once, before anything of it is cached."""
+    httpx.post(f"{url}/flush_cache").raise_for_status()
+    system, params = [50 + i % 700 for i in range(1024)], {"max_new_tokens": 4}
+
+    def ask(number):
+        ids = [*system, *(60 + (number * k) % 800 for k in range(1, 20))]
+        body = {"input_ids": ids, "sampling_params": params}
+        reply = httpx.post(f"{url}/generate", json=body, timeout=120).raise_for_status()
+        return reply.json()["meta_info"]["cached_tokens"]
+
+    with ThreadPoolExecutor(64) as clients:
+        cached = sorted(clients.map(ask, range(1, 65)))
+    assert cached == [0] + 63 * [1024]
+    assert "ds_runtime_prefix_waits_total" in httpx.get(f"{url}/metrics").text
