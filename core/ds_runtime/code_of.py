@@ -8,6 +8,7 @@ what nobody has installed (`imports_of.py`). Torch-free; imports nothing of the 
 from __future__ import annotations
 
 import marshal
+import sys
 from collections.abc import Collection, Iterator
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
@@ -17,7 +18,7 @@ from importlib.machinery import (
     PathFinder,
 )
 from importlib.metadata import Distribution
-from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec
+from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path, PurePath
 
 from ds_runtime.imports_of import stray
@@ -86,10 +87,15 @@ class _Specs(dict[str, ModuleSpec | None]):
 
 
 def _top(name: str) -> ModuleSpec | None:
-    try:
-        return find_spec(name)
-    except (ImportError, ValueError):  # importing it says so
-        return None
+    """Where a process that has not imported it yet would find it."""
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, None)
+        except (AttributeError, ImportError, ValueError):  # importing it says so
+            continue
+        if spec is not None:
+            return spec
+    return None
 
 
 def _other_bytecode(source: Path) -> str | None:

@@ -206,6 +206,8 @@ def test_a_digest_is_of_what_its_code_imports_as_well(
 ) -> None:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # others may have imported it
     code, planted = NAMED[how]
+    for loaded in ("packaging.version", "colorsys"):  # here, but not in a rank's process
+        importlib.import_module(loaded)
     write(package / "acme_pkg" / "kernels.py", code)
     record(package)
     allowlist = listed(tmp_path, distribution="acme-dist", digest=of(package))

@@ -112,7 +112,8 @@ def fake_ready():
 
 
 def test_no_figure_of_the_engine_is_forgotten():
-    assert {field for field, *_ in _STATS} == set(Stats.__struct_fields__)
+    named = {"compilations"}  # has labels of its own
+    assert {field for field, *_ in _STATS} | named == set(Stats.__struct_fields__)
 
 
 def test_an_engine_that_loads_or_died_is_not_up(fake_ready):
