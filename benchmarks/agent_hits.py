@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from served import served
+from bench_server import served
 
 from ds_runtime.bench.record import append
 from ds_runtime.model.hf import load_config

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from served import served
+from bench_server import served
 
 from ds_runtime.bench.record import append, environment, load_format
 from ds_runtime.bench.serving.client import Target

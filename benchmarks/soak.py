@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 import uvloop
-from served import served
+from bench_server import served
 
 from ds_runtime.bench.record import append, environment
 from ds_runtime.bench.serving.client import Target

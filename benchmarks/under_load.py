@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import uvloop
-from served import served
+from bench_server import served
 
 from ds_runtime.bench.record import append
 from ds_runtime.bench.serving.client import Target
