@@ -46,6 +46,7 @@ def open_routes(service: Service) -> APIRouter:
         return as_json(found, 200 if found["status"] == "ok" else 503)
 
     @router.get("/ping")
+    @router.head("/ping", include_in_schema=False)
     async def ping() -> Response:
         """What /health answers."""
         return await health()

@@ -107,6 +107,13 @@ def fit(
     check_length(prompt_len, ready, param)
     left = limit - prompt_len
     if params.max_tokens is None or (clamp and params.max_tokens > left):
+        if params.min_tokens > left:
+            raise _too_long(
+                f"the prompt's {prompt_len} tokens and min_tokens {params.min_tokens} make "
+                f"{prompt_len + params.min_tokens}, but the context holds {limit}: ask for at most "
+                f"{left} tokens, or shorten the prompt",
+                "min_tokens",
+            )
         return msgspec.structs.replace(params, max_tokens=left)
     if params.max_tokens > left:
         raise _too_long(

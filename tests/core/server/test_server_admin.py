@@ -101,6 +101,7 @@ def test_what_is_served(served):
 
 def test_the_routes_of_other_servers(served, started):
     assert served.http.get("/ping").json() == served.http.get("/health").json()
+    assert [served.http.head(path).status_code for path in ("/ping", "/health")] == [200, 200]
     assert served.http.get("/version").json() == {"version": __version__}
     own, info = (served.http.get(path).json() for path in ("/server_info", "/get_server_info"))
     assert info.keys() > own.keys() | own["server"].keys() and info["server"] == own["server"]

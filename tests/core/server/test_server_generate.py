@@ -259,6 +259,14 @@ def test_limits_above_what_is_left(bpe_folder):
             submit = clamping.engine.submits[-1]
             assert submit.params.max_tokens == 4096 - len(submit.prompt)
             assert _clamped(clamping) == 1 + list(bodies).index(path)
+            name = "min_new_tokens" if path == "/generate" else "min_tokens"
+            own = {name: 4096}
+            if path == "/generate":
+                own = {"sampling_params": body["sampling_params"] | own}
+            if path != "/v1/responses":  # which has no such field
+                error = clamping.post(path, **body | own).json()["error"]
+                assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+                assert f"{name} 4096 make" in error["message"]
             long = {k: "word " * 4000 for k, v in body.items() if isinstance(v, str)}
             if long:
                 answer = clamping.http.post(path, json=body | long)
