@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
 
 import pytest
 
 from ds_runtime.cli import build_parser, main
+from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
 from ds_runtime.cli.serve import configs
@@ -151,6 +153,11 @@ def test_a_file_may_have_them_too(tmp_path):
         parsed("--config", str(file))
 
 
+@cache
+def serve_parser():
+    return next(engines(build_parser()[0]))
+
+
 # Of every kind of flag, what is wrong with a value, whatever the flag.
 BAD = {
     "none": ["'no'", "0", "null", "[true]", "{a: 1}"],
@@ -165,7 +172,7 @@ def test_a_bad_value_in_a_file_names_its_line(flag, tmp_path):
     for text in BAD[KNOWN[flag].takes]:
         file.write_text(f"\n{flag[2:]}: {text}\n")
         with pytest.raises(ConfigError, match=rf"c\.yaml, line 2: {flag[2:]}: .*must be"):
-            parsed("--config", str(file))
+            read(str(file), serve_parser())
 
 
 @pytest.mark.parametrize("flag", [f for f, m in KNOWN.items() if getattr(m, "sets", None)])
@@ -179,7 +186,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
     for rows in ((first, second), (second, first)):
         file.write_text("\n".join(rows))
         with pytest.raises(ConfigError, match=r"line 2: .* is set in line 1 already"):
-            parsed("--config", str(file))
+            read(str(file), serve_parser())
 
 
 @pytest.mark.parametrize(
@@ -238,6 +245,14 @@ def test_the_rest_of_the_commands_know_them_where_they_have_the_field():
     parser, _ = build_parser()
     namespace = parser.parse_args(["plan", "--tp-size", "2", "--device", "h200", "--dp", "1"][:5])
     assert build(EngineConfig, namespace)[0].tp == 2 and namespace.device == "h200"
+
+
+@pytest.mark.parametrize("verb", ["one-batch", "speculative", "ops", "accuracy"])
+def test_lists_of_a_bench_take_spaces(verb):
+    parser, _ = build_parser()
+    words = f"bench {verb} --graph-sizes 1 2,4 --plugins cpu triton".split()
+    engine, _ = build(EngineConfig, parser.parse_args(words))
+    assert (engine.graph_sizes, engine.plugins) == ((1, 2, 4), ("cpu", "triton"))
 
 
 def test_values_that_name_kernels_come_from_plugins():

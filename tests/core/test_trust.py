@@ -303,8 +303,10 @@ def test_a_list_counts_however_its_flag_is_written(
     assert not ran(site)
 
 
-def test_plugins_with_spaces_between_load_all_of_them(site: Path) -> None:
-    assert main(["serve", "/no/such", "--plugins", "cpu", "acme"]) == 1
+@pytest.mark.parametrize("verb", ["serve", "bench one-batch"])
+def test_plugins_with_spaces_between_load_all_of_them(site: Path, verb: str) -> None:
+    words = verb.split()
+    assert main([*words, "--model", "/no/such", "--plugins", "cpu", "acme"]) == 1
     assert ran(site)
 
 

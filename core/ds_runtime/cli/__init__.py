@@ -157,8 +157,7 @@ def _ahead(
 
     Plugins may add the very verb that is being parsed; and what may not be loaded, never is.
     """
-    verb = subcommands.choices.get(args[0]) if args else None
-    several = verb is not None and any(a.dest == "plugins" and a.nargs for a in verb._actions)
+    several = any(a.dest == "plugins" and a.nargs for a in _verb(args, subcommands))
     said: dict[str, list[str]] = {}
     for i, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
@@ -175,6 +174,16 @@ def _ahead(
     names = [n.strip() for text in said.get("--plugins", ()) for n in text.split(",")]
     wanted = [n for n in names if n] if "--plugins" in said else None
     return wanted, said.get("--plugin-allowlist", [None])[-1]
+
+
+def _verb(
+    args: list[str], subcommands: argparse._SubParsersAction[Any]
+) -> Sequence[argparse.Action]:
+    """The actions of the command that the first arguments name; none for one of a plugin's."""
+    parser = subcommands.choices.get(args[0]) if args else None
+    actions = parser._actions if parser is not None else []
+    nested = (a for a in actions if isinstance(a, argparse._SubParsersAction))
+    return next((_verb(args[1:], a) for a in nested), actions)
 
 
 def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plugins) -> None:

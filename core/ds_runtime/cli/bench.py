@@ -48,7 +48,7 @@ def _one_batch(kinds: _SubParsersAction[Any]) -> None:
     add_spellings(parser, BATCH)
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="(default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig)
+    add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_one_batch)
 
 
@@ -83,7 +83,7 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
         help="take each draft for right with this probability: for random checkpoints",
     )
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig)
+    add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_speculative)
 
 
@@ -129,7 +129,7 @@ def _ops(kinds: _SubParsersAction[Any]) -> None:
         "--bytes", action="store_true", help="what a decode step must read; times nothing"
     )
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig)
+    add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_ops)
 
 
@@ -164,7 +164,7 @@ def _compare(kinds: _SubParsersAction[Any]) -> None:
         "--pause", action="store_true", help="wait for Enter before each round is timed"
     )
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig)
+    add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_compare)
 
 
@@ -194,7 +194,7 @@ def _accuracy(kinds: _SubParsersAction[Any]) -> None:
     about = "also ask for keys that are planted in prose, in prompts of N tokens"
     parser.add_argument("--planted", type=int, nargs="+", default=[], metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig)
+    add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_accuracy)
 
 
