@@ -21,7 +21,8 @@ def main(model: str, platform: str) -> None:
     }
     given["disable_graph"] = plugin.plan()[1] != "capture"
     with LLM(model, platform, **given, tp=2, extra_plugins=[plugin]) as llm:
-        llm.generate([list(range(5, 5 + plugin.PROMPT))], SamplingParams(max_tokens=6))
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        llm.generate([list(range(5, 5 + plugin.PROMPT))], params)
         print("answered", flush=True)
     print("closed", flush=True)
 

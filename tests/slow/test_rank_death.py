@@ -243,7 +243,7 @@ def test_a_front_end_learns_of_a_death_and_ends_both_ranks(tmp_path, monkeypatch
             serves = front.until(Ready)
             assert serves is (phase in PHASES[3:]), front.engine.poll()
             if serves:
-                params = SamplingParams(max_tokens=3)
+                params = SamplingParams(max_tokens=3, ignore_eos=True)
                 prompt = list(range(5, 5 + mortal.PROMPT))
                 asked = Submit(rid="a", prompt=prompt, params=params, seed=1)
                 front.outbox.send(encoder.encode(asked))
