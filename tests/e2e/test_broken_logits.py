@@ -102,7 +102,8 @@ def cases(llm, bad):
 def test_the_choice_ends_and_nothing_of_it_stays(broken, recorded, way):
     folder, bad = broken
     with LLM(folder, extra_plugins=[recorded], **{**SETTINGS, **WAYS[way]}) as llm:
-        check_all(llm, bad)
+        # What was counted: in other ways a second one of n = 3 choices breaks before all are ended.
+        check_all(llm, bad, together=int(way not in ("captured", "ahead")))
 
 
 @pytest.mark.gpu
@@ -118,7 +119,7 @@ def test_the_choice_ends_on_the_device_too(broken, way):
         check_all(llm, bad, exact=False)
 
 
-def check_all(llm, bad, exact=True):
+def check_all(llm, bad, exact=True, together=0):
     """exact: a row's logits do not hang on the rows beside it. Elsewhere attention of a tile may
     carry NaN to rows before the token that brings it, so that an earlier one is named."""
     asked = cases(llm, bad)
@@ -138,7 +139,8 @@ def check_all(llm, bad, exact=True):
     assert not exact or "".join(pieces) == alone.text, "others in the same steps go on"
     assert "".join(pieces)
     broken = llm.stats().broken  # of n = 3 choices those that stood in the same step
-    assert len(asked) <= broken <= len(asked) + 2, broken
+    low, high = (together, together) if exact else (0, 2)
+    assert len(asked) + low <= broken <= len(asked) + high, broken
     # What the broken ones have computed is not read again, whatever they broke at.
     for ids in (asked[1][0][:20], asked[0][0][:5], asked[8][0]):
         (after,) = llm.generate([[*ids, *prompt]], SamplingParams(max_tokens=2))
