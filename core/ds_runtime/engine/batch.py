@@ -58,11 +58,12 @@ def build_batch(
         lengths = np.array([w.length for w in decodes], np.int64)
         counts = upload.add(np.repeat(lengths, lengths)) if trees and several else 0
     if prefills:
-        prefill_table = upload.add(page_table(prefills, page_size, max_pages))
+        pages = page_table(prefills, page_size, max_pages)
+        prefill_table = upload.add(pages)
         q_segs = _segments([w.length for w in prefills], upload)
-        prefix = list(_prefix_chunks([w.start for w in prefills], prefix_chunk, upload))
-        owners = [
-            upload.add(_adapters(prefills, segs.lens)) if adapts else None for _, segs in prefix
+        prefix = [
+            _Chunk.of(prefills, pages, span, adapts, upload)
+            for span in _prefix_chunks([w.start for w in prefills], prefix_chunk)
         ]
     upload.send()
     batch = Batch(
@@ -85,10 +86,7 @@ def build_batch(
         batch.prefill = PrefillPart(
             q_segs=q_segs.sent(upload),
             page_table=upload[prefill_table],
-            prefix=tuple(
-                PrefixChunk(upload[s], segs.sent(upload), None if own is None else upload[own])
-                for (s, segs), own in zip(prefix, owners, strict=True)
-            ),
+            prefix=tuple(chunk.sent(upload) for chunk in prefix),
         )
     return batch
 
@@ -195,20 +193,70 @@ def _with_last_tokens(ids: Tensor, num_decode: int, last_tokens: Tensor) -> Tens
     return ids
 
 
-def _prefix_chunks(lens: Sequence[int], limit: int, upload: Upload) -> Iterator[tuple[int, _Lens]]:
-    """(number of the starts, lengths): pieces of the cached lengths, at most `limit` tokens each,
-    sequence after sequence.
-    """
-    if not any(lens):
-        return
-    done, total = 0, sum(lens)  # tokens of all prefixes, end to end
-    ends = np.cumsum(lens)
+class _Span(NamedTuple):
+    """Cached tokens [low, high) of the sequences from `first` on, which follow each other."""
+
+    first: int
+    low: Ints
+    high: Ints
+
+
+def _prefix_chunks(lens: Sequence[int], limit: int) -> Iterator[_Span]:
+    """Pieces of the cached lengths, at most `limit` tokens each, sequence after sequence; of each
+    piece the sequences that have tokens in it."""
+    ends = np.cumsum(np.array(lens, np.int64))
     begins = ends - lens
-    while done < total:
+    for done in range(0, int(ends[-1]), limit):
         low = np.clip(done, begins, ends)
-        high = np.clip(min(done + limit, total), begins, ends)
-        yield upload.add(low - begins), _segments((high - low).tolist(), upload)
-        done += limit
+        high = np.clip(done + limit, begins, ends)
+        inside = np.flatnonzero(high > low)
+        own = slice(inside[0], inside[-1] + 1)
+        yield _Span(int(own.start), (low - begins)[own], (high - begins)[own])
+
+
+class _Chunk(NamedTuple):
+    """A PrefixChunk before its transfer; starts, table and adapters by their numbers."""
+
+    starts: int
+    segs: _Lens
+    table: int
+    q_segs: _Lens
+    sequence: int
+    row: int
+    adapters: int | None
+
+    @classmethod
+    def of(
+        cls,
+        works: Sequence[Work],
+        pages: npt.NDArray[np.int32],
+        span: _Span,
+        adapts: bool,
+        upload: Upload,
+    ) -> _Chunk:
+        """works: all that are not decoded; pages: the page table of all."""
+        own = slice(span.first, span.first + len(span.low))
+        lens = (span.high - span.low).tolist()
+        return cls(
+            upload.add(span.low),
+            _segments(lens, upload),
+            upload.add(pages[own]),
+            _segments([w.length for w in works[own]], upload),
+            span.first,
+            sum(w.length for w in works[: span.first]),
+            upload.add(_adapters(works[own], lens)) if adapts else None,
+        )
+
+    def sent(self, upload: Upload) -> PrefixChunk:
+        return PrefixChunk(
+            upload[self.starts],
+            self.segs.sent(upload),
+            upload[self.table],
+            self.q_segs.sent(upload),
+            self.sequence,
+            self.row,
+            None if self.adapters is None else upload[self.adapters],
+        )
 
 
 def num_logit_rows(work: Work) -> int:

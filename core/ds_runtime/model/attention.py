@@ -348,16 +348,25 @@ class Attention:
     def _prefill(
         self, projected: Projected, part: PrefillPart, cache: Tensor, adapters: Tensor | None
     ) -> Tensor:
-        """New tokens among themselves, then merged with each chunk of their cached prefixes."""
+        """New tokens among themselves, then merged with each chunk of their cached prefixes. The
+        rows whose sequences have no token in a chunk are left out of its products."""
         segs = part.q_segs
         attend = self.ops.mha_prefill
         q, q_rope = projected.q.narrow(2, 0, self.nope), projected.q_rope
         k, v = self._keys_values(projected, adapters)
         out, lse = attend(q, q_rope, k, projected.k_rope, v, segs, segs, True, self.scale)
         for chunk in part.prefix:
-            k, k_rope, v = self._prefix(part, chunk, cache, q.dtype)
-            old, old_lse = attend(q, q_rope, k, k_rope, v, segs, chunk.segs, False, self.scale)
-            out, lse = self.ops.merge_state(out, lse, old, old_lse)
+            k, k_rope, v = self._prefix(chunk, cache, q.dtype)
+            own = chunk.q_segs
+            parts = (t.narrow(0, chunk.row, own.total) for t in (q, q_rope, out, lse))
+            own_q, own_rope, own_out, own_lse = parts
+            old = attend(own_q, own_rope, k, k_rope, v, own, chunk.segs, False, self.scale)
+            merged, merged_lse = self.ops.merge_state(own_out, own_lse, *old)
+            if own.total == segs.total:
+                out, lse = merged, merged_lse
+            else:
+                own_out.copy_(merged)
+                own_lse.copy_(merged_lse)
         return out
 
     def _keys_values(self, projected: Projected, adapters: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -368,13 +377,13 @@ class Attention:
         return k, v
 
     def _prefix(
-        self, part: PrefillPart, chunk: PrefixChunk, cache: Tensor, dtype: torch.dtype
+        self, chunk: PrefixChunk, cache: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of cached tokens the keys [n, heads, nope], their rotated part [n, rope], and the values
         [n, heads, v].
         """
         latent, k_rope = self.ops.cache_gather(
-            cache, part.page_table, chunk.starts, chunk.segs, self.kv_lora, dtype
+            cache, chunk.page_table, chunk.starts, chunk.segs, self.kv_lora, dtype
         )
         k, v = self.kv_b.expand(latent, chunk.adapters)
         return k, k_rope, v

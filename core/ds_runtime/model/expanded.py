@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_runtime.model.attention import LATENT_EPS, Attention, Projected
 from ds_runtime.model.indexer import Selection
-from ds_runtime.ops.batch import Batch, PrefillPart, PrefixChunk
+from ds_runtime.ops.batch import Batch, PrefixChunk
 
 
 class ExpandedAttention(Attention):
@@ -50,11 +50,11 @@ class ExpandedAttention(Attention):
         return attended
 
     def _prefix(
-        self, part: PrefillPart, chunk: PrefixChunk, cache: Tensor, dtype: torch.dtype
+        self, chunk: PrefixChunk, cache: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         each = self.nope + self.v_head
         both, k_rope = self.ops.cache_gather(
-            cache, part.page_table, chunk.starts, chunk.segs, self.heads * each, dtype
+            cache, chunk.page_table, chunk.starts, chunk.segs, self.heads * each, dtype
         )
         parts = both.view(-1, self.heads, each).split_with_sizes((self.nope, self.v_head), 2)
         k, v = parts

@@ -143,7 +143,8 @@ def _longest(part: PrefillPart) -> int:
     """Most tokens that a row of these sequences sees."""
     lens = list(part.q_segs.lens)
     for chunk in part.prefix:
-        lens = [n + more for n, more in zip(lens, chunk.segs.lens, strict=True)]
+        for sequence, more in enumerate(chunk.segs.lens, chunk.sequence):
+            lens[sequence] += more
     return max(lens, default=0)
 
 

@@ -98,13 +98,20 @@ class RowOwners:
 
 @dataclass(frozen=True, slots=True)
 class PrefixChunk:
-    """A range of cached tokens per prefill sequence: starts [sequences] int64, and lengths.
+    """Cached tokens of some prefill sequences that follow each other: a range of each.
 
-    adapters: of each of these tokens, as in Batch.
+    starts: [sequences] int64, where each range begins. segs: the lengths of the ranges. page_table
+    and q_segs: those of these sequences alone, as in PrefillPart. sequence and row: the first of
+    these sequences and of their new rows, counted in the PrefillPart. adapters: of each cached
+    token, as in Batch.
     """
 
     starts: Tensor
     segs: Segments
+    page_table: Tensor
+    q_segs: Segments
+    sequence: int = 0
+    row: int = 0
     adapters: Tensor | None = None
 
 

@@ -15,6 +15,7 @@ from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.quant import codes
 
 _BLOCK = 1024  # columns of one program
+_MERGED = 2048  # numbers of one program that merges
 
 
 def embed(ids: Tensor, table: Tensor, start: int) -> Tensor:
@@ -55,15 +56,17 @@ def silu_mul_quantize(gate_up: Tensor, group: int, ue8m0: bool) -> tuple[Tensor,
 def merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """MergeState: one program per token and head."""
+    """MergeState: one program for the heads of some tokens."""
     tokens, heads, d = out_a.shape
     out_a, out_b = (t if t.stride(2) == 1 else t.contiguous() for t in (out_a, out_b))
     out = torch.empty(tokens, heads, d, dtype=out_a.dtype, device=out_a.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=out_a.device)
     if tokens:
-        merge_state_kernel[(tokens * heads,)](
-            out_a, lse_a, out_b, lse_b, out, lse, heads, d,
+        width = pow2(d, 16)
+        each = max(1, _MERGED // width)
+        merge_state_kernel[(cdiv(tokens * heads, each),)](
+            out_a, lse_a, out_b, lse_b, out, lse, tokens * heads, heads, d,
             *out_a.stride()[:2], *out_b.stride()[:2], *lse_a.stride(), *lse_b.stride(),
-            pow2(d, 16), num_warps=1,
+            each, width, num_warps=4,
         )  # fmt: skip
     return out, lse

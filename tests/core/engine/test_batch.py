@@ -111,7 +111,13 @@ def check_prefill(part, works, page_size, prefix_chunk):
         assert chunk.starts.dtype == torch.int64
         check_segments(chunk.segs, list(chunk.segs.lens))
         assert 0 < chunk.segs.total <= prefix_chunk
-        for tokens, start, length in zip(seen, chunk.starts.tolist(), chunk.segs.lens, strict=True):
+        own = slice(chunk.sequence, chunk.sequence + len(chunk.segs.lens))
+        assert chunk.segs.lens[0] and chunk.segs.lens[-1]
+        assert chunk.row == sum(w.length for w in works[: chunk.sequence])
+        check_segments(chunk.q_segs, [w.length for w in works[own]])
+        assert torch.equal(chunk.page_table, part.page_table[own])
+        whose = zip(seen[own], chunk.starts.tolist(), chunk.segs.lens, strict=True)
+        for tokens, start, length in whose:
             tokens += range(start, start + length)
     assert seen == [list(range(w.start)) for w in works]
     total = sum(w.start for w in works)

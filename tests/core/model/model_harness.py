@@ -133,10 +133,11 @@ class Harness:
         if prefills:
             sequences = [s for s, _ in prefills]
             segs = segments([count for _, count in prefills])
-            chunks = prefix_chunks([s.done for s in sequences], prefix_chunk)
+            table = self._table(sequences)
+            chunks = prefix_chunks([s.done for s in sequences], prefix_chunk, table, segs)
             if self.assembly.lora is not None:
                 chunks = [replace(c, adapters=_slots(sequences, c.segs.lens)) for c in chunks]
-            batch.prefill = PrefillPart(segs, self._table(sequences), tuple(chunks))
+            batch.prefill = PrefillPart(segs, table, tuple(chunks))
         if self.assembly.lora is not None:
             works = (*decodes, *prefills)
             batch.adapters = _slots([s for s, _ in works], [count for _, count in works])
@@ -177,13 +178,13 @@ def segments(lens: Sequence[int]) -> Segments:
     return Segments(tuple(lens), torch.tensor(cu, dtype=torch.int32))
 
 
-def prefix_chunks(done: list[int], size: int) -> list[PrefixChunk]:
+def prefix_chunks(done: list[int], size: int, table: Tensor, q_segs: Segments) -> list[PrefixChunk]:
     """Every sequence's prefix in pieces of `size`, all sequences side by side."""
     chunks = []
     for begin in range(0, max(done, default=0), size):
         starts = [min(begin, n) for n in done]
         lens = [min(size, n - start) for n, start in zip(done, starts, strict=True)]
-        chunks.append(PrefixChunk(torch.tensor(starts), segments(lens)))
+        chunks.append(PrefixChunk(torch.tensor(starts), segments(lens), table, q_segs))
     return chunks
 
 

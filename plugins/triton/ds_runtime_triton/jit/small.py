@@ -80,6 +80,7 @@ def merge_state_kernel(
     lse_b,
     out,
     lse,
+    pairs,
     heads,
     d,
     token_a,
@@ -90,24 +91,28 @@ def merge_state_kernel(
     lse_head_a,
     lse_token_b,
     lse_head_b,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token. The names after `d` are strides."""
+    """PAIRS heads of tokens, of `pairs` in all. The names after `d` are strides."""
     follow(PDL)
-    pair = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
     token, head = pair // heads, pair % heads
-    cols = tl.arange(0, BLOCK)
-    mask = cols < d
-    a = tl.load(lse_a + token * lse_token_a + head * lse_head_a)
-    b = tl.load(lse_b + token * lse_token_b + head * lse_head_b)
+    there = pair < pairs
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = there[:, None] & (cols < d)
+    a = tl.load(lse_a + token * lse_token_a + head * lse_head_a, mask=there, other=0.0)
+    b = tl.load(lse_b + token * lse_token_b + head * lse_head_b, mask=there, other=0.0)
+    at_a = (token * token_a + head * head_a)[:, None] + cols
+    at_b = (token * token_b + head * head_b)[:, None] + cols
+    value_a = tl.load(out_a + at_a, mask=mask, other=0.0).to(tl.float32)
+    value_b = tl.load(out_b + at_b, mask=mask, other=0.0).to(tl.float32)
     top = tl.maximum(a, b)
     base = tl.where(top == float("-inf"), 0.0, top)  # without keys exp(−inf − 0) is 0
     weight_a, weight_b = tl.exp(a - base), tl.exp(b - base)
     total = weight_a + weight_b
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
-    value_a = tl.load(out_a + token * token_a + head * head_a + cols, mask=mask, other=0.0)
-    value_b = tl.load(out_b + token * token_b + head * head_b + cols, mask=mask, other=0.0)
-    merged = (value_a.to(tl.float32) * weight_a + value_b.to(tl.float32) * weight_b) * share
-    tl.store(out + pair * d + cols, merged.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + pair, base + tl.log(total))
+    merged = (value_a * weight_a[:, None] + value_b * weight_b[:, None]) * share[:, None]
+    tl.store(out + pair[:, None] * d + cols, merged.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + pair, base + tl.log(total), mask=there)
