@@ -21,8 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.bench.compare import Case, Child
-from ds_runtime.bench.record import append, environment, load_format
+from ds_runtime_bench.engine.compare import Case, Child
+from ds_runtime_bench.record import append, environment, load_format
 
 RESULTS = Path(__file__).parent / "results" / "ablations.jsonl"
 # By name: what is measured, and against what.

@@ -21,9 +21,9 @@ from typing import Any
 
 from bench_server import served
 
-from ds_runtime.bench.record import append
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
+from ds_runtime_bench.record import append
 
 RESULTS = Path(__file__).parent / "results" / "agent_hits.jsonl"
 PAGE = Path(__file__).with_name("serving.md")

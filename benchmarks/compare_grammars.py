@@ -24,8 +24,8 @@ import jsonschema
 import numpy as np
 from grammar_schemas import FEATURES, TIMED, Feature
 
-from ds_runtime.bench.record import append, environment
 from ds_runtime.text.tokenizer import Tokenizer
+from ds_runtime_bench.record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "grammars.jsonl"
 

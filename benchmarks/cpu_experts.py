@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.bench.record import environment
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import Dims, Facts
 from ds_runtime.ops.weight import Weight, WeightPart
+from ds_runtime_bench.record import environment
 from ds_runtime_cpu import native
 from ds_runtime_cpu.ceilings import STREAMS
 from ds_runtime_cpu.experts import ExpertsNative

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from device_loading import read_rate
 
-from ds_runtime.bench.record import append, environment
+from ds_runtime_bench.record import append, environment
 
 RESULTS = Path(__file__).parent / "results" / "cpu_loading.jsonl"
 COPIED = 1 << 28  # bytes per thread and copy

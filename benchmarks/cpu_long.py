@@ -18,9 +18,9 @@ import statistics
 
 from cpu_steps import RESULTS, Steps
 
-from ds_runtime.bench import work
-from ds_runtime.bench.record import append, environment
-from ds_runtime.bench.work import Work
+from ds_runtime_bench.ops import work
+from ds_runtime_bench.ops.work import Work
+from ds_runtime_bench.record import append, environment
 
 PAIRS, WARM = 200, 16  # the first ones record the step
 

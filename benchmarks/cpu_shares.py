@@ -20,8 +20,8 @@ from typing import Any
 from cpu_experts import Reading
 from cpu_steps import PROMPT, RESULTS, Steps
 
-from ds_runtime.bench.ops import step_bytes
-from ds_runtime.bench.record import append, environment
+from ds_runtime_bench.ops.ops import step_bytes
+from ds_runtime_bench.record import append, environment
 
 FIRST, STEPS = 16, 150  # before anything is timed; timed
 SPEEDS = ((0, 25), (25, 40), (40, 100), (100, 1000))  # GB/s

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.bench.record import append, environment
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.rankspec import RankSpec
@@ -34,6 +33,7 @@ from ds_runtime.ops.reference import sampling as ref_sampling
 from ds_runtime.ops.reference.activation import silu_mul as ref_silu_mul
 from ds_runtime.ops.spec import Routing
 from ds_runtime.sampling_params import SamplingParams
+from ds_runtime_bench.record import append, environment
 from ds_runtime_cpu import native, prologue, routing, sampling, small
 
 RESULTS = Path(__file__).parent / "results" / "cpu_small.jsonl"

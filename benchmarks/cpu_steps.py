@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.bench.record import append, as_served, environment
+from ds_runtime_bench.record import append, as_served, environment
 
 RESULTS = Path(__file__).parent / "results" / "cpu_steps.jsonl"
 PROMPT, TURNS, STEPS = 16, 10, 16

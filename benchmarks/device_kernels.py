@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-from ds_runtime.bench.record import append, environment
-from ds_runtime.bench.sparse_subjects import INPUTS
-from ds_runtime.bench.subjects import Memory, Place
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import FP8_GROUPS, Dims, Facts, Kernel, load_attr
@@ -29,6 +26,9 @@ from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.plugins import load_plugins
+from ds_runtime_bench.ops.sparse_subjects import INPUTS
+from ds_runtime_bench.ops.subjects import Memory, Place
+from ds_runtime_bench.record import append, environment
 
 DIMS = Dims({"heads": 128, "qk_nope": 128, "qk_rope": 64, "v": 128, "kv_lora": 512})
 TOKENS = (1, 8, 64, 512, 4096)

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from ds_runtime.bench.record import append, environment
 from ds_runtime.progress import Progress
+from ds_runtime_bench.record import append, environment
 
 SIZE = 1 << 30
 READERS = (4, 8, 16)

@@ -31,12 +31,12 @@ import torch
 from device_decode import seconds, step_profile, value
 
 from ds_runtime import LLM
-from ds_runtime.bench.one_batch import random_prompts
-from ds_runtime.bench.record import append, environment, load_format
 from ds_runtime.engine.engine import Engine
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
+from ds_runtime_bench.engine.one_batch import random_prompts
+from ds_runtime_bench.record import append, environment, load_format
 
 STEPS, WARM = 64, 16
 ROWS = 4096  # tokens whose caches are filled at a time

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench.one_batch import random_prompts
-from ds_runtime.bench.record import append, environment, load_format
+from ds_runtime_bench.engine.one_batch import random_prompts
+from ds_runtime_bench.record import append, environment, load_format
 
 FIRST = 17
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ds_runtime.bench.record import append, environment, load_format
+from ds_runtime_bench.record import append, environment, load_format
 
 CACHES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR")
 START = """

@@ -21,7 +21,7 @@ import torch
 from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata, get_mla_metadata
 from torch import Tensor
 
-from ds_runtime.bench.record import append, environment
+from ds_runtime_bench.record import append, environment
 from ds_runtime_cuda import split_plan
 
 SIZES = ((1, 600), (1, 2000), (1, 8192), (1, 32768), (4, 600), (8, 600), (16, 600), (32, 600))

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from grammar_schemas import TIMED
 
-from ds_runtime.bench.record import append, environment
 from ds_runtime.engine.sampler import Draw, Sampler
 from ds_runtime.engine.step import RowInit
 from ds_runtime.engine.transfer import Upload
@@ -36,6 +35,7 @@ from ds_runtime.ops.table import Ops
 from ds_runtime.output_rules import OutputRules
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.tokenizer import Tokenizer
+from ds_runtime_bench.record import append, environment
 from ds_runtime_cpu import sampling as native
 
 RESULTS = Path(__file__).parent / "results" / "masks.jsonl"

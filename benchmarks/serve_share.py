@@ -22,12 +22,12 @@ from typing import Any
 import uvloop
 from bench_server import served
 
-from ds_runtime.bench.record import append, environment, load_format
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.load import Load
-from ds_runtime.bench.serving.measure import Asked, measure
-from ds_runtime.bench.serving.prompts import Prompt
-from ds_runtime.bench.serving.sessions import Session
+from ds_runtime_bench.record import append, environment, load_format
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.load import Load
+from ds_runtime_bench.serving.measure import Asked, measure
+from ds_runtime_bench.serving.prompts import Prompt
+from ds_runtime_bench.serving.sessions import Session
 
 REQUESTS = 256  # in a run, at least
 RUNS = 3  # after a warm-up; the median counts

@@ -15,11 +15,11 @@ import sys
 
 import uvloop
 
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.load import Load
-from ds_runtime.bench.serving.measure import Asked, measure
-from ds_runtime.bench.serving.prompts import Prompt
-from ds_runtime.bench.serving.sessions import Session
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.load import Load
+from ds_runtime_bench.serving.measure import Asked, measure
+from ds_runtime_bench.serving.prompts import Prompt
+from ds_runtime_bench.serving.sessions import Session
 
 _CHUNK = {
     "id": "chatcmpl-0123456789abcdef0123456789abcdef",

@@ -26,9 +26,9 @@ import psutil
 import uvloop
 from bench_server import served
 
-from ds_runtime.bench.record import append, environment
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.measure import CHAT
+from ds_runtime_bench.record import append, environment
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.measure import CHAT
 
 RESULTS = Path(__file__).with_name("results") / "soak.jsonl"
 LIMIT = 0.02

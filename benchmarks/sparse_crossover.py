@@ -19,10 +19,10 @@ import time
 from contextlib import ExitStack
 
 from ds_runtime import LLM
-from ds_runtime.bench.one_batch import generate_seconds, random_prompts
-from ds_runtime.bench.record import environment
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
+from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
+from ds_runtime_bench.record import environment
 
 MODELS = {"dense": "demo", "sparse": "demo-v32"}
 STEPS = 32

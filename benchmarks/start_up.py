@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from ds_runtime.bench.record import environment
+from ds_runtime_bench.record import environment
 
 RUNS = 15
 LAYER = """

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_runtime.bench.compare import by_speed
+from ds_runtime_bench.engine.compare import by_speed
 
 RESULTS = Path(__file__).parent / "results"
 HEAD = """\

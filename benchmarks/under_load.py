@@ -22,12 +22,12 @@ import numpy as np
 import uvloop
 from bench_server import served
 
-from ds_runtime.bench.record import append
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.load import Load
-from ds_runtime.bench.serving.measure import CHAT, Asked, Measured, measure
-from ds_runtime.bench.serving.prompts import Prompt
-from ds_runtime.bench.serving.sessions import Session
+from ds_runtime_bench.record import append
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.load import Load
+from ds_runtime_bench.serving.measure import CHAT, Asked, Measured, measure
+from ds_runtime_bench.serving.prompts import Prompt
+from ds_runtime_bench.serving.sessions import Session
 
 RESULTS = Path(__file__).with_name("results") / "under_load.jsonl"
 

@@ -51,7 +51,8 @@ ASKS = (
 
 def heldout_keys(sources: Sources) -> dict[str, Any]:
     """The held-out keys: a fact, the question for it, and how deep in a prompt it is planted, even
-    over the prompt. `ds_runtime.bench.scoring.planted` makes prompts of them and held-out prose."""
+    over the prompt. `ds_runtime_bench.engine.scoring.planted` makes prompts of them and of held-out
+    prose."""
     rng, taken, keys = random.Random(KEYS_SEED), set[str](), list[dict[str, Any]]()
     values = demo_tools.Values(rng, sources.words)
     text = "".join(train + held for train, held in sources.books.values())

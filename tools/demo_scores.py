@@ -20,8 +20,8 @@ REPO = Path(__file__).resolve().parent.parent
 
 
 def load_scoring() -> Any:
-    """`ds_runtime.bench.scoring`, loaded by path: the runtime need not be installed."""
-    path = REPO / "core/ds_runtime/bench/scoring.py"
+    """`ds_runtime_bench.engine.scoring`, loaded by path: the runtime need not be installed."""
+    path = REPO / "kit/bench/ds_runtime_bench/engine/scoring.py"
     spec = importlib.util.spec_from_file_location("scoring", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

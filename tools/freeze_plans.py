@@ -24,10 +24,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.bench.shapes import SHAPES
 from ds_runtime.cli import main as command
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import load_plugins
+from ds_runtime_bench.shapes import SHAPES
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "plans"
 LEFT_OUT = frozenset({"contract", "versions", "digest"})

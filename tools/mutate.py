@@ -24,7 +24,16 @@ from pathlib import Path
 from py_compile import PycInvalidationMode
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("core", "plugins", "tests", "tools", "pyproject.toml", "README.md", "ARCHITECTURE.md")
+COPIED = (
+    "core",
+    "kit",
+    "plugins",
+    "tests",
+    "tools",
+    "pyproject.toml",
+    "README.md",
+    "ARCHITECTURE.md",
+)
 GRAPHS = "core/ds_runtime/engine/graphs.py"
 TIMEOUT = 900.0  # seconds for one selection
 
@@ -386,7 +395,10 @@ class Copy:
 
     @property
     def environment(self) -> dict[str, str]:
-        roots = [self.folder, self.folder / "core", *sorted((self.folder / "plugins").iterdir())]
+        packages = (
+            p for part in ("kit", "plugins") for p in sorted((self.folder / part).iterdir())
+        )
+        roots = [self.folder, self.folder / "core", *packages]
         path = os.pathsep.join(str(r) for r in roots)
         # Runs are no workers of a run that may be theirs.
         own = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

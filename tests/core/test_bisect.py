@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import OPS, Facts, Kernel, hookimpl
-from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.reference import attention, linear, norm
@@ -23,6 +22,7 @@ from ds_runtime.plugins import load_plugins
 from ds_runtime.testing import bisect, capsule
 from ds_runtime.testing.conform import replay
 from ds_runtime.testing.conformance import cases_for, check_case, facts_for
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 PLUGIN = "ds_runtime_planted"
 

@@ -15,7 +15,6 @@ from faulty import install, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.bench import one_batch, record
 from ds_runtime.cli import build_parser, main
 from ds_runtime.cli.doctor import next_command
 from ds_runtime.cli.flags import add_flags, build
@@ -25,6 +24,8 @@ from ds_runtime.config import EngineConfig, ServerConfig, parse_size
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.probe import install_command
+from ds_runtime_bench import record
+from ds_runtime_bench.engine import one_batch
 
 VERBS = ("serve", "generate", "plan", "ops", "plugins", "doctor", "bench")
 Capture = pytest.CaptureFixture[str]

@@ -67,7 +67,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 @page
 def test_paths_in_the_text_exist(page: Path) -> None:
-    roots = ("core/", "plugins/", "tests/", "tools/", "docs/", "benchmarks/")
+    roots = ("core/", "kit/", "plugins/", "tests/", "tools/", "docs/", "benchmarks/")
     written = dict(files("acme")) | dict(files("acme", "loader"))
     for word in re.findall(r"`([\w./-]+\.(?:py|md|cpp|h|jsonl|toml))`", page.read_text()):
         if word.startswith(roots) and word not in written:
@@ -77,7 +77,8 @@ def test_paths_in_the_text_exist(page: Path) -> None:
 def test_paths_in_sentences_of_the_code_exist() -> None:
     """A refusal that sends its reader to a page must not send him nowhere."""
     named = []
-    for source in [*ROOT.glob("plugins/*/*/**/*.py"), *ROOT.glob("core/ds_runtime/**/*.py")]:
+    below = ("core/ds_runtime", "kit/*/*", "plugins/*/*")
+    for source in (file for folder in below for file in ROOT.glob(f"{folder}/**/*.py")):
         named += [(source, p) for p in PATH_IN_CODE.findall(source.read_text())]
     assert ("rocm", "docs/install.md") in {(s.parts[-3], p) for s, p in named}
     for source, path in named:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.bench.checkpoint import plan_tensors
-from ds_runtime.bench.shapes import config_of
-from ds_runtime.bench.speculative import _held_out
 from ds_runtime.cli import main
+from ds_runtime_bench.checkpoints.checkpoint import plan_tensors
+from ds_runtime_bench.engine.speculative import _held_out
+from ds_runtime_bench.shapes import config_of
 
 COMMON = ["bench", "speculative", "--platform", "cpu", "--dtype", "float32", "--kv-memory", "8MB"]
 SHORT = ["--context-length", "64", "--threads", "1", "--runs", "1", "--output-len", "9"]

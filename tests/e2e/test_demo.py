@@ -13,12 +13,12 @@ import jsonschema
 import pytest
 import torch
 
-from ds_runtime.bench import accuracy
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.text.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
+from ds_runtime_bench.engine import accuracy
 
 FOLDER = resolve_model("demo")
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench import accuracy
 from ds_runtime.model.checkpoint import SINGLE, read_header
 from ds_runtime.model.hub import resolve_model
+from ds_runtime_bench.engine import accuracy
 
 FOLDER = resolve_model("demo-v32")
 HELD = json.loads((resolve_model("demo") / "heldout.json").read_text())

@@ -14,8 +14,6 @@ import torch
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
-from ds_runtime.bench import shapes
-from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.masked import MaskedDraw
@@ -25,6 +23,8 @@ from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins
 from ds_runtime.testing.tiny import V3_HEADS
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 pytestmark = pytest.mark.gpu
 

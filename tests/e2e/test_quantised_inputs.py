@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench import shapes
-from ds_runtime.bench.checkpoint import make_checkpoint
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 SETTINGS = {"dtype": "float32", "threads": 1, "kv_memory": 1 << 22}
 PROMPTS = [list(range(3, 40)), [5, 6, 7], [8]]
@@ -28,7 +28,9 @@ def folder(tmp_path_factory):
         shape = {**shapes.SHAPES["tiny-v3"], "q_lora_rank": 128, "intermediate_size": 256}
         shape["v_head_dim"] = 128
         patch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "groups": shape})
-        patch.setattr("ds_runtime.bench.checkpoint.SHAPES", shapes.SHAPES, raising=False)
+        patch.setattr(
+            "ds_runtime_bench.checkpoints.checkpoint.SHAPES", shapes.SHAPES, raising=False
+        )
         return make_checkpoint(tmp_path_factory.mktemp("m") / "groups", "groups", "fp8")
 
 

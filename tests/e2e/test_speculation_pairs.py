@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench import shapes
-from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.adapters import write_adapter
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 SETTINGS = {
     "platform": "cpu",

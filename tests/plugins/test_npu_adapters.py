@@ -15,14 +15,14 @@ from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 from vendor_doubles.served import platform as served_platform
 
 from ds_runtime.api import Routing, install_command, route
-from ds_runtime.bench import shapes
-from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims, Offers
 from ds_runtime.testing import fake, tiny
 from ds_runtime.testing.bisect import bisect
 from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_npu import attention, experts, kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))

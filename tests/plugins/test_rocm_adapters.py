@@ -13,8 +13,6 @@ from vendor_doubles import aiter, install, records
 from vendor_doubles.served import INDEXED, TRUE, answers, demo, on_host, serve
 
 from ds_runtime.api import Routing, route
-from ds_runtime.bench import shapes
-from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.moe import _experts_case
@@ -28,6 +26,8 @@ from ds_runtime.testing.conformance import (
     check_kernel,
     facts_for,
 )
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_rocm import aiter_moe, kernels, software
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ds_runtime.bench.checkpoint import make_checkpoint
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 LOAD = """
 import json, resource, sys, torch

@@ -15,7 +15,6 @@ from typing import Any
 
 from ds_runtime import __version__
 from ds_runtime.cli import (
-    bench,
     bisect,
     chat,
     conform,
@@ -40,6 +39,7 @@ from ds_runtime.platform.isolate import look
 from ds_runtime.platform.select import asked_for, stopped
 from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins
 from ds_runtime.spelling import add_spellings, engines
+from ds_runtime_bench.cli import bench
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it

@@ -157,9 +157,9 @@ def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:
 
 def _perf(plugins: Plugins, args: Namespace) -> int:
     """`bench ops` over all kernels of the ops that the named plugins offer."""
-    from ds_runtime.bench import ops
     from ds_runtime.config import EngineConfig
     from ds_runtime.testing.wanted import check_names, plugins_of
+    from ds_runtime_bench.ops import ops
 
     check_names("--op", args.op)
     wanted = plugins_of(plugins, args.plugin)

@@ -1,4 +1,4 @@
-"""transformers as an engine that takes turns with this runtime: see `ds_runtime.bench.turns`."""
+"""transformers as an engine that takes turns with this one: see `ds_runtime_bench.engine.turns`."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_server import serving
 
-from ds_runtime.bench.serving import trace_bound
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.prompts import Words
-from ds_runtime.bench.serving.report import figures
-from ds_runtime.bench.serving.sessions import Agent, agent_sessions
 from ds_runtime.cli import main
+from ds_runtime_bench.serving import trace_bound
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.prompts import Words
+from ds_runtime_bench.serving.report import figures
+from ds_runtime_bench.serving.sessions import Agent, agent_sessions
 
 SMALL = [
     "--dataset-name",

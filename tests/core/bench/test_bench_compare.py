@@ -9,13 +9,14 @@ import sys
 import pytest
 import torch
 
-from ds_runtime.bench import compare, ops, turns
-from ds_runtime.bench.checkpoint import make_checkpoint
-from ds_runtime.bench.compare import Case, Child, LlamaCpp, cases_of
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.platform.spec import Ceilings
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_bench.engine import compare, turns
+from ds_runtime_bench.engine.compare import Case, Child, LlamaCpp, cases_of
+from ds_runtime_bench.ops import ops
 from ds_runtime_cpu.platform import CpuPlatform
 
 PROGRAM = """#!{python}

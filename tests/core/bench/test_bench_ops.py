@@ -9,10 +9,6 @@ import time
 import pytest
 import torch
 
-from ds_runtime.bench import ops, record, subjects
-from ds_runtime.bench.makers import MAKERS
-from ds_runtime.bench.shapes import config_of
-from ds_runtime.bench.subjects import Memory
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
@@ -20,6 +16,11 @@ from ds_runtime.ops.reference.linear import ReferenceLinear
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform import ceilings
 from ds_runtime.platform.spec import Ceilings, Platform
+from ds_runtime_bench import record
+from ds_runtime_bench.ops import ops, subjects
+from ds_runtime_bench.ops.makers import MAKERS
+from ds_runtime_bench.ops.subjects import Memory
+from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform
 
 KNOWN = Ceilings(100e9, {"bfloat16": 1e12, "float32": 1e11, "int8": 2e12}, 1 << 20, "given")

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from raw_server import DONE, STREAM, chunk, serving
 
-from ds_runtime.bench.serving import prompts
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.load import Load, arrivals
-from ds_runtime.bench.serving.report import felt, figures, most_at_once
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.serving import prompts
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.load import Load, arrivals
+from ds_runtime_bench.serving.report import felt, figures, most_at_once
 
 
 def ask(server, count=1, **target):

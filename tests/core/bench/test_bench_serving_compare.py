@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from raw_server import DONE, STREAM, chunk, serving
 
-from ds_runtime.bench.serving.compare import FIGURES, SIDES, compare, render
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.serving.compare import FIGURES, SIDES, compare, render
 
 
 def bench(one, other, *flags):

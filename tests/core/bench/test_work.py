@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_runtime.bench import work
-from ds_runtime.bench.shapes import config_of
 from ds_runtime.model.hf import from_hf
 from ds_runtime.model.requantise import with_target
 from ds_runtime.model.sites import model_sites
@@ -18,6 +16,8 @@ from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.testing.conformance import facts_for
+from ds_runtime_bench.ops import work
+from ds_runtime_bench.shapes import config_of
 
 DEVICE = DeviceInfo("cpu", "", "")
 FACTS = facts_for(DEVICE, "float32")
@@ -171,7 +171,7 @@ def test_decode_steps_at_77_gigabytes_per_second(shape, stored, quantize, limits
 
 def test_a_step_reads_every_weight_of_the_checkpoint_once():
     """With so many tokens that every expert has some: all parameters but the embedding."""
-    from ds_runtime.bench.checkpoint import plan_tensors
+    from ds_runtime_bench.checkpoints.checkpoint import plan_tensors
 
     raw = config_of("lite-8", "bfloat16")
     linears = sum(p.nbytes for p in plan_tensors(raw) if len(p.shape) == 2 and p.kind == "weight")

@@ -15,9 +15,6 @@ from published_kinds import KINDS, write_kind
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import find_loader
-from ds_runtime.bench.checkpoint import plan_tensors
-from ds_runtime.bench.record import environment
-from ds_runtime.bench.shapes import config_of
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
@@ -31,6 +28,9 @@ from ds_runtime.ops.reference import moe
 from ds_runtime.ops.reference.formats import dequantise_part
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
+from ds_runtime_bench.checkpoints.checkpoint import plan_tensors
+from ds_runtime_bench.record import environment
+from ds_runtime_bench.shapes import config_of
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 SMALL = {"dtype": "float32", "platform": "cpu", "threads": 1, "kv_memory": 1 << 22}

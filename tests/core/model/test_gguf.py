@@ -20,7 +20,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench.gguf import metadata, plan_targets
 from ds_runtime.cli import main
 from ds_runtime.convert.run import convert
 from ds_runtime.convert.source import Source
@@ -31,6 +30,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.oracle import Oracle
 from ds_runtime.testing.tiny import write_tiny
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
+from ds_runtime_bench.checkpoints.gguf import metadata, plan_targets
 from examples import examples
 
 # K types store 256 columns at once.

@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
-from ds_runtime.bench import shapes
-from ds_runtime.bench.checkpoint import make_checkpoint
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
@@ -25,6 +23,8 @@ from ds_runtime.model.requantise import with_w4afp8_experts
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.speculation import Speculation
 from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 SETTINGS = {
     "platform": "cpu",

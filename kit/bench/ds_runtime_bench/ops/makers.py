@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from ds_runtime.bench import work
-from ds_runtime.bench.subjects import (
+from ds_runtime.ops.weight import MlaWeights
+from ds_runtime_bench.ops import work
+from ds_runtime_bench.ops.subjects import (
     INPUTS,
     Absorb,
     Decode,
@@ -23,7 +24,6 @@ from ds_runtime.bench.subjects import (
     random_weight,
     subject,
 )
-from ds_runtime.ops.weight import MlaWeights
 
 
 class MlaInputs:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_runtime.bench import work
 from ds_runtime.ops.reference.formats import fp8_vectors, torch_dtype
+from ds_runtime_bench.ops import work
 
 if TYPE_CHECKING:
-    from ds_runtime.bench.subjects import Place
+    from ds_runtime_bench.ops.subjects import Place
 
 Inputs = tuple[tuple[Any, ...], work.Work]
 

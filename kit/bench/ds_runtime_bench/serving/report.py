@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_runtime.bench.serving.answer import Answer
+from ds_runtime_bench.serving.answer import Answer
 
 PERCENTILES = (50, 90, 99)
 TITLES = {

@@ -1,6 +1,6 @@
 """An engine in a process of its own, timed on request: JSON lines in, JSON lines out.
 
-    python -m ds_runtime.bench.turns ds-runtime|transformers
+    python -m ds_runtime_bench.engine.turns ds-runtime|transformers
 
 The first line holds its settings, every further one a request: `limits`, `read`, or `seconds` of a
 batch. It loads once and waits between its turns, so that engines can take turns without loading
@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
-from ds_runtime.bench.one_batch import generate_seconds, random_prompts
-from ds_runtime.bench.record import as_served
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.spec import load_attr
+from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
+from ds_runtime_bench.record import as_served
 
 
 class Engine(Protocol):
@@ -53,9 +53,9 @@ class Ours:
         self._assembly = assemble(EngineConfig(**wanted), tuple(wanted))
         as_served(self._assembly.platform)
         from ds_runtime import LLM
-        from ds_runtime.bench.ops import step_bytes
         from ds_runtime.model.hf import load_config
         from ds_runtime.model.hub import resolve_model
+        from ds_runtime_bench.ops.ops import step_bytes
 
         start = time.perf_counter()
         self._llm = LLM(**wanted)
@@ -91,7 +91,7 @@ class Ours:
 
 
 ENGINES: Mapping[str, str] = {
-    "ds-runtime": "ds_runtime.bench.turns:Ours",
+    "ds-runtime": "ds_runtime_bench.engine.turns:Ours",
     "transformers": "ds_runtime.testing.eager:Eager",
 }
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.prompts import Prompt, Words
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.prompts import Prompt, Words
 
 _DESCRIPTION, _ARGUMENT = 30, 8  # words of a tool's description, and of an argument's
 _ARGUMENTS = 3

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.prompts import Prompt
-from ds_runtime.bench.serving.sessions import Session, follow
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.prompts import Prompt
+from ds_runtime_bench.serving.sessions import Session, follow
 
 Send = Callable[[Prompt, float], Awaitable[Answer]]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.report import felt
-from ds_runtime.bench.serving.trace_bound import bounds
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.report import felt
+from ds_runtime_bench.serving.trace_bound import bounds
 
 
 def hits(warm: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import httptools
 import msgspec
 
 from ds_runtime.address import Address, checked_key
-from ds_runtime.bench.serving.answer import Answer, decode
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.serving.answer import Answer, decode
 
 _ERROR_BYTES = 2000  # of a refusal's body, for its message
 _SHOWN = 100  # bytes of a body that is no completion

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ds_runtime.bench import scoring
-from ds_runtime.bench.record import environment, peak_bytes
 from ds_runtime.errors import CheckpointError, ConfigError
+from ds_runtime_bench.engine import scoring
+from ds_runtime_bench.record import environment, peak_bytes
 
 if TYPE_CHECKING:
     from ds_runtime.llm import LLM, RequestOutput
@@ -130,8 +130,8 @@ def draft_agreement(
     folder: Path, outputs: Sequence[RequestOutput], prose: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Share of MTP drafts equal to the model's argmax: on outputs, and on prose (true text)."""
-    from ds_runtime.bench.mtp import DraftCheck, refusal
     from ds_runtime.model.hf import load_config
+    from ds_runtime_bench.engine.mtp import DraftCheck, refusal
 
     reason = refusal(load_config(folder))
     if reason is not None:

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ds_runtime.bench.record import environment
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.hits import hits
-from ds_runtime.bench.serving.load import Load, run
-from ds_runtime.bench.serving.prompts import Prompt
-from ds_runtime.bench.serving.report import figures
-from ds_runtime.bench.serving.sessions import Session
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.record import environment
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.hits import hits
+from ds_runtime_bench.serving.load import Load, run
+from ds_runtime_bench.serving.prompts import Prompt
+from ds_runtime_bench.serving.report import figures
+from ds_runtime_bench.serving.sessions import Session
 
 CHAT = "/v1/chat/completions"
 _COUNTED = {"include_usage": True, "continuous_usage_stats": True}  # tokens of every event

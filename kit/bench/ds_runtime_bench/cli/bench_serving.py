@@ -15,8 +15,8 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.spelling import add_spellings
 
 if TYPE_CHECKING:
-    from ds_runtime.bench.serving.measure import Asked, Measured
-    from ds_runtime.bench.serving.sessions import Session
+    from ds_runtime_bench.serving.measure import Asked, Measured
+    from ds_runtime_bench.serving.sessions import Session
 
 ABOUT = """\
 Sends prompts to a running server, open loop (--request-rate) or closed (--max-concurrency), and
@@ -167,7 +167,7 @@ def run(args: Namespace) -> int:
     if args.host is not None or args.port is not None:
         args.base_url = f"http://{args.host or '127.0.0.1'}:{args.port or 30000}"
     _check(args)
-    from ds_runtime.bench.serving.measure import Asked
+    from ds_runtime_bench.serving.measure import Asked
 
     limits = goodput(args.goodput)
     ids = args.dataset_name == "agent" or args.save_token_ids is not None
@@ -181,7 +181,7 @@ def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> tuple[di
     """The report of one server, for programs and for people."""
     import uvloop
 
-    from ds_runtime.bench.serving import hits, plot, report
+    from ds_runtime_bench.serving import hits, plot, report
 
     measured = uvloop.run(_measure(args, asked, limits, args.base_url, args.api_key, 0))
     found = measured.report
@@ -208,8 +208,8 @@ def _compare(
     import uvloop
 
     from ds_runtime.address import Address, checked_key
-    from ds_runtime.bench.record import environment
-    from ds_runtime.bench.serving import compare
+    from ds_runtime_bench.record import environment
+    from ds_runtime_bench.serving import compare
 
     sides = dict(zip(compare.SIDES, (args.base_url, args.compare), strict=True))
     keys = dict(zip(compare.SIDES, (args.api_key, args.compare_api_key), strict=True))
@@ -232,7 +232,7 @@ def _compare(
 
 
 def _keep(args: Namespace, report: dict[str, Any]) -> None:
-    from ds_runtime.bench.record import append
+    from ds_runtime_bench.record import append
 
     if args.output_file:
         append(Path(args.output_file), report)
@@ -247,9 +247,9 @@ async def _measure(
     number: int,
 ) -> Measured:
     """Round `number` of a server, with a seed of its own."""
-    from ds_runtime.bench.serving.client import Target
-    from ds_runtime.bench.serving.load import Load
-    from ds_runtime.bench.serving.measure import measure
+    from ds_runtime_bench.serving.client import Target
+    from ds_runtime_bench.serving.load import Load
+    from ds_runtime_bench.serving.measure import measure
 
     seed = args.seed + number
     load = Load(args.request_rate, args.max_concurrency, args.burstiness, seed)
@@ -331,8 +331,8 @@ def _extra(args: Namespace) -> dict[str, Any]:
 
 def sessions_of(args: Namespace, chat: bool, seed: int) -> list[Session]:
     """What is sent, in order."""
-    from ds_runtime.bench.serving import prompts
-    from ds_runtime.bench.serving.sessions import Agent, Session, agent_sessions
+    from ds_runtime_bench.serving import prompts
+    from ds_runtime_bench.serving.sessions import Agent, Session, agent_sessions
 
     if args.dataset_name == "custom":
         path = Path(args.dataset_path)

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.bench.one_batch import random_prompts
-from ds_runtime.bench.record import environment
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.engine.one_batch import random_prompts
+from ds_runtime_bench.record import environment
 
 if TYPE_CHECKING:
     from ds_runtime.llm import LLM
@@ -202,8 +202,8 @@ def _prompts(
     path = _held_out(folder, simulated)
     if path is None:
         return random_prompts(size, input_len, llm.vocab_size)
-    from ds_runtime.bench.accuracy import load_heldout
     from ds_runtime.text.template import load_template
+    from ds_runtime_bench.engine.accuracy import load_heldout
 
     template = load_template(folder, llm.tokenizer)
     assert template is not None, "a checkpoint with held-out chats has a template"

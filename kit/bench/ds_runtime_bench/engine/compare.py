@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ds_runtime.bench.record import Neighbours, environment
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.record import Neighbours, environment
 
 _PROGRAMS = ("llama-bench", "llama-batched-bench")
 _LONGEST = 3600  # seconds that one run of a peer's program may take
@@ -82,7 +82,7 @@ class Child:
         if threads is not None:
             self._wanted["settings"] |= {"threads": threads}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ds_runtime.bench.turns", self.name],
+            [sys.executable, "-m", "ds_runtime_bench.engine.turns", self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

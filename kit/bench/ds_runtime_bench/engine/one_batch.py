@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.bench.record import as_served, environment, peak_bytes
 from ds_runtime.errors import ConfigError
+from ds_runtime_bench.record import as_served, environment, peak_bytes
 
 if TYPE_CHECKING:
     from ds_runtime.llm import LLM

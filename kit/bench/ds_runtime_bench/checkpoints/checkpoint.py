@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from ds_runtime.assemble import find_loader
-from ds_runtime.bench.shapes import config_of
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import INDEX
 from ds_runtime.model.hf import from_hf
@@ -30,6 +29,7 @@ from ds_runtime.model.quant import Quant
 from ds_runtime.ops.spec import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
+from ds_runtime_bench.shapes import config_of
 
 SHARD_BYTES = 5_000_000_000
 _MAX_SEED = (1 << 64) - 1  # that torch's generator takes

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assemble import Assembly, assemble
-from ds_runtime.bench.record import Neighbours, as_served, environment
-from ds_runtime.bench.shapes import config_of
-from ds_runtime.bench.work import Work, as_read, decode_step
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.estimate import needed_bytes
@@ -29,9 +26,12 @@ from ds_runtime.ops.bind import INDEX, refusal, site_facts
 from ds_runtime.ops.spec import Facts, Kernel, Site
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.spec import Ceilings
+from ds_runtime_bench.ops.work import Work, as_read, decode_step
+from ds_runtime_bench.record import Neighbours, as_served, environment
+from ds_runtime_bench.shapes import config_of
 
 if TYPE_CHECKING:
-    from ds_runtime.bench.subjects import Memory, Place, Subject
+    from ds_runtime_bench.ops.subjects import Memory, Place, Subject
 
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
 _FLOAT32 = frozenset(
@@ -279,7 +279,7 @@ class Measurement:
                 yield Figure(*about, sizes[0], name, False, error=f"refused: {said}")
 
     def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
-        from ds_runtime.bench.makers import MAKERS
+        from ds_runtime_bench.ops.makers import MAKERS
 
         bound = kernel.name == group.bound.name
         about = (group.op, "", group.what, len(group.sites))
@@ -293,7 +293,7 @@ class Measurement:
             yield Figure(*about, n, kernel.name, bound, error=_failure(e))
 
     def _place(self, group: Group, kernel: Kernel) -> Place:
-        from ds_runtime.bench.subjects import Place
+        from ds_runtime_bench.ops.subjects import Place
 
         model, config = self.assembly.model, self.assembly.config
         binding, indexed = self.assembly.binding, OPS[group.op].layout == INDEX
@@ -310,7 +310,7 @@ class Measurement:
         )
 
     def _memory(self) -> Memory:
-        from ds_runtime.bench.subjects import Memory
+        from ds_runtime_bench.ops.subjects import Memory
 
         most = self._most or self.platform.memory(0).free // 4
         return Memory(self.ceilings.cache or _UNKNOWN_CACHE, needed_bytes(self.assembly), most)

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.bench import sparse_subjects, work
-from ds_runtime.bench.work import Work
 from ds_runtime.model.sites import INDEXER
 from ds_runtime.ops.batch import Limits, Segments
 from ds_runtime.ops.reference import EXPANDED_PAGES, expanded_width
@@ -27,6 +25,8 @@ from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import Facts, Kernel, Layout, Routing, load_attr
 from ds_runtime.ops.weight import Weight
 from ds_runtime.testing.inputs import rebuild
+from ds_runtime_bench.ops import sparse_subjects, work
+from ds_runtime_bench.ops.work import Work
 
 CHOICES = 16  # of experts, per subject: every call has others
 

@@ -11,14 +11,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.bench.shapes import DTYPES, SHAPES
-from ds_runtime.cli import bench_serving
 from ds_runtime.cli.flags import add_flags, build, size
 from ds_runtime.cli.known import BATCH
 from ds_runtime.cli.parser import Parser, near
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.spelling import add_spellings
+from ds_runtime_bench.cli import bench_serving
+from ds_runtime_bench.shapes import DTYPES, SHAPES
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -230,7 +230,7 @@ def settings(args: Namespace) -> dict[str, Any]:
 def run_one_batch(args: Namespace) -> int:
     """Measure and print."""
     given = settings(args)
-    from ds_runtime.bench import one_batch
+    from ds_runtime_bench.engine import one_batch
 
     report = one_batch.run(given, args.batch_size, args.input_len, args.output_len, args.runs)
     return _show(report, args.json, one_batch.render)
@@ -252,7 +252,7 @@ def run_speculative(args: Namespace) -> int:
     if getattr(args, "speculative_algorithm", None) is None:
         args.speculative_algorithm = "NEXTN"  # what else is said of drafts goes with one
     given = settings(args)
-    from ds_runtime.bench import speculative
+    from ds_runtime_bench.engine import speculative
 
     lens = (args.input_len, args.output_len)
     try:
@@ -277,7 +277,7 @@ def run_speculative(args: Namespace) -> int:
 def run_accuracy(args: Namespace) -> int:
     """Score and print."""
     given = settings(args)
-    from ds_runtime.bench import accuracy
+    from ds_runtime_bench.engine import accuracy
 
     report = accuracy.run(given, args.limit, args.mtp, args.behind, args.planted)
     return _show(report, args.json, accuracy.render)
@@ -286,7 +286,7 @@ def run_accuracy(args: Namespace) -> int:
 def run_host(args: Namespace) -> int:
     """Measure and print."""
     given = settings(args)
-    from ds_runtime.bench import host
+    from ds_runtime_bench.engine import host
 
     return _show(host.run(given, args.running, args.input_len, args.steps), args.json, host.render)
 
@@ -301,7 +301,7 @@ def run_ops(args: Namespace) -> int:
     if args.memory == 0:
         raise ConfigError("--memory 0: must be above 0; leave it out for a quarter of the free")
     config, explicit = build(EngineConfig, args)
-    from ds_runtime.bench import ops
+    from ds_runtime_bench.ops import ops
 
     ops.check_names(args.op)
     assembly = ops.assembled(config, explicit, args.shape, args.weights)
@@ -341,8 +341,8 @@ def run_ops(args: Namespace) -> int:
 def run_compare(args: Namespace) -> int:
     """Let both engines take turns, and print."""
     given = settings(args)
-    from ds_runtime.bench import compare
     from ds_runtime.model.hub import resolve_model
+    from ds_runtime_bench.engine import compare
 
     cases = compare.cases_of(args.batch_size, args.input_len, args.output_len, args.prefill)
     folder = resolve_model(str(given.get("model", "demo")))
@@ -369,7 +369,7 @@ def run_compare(args: Namespace) -> int:
 
 def run_make_checkpoint(args: Namespace) -> int:
     """Write the checkpoint."""
-    from ds_runtime.bench.checkpoint import make_checkpoint, make_config
+    from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint, make_config
 
     out = Path(args.out)
     try:
@@ -391,7 +391,7 @@ def run_make_checkpoint(args: Namespace) -> int:
 
 def run_make_gguf(args: Namespace) -> int:
     """Write the file."""
-    from ds_runtime.bench.gguf import make_gguf
+    from ds_runtime_bench.checkpoints.gguf import make_gguf
 
     out = Path(args.out)
     if out.exists():

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from ds_runtime.bench.serving.answer import Answer
-from ds_runtime.bench.serving.report import TITLES, felt
+from ds_runtime_bench.serving.answer import Answer
+from ds_runtime_bench.serving.report import TITLES, felt
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 360, 200, 60, 60, 70
 _POINTS = 400  # per curve

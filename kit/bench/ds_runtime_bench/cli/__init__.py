@@ -1,0 +1,1 @@
+"""The verb `ds-runtime bench` and its sub-commands. Torch-free at import."""

@@ -1,0 +1,1 @@
+"""A whole engine: speed, drafting, accuracy, and turns with another engine."""
