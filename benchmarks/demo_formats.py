@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.convert.run import convert
-from ds_runtime.convert.targets import TARGETS
 from ds_runtime.model.hub import resolve_model
 from ds_runtime_bench.engine import accuracy
 from ds_runtime_bench.record import append
+from ds_runtime_convert.run import convert
+from ds_runtime_convert.targets import TARGETS
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "demo.md"

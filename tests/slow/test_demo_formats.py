@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ds_runtime import LLM
-from ds_runtime.convert.run import convert
 from ds_runtime.model.hub import resolve_model
 from ds_runtime_bench.engine import accuracy
+from ds_runtime_convert.run import convert
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LOSS = {  # points, of sums and calls together

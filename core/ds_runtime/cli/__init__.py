@@ -18,7 +18,6 @@ from ds_runtime.cli import (
     bisect,
     chat,
     conform,
-    convert,
     doctor,
     generate,
     new_plugin,
@@ -40,6 +39,7 @@ from ds_runtime.platform.select import asked_for, stopped
 from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins
 from ds_runtime.spelling import add_spellings, engines
 from ds_runtime_bench.cli import bench
+from ds_runtime_convert import cli as convert
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it

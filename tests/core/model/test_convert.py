@@ -18,14 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.cli import main
-from ds_runtime.convert import run, write
-from ds_runtime.convert.run import convert
-from ds_runtime.convert.source import Source
-from ds_runtime.convert.targets import TARGETS
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.testing.oracle import Oracle
 from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_convert import run, write
+from ds_runtime_convert.run import convert
+from ds_runtime_convert.source import Source
+from ds_runtime_convert.targets import TARGETS
 
 # Whole blocks of 128, so that transformers' own FP8 reader serves; few enough to be quick.
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
@@ -398,8 +398,8 @@ def test_it_is_killed_for_real(tmp_path):
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from ds_runtime.convert import write\n"
-        "from ds_runtime.convert.run import convert\n"
+        "from ds_runtime_convert import write\n"
+        "from ds_runtime_convert.run import convert\n"
         "real, seen = write._append, []\n"
         "def append(*a):\n"
         "    seen.append(a); real(*a)\n"

@@ -21,8 +21,6 @@ from tokenizers.models import BPE
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.cli import main
-from ds_runtime.convert.run import convert
-from ds_runtime.convert.source import Source
 from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.model.gguf.header import read_header
 from ds_runtime.model.hf import load_config
@@ -31,6 +29,8 @@ from ds_runtime.testing.oracle import Oracle
 from ds_runtime.testing.tiny import write_tiny
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
 from ds_runtime_bench.checkpoints.gguf import metadata, plan_targets
+from ds_runtime_convert.run import convert
+from ds_runtime_convert.source import Source
 from examples import examples
 
 # K types store 256 columns at once.

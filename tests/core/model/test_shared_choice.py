@@ -11,7 +11,6 @@ import torch
 from model_harness import CPU, Harness, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
-from ds_runtime.convert.run import convert
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.estimate import packed_bytes
@@ -21,6 +20,7 @@ from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.testing.oracle import Oracle, compare
 from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_convert.run import convert
 
 LAYERS = 6
 SHARED = (2, 4)  # of index_topk_freq 2: every other one behind the offset

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_runtime.model.checkpoint import DTYPES, Entry
-from ds_runtime.model.packing import planned
 from ds_runtime.model.quant import Place, Quant
 from ds_runtime.ops.spec import Encoding
+from ds_runtime_convert.packing import planned
 
 
 @dataclass(frozen=True, slots=True)

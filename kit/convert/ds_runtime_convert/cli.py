@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.cli.flags import size
-from ds_runtime.convert.targets import TARGETS
+from ds_runtime_convert.targets import TARGETS
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -31,9 +31,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Convert, and say what came of it."""
-    from ds_runtime.convert.run import convert
     from ds_runtime.model.hub import resolve_model
     from ds_runtime.progress import amount
+    from ds_runtime_convert.run import convert
 
     out = Path(args.out)
     report = convert(resolve_model(args.model), args.to, out, args.shard_size, progress=True)
