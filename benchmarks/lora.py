@@ -14,7 +14,7 @@ from pathlib import Path
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.testing.adapters import write_adapter
+from ds_runtime_kit.models.adapters import write_adapter
 
 
 def rate(llm: LLM, rows: int, tokens: int, names: list[str | None]) -> float:

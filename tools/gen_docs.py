@@ -30,7 +30,7 @@ from ds_runtime.plugins import load_plugins
 from ds_runtime.routed import RoutedEngine
 from ds_runtime.server.metrics import EngineView, Metrics
 from ds_runtime.spelling import Spelling
-from ds_runtime.testing import support
+from ds_runtime_kit import support
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Written by tools/gen_docs.py from the code: change the docstrings there. -->\n\n"

@@ -18,7 +18,7 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.table import OPS
 from ds_runtime.plan import Plan
 from ds_runtime.plugins import Plugins, load_plugins
-from ds_runtime.testing import fake
+from ds_runtime_kit.devices import fake
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "golden" / "selection.txt"

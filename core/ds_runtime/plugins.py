@@ -42,7 +42,7 @@ ALWAYS = {  # part of every process
     "checkpoints": "ds_runtime.model.loaders",
     "compiled": "ds_runtime.ops.compiled",
 }
-ON_REQUEST = {"null": "ds_runtime.testing.null"}  # loaded only when named
+ON_REQUEST = {"null": "ds_runtime_kit.devices.null"}  # loaded only when named
 
 
 @dataclass(frozen=True, slots=True)

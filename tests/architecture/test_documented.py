@@ -16,7 +16,7 @@ from ds_runtime.ops import table
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.spec import DeviceInfo, Op, load_attr
 from ds_runtime.ops.table import OPS, Ops
-from ds_runtime.testing.conformance import facts_for
+from ds_runtime_kit.checks.conformance import facts_for
 
 ROOT = Path(__file__).parents[2]
 AREAS = ("activation", "attention", "cache", "linear", "lora", "moe", "norm", "rope", "sampling")

@@ -21,7 +21,7 @@ ALWAYS = """
     ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.launch
     ds_runtime.platform.spec
     ds_runtime.platform.select ds_runtime.model.hf ds_runtime.model.sites ds_runtime.cli
-    ds_runtime.ops.reference ds_runtime.testing
+    ds_runtime.ops.reference ds_runtime_kit
 """
 IN_TREE = ("cpu", "cuda", "rocm", "npu", "xpu", "triton")
 

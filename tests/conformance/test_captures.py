@@ -17,9 +17,9 @@ from ds_runtime.ops.table import OPS
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.captures import check_captures
-from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, facts_for
-from ds_runtime.testing.replay import ReplayBackend
+from ds_runtime_kit.checks.captures import check_captures
+from ds_runtime_kit.checks.conformance import SMALL_DIMS, TRUE_DIMS, facts_for
+from ds_runtime_kit.checks.replay import ReplayBackend
 
 HOST = DeviceInfo("cpu", "host", "any")
 REFERENCES = [

@@ -13,7 +13,7 @@ from ds_runtime.ops.reference import attention, cache, linear, moe, norm, sampli
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Routing
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
-from ds_runtime.testing.conformance import check_kernel, facts_for
+from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 
 HOST = DeviceInfo("cpu", "host", "any")
 ALL = frozenset({"prefill", "decode", "verify"})

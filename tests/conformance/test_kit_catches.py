@@ -17,9 +17,9 @@ from ds_runtime.ops.reference.cache import cache_write as reference_write
 from ds_runtime.ops.spec import RANK_PORTABLE, DeviceInfo, Facts, Kernel, Offers
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight
-from ds_runtime.testing.conformance import CaseResult, facts_for
-from ds_runtime.testing.kit import CHECKS, WIDTHS, Subject, check_all
-from ds_runtime.testing.replay import ReplayBackend
+from ds_runtime_kit.checks.conformance import CaseResult, facts_for
+from ds_runtime_kit.checks.replay import ReplayBackend
+from ds_runtime_kit.kit import CHECKS, WIDTHS, Subject, check_all
 
 HOST = DeviceInfo("cpu", "host", "any")
 

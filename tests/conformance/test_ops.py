@@ -13,8 +13,8 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import DeviceInfo, Facts, Kernel, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import Plugins, load_plugins
-from ds_runtime.testing.conformance import check_kernel
-from ds_runtime.testing.kit import Subject, subjects
+from ds_runtime_kit.checks.conformance import check_kernel
+from ds_runtime_kit.kit import Subject, subjects
 
 IN_TREE = tuple(f"ds_runtime_{name}" for name in ("cpu", "cuda", "rocm", "npu", "xpu", "triton"))
 HOST = DeviceInfo("cpu", "host", "any")

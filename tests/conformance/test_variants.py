@@ -13,10 +13,10 @@ import pytest
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import check_kernel
-from ds_runtime.testing.kit import Subject, subjects
 from ds_runtime_cpu import native
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import check_kernel
+from ds_runtime_kit.kit import Subject, subjects
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from ds_runtime.ops.reference import attention, linear, norm
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.ops.weight import Packed
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing import bisect, capsule
-from ds_runtime.testing.conform import replay
-from ds_runtime.testing.conformance import cases_for, check_case, facts_for
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.bisect import bisect, capsule
+from ds_runtime_kit.checks.conformance import cases_for, check_case, facts_for
+from ds_runtime_kit.conform import replay
 
 PLUGIN = "ds_runtime_planted"
 

@@ -16,14 +16,14 @@ from ds_runtime import receipts
 from ds_runtime.api import OPS, Facts, Kernel, hookimpl
 from ds_runtime.assemble import assemble
 from ds_runtime.cli import main
-from ds_runtime.cli.conform import _line
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing import conform
-from ds_runtime.testing.kit import subjects
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit import conform
+from ds_runtime_kit.cli.conform import _line
+from ds_runtime_kit.kit import subjects
 
 HOST = DeviceInfo("cpu", "host", "any")
 

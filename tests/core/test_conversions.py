@@ -29,7 +29,7 @@ from ds_runtime.ops.spec import (
 from ds_runtime.ops.table import OPS
 from ds_runtime.plan import render
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_kit.models.tiny import write_tiny
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="bfloat16")
 REFERENCE = load_plugins(()).offers(FACTS)

@@ -16,7 +16,7 @@ from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing import support
+from ds_runtime_kit import support
 
 SOURCE = """
 from ds_runtime.api import OPS, Kernel, Platform, Refusal, hookimpl

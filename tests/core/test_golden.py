@@ -22,7 +22,7 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import DeviceInfo, Kernel, Offers
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import cases_for, check_case, facts_for
+from ds_runtime_kit.checks.conformance import cases_for, check_case, facts_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(GOLDEN.glob("contracts_*"))

@@ -13,7 +13,7 @@ from vendor import command, place, scored
 
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
-from ds_runtime.scaffold import files, write_plugin
+from ds_runtime_kit.scaffold import files, write_plugin
 
 NAME = "septima"
 

@@ -17,8 +17,8 @@ from vendor import command, environment, place, scored
 
 import ds_runtime
 from ds_runtime.cli import main
-from ds_runtime.scaffold import write_plugin
-from ds_runtime.testing.kit import CHECKS
+from ds_runtime_kit.kit import CHECKS
+from ds_runtime_kit.scaffold import write_plugin
 
 CORE = Path(ds_runtime.__file__).parent
 NAME = "septima"

@@ -21,7 +21,7 @@ from ds_runtime.ops.bind import Binder
 from ds_runtime.ops.spec import Site
 from ds_runtime.platform.spec import DeviceInfo
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import check_kernel, facts_for
+from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 
 facts = facts_for(DeviceInfo("cpu", "any", "any"), "bfloat16")
 plugins = load_plugins()

@@ -18,7 +18,7 @@ import mutate
 from ds_runtime.assemble import assemble
 from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig
-from ds_runtime.scaffold import files
+from ds_runtime_kit.scaffold import files
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", *ROOT.glob("docs/*.md")])

@@ -95,8 +95,8 @@ def tiny_without_tokenizer(tiny: Path, tmp_path_factory: pytest.TempPathFactory)
 def checkpoints(tmp_path_factory):
     """(shape, fp8) → (folder, oracle), made once."""
 
-    from ds_runtime.testing.oracle import Oracle
-    from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+    from ds_runtime_kit.models.oracle import Oracle
+    from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
     @cache
     def make(shape, fp8=False):

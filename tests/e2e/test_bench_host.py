@@ -6,8 +6,8 @@ import pytest
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import ConfigError
-from ds_runtime.testing.tiny import write_tiny
 from ds_runtime_bench.engine import host
+from ds_runtime_kit.models.tiny import write_tiny
 
 
 def test_64_running_requests_cost_little(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.model.hf import load_config
-from ds_runtime.testing.adapters import write_adapter
+from ds_runtime_kit.models.adapters import write_adapter
 
 
 def ds_runtime(*args: str, stdin: str = "", path: str = "") -> subprocess.CompletedProcess[str]:

@@ -18,8 +18,8 @@ from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.errors import RequestError
-from ds_runtime.testing.oracle import Oracle
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import Oracle
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 SETTINGS = {
     "platform": "cpu",

@@ -22,8 +22,8 @@ from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.recording import CaptureError
-from ds_runtime.testing.conformance import check_kernel, facts_for
-from ds_runtime.testing.replay import ReplayBackend
+from ds_runtime_kit.checks.conformance import check_kernel, facts_for
+from ds_runtime_kit.checks.replay import ReplayBackend
 
 SETTINGS = {
     "platform": "recorded",

@@ -22,9 +22,9 @@ from ds_runtime.engine.runner import Runner
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.tiny import V3_HEADS
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.models.tiny import V3_HEADS
 
 pytestmark = pytest.mark.gpu
 

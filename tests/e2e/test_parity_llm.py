@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.testing.oracle import TIE, Oracle
-from ds_runtime.testing.tiny import SHAPES
+from ds_runtime_kit.models.oracle import TIE, Oracle
+from ds_runtime_kit.models.tiny import SHAPES
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "context_length": 256, "threads": 1}
 SETTINGS |= {"kv_memory": "8MB"}

@@ -17,8 +17,8 @@ from test_parity_llm import (
 from ds_runtime import LLM
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.oracle import Oracle
-from ds_runtime.testing.tiny import V3_HEADS, write_tiny_fp8
+from ds_runtime_kit.models.oracle import Oracle
+from ds_runtime_kit.models.tiny import V3_HEADS, write_tiny_fp8
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 5e-4  # float32 in other orders of summation, in two places

@@ -6,8 +6,8 @@ import pytest
 from test_parity_llm import CACHED, PARAMS, SETTINGS, check, prompts_of
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.testing.oracle import Oracle
-from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_kit.models.oracle import Oracle
+from ds_runtime_kit.models.tiny import write_tiny
 
 
 @pytest.fixture(scope="module")

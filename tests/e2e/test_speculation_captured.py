@@ -25,7 +25,7 @@ from ds_runtime.engine.runner import Runner
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.testing.adapters import write_adapter
+from ds_runtime_kit.models.adapters import write_adapter
 
 CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}

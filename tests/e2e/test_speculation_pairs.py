@@ -13,9 +13,9 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.testing.adapters import write_adapter
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.models.adapters import write_adapter
 
 SETTINGS = {
     "platform": "cpu",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.scaffold import write_plugin
+from ds_runtime_kit.scaffold import write_plugin
 
 pytestmark = pytest.mark.slow
 

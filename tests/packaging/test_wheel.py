@@ -46,8 +46,8 @@ def test_a_wheel_has_libraries_demo_and_licence(tmp_path):
         assert f"ds_runtime_{plugin}/py.typed" in held
     sources = ("experts.cu", "attention.cu", "hopper.cuh")  # compiled where they run
     assert {f"ds_runtime_cuda/csrc/{n}" for n in sources} <= set(held)
-    assert "ds_runtime/templates/platform/tests/test_acme.py.tmpl" in held
-    assert "ds_runtime/templates/loader/ds_runtime_acme/loader.py.tmpl" in held
+    assert "ds_runtime_kit/templates/platform/tests/test_acme.py.tmpl" in held
+    assert "ds_runtime_kit/templates/loader/ds_runtime_acme/loader.py.tmpl" in held
     outside = ("tests/", "csrc/", "benchmarks/", "tools/")
     assert not [n for n in held if n.startswith(outside) or n.endswith(".cpp")]
     (metadata,) = [n for n in held if n.endswith(".dist-info/METADATA")]

@@ -18,9 +18,10 @@ from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 from ds_runtime.api import fp8_blocks, install_command
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims
-from ds_runtime.testing import fake, tiny
-from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
 from ds_runtime_cuda import blackwell, deep_gemm_packed, ds_defaults, quant
+from ds_runtime_kit.checks.conformance import TRUE_DIMS, facts_for
+from ds_runtime_kit.devices import fake
+from ds_runtime_kit.models import tiny
 from examples import examples
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core" / "model"))

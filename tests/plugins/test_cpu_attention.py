@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
 from ds_runtime.ops.spec import Dims
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import attention, native
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 NAN = float("nan")

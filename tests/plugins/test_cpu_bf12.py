@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from narrowing import using
 
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import native, panels
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.linear import LinearNative
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 BF16 = torch.bfloat16

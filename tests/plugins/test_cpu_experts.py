@@ -11,10 +11,10 @@ from narrowing import using
 
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import native
 from ds_runtime_cpu.experts import ExpertsNative
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 FORMATS = ("dense", "dense 12", "fp8_block", "int8_channel", "int4_group", "int4_group zeros")

@@ -23,12 +23,12 @@ from ds_runtime.engine.late import LateGraphs
 from ds_runtime.ops.spec import FP8_GROUPS
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing import tiny
-from ds_runtime.testing.captures import check_captures
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import kernels, native, small
 from ds_runtime_cpu.graphs import HostGraphs
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.captures import check_captures
+from ds_runtime_kit.checks.conformance import facts_for
+from ds_runtime_kit.models import tiny
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no native library")
 OFFERED = (

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import native
 from ds_runtime_cpu.linear import LinearNative
 from ds_runtime_cpu.panels import dense, form_of
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 FORMATS = ("int8_channel", "int4_group", "int4_group zeros")

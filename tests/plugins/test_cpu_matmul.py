@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from narrowing import using
 
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import absorb, linear, native, panels
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 ROUNDING = {torch.float32: 2**-24, torch.bfloat16: 2**-8}  # of a result

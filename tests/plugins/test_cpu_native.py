@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import experts, kernels, native, small
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 6e-3}
 DTYPES = sorted(TOLERANCE, key=str)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.ops.spec import Routing
-from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
 from ds_runtime_cpu import kernels, native, prologue, routing, small
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import SMALL_DIMS, facts_for
 from examples import examples
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}

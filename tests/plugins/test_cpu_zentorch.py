@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.probe import installed
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cpu import kernels, zen
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.conformance import facts_for
 
 EXPERTS, HIDDEN, INTER, TOP_K = 5, 96, 64, 3
 TOLERANCE = {"dense": 1.5e-2, "int8_channel": 4e-2}  # of a norm, as in the contract

@@ -16,8 +16,14 @@ from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.probe import install_command
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_cuda import blackwell, gates, kernels
+from ds_runtime_kit.checks.conformance import (
+    SMALL_DIMS,
+    TRUE_DIMS,
+    cases_for,
+    check_kernel,
+    facts_for,
+)
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR, *blackwell.ALL)
 PLUGINS = load_plugins(["cuda"])

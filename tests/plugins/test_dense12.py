@@ -12,9 +12,9 @@ from vendor_doubles.compiled import standing_in
 
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.spec import DeviceInfo
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cuda import dense12, linear12
 from ds_runtime_cuda.gates import COLUMNS, ROWS, TILE
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 FACTS = facts_for(DeviceInfo("cuda", "a GPU", "sm90"), "bfloat16")

@@ -16,7 +16,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.ops.branch import branch
 from ds_runtime.platform.graphs import TorchGraphs
 from ds_runtime.platform.recording import CaptureError
-from ds_runtime.testing import tiny
+from ds_runtime_kit.models import tiny
 
 SETTINGS = {
     "platform": "double",

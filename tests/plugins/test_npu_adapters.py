@@ -18,11 +18,18 @@ from ds_runtime.api import Routing, install_command, route
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims, Offers
-from ds_runtime.testing import fake, tiny
-from ds_runtime.testing.bisect import bisect
-from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.bisect.bisect import bisect
+from ds_runtime_kit.checks.conformance import (
+    SMALL_DIMS,
+    TRUE_DIMS,
+    cases_for,
+    check_kernel,
+    facts_for,
+)
+from ds_runtime_kit.devices import fake
+from ds_runtime_kit.models import tiny
 from ds_runtime_npu import attention, experts, kernels
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))

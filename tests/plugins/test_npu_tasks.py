@@ -20,11 +20,11 @@ from vendor_doubles.served import INDEXED, TRUE, Told, _errors, on_host
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.api import hookimpl
 from ds_runtime.ops.spec import Dims, Offers
-from ds_runtime.testing import tiny
-from ds_runtime.testing.captures import check_captures
-from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.checks.captures import check_captures
+from ds_runtime_kit.checks.conformance import TRUE_DIMS, facts_for
+from ds_runtime_kit.models import tiny
 from ds_runtime_npu import kernels, tasks
 from ds_runtime_npu.platform import NpuPlatform
 

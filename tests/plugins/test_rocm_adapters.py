@@ -17,8 +17,9 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.moe import _experts_case
 from ds_runtime.ops.spec import Dims, Offers
-from ds_runtime.testing import fake, tiny
-from ds_runtime.testing.conformance import (
+from ds_runtime_bench import shapes
+from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,
     cases_for,
@@ -26,8 +27,8 @@ from ds_runtime.testing.conformance import (
     check_kernel,
     facts_for,
 )
-from ds_runtime_bench import shapes
-from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.devices import fake
+from ds_runtime_kit.models import tiny
 from ds_runtime_rocm import aiter_moe, kernels, software
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_runtime.ops.spec import DeviceInfo, Dims, Offers
-from ds_runtime.testing.conformance import TRUE_DIMS, check_kernel, facts_for
+from ds_runtime_kit.checks.conformance import TRUE_DIMS, check_kernel, facts_for
 from ds_runtime_rocm import kernels, tilelang_dsa
 
 KERNELS = [k for k in kernels.ATTENTION if k.provider == "tilelang"]

@@ -11,8 +11,8 @@ import gen_selection
 from ds_runtime import assemble
 from ds_runtime.errors import ConfigError
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing import fake
 from ds_runtime_cpu import isa, machine
+from ds_runtime_kit.devices import fake
 
 ROOT = Path(__file__).parents[2]
 NAMED = (

@@ -7,8 +7,8 @@ import torch
 
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.ops.weight import Packed
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_cuda import grouped_fp8, nvrtc, streamed
+from ds_runtime_kit.checks.conformance import facts_for
 
 pytestmark = pytest.mark.gpu
 SHAPES = (  # experts, intermediate, hidden, choices of a token

@@ -17,7 +17,7 @@ from interpreter import DEVICE, needs_triton
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.weight import Weight
-from ds_runtime.testing.conformance import facts_for
+from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
 pytestmark = needs_triton

@@ -24,9 +24,9 @@ from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.scaled import decoded, encoded
 from ds_runtime.ops.reference.sparse import attend_slots
 from ds_runtime.ops.spec import Dims
-from ds_runtime.testing.conformance import SMALL_DIMS, facts_for
-from ds_runtime.testing.inputs import index_pages
-from ds_runtime.testing.numerics import relative_error
+from ds_runtime_kit.checks.conformance import SMALL_DIMS, facts_for
+from ds_runtime_kit.checks.inputs import index_pages
+from ds_runtime_kit.checks.numerics import relative_error
 from ds_runtime_triton import config as config_module
 from ds_runtime_triton import workspace
 from ds_runtime_triton.config import Sizes, tuned

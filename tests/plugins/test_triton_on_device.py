@@ -14,7 +14,7 @@ from ds_runtime.ops.reference import attention, moe
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.ops.weight import Weight
-from ds_runtime.testing.numerics import relative_error
+from ds_runtime_kit.checks.numerics import relative_error
 from ds_runtime_triton.config import Sizes, tuned
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ import pytest
 from interpreter import faithful, needs_triton
 
 from ds_runtime.ops.spec import RANK_PORTABLE
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import write_tiny
 from ds_runtime_triton.kernels import ALL
 
 pytestmark = [needs_triton, pytest.mark.slow]

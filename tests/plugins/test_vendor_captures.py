@@ -15,9 +15,9 @@ from vendor_doubles.served import on_host
 
 from ds_runtime.ops.spec import Dims, Offers
 from ds_runtime.platform.graphs import TorchGraphs
-from ds_runtime.testing.captures import check_captures
-from ds_runtime.testing.conformance import TRUE_DIMS, facts_for
 from ds_runtime_cuda import blackwell
+from ds_runtime_kit.checks.captures import check_captures
+from ds_runtime_kit.checks.conformance import TRUE_DIMS, facts_for
 from ds_runtime_rocm import kernels as rocm
 from ds_runtime_xpu import kernels as intel
 

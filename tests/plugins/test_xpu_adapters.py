@@ -14,7 +14,13 @@ from ds_runtime.ops.spec import DeviceInfo, Dims, Offers
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.probe import install_command
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import SMALL_DIMS, TRUE_DIMS, cases_for, check_kernel, facts_for
+from ds_runtime_kit.checks.conformance import (
+    SMALL_DIMS,
+    TRUE_DIMS,
+    cases_for,
+    check_kernel,
+    facts_for,
+)
 from ds_runtime_xpu import kernels
 
 KERNELS = (*kernels.ATTENTION, *kernels.MOE, *kernels.LINEAR)

@@ -9,7 +9,7 @@ import pytest
 from vendor_doubles import install, xpu
 from vendor_doubles.served import INDEXED, TRUE, demo, serve
 
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "model"))
 import published_kinds

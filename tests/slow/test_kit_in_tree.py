@@ -8,7 +8,7 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.kit import Subject, by_kernel, check_all, subjects
+from ds_runtime_kit.kit import Subject, by_kernel, check_all, subjects
 
 pytestmark = pytest.mark.slow
 HOST = DeviceInfo("cpu", "host", "any")

@@ -14,18 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from ds_runtime import __version__
-from ds_runtime.cli import (
-    bisect,
-    chat,
-    conform,
-    doctor,
-    generate,
-    new_plugin,
-    ops,
-    plan,
-    plugins,
-    serve,
-)
+from ds_runtime.cli import chat, doctor, generate, ops, plan, plugins, serve
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
@@ -40,6 +29,7 @@ from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plug
 from ds_runtime.spelling import add_spellings, engines
 from ds_runtime_bench.cli import bench
 from ds_runtime_convert import cli as convert
+from ds_runtime_kit.cli import bisect, conform, new_plugin
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it

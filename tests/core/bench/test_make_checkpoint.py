@@ -14,10 +14,10 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.testing.oracle import Oracle
 from ds_runtime_bench.checkpoints.checkpoint import Pools, make_checkpoint, plan_tensors
 from ds_runtime_bench.record import load_format
 from ds_runtime_bench.shapes import DTYPES, config_of
+from ds_runtime_kit.models.oracle import Oracle
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "threads": 1}
 SETTINGS |= {"context_length": 320, "kv_memory": "8MB"}

@@ -15,9 +15,9 @@ from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.ops.table import OPS
-from ds_runtime.testing.conformance import facts_for
 from ds_runtime_bench.ops import work
 from ds_runtime_bench.shapes import config_of
+from ds_runtime_kit.checks.conformance import facts_for
 
 DEVICE = DeviceInfo("cpu", "", "")
 FACTS = facts_for(DEVICE, "float32")

@@ -12,7 +12,7 @@ import torch
 from ds_runtime.engine.ahead import Ahead, divided, tasks_of
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
-from ds_runtime.testing.conformance import facts_for
+from ds_runtime_kit.checks.conformance import facts_for
 
 FACTS = facts_for(DeviceInfo("cpu", "host", "any"), "bfloat16")
 CPU = torch.device("cpu")

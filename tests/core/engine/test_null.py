@@ -16,8 +16,8 @@ from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import SMALL_DIMS, signature_difference
-from ds_runtime.testing.inputs import for_kernel, plain_pages
+from ds_runtime_kit.checks.conformance import SMALL_DIMS, signature_difference
+from ds_runtime_kit.checks.inputs import for_kernel, plain_pages
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ def test_logits_repeat_and_draws_follow_the_random_number():
 def test_decides_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import ds_runtime.testing.null as n\n"
+        "import ds_runtime_kit.devices.null as n\n"
         "from ds_runtime.engine import scheduler\n"
         "assert n.ds_platform().info().arch == 'null'"
     )

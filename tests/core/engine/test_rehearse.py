@@ -13,7 +13,7 @@ import torch
 from ds_runtime.engine.rehearse import Rehearsed, rehearsing
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
-from ds_runtime.testing.conformance import facts_for
+from ds_runtime_kit.checks.conformance import facts_for
 
 FACTS = facts_for(DeviceInfo("cpu", "host", "any"), "bfloat16")
 

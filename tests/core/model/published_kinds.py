@@ -27,7 +27,7 @@ from checkpoint_writers import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_kit.models.tiny import write_tiny
 
 # Widths that groups of 32 and words of eight divide.
 WIDTHS = {"q_lora_rank": 64, "v_head_dim": 24, "num_hidden_layers": 2, "n_routed_experts": 8}

@@ -15,8 +15,8 @@ from ds_runtime.model.adapter import Adapter
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.manifest import adaptable_modules
 from ds_runtime.model.peft import AdapterSpec, PeftConfig, adapted_modules, names_module
-from ds_runtime.testing.adapters import change_adapter, change_config, write_adapter
-from ds_runtime.testing.tiny import make_model, write_tiny
+from ds_runtime_kit.models.adapters import change_adapter, change_config, write_adapter
+from ds_runtime_kit.models.tiny import make_model, write_tiny
 
 Q_A = "model.layers.1.self_attn.q_a_proj"
 

@@ -20,7 +20,7 @@ from ds_runtime.model.config import Indexing
 from ds_runtime.model.hf import from_hf, load_config
 from ds_runtime.model.rope import amplitude, inverse_frequencies
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.tiny import SHAPES, config_dict, write_tiny_fp8
+from ds_runtime_kit.models.tiny import SHAPES, config_dict, write_tiny_fp8
 from examples import examples
 
 FIXTURES = Path(__file__).parent / "fixtures"

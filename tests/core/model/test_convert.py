@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from ds_runtime.cli import main
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.testing.oracle import Oracle
-from ds_runtime.testing.tiny import write_tiny
 from ds_runtime_convert import run, write
 from ds_runtime_convert.run import convert
 from ds_runtime_convert.source import Source
 from ds_runtime_convert.targets import TARGETS
+from ds_runtime_kit.models.oracle import Oracle
+from ds_runtime_kit.models.tiny import write_tiny
 
 # Whole blocks of 128, so that transformers' own FP8 reader serves; few enough to be quick.
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}

@@ -17,9 +17,9 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.room import page_bytes
-from ds_runtime.testing.adapters import write_adapter
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.adapters import write_adapter
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LENGTHS = (150, 64, 65, 1, 33, 16)

@@ -25,12 +25,12 @@ from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.model.gguf.header import read_header
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.testing.oracle import Oracle
-from ds_runtime.testing.tiny import write_tiny
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
 from ds_runtime_bench.checkpoints.gguf import metadata, plan_targets
 from ds_runtime_convert.run import convert
 from ds_runtime_convert.source import Source
+from ds_runtime_kit.models.oracle import Oracle
+from ds_runtime_kit.models.tiny import write_tiny
 from examples import examples
 
 # K types store 256 columns at once.

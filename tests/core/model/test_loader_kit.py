@@ -24,9 +24,9 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing import conform
-from ds_runtime.testing.checkpoints import write_checkpoint
-from ds_runtime.testing.loaders import QUESTIONS, check_loader
+from ds_runtime_kit import conform
+from ds_runtime_kit.loaders.checkpoints import write_checkpoint
+from ds_runtime_kit.loaders.loaders import QUESTIONS, check_loader
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 
@@ -228,7 +228,7 @@ def test_the_plan_says_what_a_receipt_covers(model):
 
 
 def test_bisect_names_a_wrong_loader_first(model, monkeypatch, tmp_path):
-    from ds_runtime.testing import bisect
+    from ds_runtime_kit.bisect import bisect
 
     module, folder, _ = model
     config = EngineConfig(model=str(folder), platform="cpu")

@@ -20,7 +20,7 @@ from ds_runtime.model.weights import load_model, needed_bytes, quant_of
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import MemoryInfo
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 PROMPTS = [[5, 17, 3, 90, 41, 7, 8, 120], [1, 2, 3]]
 EXPERTS = "model.layers.1.mlp.experts"

@@ -17,9 +17,9 @@ from ds_runtime.model.manifest import adaptable_modules
 from ds_runtime.model.weights import load_model
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.testing.adapters import change_adapter, merge, some_modules, write_adapter
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.adapters import change_adapter, merge, some_modules, write_adapter
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 KINDS = {
     "q": ("q_proj", "q_a_proj", "q_b_proj"),

@@ -17,7 +17,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model import checkpoint as module
 from ds_runtime.model.checkpoint import DTYPES, Checkpoint
 from ds_runtime.model.nan import KINDS, any_nan, first_nan
-from ds_runtime.testing.tiny import write_tiny
+from ds_runtime_kit.models.tiny import write_tiny
 
 FLOATS = sorted(KINDS)
 QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

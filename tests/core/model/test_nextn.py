@@ -22,9 +22,9 @@ from ds_runtime.model.nextn import HEAD
 from ds_runtime.model.requantise import with_w4afp8_experts
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.speculation import Speculation
-from ds_runtime.testing.tiny import write_tiny
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
+from ds_runtime_kit.models.tiny import write_tiny
 
 SETTINGS = {
     "platform": "cpu",

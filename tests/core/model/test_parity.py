@@ -10,8 +10,8 @@ import pytest
 import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import SHAPES, write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import SHAPES, write_tiny, write_tiny_fp8
 
 LENGTHS = (150, 64, 65, 1, 33, 16)  # the original rope length of most shapes is 64
 

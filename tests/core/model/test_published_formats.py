@@ -22,7 +22,7 @@ from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.oracle import Oracle
+from ds_runtime_kit.models.oracle import Oracle
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 # An inverse of the global scale is rounded once more.

@@ -22,8 +22,8 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model.hf import load_config
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.tiny import write_tiny
 from ds_runtime_convert.source import Source
+from ds_runtime_kit.models.tiny import write_tiny
 from examples import examples
 
 CONFIGS = {"awq": AWQ, "gptq": GPTQ, "fp8": FP8}

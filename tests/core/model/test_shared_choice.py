@@ -18,9 +18,9 @@ from ds_runtime.model.loader import Loader
 from ds_runtime.model.weights import load_model, needed_bytes, quant_of
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
 from ds_runtime_convert.run import convert
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 LAYERS = 6
 SHARED = (2, 4)  # of index_topk_freq 2: every other one behind the offset

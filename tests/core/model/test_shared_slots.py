@@ -13,8 +13,8 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.sites import model_sites
 from ds_runtime.plan import check_against
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 LITE = Path(__file__).parent / "fixtures/deepseek-v2-lite.json"  # it has two shared experts
 

@@ -14,8 +14,8 @@ from ds_runtime.model import indexer
 from ds_runtime.ops import sparse
 from ds_runtime.ops.reference import INDEX_PAGES, LATENT_FP8_GROUPS
 from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
-from ds_runtime.testing.oracle import Oracle, compare
-from ds_runtime.testing.tiny import SPARSE, write_tiny, write_tiny_fp8
+from ds_runtime_kit.models.oracle import Oracle, compare
+from ds_runtime_kit.models.tiny import SPARSE, write_tiny, write_tiny_fp8
 
 LENGTHS = (150, 64, 25, 24, 1)  # of 24 tokens at most are attended
 # In FP8 wq_b has several blocks of scales, whole and partial ones, in both directions.

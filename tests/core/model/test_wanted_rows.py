@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_harness import Harness, decide
 
-from ds_runtime.testing.tiny import SHAPES, write_tiny
+from ds_runtime_kit.models.tiny import SHAPES, write_tiny
 
 WANTED = ([39], [0, 12, 39], [10, 11, 12, 13, 14])
 

@@ -23,7 +23,7 @@ from ds_runtime.ops.shares import asks_for, shares_of
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import check_kernel, facts_for
+from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 from examples import examples
 
 # Modules of torch that its compiler imports.

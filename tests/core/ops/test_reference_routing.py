@@ -16,7 +16,7 @@ from ds_runtime.ops.reference.cases import SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts, route, router_logits
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.testing.comparers import settled_tokens
+from ds_runtime_kit.checks.comparers import settled_tokens
 from examples import examples
 
 HIDDEN = 32

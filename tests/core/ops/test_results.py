@@ -10,7 +10,7 @@ from ds_runtime.ops.results import RESULTS, form
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
-from ds_runtime.testing.conformance import cases_for, facts_for, run_case
+from ds_runtime_kit.checks.conformance import cases_for, facts_for, run_case
 
 HOST = DeviceInfo("cpu", "host", "any")
 # These only write; the next are for kernels that have them, which no reference does.
@@ -46,7 +46,7 @@ def looked(name, facts, call, found):
 
 def forms(kernel, case, monkeypatch, offers):
     """Of all calls."""
-    from ds_runtime.testing import conformance
+    from ds_runtime_kit.checks import conformance
 
     found, name = [], kernel.op.name
 

@@ -14,8 +14,8 @@ from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.index import _rotated, hadamard
 from ds_runtime.ops.reference.moe import ReferenceExperts
-from ds_runtime.testing.replay import ReplayBackend
 from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.replay import ReplayBackend
 
 PAGES = frozenset({"latent_pages.v1"})
 KEYS = frozenset({"index_pages.v1"})

@@ -87,7 +87,7 @@ class Wrong(CpuPlatform):
     captures, capture_after = True, 0
 
     def graph_backend(self, rank=0):
-        from ds_runtime.testing.replay import ReplayBackend
+        from ds_runtime_kit.checks.replay import ReplayBackend
 
         return ReplayBackend()
 

@@ -141,7 +141,7 @@ class Host(CpuPlatform):
         return KINDS[plan()[3]]("gloo", rank, size, init_method, timeout)
 
     def graph_backend(self, rank=0):
-        from ds_runtime.testing.replay import ReplayBackend
+        from ds_runtime_kit.checks.replay import ReplayBackend
 
         return ReplayBackend()
 

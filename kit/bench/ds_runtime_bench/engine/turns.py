@@ -92,7 +92,7 @@ class Ours:
 
 ENGINES: Mapping[str, str] = {
     "ds-runtime": "ds_runtime_bench.engine.turns:Ours",
-    "transformers": "ds_runtime.testing.eager:Eager",
+    "transformers": "ds_runtime_kit.models.eager:Eager",
 }
 
 

@@ -24,9 +24,9 @@ from ds_runtime.ops.reference.formats import is_fp8, torch_dtype
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import Facts, Kernel, Layout, Routing, load_attr
 from ds_runtime.ops.weight import Weight
-from ds_runtime.testing.inputs import rebuild
 from ds_runtime_bench.ops import sparse_subjects, work
 from ds_runtime_bench.ops.work import Work
+from ds_runtime_kit.checks.inputs import rebuild
 
 CHOICES = 16  # of experts, per subject: every call has others
 

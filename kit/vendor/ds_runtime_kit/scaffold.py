@@ -53,7 +53,7 @@ def write_plugin(name: str, into: Path, taken: Collection[str] = (), kind: str =
 
 def files(name: str, kind: str = PLATFORM) -> Iterator[tuple[str, str]]:
     """(path, text) of every file of the package."""
-    root = resources.files("ds_runtime") / "templates"
+    root = resources.files("ds_runtime_kit") / "templates"
     for folder in ("plugin", kind):
         for path, file in _walk(root / folder, PurePosixPath()):
             yield _renamed(str(path), name), _renamed(file.read_text(encoding="utf-8"), name)

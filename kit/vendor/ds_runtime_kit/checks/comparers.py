@@ -19,7 +19,7 @@ from ds_runtime.ops.reference.moe import (
 )
 from ds_runtime.ops.reference.norm import add_rms_norm, rms_norm
 from ds_runtime.ops.spec import Routing
-from ds_runtime.testing.numerics import disagreement, relative_error
+from ds_runtime_kit.checks.numerics import disagreement, relative_error
 
 Verdict = tuple[float, str]
 

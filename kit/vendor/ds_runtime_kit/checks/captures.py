@@ -19,12 +19,12 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Call, Case, Saved
 from ds_runtime.ops.spec import Facts, Kernel, Offers, load_attr, load_kernel
 from ds_runtime.platform.spec import GraphBackend
-from ds_runtime.testing.comparers import only_defined
-from ds_runtime.testing.conformance import CaseResult, same_bits
-from ds_runtime.testing.inputs import CacheCodec, for_kernel
-from ds_runtime.testing.memory import allocated
-from ds_runtime.testing.numerics import copy_strided
-from ds_runtime.testing.replay import ReplayBackend
+from ds_runtime_kit.checks.comparers import only_defined
+from ds_runtime_kit.checks.conformance import CaseResult, same_bits
+from ds_runtime_kit.checks.inputs import CacheCodec, for_kernel
+from ds_runtime_kit.checks.memory import allocated
+from ds_runtime_kit.checks.numerics import copy_strided
+from ds_runtime_kit.checks.replay import ReplayBackend
 
 _ONCE = frozenset({"pack", "state", "prepare"})  # methods that run outside captures, if they can
 

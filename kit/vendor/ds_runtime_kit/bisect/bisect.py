@@ -20,11 +20,11 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.prompts import JobMaker
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.testing import capsule
-from ds_runtime.testing.conform import versions
-from ds_runtime.testing.conformance import CaseResult, check_case, judge_last
-from ds_runtime.testing.loaders import check_loader
-from ds_runtime.testing.watch import Seen, WatchedOps
+from ds_runtime_kit.bisect import capsule
+from ds_runtime_kit.bisect.watch import Seen, WatchedOps
+from ds_runtime_kit.checks.conformance import CaseResult, check_case, judge_last
+from ds_runtime_kit.conform import versions
+from ds_runtime_kit.loaders.loaders import check_loader
 
 PROMPTS = (
     "12+30=",

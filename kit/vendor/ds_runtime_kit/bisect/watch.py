@@ -22,8 +22,8 @@ from ds_runtime.ops.reference.attention import decode_batch
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, SampleExperts, Saved
 from ds_runtime.ops.spec import Facts, Kernel, Offers
 from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
-from ds_runtime.testing.conformance import Ran
-from ds_runtime.testing.inputs import CacheCodec, rebuild
+from ds_runtime_kit.checks.conformance import Ran
+from ds_runtime_kit.checks.inputs import CacheCodec, rebuild
 
 _CACHE = {  # which argument is the cache
     **{

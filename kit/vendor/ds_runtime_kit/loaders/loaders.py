@@ -28,8 +28,8 @@ from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.spec import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.parallel.layout import Shard
-from ds_runtime.testing.conformance import CaseResult
-from ds_runtime.testing.forms import wrong_form
+from ds_runtime_kit.checks.conformance import CaseResult
+from ds_runtime_kit.loaders.forms import wrong_form
 
 _LINEAR, _EXPERT = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts.1.gate_proj"
 _LINEARS = (  # that formats leave dense

@@ -6,7 +6,7 @@ from argparse import Namespace, _SubParsersAction
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.scaffold import KINDS, PLATFORM
+from ds_runtime_kit.scaffold import KINDS, PLATFORM
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -34,7 +34,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 def run(args: Namespace) -> int:
     """Write it and say what comes next."""
     from ds_runtime.plugins import load_plugins
-    from ds_runtime.scaffold import write_plugin
+    from ds_runtime_kit.scaffold import write_plugin
 
     taken = load_plugins(lenient=True).reports
     folder = write_plugin(args.name, Path(args.into), taken, args.kind)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.weight import Packed
-from ds_runtime.testing.inputs import rebuild
+from ds_runtime_kit.checks.inputs import rebuild
 
 
 def weight_variants(case: Case) -> Iterator[tuple[Case, Callable[[Any], Any]]]:

@@ -22,7 +22,7 @@ from ds_runtime.ops.reference.formats import fp8_vectors, is_fp8, torch_dtype
 from ds_runtime.ops.reference.index import allocate_index_pages, fp8_parts
 from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel, Layout, Offers, load_attr, load_kernel
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
-from ds_runtime.testing.numerics import copy_strided
+from ds_runtime_kit.checks.numerics import copy_strided
 
 _PLAIN = {  # layouts whose rows are as the samples have them
     "kv": frozenset({"latent_pages.v1", "expanded_pages.v1"}),

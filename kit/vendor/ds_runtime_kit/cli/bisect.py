@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
     if args.steps < 0:
         raise ConfigError(f"bisect --steps {args.steps}: must be at least 0")
     config, explicit = build(EngineConfig, args)
-    from ds_runtime.testing import bisect
+    from ds_runtime_kit.bisect import bisect
 
     out = Path(args.out)
     finding = bisect.bisect(config, explicit, args.prompt or bisect.PROMPTS, args.steps, out)

@@ -10,7 +10,7 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.spec import RANK_PORTABLE, DeviceInfo, Dims, Facts, Kernel, Offers, load_attr
 from ds_runtime.ops.table import OPS
-from ds_runtime.testing.conformance import CaseResult, cases_for, check_case, facts_for
+from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
 
 ELSEWHERE = DeviceInfo("elsewhere", "a device that nobody knows", "unknown")
 # Nobody has these together: a kernel must do them right, or say that it does not.

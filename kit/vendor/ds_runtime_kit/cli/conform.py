@@ -15,7 +15,7 @@ from ds_runtime.ops.table import OPS
 if TYPE_CHECKING:
     from ds_runtime.platform.spec import GraphBackend, Platform
     from ds_runtime.plugins import Plugins
-    from ds_runtime.testing.conform import Verdict
+    from ds_runtime_kit.conform import Verdict
 
 MODES = ("test", "perf", "support")
 CHECKS_HELP = (
@@ -77,7 +77,7 @@ def _backend(platform: Platform, args: Namespace) -> GraphBackend | None:
     if platform.captures:
         return platform.graph_backend(0)
     if args.recorder:
-        from ds_runtime.testing.replay import ReplayBackend
+        from ds_runtime_kit.checks.replay import ReplayBackend
 
         return ReplayBackend()
     if "capture" in args.check:
@@ -91,8 +91,8 @@ def _cannot_capture(platform: Platform) -> str:
 
 def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     from ds_runtime import receipts
-    from ds_runtime.testing import conform
-    from ds_runtime.testing.wanted import plugins_of
+    from ds_runtime_kit import conform
+    from ds_runtime_kit.wanted import plugins_of
 
     backend = _backend(platform, args)
     able = [c for c in conform.ALL_CHECKS if c != "capture" or backend is not None]
@@ -146,7 +146,7 @@ def _line(verdict: Verdict) -> str:
 
 
 def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:
-    from ds_runtime.testing import conform
+    from ds_runtime_kit import conform
 
     name = args.kernel[0] if args.kernel else ""
     result = conform.replay(plugins, platform.device_info(0), args.case, name)
@@ -158,8 +158,8 @@ def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:
 def _perf(plugins: Plugins, args: Namespace) -> int:
     """`bench ops` over all kernels of the ops that the named plugins offer."""
     from ds_runtime.config import EngineConfig
-    from ds_runtime.testing.wanted import check_names, plugins_of
     from ds_runtime_bench.ops import ops
+    from ds_runtime_kit.wanted import check_names, plugins_of
 
     check_names("--op", args.op)
     wanted = plugins_of(plugins, args.plugin)
@@ -180,8 +180,8 @@ def _perf(plugins: Plugins, args: Namespace) -> int:
 
 
 def _support(plugins: Plugins, args: Namespace) -> int:
-    from ds_runtime.testing import support
-    from ds_runtime.testing.wanted import check_names, plugins_of
+    from ds_runtime_kit import support
+    from ds_runtime_kit.wanted import check_names, plugins_of
 
     check_names("--op", args.op)
     wanted = plugins_of(plugins, args.plugin)

@@ -1,0 +1,1 @@
+"""What is asked of a kernel: values, memory, capture, refusals, batch invariance."""

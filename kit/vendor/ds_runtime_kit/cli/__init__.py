@@ -1,0 +1,1 @@
+"""The verbs `conform`, `bisect` and `new-plugin`. Torch-free at import."""

@@ -1,0 +1,1 @@
+"""Platforms without a device: described ones, and the Null platform."""

@@ -1,0 +1,1 @@
+"""What is asked of a checkpoint's loader, and checkpoints to ask it with."""

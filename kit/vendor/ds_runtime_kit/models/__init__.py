@@ -1,0 +1,1 @@
+"""Small models and adapters for tests, and transformers as their oracle."""
