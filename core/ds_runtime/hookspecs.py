@@ -90,7 +90,8 @@ def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
     """Add subcommands to the command line. Called while it is built; stay import-light.
 
     Each parser sets `run`, a function of the namespace that returns the exit code (None: 0):
-    `subcommands.add_parser("name", help="…").set_defaults(run=function)`.
+    `subcommands.add_parser("name", help="…").set_defaults(run=function)`. One of this distribution
+    that asks plugins about the machine sets `looks=True`, too: they are tried in a process apart.
     """
 
 

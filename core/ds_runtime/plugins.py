@@ -43,6 +43,11 @@ ALWAYS = {  # part of every process
     "compiled": "ds_runtime.ops.compiled",
 }
 ON_REQUEST = {"null": "ds_runtime_kit.devices.null"}  # loaded only when named
+TOOLS = {  # bring commands of this distribution
+    "bench": "ds_runtime_bench",
+    "convert": "ds_runtime_convert",
+    "kit": "ds_runtime_kit",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +189,7 @@ def load_plugins(
     wanted, source = _wanted(names)
     found = installed_plugins() if installed is None else installed
     allowed = _allowed(allowlist, found)
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
-    plugins = Plugins(manager)
+    plugins = Plugins(_manager())
     if wanted is not None:
         plugins.restricted = f"{source} {','.join(wanted) or repr('')}"
         plugins.unknown = tuple(_unknown(source, wanted, {*found, *ON_REQUEST, *ALWAYS}))
@@ -204,6 +207,20 @@ def load_plugins(
     for module in extra:
         _register(plugins, module.__name__, module, None, third_party=True)
     return plugins
+
+
+def load_tools() -> Plugins:
+    """Those whose commands are always there, whatever the user restricts plugins to."""
+    tools = Plugins(_manager())
+    for name, module in TOOLS.items():
+        _register(tools, name, module, None)
+    return tools
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(GROUP)
+    manager.add_hookspecs(hookspecs)
+    return manager
 
 
 def _wanted(names: Iterable[str] | None) -> tuple[list[str] | None, str]:

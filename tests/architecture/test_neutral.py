@@ -1,4 +1,4 @@
-"""The core names no vendor, vendor language or vendor library: not in code, not in comments."""
+"""Core and kit name no vendor, vendor language or vendor library: not in code, not in comments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import ds_runtime
 
-CORE = Path(ds_runtime.__file__).parent
+ROOT = Path(ds_runtime.__file__).parents[2]
 NAMES = """
     cuda cudnn cublas cutlass nvidia nccl nvlink nvshmem ptx hopper blackwell ampere
     rocm hip amd rccl mori
@@ -29,14 +29,15 @@ def vendor_words(text: str) -> list[str]:
     return VENDOR.findall(text.lower()) + VENDOR.findall(split.lower())
 
 
-def test_the_core_names_no_vendor() -> None:
+@pytest.mark.parametrize("part", ["core", "kit"])
+def test_no_vendor_is_named(part: str) -> None:
     found = []
-    files = sorted(CORE.rglob("*.py"))
+    files = sorted((ROOT / part).rglob("*.py"))
     assert len(files) > 40
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             for word in vendor_words(line):
-                found.append(f"{path.relative_to(CORE)}:{number}: {word!r} in {line.strip()}")
+                found.append(f"{path.relative_to(ROOT)}:{number}: {word!r} in {line.strip()}")
     assert not found, "\n".join(found)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ ALWAYS = """
     ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.launch
     ds_runtime.platform.spec
     ds_runtime.platform.select ds_runtime.model.hf ds_runtime.model.sites ds_runtime.cli
-    ds_runtime.ops.reference ds_runtime_kit
+    ds_runtime.ops.reference ds_runtime.testing
+    ds_runtime_bench ds_runtime_convert ds_runtime_convert.cli ds_runtime_kit
 """
 IN_TREE = ("cpu", "cuda", "rocm", "npu", "xpu", "triton")
 
@@ -87,6 +89,9 @@ def decision_layer() -> list[str]:
     names = {*ALWAYS.split(), *(f"ds_runtime.ops.{c}" for c in contracts if c not in NEEDS_TORCH)}
     names -= {"ds_runtime.ops.__init__"}
     names |= {f"ds_runtime.cli.{p.stem}" for p in (CORE / "cli").glob("[a-z]*.py")}
+    for tool in ("bench", "kit"):
+        cli = Path(str(find_spec(f"ds_runtime_{tool}.cli").origin)).parent
+        names |= {f"ds_runtime_{tool}.cli.{p.stem}" for p in cli.glob("[a-z]*.py")}
     for plugin in IN_TREE:
         names |= {f"ds_runtime_{plugin}"}
         names |= {f"ds_runtime_{plugin}.kernels"} & _modules_of(plugin)

@@ -9,7 +9,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -25,30 +25,13 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.spec import Refusal
 from ds_runtime.platform.isolate import look
 from ds_runtime.platform.select import asked_for, stopped
-from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins
+from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins, load_tools
 from ds_runtime.spelling import add_spellings, engines
-from ds_runtime_bench.cli import bench
-from ds_runtime_convert import cli as convert
-from ds_runtime_kit.cli import bisect, conform, new_plugin
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
 _ASKED = ("PROBE", "DIAGNOSE")  # by these
-_LOOKING = (*_REPORTING, "serve", "generate", "plan", "ops", "bench", "conform", "bisect")
-VERBS = (
-    serve,
-    chat,
-    generate,
-    plan,
-    ops,
-    conform,
-    bisect,
-    convert,
-    plugins,
-    new_plugin,
-    doctor,
-    bench,
-)
+VERBS = (serve, chat, generate, plan, ops, plugins, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,16 +70,17 @@ def _run(args: list[str]) -> int:
     parser, subcommands = build_parser()
     reports = not args or args[0].startswith("-") or args[0] in _REPORTING
     wanted, allowlist = _ahead(args, subcommands)
+    looks = _looks(args, subcommands)
     installed = installed_plugins()
     ask = _ASKED if reports else ()
-    failed = look(installed, wanted, allowlist, ask=ask) if _looks(args) else {}
+    failed = look(installed, wanted, allowlist, ask=ask) if looks else {}
     loaded = load_plugins(
         wanted, lenient=reports, allowlist=allowlist, failed=failed, installed=installed
     )
-    _add_plugin_verbs(subcommands, loaded)
+    _add_plugin_verbs(subcommands, loaded, loaded.implementing("ds_cli"))
     _add_plugin_flags(parser, loaded)
     namespace = parser.parse_args(args)
-    environment = _unread(loaded) if _looks(args) else []
+    environment = _unread(loaded) if looks else []
     for note in (*settle(namespace), *environment):
         print(f"ds-runtime: {note}", file=sys.stderr)
     if "run" not in namespace:
@@ -109,11 +93,13 @@ def _run(args: list[str]) -> int:
     return int(namespace.run(namespace) or 0)
 
 
-def _looks(args: list[str]) -> bool:
+def _looks(args: list[str], subcommands: argparse._SubParsersAction[Parser]) -> bool:
     """Whether plugins are asked about this machine, so that they are tried apart first."""
     named = {a.partition("=")[0] for a in args}
     apart = {"--device", "diff"} if args[:1] == ["plan"] else set()  # of no device that is here
-    return bool(args) and args[0] in _LOOKING and not named & {"-h", "--help", *apart}
+    parser = subcommands.choices.get(args[0]) if args else None
+    asks = parser is not None and parser.get_default("looks")
+    return bool(asks) and not named & {"-h", "--help", *apart}
 
 
 def _go_on_without(
@@ -129,12 +115,14 @@ def _go_on_without(
 
 
 def build_parser() -> tuple[Parser, argparse._SubParsersAction[Parser]]:
-    """The parser with the built-in verbs, and the place where plugins add theirs."""
+    """The parser with the verbs of this distribution, and the place where plugins add theirs."""
     parser = Parser(prog="ds-runtime", description="Serves DeepSeek models on any accelerator.")
     parser.add_argument("--version", action="version", version=f"ds-runtime {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for verb in VERBS:
         verb.add(subcommands)
+    tools = load_tools()
+    _add_plugin_verbs(subcommands, tools, tools.reports)
     for one in engines(parser):
         add_spellings(one, KNOWN, taken=False)
     return parser, subcommands
@@ -176,9 +164,11 @@ def _verb(
     return next((_verb(args[1:], a) for a in nested), actions)
 
 
-def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plugins) -> None:
+def _add_plugin_verbs(
+    subcommands: argparse._SubParsersAction[Any], loaded: Plugins, names: Iterable[str]
+) -> None:
     """Each plugin adds to a parser of its own first, so that a failing one leaves nothing."""
-    for name in loaded.implementing("ds_cli"):
+    for name in names:
         scratch = Parser(prog="ds-runtime").add_subparsers(parser_class=Parser)
         loaded.call("ds_cli", only=name, subcommands=scratch)
         if taken := sorted(scratch.choices.keys() & subcommands.choices.keys()):
@@ -189,12 +179,8 @@ def _add_plugin_verbs(subcommands: argparse._SubParsersAction[Any], loaded: Plug
                 file=sys.stderr,
             )
             continue
-        for verb, parser in scratch.choices.items():
-            helped = [a.help for a in scratch._choices_actions if a.dest == verb]
-            added = subcommands.add_parser(
-                verb, parents=[parser], add_help=False, help=helped[0] if helped else None
-            )
-            added.set_defaults(**parser._defaults)
+        subcommands.choices.update(scratch.choices)
+        subcommands._choices_actions += scratch._choices_actions
 
 
 def _unread(loaded: Plugins) -> list[str]:

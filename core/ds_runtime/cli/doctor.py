@@ -32,7 +32,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
     parser.add_argument("--plugin-allowlist", metavar="FILE", help="load only what this file lists")
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:

@@ -57,7 +57,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="generate on after the end token")
     add_flags(parser, EngineConfig)
     add_config_file(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def sampling_params(args: Namespace) -> SamplingParams:

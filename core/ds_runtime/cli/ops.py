@@ -21,7 +21,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_flags(parser, EngineConfig)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:

@@ -52,7 +52,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser.add_argument("--receipts", metavar="DIR", help="folder of conform's (default: your own)")
     add_flags(parser, EngineConfig)
     add_config_file(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:

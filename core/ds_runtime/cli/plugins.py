@@ -25,7 +25,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--verbose", action="store_true", help="with tracebacks of broken ones")
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:

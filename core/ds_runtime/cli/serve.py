@@ -22,7 +22,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     add_flags(parser, EngineConfig, spaces=True)
     add_flags(parser, ServerConfig, spaces=True)
     add_config_file(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def configs(args: Namespace) -> tuple[EngineConfig, ServerConfig, frozenset[str]]:

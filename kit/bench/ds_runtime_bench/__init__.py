@@ -1,1 +1,16 @@
-"""Measurements of a running model: throughput, latency, accuracy."""
+"""Measurements of kernels, engines and servers: speed, latency, accuracy."""
+
+from __future__ import annotations
+
+from argparse import _SubParsersAction
+from typing import Any
+
+from ds_runtime.hookspecs import hookimpl
+
+
+@hookimpl
+def ds_cli(subcommands: _SubParsersAction[Any]) -> None:
+    """The command bench."""
+    from ds_runtime_bench.cli import bench
+
+    bench.add(subcommands)

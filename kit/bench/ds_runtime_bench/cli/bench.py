@@ -24,6 +24,7 @@ from ds_runtime_bench.shapes import DTYPES, SHAPES
 def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb and its kinds."""
     parser = subcommands.add_parser("bench", help="measure speed, serving, accuracy and host cost")
+    parser.set_defaults(looks=True)
     kinds = parser.add_subparsers(metavar="KIND", required=True, parser_class=Parser)
     _one_batch(kinds)
     _speculative(kinds)

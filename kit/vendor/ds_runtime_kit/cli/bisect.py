@@ -28,7 +28,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         "--out", default="bisect.case", metavar="FILE", help="(default: %(default)s)"
     )
     add_flags(parser, EngineConfig)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:

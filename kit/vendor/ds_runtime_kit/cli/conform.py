@@ -54,7 +54,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--receipts", metavar="DIR", help="folder for receipts (default: your own)")
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:
