@@ -26,8 +26,8 @@ from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.plugins import load_plugins
-from ds_runtime_bench.ops.sparse_subjects import INPUTS
-from ds_runtime_bench.ops.subjects import Memory, Place
+from ds_runtime_bench.ops.place import Memory, Place
+from ds_runtime_bench.ops.sparse_inputs import INPUTS
 from ds_runtime_bench.record import append, environment
 
 DIMS = Dims({"heads": 128, "qk_nope": 128, "qk_rope": 64, "v": 128, "kv_lora": 512})

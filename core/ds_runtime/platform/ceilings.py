@@ -5,14 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-from ds_runtime.platform.spec import Ceilings
-
-if TYPE_CHECKING:
-    from ds_runtime.platform.spec import Platform
 
 _SECONDS = 0.6  # per figure
 _BUFFER = 2 << 30  # bytes, unless the last-level cache asks for more or memory for less
@@ -20,22 +15,10 @@ _SIZES = (2048, 4096, 8192)  # of square matmuls; the larger only where the last
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-def measure(platform: Platform, rank: int = 0) -> Ceilings:
-    """Bandwidth by a reduction over a large buffer, compute by square matmuls; the best of each."""
-    device = platform.device(rank)
-    return Ceilings(
-        read_rate(platform, rank),
-        compute(device, platform.synchronize, platform.info(rank).fast_dtypes),
-        cache_bytes(device),
-        "torch: sums over a buffer, square matmuls",
-    )
-
-
-def read_rate(platform: Platform, rank: int = 0) -> float:
-    """Bytes per second of the fastest reading of a short while."""
-    device = platform.device(rank)
-    nbytes = buffer_bytes(cache_bytes(device), platform.memory(rank).free)
-    return bandwidth(device, platform.synchronize, nbytes)
+def read_rate(device: torch.device, wait: Callable[[], None], free: int) -> float:
+    """Bytes per second of the fastest reading of a short while; of `free` bytes it takes a quarter
+    at most."""
+    return bandwidth(device, wait, buffer_bytes(cache_bytes(device), free))
 
 
 def buffer_bytes(cache: int, free: int) -> int:

@@ -195,17 +195,20 @@ class Platform(ABC):
 
         The default measures with torch alone; override it where the device's own means reach more.
         """
-        from ds_runtime.platform.ceilings import measure
+        from ds_runtime.platform import ceilings
 
-        return measure(self, rank)
+        device, read = self.device(rank), Platform.read_rate(self, rank)
+        rates = ceilings.compute(device, self.synchronize, self.info(rank).fast_dtypes)
+        note = "torch: sums over a buffer, square matmuls"
+        return Ceilings(read, rates, ceilings.cache_bytes(device), note)
 
     def read_rate(self, rank: int = 0) -> float:
         """Bytes per second that its memory gives right now: a short reading, for machines on which
         that changes from minute to minute.
         """
-        from ds_runtime.platform.ceilings import read_rate
+        from ds_runtime.platform import ceilings
 
-        return read_rate(self, rank)
+        return ceilings.read_rate(self.device(rank), self.synchronize, self.memory(rank).free)
 
     def synchronize(self) -> None:  # noqa: B027 (optional: synchronous devices need nothing)
         """Wait until the device has finished all work of this process."""

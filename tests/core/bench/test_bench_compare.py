@@ -16,7 +16,7 @@ from ds_runtime.platform.spec import Ceilings
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_bench.engine import compare, turns
 from ds_runtime_bench.engine.compare import Case, Child, LlamaCpp, cases_of
-from ds_runtime_bench.ops import ops
+from ds_runtime_bench.ops import measure
 from ds_runtime_cpu.platform import CpuPlatform
 
 PROGRAM = """#!{python}
@@ -292,8 +292,8 @@ def test_limits_of_this_runtime(monkeypatch, checkpoint):
     settings = {"model": str(checkpoint), "platform": "cpu", "threads": torch.get_num_threads()}
     found = turns.Ours(settings, 4, 64).limits([(1, 8), (4, 8)])
     assert found["ceilings"]["bandwidth"] == 5e9
-    assembly = ops.assembled(EngineConfig(**settings), frozenset(settings), None, "")
-    steps = ops.step_bytes(assembly, (1, 4), 8)
+    assembly = measure.assembled(EngineConfig(**settings), frozenset(settings), None, "")
+    steps = measure.step_bytes(assembly, (1, 4), 8)
     assert found["step_bytes"] == [sum(w.nbytes for w in steps[n].values()) for n in (1, 4)]
 
 

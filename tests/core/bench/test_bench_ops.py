@@ -17,9 +17,9 @@ from ds_runtime.ops.table import OPS
 from ds_runtime.platform import ceilings
 from ds_runtime.platform.spec import Ceilings, Platform
 from ds_runtime_bench import record
-from ds_runtime_bench.ops import ops, subjects
+from ds_runtime_bench.ops import measure, report, work
 from ds_runtime_bench.ops.makers import MAKERS
-from ds_runtime_bench.ops.subjects import Memory
+from ds_runtime_bench.ops.place import Memory, held
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform
 
@@ -36,11 +36,11 @@ def given_ceilings(monkeypatch):
 
 def assembled(shape="tiny-v3", weights="bfloat16", **settings):
     settings = {"platform": "cpu", "dtype": "bfloat16", "threads": 1} | settings
-    return ops.assembled(EngineConfig(**settings), frozenset(settings), shape, weights)
+    return measure.assembled(EngineConfig(**settings), frozenset(settings), shape, weights)
 
 
 def measured(assembly, only=(), tokens=(1, 3), kernels=()):
-    measurement = ops.Measurement(assembly, 20, 32 << 20, 1e-4)
+    measurement = measure.Measurement(assembly, 20, 32 << 20, 1e-4)
     return list(measurement.figures(only, tokens, kernels))
 
 
@@ -77,7 +77,7 @@ def test_every_bound_kernel_of_a_model_is_measured(shape, weights, flags):
 
 def test_rates_follow_from_time_and_work():
     (figure,) = measured(assembled(), ["route"], [4])
-    todo = subjects.work.route(16, 4, 4)
+    todo = work.route(16, 4, 4)
     assert figure.gb_per_s == pytest.approx(todo.nbytes / figure.us / 1e3)
     assert figure.gflop_per_s == pytest.approx(todo.flops / figure.us / 1e3)
     assert figure.of_compute == pytest.approx(figure.gflop_per_s / 100)  # float32's ceiling
@@ -99,7 +99,7 @@ def test_a_named_kernel_that_refuses_says_why():
     assert [f.tokens for f in figures] == [2, 2]  # once, and the refusal
     assert figures[0].bound and not figures[0].error
     assert figures[1].kernel == "triton.mla_decode" and figures[1].error.startswith("refused: ")
-    assert "refused: " in ops.render(figures[1])
+    assert "refused: " in report.render(figures[1])
     others = measured(assembly, ["mla_decode"], [2], ["all"])
     assert not [f for f in others if f.error.startswith("refused")]
 
@@ -120,7 +120,7 @@ def test_inputs_that_memory_does_not_hold_are_said_so(monkeypatch):
 
 
 def test_the_time_is_the_median_of_calls():
-    measurement = ops.Measurement(assembled(), 20, None, 0.05)
+    measurement = measure.Measurement(assembled(), 20, None, 0.05)
     slow = measurement._time([lambda: time.sleep(0.002), lambda: time.sleep(0.002)])
     assert 0.002 <= slow < 0.02
     waits = iter([0.0, 0.0] + [0.001] * 30 + [0.03] + [0.001] * 1000)
@@ -135,7 +135,7 @@ def test_queued_work_is_timed_until_it_is_done(monkeypatch):
         time.sleep(0.001 * len(queue))
         queue.clear()
 
-    measurement = ops.Measurement(assembled(), 20, None, 0.05)
+    measurement = measure.Measurement(assembled(), 20, None, 0.05)
     monkeypatch.setattr(CpuPlatform, "asynchronous", True)
     monkeypatch.setattr(CpuPlatform, "captures", False)
     monkeypatch.setattr(CpuPlatform, "synchronize", drain)
@@ -150,7 +150,7 @@ def test_a_recording_is_replayed_where_the_device_can(monkeypatch):
         def capture(self, run):
             return lambda: replays.append(1)
 
-    measurement = ops.Measurement(assembled(), 20, None, 0.01)
+    measurement = measure.Measurement(assembled(), 20, None, 0.01)
     monkeypatch.setattr(CpuPlatform, "asynchronous", True)
     monkeypatch.setattr(CpuPlatform, "captures", True)
     monkeypatch.setattr(CpuPlatform, "graph_backend", lambda self, rank=0: Backend())
@@ -168,7 +168,7 @@ def test_a_kernel_that_raises_is_a_figure(monkeypatch):
     monkeypatch.setattr(ReferenceLinear, "apply", apply)
     figures = measured(assembly, ["linear"], [1])
     assert figures and all(f.error == "RuntimeError: no luck" for f in figures)
-    assert "no luck" in ops.render(figures[0])
+    assert "no luck" in report.render(figures[0])
 
 
 def test_copies_are_twice_the_cache_where_the_model_is_larger():
@@ -186,8 +186,8 @@ def test_copies_are_twice_the_cache_where_the_model_is_larger():
 def test_copies_have_memory_of_their_own():
     """Pointers of different copies differ, and all give the same result."""
     assembly = assembled(pin=("linear=reference.ReferenceLinear",))
-    measurement = ops.Measurement(assembly, 20, 32 << 20, 1e-4)
-    group = next(g for g in ops.groups(assembly, ["linear"]) if g.sites[0].shape == (640, 128))
+    measurement = measure.Measurement(assembly, 20, 32 << 20, 1e-4)
+    group = next(g for g in measure.groups(assembly, ["linear"]) if g.sites[0].shape == (640, 128))
     maker = MAKERS["linear"](measurement._place(group, group.bound))
     pointers = {p.tensors["weight"].data_ptr() for p in maker.packed}
     assert len(pointers) == len(maker.packed) == math.ceil(2 * (1 << 20) / (640 * 128 * 2))
@@ -199,9 +199,9 @@ def test_copies_have_memory_of_their_own():
 
 def test_experts_that_do_not_fit_are_fewer():
     assembly = assembled("tiny-v3")
-    group = ops.groups(assembly, ["experts"])[0]
+    group = measure.groups(assembly, ["experts"])[0]
     one = 3 * 192 * 128 * 2
-    place = ops.Measurement(assembly, 20, 6 * one, 1e-4)._place(group, group.bound)
+    place = measure.Measurement(assembly, 20, 6 * one, 1e-4)._place(group, group.bound)
     maker = MAKERS["experts"](place)
     assert maker.count == 6
     (subject,) = maker.at(2)
@@ -210,15 +210,15 @@ def test_experts_that_do_not_fit_are_fewer():
 
 
 def test_work_counts_the_experts_that_were_chosen():
-    group = ops.groups(assembly := assembled("tiny-v3"), ["experts"])[0]
-    place = ops.Measurement(assembly, 20, 32 << 20, 1e-4)._place(group, group.bound)
+    group = measure.groups(assembly := assembled("tiny-v3"), ["experts"])[0]
+    place = measure.Measurement(assembly, 20, 32 << 20, 1e-4)._place(group, group.bound)
     (subject,) = MAKERS["experts"](place).at(1)
-    expected = subjects.work.experts(192, 128, subjects.held(place), "bfloat16", 1, 5, 5)
+    expected = work.experts(192, 128, held(place), "bfloat16", 1, 5, 5)
     assert subject.work == expected
 
 
 def test_widths_of_small_ops_come_from_their_neighbours():
-    found = {(g.op, g.width) for g in ops.groups(assembled("tiny-v3"))}
+    found = {(g.op, g.width) for g in measure.groups(assembled("tiny-v3"))}
     assert {("silu_mul", 320), ("add_rms_norm", 128)} < found  # shared experts are slots
     assert ("rms_norm", 96) in found  # of the query latent
 
@@ -365,5 +365,5 @@ def test_neighbours(tmp_path, monkeypatch):
     own[0] = 20.0
     assert seen.share() == 0.0
     assert record.Neighbours(tmp_path / "none").share() is None
-    assert "30%" in ops.render_neighbours(0.3)
-    assert ops.render_neighbours(0.01) == ops.render_neighbours(None) == ""
+    assert "30%" in report.render_neighbours(0.3)
+    assert report.render_neighbours(0.01) == report.render_neighbours(None) == ""

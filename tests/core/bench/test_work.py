@@ -15,7 +15,7 @@ from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.ops.table import OPS
-from ds_runtime_bench.ops import work
+from ds_runtime_bench.ops import step_work, work
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_kit.checks.conformance import facts_for
 
@@ -30,8 +30,8 @@ def counted(call):
 
 
 def test_every_op_has_its_work():
-    assert set(work.WORK) == set(OPS)
-    for name, function in work.WORK.items():
+    assert set(step_work.WORK) == set(OPS)
+    for name, function in step_work.WORK.items():
         assert inspect.signature(function).return_annotation == "Work", name
 
 
@@ -149,7 +149,7 @@ def step(shape, stored, quantize, batch):
     config = from_hf(config_of(shape, "bfloat16"))
     facts = Facts(DEVICE, config.dims(), dtype="bfloat16", kv_dtype="bfloat16")
     form = with_target(quantize, lambda m: "dense" if m == "lm_head" else stored)
-    return work.decode_step(model_sites(config, form), facts, batch)
+    return step_work.decode_step(model_sites(config, form), facts, batch)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_cache_counts_with_the_context():
     config = from_hf(config_of("lite-8", "bfloat16"))
     facts = Facts(DEVICE, config.dims(), dtype="bfloat16", kv_dtype="float8_e4m3fn")
     sites = model_sites(config, lambda m: "dense")
-    got = work.decode_step(sites, facts, 3, 1000)["mla_decode"]
+    got = step_work.decode_step(sites, facts, 3, 1000)["mla_decode"]
     assert got.reads == 3 * 1000 * 576 * 8
 
 
@@ -204,4 +204,4 @@ def test_prefill_flops_of_a_whole_model():
     masked = tokens * (tokens - 1) / 2 * 2 * config.heads * (config.qk_head + config.v_head)
     rotation = 2 * config.qk_rope / 2 * tokens  # transformers makes its angles by a matmul
     want = flops - config.layers * masked - rotation
-    assert work.prefill_flops(config, tokens) == pytest.approx(want, rel=1e-4)
+    assert step_work.prefill_flops(config, tokens) == pytest.approx(want, rel=1e-4)

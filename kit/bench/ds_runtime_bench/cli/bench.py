@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from argparse import BooleanOptionalAction, Namespace, _SubParsersAction
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ds_runtime.cli.flags import add_flags, build, size
 from ds_runtime.cli.known import BATCH
-from ds_runtime.cli.parser import Parser, near
+from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.spelling import add_spellings
-from ds_runtime_bench.cli import bench_serving
+from ds_runtime_bench.cli import bench_ops, bench_serving
+from ds_runtime_bench.cli.show import show
 from ds_runtime_bench.shapes import DTYPES, SHAPES
 
 
@@ -31,7 +29,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     bench_serving.add(kinds)
     _accuracy(kinds)
     _host(kinds)
-    _ops(kinds)
+    bench_ops.add(kinds)
     _compare(kinds)
     _make_checkpoint(kinds)
     _make_gguf(kinds)
@@ -86,52 +84,6 @@ def _speculative(kinds: _SubParsersAction[Any]) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON line")
     add_flags(parser, EngineConfig, spaces=True)
     parser.set_defaults(run=run_speculative)
-
-
-OPS_ABOUT = """\
-Times every distinct (op, local shape, weight format) of a model on this device with random inputs,
-and holds it against the read bandwidth and the matmul rates that it measures first.
-
-Where the model does not fit into the last-level cache, calls take turns over copies of their
-weights (for decode attention: of the cache) that are together twice as large as that cache, so that
-each call reads them from memory, as in the model. A figure says so if --memory was too small for
-that; of experts only as many are made as fit. Activations stay in caches, as they do in the model.
-"""
-
-
-def _ops(kinds: _SubParsersAction[Any]) -> None:
-    about = "time, rates and shares of the device's limits, kernel by kernel"
-    parser = kinds.add_parser("ops", help=about, description=OPS_ABOUT)
-    parser.add_argument("--shape", choices=tuple(SHAPES), help="of a model, instead of --model")
-    parser.add_argument(
-        "--weights",
-        choices=DTYPES,
-        help="with --shape: as stored (bfloat16)",
-    )
-    parser.add_argument("--op", nargs="+", default=[], metavar="OP", help="only these")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 512], metavar="N")
-    parser.add_argument(
-        "--kernels",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="beside those of the plan, marked *: others that accept the site, or 'all' of them",
-    )
-    parser.add_argument(
-        "--context", type=int, default=512, metavar="N", help="cached tokens (default: 512)"
-    )
-    parser.add_argument(
-        "--memory", type=size, metavar="SIZE", help="for copies (default: a quarter of the free)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="per figure (default: 0.3)"
-    )
-    parser.add_argument(
-        "--bytes", action="store_true", help="what a decode step must read; times nothing"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON line")
-    add_flags(parser, EngineConfig, spaces=True)
-    parser.set_defaults(run=run_ops)
 
 
 COMPARE_ABOUT = """\
@@ -234,7 +186,7 @@ def run_one_batch(args: Namespace) -> int:
     from ds_runtime_bench.engine import one_batch
 
     report = one_batch.run(given, args.batch_size, args.input_len, args.output_len, args.runs)
-    return _show(report, args.json, one_batch.render)
+    return show(report, args.json, one_batch.render)
 
 
 _MEASURED = {  # flags of an engine, and those that give several values of them here
@@ -272,7 +224,7 @@ def run_speculative(args: Namespace) -> int:
         for flag, instead in _MEASURED.items():
             said = said.replace(flag, instead)
         raise ConfigError(said) from e
-    return _show(report, args.json, speculative.render)
+    return show(report, args.json, speculative.render)
 
 
 def run_accuracy(args: Namespace) -> int:
@@ -281,7 +233,7 @@ def run_accuracy(args: Namespace) -> int:
     from ds_runtime_bench.engine import accuracy
 
     report = accuracy.run(given, args.limit, args.mtp, args.behind, args.planted)
-    return _show(report, args.json, accuracy.render)
+    return show(report, args.json, accuracy.render)
 
 
 def run_host(args: Namespace) -> int:
@@ -289,54 +241,7 @@ def run_host(args: Namespace) -> int:
     given = settings(args)
     from ds_runtime_bench.engine import host
 
-    return _show(host.run(given, args.running, args.input_len, args.steps), args.json, host.render)
-
-
-def run_ops(args: Namespace) -> int:
-    """Measure and print, figure by figure unless as JSON."""
-    for flag, least in (("tokens", min(args.tokens)), ("context", args.context)):
-        if least < 1:
-            raise ConfigError(f"--{flag} {least}: must be at least 1")
-    if not 0 < args.seconds < math.inf:  # nan is neither
-        raise ConfigError(f"--seconds {args.seconds}: must be above 0 and finite")
-    if args.memory == 0:
-        raise ConfigError("--memory 0: must be above 0; leave it out for a quarter of the free")
-    config, explicit = build(EngineConfig, args)
-    from ds_runtime_bench.ops import ops
-
-    ops.check_names(args.op)
-    assembly = ops.assembled(config, explicit, args.shape, args.weights)
-    known = sorted({"all", *(k.name for k in assembly.offers.kernels)})
-    for name in args.kernels:
-        if name not in known:
-            raise ConfigError(f"--kernels {name}: no plugin offers it{near(name, known)}")
-    ops.check_kernels(assembly, args.op, args.kernels)
-    if args.context > assembly.model.max_positions:
-        raise ConfigError(
-            f"--context {args.context}: {assembly.plan.model} ends at "
-            f"{assembly.model.max_positions} tokens; give at most that"
-        )
-    if args.bytes:
-        steps = ops.step_bytes(assembly, args.tokens, args.context, args.op)
-        return _show(
-            ops.bytes_report(assembly, steps), args.json, lambda _: ops.render_bytes(steps)
-        )
-    measurement = ops.Measurement(assembly, args.context, args.memory, args.seconds)
-    if not args.json:
-        print(ops.render_ceilings(measurement.ceilings), flush=True)
-        print(f"attention over {args.context:,} cached tokens of each sequence", flush=True)
-        if measurement.stays_in_cache:
-            print("the model fits the cache and stays there: its ops may read faster than memory")
-    figures = []
-    for figure in measurement.figures(args.op, args.tokens, args.kernels):
-        figures.append(figure)
-        if not args.json:
-            print(ops.render(figure), flush=True)
-    if args.json:
-        _show(ops.report(measurement, figures), True, str)
-    elif warning := ops.render_neighbours(measurement.neighbours.share()):
-        print(warning)
-    return 1 if any(f.error and f.bound for f in figures) else 0
+    return show(host.run(given, args.running, args.input_len, args.steps), args.json, host.render)
 
 
 def run_compare(args: Namespace) -> int:
@@ -364,7 +269,7 @@ def run_compare(args: Namespace) -> int:
 
     report = compare.run(ours, peer, cases, args.rounds, ready)
     about = {"model": folder.name, "settings": {k: v for k, v in given.items() if k != "model"}}
-    _show(report | about, args.json, compare.render)
+    show(report | about, args.json, compare.render)
     return 1 if "ended" in report else 0
 
 
@@ -402,10 +307,4 @@ def run_make_gguf(args: Namespace) -> int:
     except OSError as e:
         raise ConfigError(f"make-gguf {out}: cannot be written: {e}") from e
     print(f"{out}: the weights of {args.model}")
-    return 0
-
-
-def _show(report: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]], str]) -> int:
-    report["command"] = " ".join(["ds-runtime", *sys.argv[1:]])
-    print(json.dumps(report) if as_json else render(report))
     return 0

@@ -55,7 +55,7 @@ class Ours:
         from ds_runtime import LLM
         from ds_runtime.model.hf import load_config
         from ds_runtime.model.hub import resolve_model
-        from ds_runtime_bench.ops.ops import step_bytes
+        from ds_runtime_bench.ops.measure import step_bytes
 
         start = time.perf_counter()
         self._llm = LLM(**wanted)

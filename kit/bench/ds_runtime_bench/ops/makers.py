@@ -7,22 +7,24 @@ from functools import partial
 
 from ds_runtime.ops.weight import MlaWeights
 from ds_runtime_bench.ops import work
-from ds_runtime_bench.ops.subjects import (
-    INPUTS,
-    Absorb,
-    Decode,
-    ExpandedDecode,
-    Experts,
-    Function,
-    Linear,
+from ds_runtime_bench.ops.inputs import INPUTS
+from ds_runtime_bench.ops.place import (
     Place,
-    Router,
     Subject,
     copied,
     held,
     pack_copies,
     random_weight,
     subject,
+)
+from ds_runtime_bench.ops.subjects import (
+    Absorb,
+    Decode,
+    ExpandedDecode,
+    Experts,
+    Function,
+    Linear,
+    Router,
 )
 
 

@@ -3,21 +3,17 @@
 Every input is read once and every output written once; nothing between them touches memory.
 Weights and caches count in the encoding that their format has in memory, scales included, unless a
 kernel says that it packs them tighter (`as_read`). A multiply-add is two FLOPs, and so is its
-integer counterpart; elementwise ops count about one per arithmetic operation. `WORK` has a function
-for every op of the table.
+integer counterpart; elementwise ops count about one per arithmetic operation.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.sites import INDEXER
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel, Site
+from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel
 
 ITEM_BYTES: Mapping[str, float] = {
     "float64": 8,
@@ -27,7 +23,7 @@ ITEM_BYTES: Mapping[str, float] = {
     "float8_e4m3fn": 1,
     FP8_GROUPS: 656 / 576,  # scales included, at DeepSeek's widths
 }
-_SCALE, _ID = 4, 8  # bytes of a float32 scale, of an int64 id
+SCALE, ID = 4, 8  # bytes of a float32 scale, of an int64 id
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +113,7 @@ def mla_decode(
     heads: int, lora: int, rope: int, dtype: str, kv_dtype: str, lens: Iterable[int]
 ) -> Work:
     """MlaDecode.run, one row per sequence of these lengths."""
-    tokens, rows = _sums(lens)
+    tokens, rows = sums(lens)
     item, width = ITEM_BYTES[dtype], lora + rope
     return Work(
         reads=tokens * width * ITEM_BYTES[kv_dtype] + rows * heads * width * item,
@@ -130,64 +126,13 @@ def mha_decode(
     heads: int, nope: int, rope: int, v: int, dtype: str, kv_dtype: str, lens: Iterable[int]
 ) -> Work:
     """MhaDecode.run, one row per sequence of these lengths."""
-    tokens, rows = _sums(lens)
+    tokens, rows = sums(lens)
     item, width = ITEM_BYTES[dtype], heads * (nope + v) + rope
     return Work(
         reads=tokens * width * ITEM_BYTES[kv_dtype] + rows * heads * (nope + rope) * item,
         writes=rows * heads * v * item,
         flops=2.0 * tokens * heads * (nope + rope + v),
     )
-
-
-def sparse_decode(
-    heads: int, lora: int, rope: int, dtype: str, kv_dtype: str, lens: Iterable[int]
-) -> Work:
-    """SparseMla over so many slots per row."""
-    chosen = list(lens)
-    attended = mla_decode(heads, lora, rope, dtype, kv_dtype, chosen)
-    return attended + Work(reads=4 * sum(chosen))
-
-
-sparse_prefill = sparse_decode
-
-
-def _index_bytes(d: int, index_dtype: str) -> float:
-    """Of one key: FP8 has a scale."""
-    return d * ITEM_BYTES[index_dtype] + (_SCALE if ITEM_BYTES[index_dtype] == 1 else 0)
-
-
-def index_prologue(
-    heads: int, d: int, rope: int, dtype: str, index_dtype: str, tokens: int
-) -> Work:
-    """IndexPrologue: a query of `heads` and a key per token, to the cache and back."""
-    key, each = _index_bytes(d, index_dtype), (heads + 1) * d
-    return Work(
-        reads=tokens * (each * ITEM_BYTES[dtype] + 4 * rope + _ID),
-        writes=tokens * (heads * (d * ITEM_BYTES[index_dtype] + _SCALE) + key),
-        flops=tokens * each * (3.0 + math.log2(d)),
-    )
-
-
-def index_scores(heads: int, d: int, index_dtype: str, lens: Iterable[int]) -> Work:
-    """IndexScores, one row per sequence of these lengths."""
-    tokens, rows = _sums(lens)
-    query = heads * (d * ITEM_BYTES[index_dtype] + _SCALE)
-    return Work(
-        reads=tokens * _index_bytes(d, index_dtype) + rows * query,
-        writes=4 * tokens,
-        flops=2.0 * tokens * heads * (d + 1),
-    )
-
-
-def index_topk(k: int, lens: Iterable[int]) -> Work:
-    """IndexTopk, one row per sequence of these lengths."""
-    tokens, rows = _sums(lens)
-    return Work(reads=4 * tokens, writes=4 * k * rows)
-
-
-def index_select(scored: Work, k: int, rows: int) -> Work:
-    """IndexSelect: what its scores read and compute, without writing them."""
-    return Work(reads=scored.reads, writes=4 * k * rows, flops=scored.flops)
 
 
 def mha_prefill(heads: int, nope: int, rope: int, d_v: int, dtype: str, tokens: int) -> Work:
@@ -236,7 +181,7 @@ def rope(heads: int, d: int, dtype: str, tokens: int) -> Work:
     values = tokens * (heads + 1) * d
     item = ITEM_BYTES[dtype]
     return Work(
-        reads=values * item + tokens * (4 * d + _ID), writes=values * item, flops=3.0 * values
+        reads=values * item + tokens * (4 * d + ID), writes=values * item, flops=3.0 * values
     )
 
 
@@ -249,7 +194,7 @@ def silu_mul(width: int, dtype: str, tokens: int) -> Work:
 def cache_write(width: int, dtype: str, kv_dtype: str, tokens: int) -> Work:
     """CacheWrite of rows of `width` values."""
     rows = tokens * width
-    return Work(reads=rows * ITEM_BYTES[dtype] + tokens * _ID, writes=rows * ITEM_BYTES[kv_dtype])
+    return Work(reads=rows * ITEM_BYTES[dtype] + tokens * ID, writes=rows * ITEM_BYTES[kv_dtype])
 
 
 def cache_gather(width: int, dtype: str, kv_dtype: str, tokens: int) -> Work:
@@ -261,7 +206,7 @@ def cache_gather(width: int, dtype: str, kv_dtype: str, tokens: int) -> Work:
 def cache_move(width: int, kv_dtype: str, tokens: int) -> Work:
     """CacheMove of `tokens` cached rows."""
     row = tokens * width * ITEM_BYTES[kv_dtype]
-    return Work(reads=row + 2 * tokens * _ID, writes=row)
+    return Work(reads=row + 2 * tokens * ID, writes=row)
 
 
 def mla_prologue(
@@ -272,7 +217,7 @@ def mla_prologue(
     q, kv = tokens * heads * rope_dim, tokens * width
     return Work(
         lora * item if tokens else 0,
-        (q + kv) * item + tokens * (4 * rope_dim + 2 * _ID),
+        (q + kv) * item + tokens * (4 * rope_dim + 2 * ID),
         (q + kv) * item + kv * ITEM_BYTES[kv_dtype],
         4.0 * tokens * lora + 3.0 * tokens * (heads + 1) * rope_dim,
     )
@@ -312,7 +257,7 @@ def route(experts: int, top_k: int, tokens: int) -> Work:
 def embed(hidden: int, dtype: str, tokens: int) -> Work:
     """Embed: only the rows that are asked for."""
     row = hidden * ITEM_BYTES[dtype]
-    return Work(tokens * row, tokens * _ID, tokens * row)
+    return Work(tokens * row, tokens * ID, tokens * row)
 
 
 def quantize_group(width: int, group: int, dtype: str, tokens: int) -> Work:
@@ -320,7 +265,7 @@ def quantize_group(width: int, group: int, dtype: str, tokens: int) -> Work:
     values = tokens * width
     return Work(
         reads=values * ITEM_BYTES[dtype],
-        writes=values + tokens * (width // group) * _SCALE,
+        writes=values + tokens * (width // group) * SCALE,
         flops=3.0 * values,
     )
 
@@ -347,7 +292,7 @@ def silu_mul_quantize(width: int, group: int, dtype: str, tokens: int) -> Work:
 def sample(vocab: int, tokens: int) -> Work:
     """Sample from float32 logits."""
     return Work(
-        reads=tokens * (vocab * 4 + 4 * 4 + 8), writes=tokens * _ID, flops=3.0 * tokens * vocab
+        reads=tokens * (vocab * 4 + 4 * 4 + 8), writes=tokens * ID, flops=3.0 * tokens * vocab
     )
 
 
@@ -371,148 +316,12 @@ def mask_logits(vocab: int, tokens: int) -> Work:
 def logprobs(vocab: int, top_n: int, tokens: int) -> Work:
     """Logprobs of one id and `top_n` others per row."""
     return Work(
-        reads=tokens * (vocab * 4 + _ID),
+        reads=tokens * (vocab * 4 + ID),
         writes=tokens * (4 + 12 * top_n),
         flops=3.0 * tokens * vocab,
     )
 
 
-WORK: Mapping[str, Callable[..., Work]] = {
-    f.__name__: f
-    for f in (
-        embed,
-        rms_norm,
-        add_rms_norm,
-        rope,
-        linear,
-        quantize_group,
-        rms_norm_quantize,
-        add_rms_norm_quantize,
-        silu_mul_quantize,
-        lora_delta,
-        cache_write,
-        cache_gather,
-        cache_move,
-        mla_prologue,
-        mla_absorb,
-        mla_inputs,
-        mha_prefill,
-        mha_prefill_quantize,
-        merge_state,
-        mla_decode,
-        mha_decode,
-        index_prologue,
-        index_scores,
-        index_topk,
-        index_select,
-        silu_mul,
-        router_logits,
-        route,
-        experts,
-        mask_logits,
-        sample,
-        logprobs,
-    )
-} | {"sparse_prefill": sparse_prefill, "sparse_decode": sparse_decode}
-
-
-def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
-    """Weights and cache that a decode step of `tokens` sequences must read at one site.
-
-    Activations are left out: they stay in caches between the ops of a step.
-    """
-    dims, dtype = facts.dims, facts.dtype
-    if site.op == "linear":
-        whole = linear(*_matrix(site), site.weight_format, dtype, tokens)
-        return Work(whole.weights, flops=whole.flops)
-    if site.op == "experts":
-        count, inter, hidden = site.shape
-        routed = dims["experts"]
-        slots = count - routed  # of shared experts: every token takes them
-        top_k = dims["top_k"] + slots
-        reached = distinct_experts(routed, dims["top_k"], tokens) + (slots if tokens else 0)
-        whole = experts(inter, hidden, site.weight_format, dtype, tokens, top_k, reached)
-        return Work(whole.weights, flops=whole.flops)
-    if site.op == "mla_absorb":
-        heads, nope, rope_dim = dims["heads"], dims["qk_nope"], dims["qk_rope"]
-        sizes = heads, nope, rope_dim, dims["v"], dims["kv_lora"]
-        both = mla_absorb("apply_q", *sizes, dtype, tokens)
-        both += mla_absorb("apply_v", *sizes, dtype, tokens)
-        return Work(both.weights, flops=both.flops)
-    if site.op == "mla_inputs":  # the sites of its parts say it
-        return Work()
-    if site.op == "mla_decode":
-        lens = (context,) * tokens
-        whole = mla_decode(
-            dims["heads"], dims["kv_lora"], dims["qk_rope"], dtype, facts.kv_dtype, lens
-        )
-        cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
-        return Work(reads=cached, flops=whole.flops)
-    if site.op == "mha_decode":
-        heads, nope, rope_dim = dims["heads"], dims["qk_nope"], dims["qk_rope"]
-        lens = (context,) * tokens
-        whole = mha_decode(heads, nope, rope_dim, dims["v"], dtype, facts.kv_dtype, lens)
-        width = heads * (nope + dims["v"]) + rope_dim
-        cached = tokens * context * width * ITEM_BYTES[facts.kv_dtype]
-        return Work(reads=cached, flops=whole.flops)
-    if site.op in ("index_scores", "index_select"):
-        lens = (context,) * tokens
-        whole = index_scores(dims["index_heads"], dims["index_dim"], facts.index_dtype, lens)
-        cached = sum(lens) * _index_bytes(dims["index_dim"], facts.index_dtype)
-        return Work(reads=cached, flops=whole.flops)
-    if site.op == "sparse_decode":
-        lens = (min(context, dims["index_topk"]),) * tokens
-        whole = sparse_decode(
-            dims["heads"], dims["kv_lora"], dims["qk_rope"], dtype, facts.kv_dtype, lens
-        )
-        cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
-        return Work(reads=cached, flops=whole.flops)
-    if site.op == "router_logits" and site.module == INDEXER:
-        whole = router_logits(dims["index_heads"], dims["hidden"], dtype, tokens)
-        return Work(whole.weights, flops=whole.flops)
-    if site.op == "router_logits":
-        whole = router_logits(dims["experts"], dims["hidden"], dtype, tokens)
-        return Work(whole.weights, flops=whole.flops)
-    return Work()
-
-
-def decode_step(
-    sites: Iterable[Site], facts: Facts, tokens: int, context: int = 0
-) -> dict[str, Work]:
-    """A decode step of `tokens` sequences with `context` cached tokens each, by op."""
-    found: dict[str, Work] = {}
-    for site in sites:
-        work = site_work(site, facts, tokens, context)
-        if work.nbytes:
-            name = "lm_head" if site.module == "lm_head" else site.op
-            found[name] = found.get(name, Work()) + work
-    return found
-
-
-def prefill_flops(config: ModelConfig, tokens: int, tp: int = 1) -> float:
-    """FLOPs of a prompt of `tokens` tokens on one of `tp` ranks, the head for its last only."""
-    c, heads = config, config.heads // tp
-    query = c.q_lora or 0
-    per_token = heads * c.qk_head * (query or c.hidden) + query * c.hidden
-    per_token += c.latent * c.hidden + heads * (c.qk_nope + c.v_head) * c.kv_lora
-    per_token += c.hidden * heads * c.v_head
-    total = 0.0
-    for layer in range(c.layers):
-        width: float = c.intermediate
-        if c.is_moe(layer):
-            top_k = c.routing.top_k if c.routing else 0
-            width = (top_k + c.shared_experts) * c.moe_intermediate
-            total += 2.0 * tokens * c.experts * c.hidden
-        total += 2.0 * tokens * (per_token + 3 * width / tp * c.hidden)
-        total += mha_prefill(heads, c.qk_nope, c.qk_rope, c.v_head, "bfloat16", tokens).flops
-    return total + 2.0 * math.ceil(c.vocab_size / tp) * c.hidden
-
-
-def _matrix(site: Site) -> tuple[int, int]:
-    out, cols = site.shape
-    return out, cols
-
-
-def _sums(lens: Iterable[int]) -> tuple[int, int]:
+def sums(lens: Iterable[int]) -> tuple[int, int]:
     counted = Counter(lens)
     return sum(n * times for n, times in counted.items()), sum(counted.values())

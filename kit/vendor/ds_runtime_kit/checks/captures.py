@@ -20,7 +20,8 @@ from ds_runtime.ops.reference.cases import Call, Case, Saved
 from ds_runtime.ops.spec import Facts, Kernel, Offers, load_attr, load_kernel
 from ds_runtime.platform.spec import GraphBackend
 from ds_runtime_kit.checks.comparers import only_defined
-from ds_runtime_kit.checks.conformance import CaseResult, same_bits
+from ds_runtime_kit.checks.conformance import CaseResult
+from ds_runtime_kit.checks.effects import same_bits
 from ds_runtime_kit.checks.inputs import CacheCodec, for_kernel
 from ds_runtime_kit.checks.memory import allocated
 from ds_runtime_kit.checks.numerics import copy_strided

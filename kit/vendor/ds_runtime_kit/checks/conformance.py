@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,6 +34,20 @@ from ds_runtime.ops.spec import (
     load_kernel,
 )
 from ds_runtime_kit.checks.comparers import FP8_ROUNDING, compare
+from ds_runtime_kit.checks.effects import (
+    CONTIGUOUS,
+    aliases,
+    bits,
+    flat,
+    form_differs,
+    must_raise,
+    plain_written,
+    poisoned_allocations,
+    strayed,
+    touched,
+    watched,
+    written_differs,
+)
 from ds_runtime_kit.checks.inputs import CacheCodec, for_kernel, for_oracle
 from ds_runtime_kit.checks.numerics import storage_bytes
 
@@ -273,9 +286,9 @@ class _Bench:
             if failure:
                 return error, where + failure
             worst = max(worst, error)
-            again = [*made[-1][i].results, *_plain_written(call, made[-1][i].args)]
-            first = [*made[0][i].results, *_plain_written(call, made[0][i].args)]
-            same = (torch.equal(_bits(a), _bits(b)) for a, b in zip(first, again,
+            again = [*made[-1][i].results, *plain_written(call, made[-1][i].args)]
+            first = [*made[0][i].results, *plain_written(call, made[0][i].args)]
+            same = (torch.equal(bits(a), bits(b)) for a, b in zip(first, again,
                                                                     strict=True))  # fmt: skip
             if not all(same):
                 return worst, where + "declared deterministic, but two runs differ"
@@ -283,7 +296,7 @@ class _Bench:
 
     def _run_kernel(self) -> Iterator[Ran]:
         target = load_kernel(self.kernel)
-        with _poisoned_allocations():
+        with poisoned_allocations():
             yield from self._execute(
                 target, lambda v: for_kernel(v, self.codec.device, self.codec.encode), watch=True
             )
@@ -300,19 +313,19 @@ class _Bench:
                 yield Ran((), [], left_out=True)
                 continue
             function = getattr(target, call.method) if call.method else target
-            before = _watched(call, args) if watch else {}
-            inside = [(a, storage_bytes(a), a.clone()) for a in _plain_written(call, args)]
+            before = watched(call, args) if watch else {}
+            inside = [(a, storage_bytes(a), a.clone()) for a in plain_written(call, args)]
             if call.raises is not None:
-                yield Ran(args, [], _must_raise(function, args, call.raises))
+                yield Ran(args, [], must_raise(function, args, call.raises))
                 continue
             result = function(*args)
             if call.save:
                 saved[call.save] = result
                 yield Ran(args, [])
                 continue
-            results = [r for r in _flat(result) if r is not None]
-            touched = _touched(before, args) or _aliases(call, args, results)
-            yield Ran(args, results, touched or (_strayed(inside) if watch else ""))
+            results = [r for r in flat(result) if r is not None]
+            wrong = touched(before, args) or aliases(call, args, results)
+            yield Ran(args, results, wrong or (strayed(inside) if watch else ""))
 
     def _judge(
         self, call: Call, ran: Ran, wide: Ran, native: Ran, tolerance: float
@@ -324,7 +337,7 @@ class _Bench:
         if len(ran.results) != len(native.results):
             return float("inf"), f"returns {len(ran.results)} values, not {len(native.results)}"
         for i, (got, want) in enumerate(zip(ran.results, native.results, strict=True)):
-            if said := _form_differs(got, want, self.kernel.op.name in _CONTIGUOUS):
+            if said := form_differs(got, want, self.kernel.op.name in CONTIGUOUS):
                 return float("inf"), f"result {i}: {said}"
         error, failure = 0.0, ""
         if ran.results:
@@ -336,122 +349,12 @@ class _Bench:
                 cache = call.args[index]
                 if isinstance(cache, Tensor):
                     got, want = ran.args[index], wide.args[index]
-                    failure = _written_differs(cache, got.to("cpu"), want, tolerance, "result")
+                    failure = written_differs(cache, got.to("cpu"), want, tolerance, "result")
                     continue
                 assert isinstance(cache, PagedCache)
                 got = self.codec.decode(ran.args[index], cache.page_size)
                 want = wide.args[index].flatten(0, 1)
                 if self.codec.rounds or (tolerance and is_fp8(got.dtype)):
                     tolerance = max(tolerance, FP8_ROUNDING)
-                failure = _written_differs(self.codec.seen(cache), got, want, tolerance)
+                failure = written_differs(self.codec.seen(cache), got, want, tolerance)
         return error, failure
-
-
-_CONTIGUOUS = frozenset(
-    {"rms_norm", "add_rms_norm", "rope", "silu_mul", "linear", "embed", "experts"}
-)
-
-
-@contextmanager
-def _poisoned_allocations() -> Iterator[None]:
-    """New tensors begin as NaN, so that what a kernel forgets to write is seen."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)
-
-
-def _flat(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape, dtype and every bit."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    if not tensor.numel():
-        return torch.empty(tensor.shape)
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-def _must_raise(function: Any, args: tuple[Any, ...], kind: type[Exception]) -> str:
-    try:
-        function(*args)
-    except kind:
-        return ""
-    except Exception as e:
-        return f"must raise {kind.__name__}, raises {type(e).__name__}: {e}"
-    return f"must raise {kind.__name__}, and does not"
-
-
-def _watched(call: Call, args: tuple[Any, ...]) -> dict[int, Tensor]:
-    allowed = {*call.written, *call.free}
-    return {
-        i: storage_bytes(a)
-        for i, a in enumerate(args)
-        if isinstance(a, Tensor) and i not in allowed
-    }
-
-
-def _touched(before: dict[int, Tensor], args: tuple[Any, ...]) -> str:
-    for i, content in before.items():
-        if not torch.equal(content, storage_bytes(args[i])):
-            return f"modifies its argument {i}"
-    return ""
-
-
-def _plain_written(call: Call, args: tuple[Any, ...]) -> list[Tensor]:
-    """The arguments written in place that are no caches; none of a call that was left out."""
-    return [args[i] for i in call.written if args and isinstance(call.args[i], Tensor)]
-
-
-def _strayed(written: list[tuple[Tensor, Tensor, Tensor]]) -> str:
-    """Whether more than the argument itself changed: each with the bytes around it and a copy from
-    before.
-    """
-    for tensor, around, old in written:
-        got = tensor.clone()
-        tensor.copy_(old)
-        same = torch.equal(storage_bytes(tensor), around)
-        tensor.copy_(got)
-        if not same:
-            return "writes beside the argument that it was to write"
-    return ""
-
-
-def _aliases(call: Call, args: tuple[Any, ...], results: list[Tensor]) -> str:
-    own = {i for i in call.written if isinstance(call.args[i], Tensor)}  # that may be returned
-    held = {
-        a.untyped_storage().data_ptr(): i
-        for i, a in enumerate(args)
-        if isinstance(a, Tensor) and a.numel() and i not in call.free and i not in own
-    }
-    for r in results:
-        if r.numel() and r.untyped_storage().data_ptr() in held:
-            return f"returns a view of argument {held[r.untyped_storage().data_ptr()]}"
-    return ""
-
-
-def _form_differs(got: Tensor, want: Tensor, contiguous: bool) -> str:
-    if got.shape != want.shape:
-        return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    if got.dtype != want.dtype:
-        return f"dtype {got.dtype}, not {want.dtype}"
-    return "not contiguous" if contiguous and not got.is_contiguous() else ""
-
-
-def _written_differs(
-    before: Tensor, got: Tensor, want: Tensor, tolerance: float, what: str = "cache"
-) -> str:
-    """Rows that the oracle left alone must be bitwise as before, the others right."""
-    old = before.to(torch.float64)
-    kept = ((want == old) | (want.isnan() & old.isnan())).all(-1)
-    if not torch.equal(_bits(got[kept]), _bits(before[kept])):
-        return f"changes {what} rows that it was not asked to write"
-    _, failure = compare("", (), [got[~kept]], [want[~kept]], tolerance)
-    return f"{what}: {failure}" if failure else ""

@@ -17,7 +17,8 @@ from torch import Tensor
 from ds_runtime.ops.batch import Batch, DecodePart, Segments
 from ds_runtime.ops.reference.cases import Call, Case, segments
 from ds_runtime.ops.spec import Kernel, Offers
-from ds_runtime_kit.checks.conformance import run_case, same_bits
+from ds_runtime_kit.checks.conformance import run_case
+from ds_runtime_kit.checks.effects import same_bits
 
 # Arguments with one row per token, by op or method. Attention is taken apart by sequence.
 _ROWS: Mapping[str, tuple[int, ...]] = {

@@ -158,24 +158,24 @@ def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:
 def _perf(plugins: Plugins, args: Namespace) -> int:
     """`bench ops` over all kernels of the ops that the named plugins offer."""
     from ds_runtime.config import EngineConfig
-    from ds_runtime_bench.ops import ops
+    from ds_runtime_bench.ops import measure, report
     from ds_runtime_kit.wanted import check_names, plugins_of
 
     check_names("--op", args.op)
     wanted = plugins_of(plugins, args.plugin)
     names = None if args.plugins is None else tuple(n.strip() for n in args.plugins.split(","))
     config = EngineConfig(platform=args.platform, plugins=names)
-    assembly = ops.assembled(config, ("platform",), None, "")
+    assembly = measure.assembled(config, ("platform",), None, "")
     owners = assembly.plugins.owners
     offered = {k.op.name for k in assembly.offers.kernels if owners[k.provider] in wanted}
     only = args.op or sorted(offered)
-    measurement = ops.Measurement(assembly, 512, None, 0.1)
+    measurement = measure.Measurement(assembly, 512, None, 0.1)
     figures = list(measurement.figures(only, (1, 16), ["all"]))
     if args.json:
-        print(json.dumps(ops.report(measurement, figures)))
+        print(json.dumps(report.report(measurement, figures)))
     else:
-        print(ops.render_ceilings(measurement.ceilings))
-        print("\n".join(map(ops.render, figures)))
+        print(report.render_ceilings(measurement.ceilings))
+        print("\n".join(map(report.render, figures)))
     return int(any(f.error for f in figures))
 
 

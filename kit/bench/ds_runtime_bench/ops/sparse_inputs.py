@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_runtime.ops.reference.formats import fp8_vectors, torch_dtype
-from ds_runtime_bench.ops import work
-
-if TYPE_CHECKING:
-    from ds_runtime_bench.ops.subjects import Place
+from ds_runtime_bench.ops import sparse_work, work
+from ds_runtime_bench.ops.place import Place
 
 Inputs = tuple[tuple[Any, ...], work.Work]
 
@@ -40,7 +38,7 @@ def _index_prologue(p: Place, tokens: int) -> Inputs:
         p.cache(-(-tokens // p.facts.page_size)),
         p.positions(tokens),
     )
-    todo = work.index_prologue(heads, d, rope, p.facts.dtype, p.facts.index_dtype, tokens)
+    todo = sparse_work.index_prologue(heads, d, rope, p.facts.dtype, p.facts.index_dtype, tokens)
     return args, todo
 
 
@@ -51,7 +49,7 @@ def _index_scores(p: Place, tokens: int) -> Inputs:
     q = p.normal(tokens, heads, d, dtype=torch.float32)
     q = fp8_vectors(q)[0] if dtype == torch.float8_e4m3fn else q.to(dtype)
     weights = p.normal(tokens, heads, dtype=torch.float32)
-    todo = work.index_scores(heads, d, p.facts.index_dtype, (p.context,) * tokens)
+    todo = sparse_work.index_scores(heads, d, p.facts.index_dtype, (p.context,) * tokens)
     return (q, weights, p.cache(table.numel()), table, owners, lens), todo
 
 
@@ -60,13 +58,13 @@ def _index_topk(p: Place, tokens: int) -> Inputs:
     size, k = p.facts.page_size, p.facts.dims["index_topk"]
     scores = p.normal(tokens, table.shape[1] * size, dtype=torch.float32)
     args = (scores, lens, owners, table, size, k)
-    return args, work.index_topk(k, (p.context,) * tokens)
+    return args, sparse_work.index_topk(k, (p.context,) * tokens)
 
 
 def _index_select(p: Place, tokens: int) -> Inputs:
     args, scored = _index_scores(p, tokens)
     k = p.facts.dims["index_topk"]
-    return (*args, k), work.index_select(scored, k, tokens)
+    return (*args, k), sparse_work.index_select(scored, k, tokens)
 
 
 def _sparse(p: Place, tokens: int) -> Inputs:
@@ -80,7 +78,7 @@ def _sparse(p: Place, tokens: int) -> Inputs:
     q = p.normal(tokens, heads, lora + rope)
     args = (q, p.cache(table.numel()), slots.to(torch.int32), lora, (lora + rope) ** -0.5)
     lens = (count,) * tokens
-    return args, work.sparse_decode(heads, lora, rope, p.facts.dtype, p.facts.kv_dtype, lens)
+    return args, sparse_work.sparse_decode(heads, lora, rope, p.facts.dtype, p.facts.kv_dtype, lens)
 
 
 INPUTS: Mapping[str, Callable[[Place, int], Inputs]] = {

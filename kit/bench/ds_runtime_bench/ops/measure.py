@@ -12,8 +12,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +26,18 @@ from ds_runtime.ops.bind import INDEX, refusal, site_facts
 from ds_runtime.ops.spec import Facts, Kernel, Site
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.spec import Ceilings
-from ds_runtime_bench.ops.work import Work, as_read, decode_step
-from ds_runtime_bench.record import Neighbours, as_served, environment
+from ds_runtime_bench.ops.step_work import decode_step
+from ds_runtime_bench.ops.work import Work, as_read
+from ds_runtime_bench.record import Neighbours, as_served
 from ds_runtime_bench.shapes import config_of
 
 if TYPE_CHECKING:
-    from ds_runtime_bench.ops.subjects import Memory, Place, Subject
+    from ds_runtime_bench.ops.place import Memory, Place, Subject
 
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
-_FLOAT32 = frozenset(
-    {"router_logits", "route", "mask_logits", "sample", "logprobs"}
-)  # whatever the dtype
+# Whatever the dtype.
+_FLOAT32 = frozenset({"router_logits", "route", "mask_logits", "sample", "logprobs"})
 _UNKNOWN_CACHE = 64 << 20  # bytes to keep clear of where nobody knows the cache's size
-DISTURBED = 0.05  # share of processor time from which others are worth a word
 _PASSES = 3  # over all calls at least, within reason
 
 
@@ -293,7 +292,7 @@ class Measurement:
             yield Figure(*about, n, kernel.name, bound, error=_failure(e))
 
     def _place(self, group: Group, kernel: Kernel) -> Place:
-        from ds_runtime_bench.ops.subjects import Place
+        from ds_runtime_bench.ops.place import Place
 
         model, config = self.assembly.model, self.assembly.config
         binding, indexed = self.assembly.binding, OPS[group.op].layout == INDEX
@@ -310,7 +309,7 @@ class Measurement:
         )
 
     def _memory(self) -> Memory:
-        from ds_runtime_bench.ops.subjects import Memory
+        from ds_runtime_bench.ops.place import Memory
 
         most = self._most or self.platform.memory(0).free // 4
         return Memory(self.ceilings.cache or _UNKNOWN_CACHE, needed_bytes(self.assembly), most)
@@ -385,61 +384,6 @@ class Measurement:
         return statistics.median(times)
 
 
-def render_ceilings(c: Ceilings) -> str:
-    """The head of the report."""
-    rates = ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in c.compute.items())
-    cache = f"{c.cache / 2**20:,.0f} MiB" if c.cache else "unknown"
-    return (
-        f"ceilings measured: read {c.bandwidth / 1e9:.1f} GB/s, matmul in Top/s: {rates}; "
-        f"last-level cache {cache} ({c.note})"
-    )
-
-
-def render(f: Figure) -> str:
-    """One figure for people."""
-    name = f"{f.op}.{f.method}" if f.method else f.op
-    head = (
-        f"{name:<18} {f.what:<26} {f.tokens:>5} tokens  {f.kernel + ('*' if f.bound else ''):<30}"
-    )
-    if f.error:
-        return f"{head} {f.error}"
-    share = f"{_percent(f.of_bandwidth)} of read, {_percent(f.of_compute)} of compute"
-    warm = "" if f.cold else f"  [{f.copies} copies: partly in the cache]"
-    note = f"  [{f.note}]" if f.note else ""
-    return (
-        f"{head} {f.us:>11,.1f} µs {f.gb_per_s:>8.1f} GB/s {f.gflop_per_s:>9.1f} GFLOP/s  "
-        f"{share}{warm}{note}"
-    )
-
-
-def _percent(share: float | None) -> str:
-    return "   -" if share is None else f"{share:>4.0%}"
-
-
-def render_neighbours(share: float | None) -> str:
-    """A warning if others were busy meanwhile, else nothing."""
-    if share is None or share < DISTURBED:
-        return ""
-    return f"other processes used {share:.0%} of the processors meanwhile: the machine is faster"
-
-
-def report(measurement: Measurement, figures: Sequence[Figure]) -> dict[str, Any]:
-    """The JSON form."""
-    assembly, ceilings = measurement.assembly, measurement.ceilings
-    return {
-        "bench": "ops",
-        "model": assembly.plan.model,
-        "platform": assembly.plan.platform,
-        "arch": assembly.plan.arch,
-        "dtype": assembly.plan.dtype,
-        "threads": assembly.config.threads,
-        "ceilings": asdict(ceilings),
-        "figures": [asdict(f) for f in figures],
-        "neighbours": measurement.neighbours.share(),
-        **environment(),
-    }
-
-
 def step_bytes(
     assembly: Assembly, tokens: Sequence[int], context: int, only: Sequence[str] = ()
 ) -> dict[int, dict[str, Work]]:
@@ -454,23 +398,3 @@ def step_bytes(
                 work = as_read(whole, kernel, site_facts(base, site))
                 step[name] = step.get(name, Work()) + work
     return found
-
-
-def bytes_report(assembly: Assembly, steps: Mapping[int, Mapping[str, Work]]) -> dict[str, Any]:
-    """The JSON form: bytes by batch and op."""
-    found = {n: {name: work.nbytes for name, work in step.items()} for n, step in steps.items()}
-    sums = {n: sum(step.values()) for n, step in found.items()}
-    return {"bench": "ops", "model": assembly.plan.model, "step_bytes": found, "all": sums}
-
-
-def render_bytes(steps: Mapping[int, Mapping[str, Work]]) -> str:
-    """Megabytes per step by op, and the sum."""
-    names = list(dict.fromkeys(name for step in steps.values() for name in step))
-    head = f"{'MB a step':<16}" + "".join(f"{f'batch {n}':>14}" for n in steps)
-    lines = [head]
-    for name in names:
-        cells = (step.get(name, Work()).nbytes / 1e6 for step in steps.values())
-        lines.append(f"{name:<16}" + "".join(f"{c:>14,.1f}" for c in cells))
-    sums = (sum(w.nbytes for w in step.values()) / 1e6 for step in steps.values())
-    lines.append(f"{'all':<16}" + "".join(f"{c:>14,.1f}" for c in sums))
-    return "\n".join(lines)
