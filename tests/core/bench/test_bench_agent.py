@@ -311,7 +311,7 @@ def test_the_cache_is_flushed_where_that_is_asked_for(capsys):
         (["--prefix-len", "-1"], "--prefix-len -1"),
         (["--rounds", "3"], "need --compare URL"),
         (["--compare", "http://x", "--rounds", "0"], "--rounds 0: must be at least 1"),
-        (["--compare", "http://x", "--plot", "x.svg"], "leave --compare out"),
+        (["--compare", "http://x", "--save-token-ids", "x"], "leave --compare out"),
         (["--compare", "x"], "--compare 'x': write scheme and host"),
         (["--compare", "http://x", "--compare-api-key", "a\nb"], "--compare-api-key: must be"),
         (["--compare", "http://x", "--base-url", "y"], "--base-url 'y': write scheme"),

@@ -155,7 +155,6 @@ def add(kinds: _SubParsersAction[Any]) -> None:
     )
     group.add_argument("--json", action="store_true", help="one JSON line")
     group.add_argument("--output-file", metavar="FILE", help="append that line to FILE")
-    group.add_argument("--plot", metavar="FILE", help="write an SVG")
     group.add_argument(
         "--save-token-ids", metavar="FILE", help="write every request's, for trace_bound.py"
     )
@@ -181,7 +180,7 @@ def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> tuple[di
     """The report of one server, for programs and for people."""
     import uvloop
 
-    from ds_runtime_bench.serving import hits, plot, report
+    from ds_runtime_bench.serving import hits, report
 
     measured = uvloop.run(_measure(args, asked, limits, args.base_url, args.api_key, 0))
     found = measured.report
@@ -192,12 +191,10 @@ def _one(args: Namespace, asked: Asked, limits: Mapping[str, float]) -> tuple[di
         )
     try:
         _keep(args, found)
-        if args.plot:
-            Path(args.plot).write_text(plot.svg(found, measured.answers, measured.begin))
         if args.save_token_ids:
             hits.save(Path(args.save_token_ids), measured.warm, measured.answers)
     except OSError as e:
-        raise ConfigError(f"--output-file, --plot or --save-token-ids: {e}") from e
+        raise ConfigError(f"--output-file or --save-token-ids: {e}") from e
     return found, report.render(found, hits.render(found))
 
 
@@ -284,8 +281,8 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--tool-result-len {low} {high}: write the least, from 1, and the most")
     if args.compare is None and (args.rounds is not None or args.compare_api_key is not None):
         raise ConfigError("--rounds and --compare-api-key: need --compare URL")
-    if args.compare is not None and (args.plot or args.save_token_ids):
-        raise ConfigError("--plot and --save-token-ids: are of one server; leave --compare out")
+    if args.compare is not None and args.save_token_ids:
+        raise ConfigError("--save-token-ids: is of one server; leave --compare out")
     if not 0 <= args.random_range_ratio <= 1:
         raise ConfigError(f"--random-range-ratio {args.random_range_ratio:g}: from 0 to 1")
     if not args.endpoint.endswith(("/chat/completions", "/completions")):
