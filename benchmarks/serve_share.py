@@ -78,7 +78,7 @@ async def _online(args: argparse.Namespace, url: str, clients: int) -> dict[str,
         assert status == 200, body
         info = json.loads(body)
     finally:
-        target.close()
+        await target.close()
     rates = [report["request_throughput"] for report in found[1:]]
     kept = {name: found[-1][name] for name in ("ttft_ms", "tpot_ms", "itl_ms") if name in found[-1]}
     return {

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import socket
 import sys
+from typing import Any
 
 import uvloop
 
@@ -63,6 +64,14 @@ def _child(sock: socket.socket, events: int) -> None:
     uvloop.run(_serve(sock, events))
 
 
+async def _measure(url: str, prompts: list[Session], load: Load) -> dict[str, Any]:
+    target = Target(url)
+    try:
+        return (await measure(target, Asked(model="null"), prompts, load)).report
+    finally:
+        await target.close()
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -73,10 +82,9 @@ def main() -> int:
     context = multiprocessing.get_context("fork")
     child = context.Process(target=_child, args=(sock, args.events), daemon=True)
     child.start()
-    target = Target(f"http://127.0.0.1:{sock.getsockname()[1]}")
     prompts = [Session(Prompt(args.events, text="x"))] * (4 * args.streams)
     load = Load(concurrency=args.streams)
-    report = uvloop.run(measure(target, Asked(model="null"), prompts, load)).report
+    report = uvloop.run(_measure(f"http://127.0.0.1:{sock.getsockname()[1]}", prompts, load))
     child.terminate()
     events = len(prompts) * args.events
     seconds = report["client_cpu"] * report["duration"]

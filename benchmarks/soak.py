@@ -97,10 +97,10 @@ class Soak:
         answer = await self._target.post(CHAT, body("x" * draw.randint(1, 20_000), n=0))
         return None if answer.status == 400 else f"status {answer.status}: {answer.error}"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the connections."""
-        self._target.close()
-        self._impatient.close()
+        await self._target.close()
+        await self._impatient.close()
 
 
 def resident(server: psutil.Process) -> tuple[int, int]:
@@ -128,7 +128,7 @@ async def _run(url: str, server: psutil.Process, seconds: float, clients: int) -
         group.create_task(sample())
         for number in range(clients):
             group.create_task(soak.client(number))
-    soak.close()
+    await soak.close()
     stats = await _idle(url)
     report = {
         "seconds": seconds,
@@ -160,7 +160,7 @@ async def _idle(url: str) -> dict[str, Any]:
         stats: dict[str, Any] = json.loads((await target.get("/server_info"))[1])["stats"]
         if stats["running"] == stats["waiting"] == stats["pages_cached"] == 0:
             break
-    target.close()
+    await target.close()
     return stats
 
 

@@ -71,7 +71,7 @@ async def _measure(url: str, asked: Asked, load: Load, count: int) -> Measured:
     try:
         return await measure(target, asked, [Session(p) for p in prompts(count)], load)
     finally:
-        target.close()
+        await target.close()
 
 
 def run(requests: int, concurrency: int) -> dict[str, Any]:

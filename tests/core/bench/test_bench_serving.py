@@ -26,7 +26,7 @@ def ask(server, count=1, **target):
     async def post():
         one = Target(server.url, **target)
         found = [await one.post("/v1/chat/completions", {}) for _ in range(count)]
-        one.close()
+        await one.close()
         return found
 
     return asyncio.run(post())
@@ -52,6 +52,54 @@ def test_connections_are_used_again_and_replaced_when_the_server_closed_them():
     with serving(lambda *_: (200, closing, [chunk("a"), chunk(tokens=1), DONE])) as server:
         assert [a.error for a in ask(server, 3)] == [None] * 3
         assert server.connections == 3
+
+
+def ask_by_hand(answers, requests):
+    """(answers, requests of each connection) of a server that answers `answers` requests of a
+    connection and closes it with the next."""
+    body = b"".join((chunk("a"), chunk(tokens=1), DONE))
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+    seen = []
+
+    async def serve(reader, writer):
+        seen.append(0)
+        while seen[-1] <= answers:
+            while (await reader.readline()).strip():
+                pass
+            if not await reader.read(2):  # {}
+                break
+            seen[-1] += 1
+            if seen[-1] <= answers:
+                writer.write(head % len(body) + body)
+        writer.close()
+
+    async def run():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+            target = Target(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+            try:
+                return [await target.post("/v1/chat/completions", {}) for _ in range(requests)]
+            finally:
+                await target.close()
+
+    return asyncio.run(run()), seen
+
+
+def test_a_connection_that_was_closed_while_idle_is_replaced():
+    """Its end is seen with the next request, which goes out again on another."""
+    found, seen = ask_by_hand(answers=1, requests=4)
+    assert [(a.error, a.text) for a in found] == [(None, "a")] * 4
+    assert seen == [2, 2, 2, 1]
+
+
+def test_a_new_connection_that_answers_nothing_is_an_error():
+    (answer,), seen = ask_by_hand(answers=0, requests=1)
+    assert "the server closed the connection" in answer.error and seen == [1]
+
+
+def test_what_is_no_http_is_an_error():
+    with serving(lambda *_: ("raw", {}, [b"hello"])) as server:
+        (answer,) = ask(server)
+    assert answer.error.startswith("the answer is no HTTP: ")
 
 
 @pytest.mark.parametrize(

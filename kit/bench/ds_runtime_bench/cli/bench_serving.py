@@ -257,7 +257,7 @@ async def _measure(
             target, asked, sessions, load, limits, args.num_warmups, args.flush_cache
         )
     finally:
-        target.close()
+        await target.close()
 
 
 def _check(args: Namespace) -> None:
