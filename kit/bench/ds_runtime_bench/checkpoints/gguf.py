@@ -2,8 +2,8 @@
 
 The values are those of the checkpoint: 16-bit and 32-bit floats as they are, quantised weights
 dequantised to the checkpoint's dtype, norms and routers in float32. Written tensor by tensor, so
-that memory holds one stack of experts at most. There is no tokenizer in the file: it is for
-measuring with token ids. Needs the package `gguf`.
+that memory holds one stack of experts at most. The package `gguf` names the tensors and writes the
+file. There is no tokenizer in it: it is for measuring with token ids.
 """
 
 from __future__ import annotations
@@ -28,31 +28,6 @@ from ds_runtime.ops.spec import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
 
-_LAYER = {  # a layer's modules under their names in the file; kv_b_proj is cut in two
-    "input_layernorm": "attn_norm.weight",
-    "post_attention_layernorm": "ffn_norm.weight",
-    "self_attn.q_proj": "attn_q.weight",
-    "self_attn.q_a_proj": "attn_q_a.weight",
-    "self_attn.q_a_layernorm": "attn_q_a_norm.weight",
-    "self_attn.q_b_proj": "attn_q_b.weight",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa.weight",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm.weight",
-    "self_attn.o_proj": "attn_output.weight",
-    "mlp.gate_proj": "ffn_gate.weight",
-    "mlp.up_proj": "ffn_up.weight",
-    "mlp.down_proj": "ffn_down.weight",
-    "mlp.gate": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp.weight",
-}
-_WHOLE = {
-    "model.embed_tokens": "token_embd.weight",
-    "model.norm": "output_norm.weight",
-    "lm_head": "output.weight",
-}
-_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 _FLOAT32 = ("mlp.gate", "mlp.gate.e_score_correction_bias")
 
 
@@ -161,32 +136,38 @@ def metadata(c: ModelConfig, name: str) -> dict[str, str | int | float | bool]:
 
 def plan_targets(config: ModelConfig, stored: dict[str, Stored]) -> Iterator[Target]:
     """Every tensor of the file, in the order in which it is written."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, config.layers)
+
+    def named(module: str) -> str:
+        """In the file, which says bias only where a weight has one beside it."""
+        base = module.removesuffix("_bias")
+        found = names.get_name(base)
+        assert found is not None, f"the GGUF architecture has no {module}"
+        return f"{found}.{'weight' if base == module else 'bias'}"
+
     dtype = torch_dtype(config.dtype)
     for module, found in stored.items():
-        if module in _WHOLE:
-            plain = len(found.shape) == 1
-            yield Target(_WHOLE[module], found.shape, torch.float32 if plain else dtype, (module,))
-            continue
-        layer, name = module.removeprefix("model.layers.").split(".", 1)
-        block = f"blk.{layer}"
         if found.expert is not None:
-            short = name.rpartition(".")[2]
+            before, _, short = module.rpartition(".")
             if found.expert[1] == 0:
-                prefix, suffix = module.removesuffix(f"0.{short}"), f".{short}"
-                each = tuple(f"{prefix}{e}{suffix}" for e in range(config.experts))
+                experts = before.removesuffix(".0")
+                each = tuple(f"{experts}.{e}.{short}" for e in range(config.experts))
                 shape = (config.experts, *found.shape)
-                yield Target(f"{block}.{_EXPERTS[short]}.weight", shape, dtype, each)
-        elif name == "self_attn.kv_b_proj":
+                yield Target(named(f"{experts}.{short}"), shape, dtype, each)
+        elif module.endswith(".kv_b_proj"):
+            attention = module.removesuffix(".kv_b_proj")
             nope, v = config.qk_nope, config.v_head
-            shape = (config.heads, config.kv_lora, nope)
-            yield Target(f"{block}.attn_k_b.weight", shape, dtype, (module,), slice(0, nope), True)
-            shape = (config.heads, v, config.kv_lora)
-            rows = slice(nope, nope + v)
-            yield Target(f"{block}.attn_v_b.weight", shape, dtype, (module,), rows)
+            for half, shape, rows, transpose in (
+                ("k_b_proj", (config.heads, config.kv_lora, nope), slice(0, nope), True),
+                ("v_b_proj", (config.heads, v, config.kv_lora), slice(nope, nope + v), False),
+            ):
+                yield Target(named(f"{attention}.{half}"), shape, dtype, (module,), rows, transpose)
         else:
-            small = len(found.shape) == 1 or name in _FLOAT32
+            small = len(found.shape) == 1 or module.endswith(_FLOAT32)
             kind = torch.float32 if small else dtype
-            yield Target(f"{block}.{_LAYER[name]}", found.shape, kind, (module,))
+            yield Target(named(module), found.shape, kind, (module,))
 
 
 class _Source:
