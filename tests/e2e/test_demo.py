@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import random
+from contextlib import closing
 from pathlib import Path
 
 import jsonschema
@@ -19,6 +20,7 @@ from ds_runtime.model.hub import resolve_model
 from ds_runtime.text.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_bench.engine import accuracy
+from ds_runtime_bench.engine.drafts import DraftCheck
 
 FOLDER = resolve_model("demo")
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -175,6 +177,20 @@ def test_some_held_out_answers_through_the_runtime():
     prose = report["scores"]["prose"]
     assert 3.2 < math.log(prose["perplexity"]) < 3.7  # the trainer says 3.45 nats of all passages
     assert f"over {prose['tokens']:,} tokens" in accuracy.render(report)
+
+
+def test_drafts_agree_as_in_the_plain_torch_of_the_training():
+    """Position by position, also where a text is read in several steps."""
+    from demo_files import load_checkpoint
+    from demo_scores import mtp_pairs
+
+    tokenizer, model = Tokenizer.load(FOLDER), load_checkpoint(FOLDER, "cpu").float().eval()
+    prose = json.loads((FOLDER / "heldout.json").read_text())["prose"][:3]
+    settings = {"model": "demo", "platform": "cpu", "threads": 1, "dtype": "float32"}
+    with closing(DraftCheck({**settings, "max_step_tokens": 100})) as check:
+        for ids in ([0, *tokenizer.encode(p["text"])] for p in prose):
+            assert check.pairs(ids, 1) == mtp_pairs(model, ids[:1], ids[1:])
+            assert check.pairs(ids, 9) == mtp_pairs(model, ids[:9], ids[9:])
 
 
 @pytest.mark.slow

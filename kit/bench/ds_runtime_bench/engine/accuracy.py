@@ -3,8 +3,8 @@ planted in long prompts, and how often MTP drafts agree.
 
 The set is heldout.json of the checkpoint's folder, or else the demo model's; keys and schemas are
 those of heldout_keys.json and heldout_schemas.json. The runtime generates
-greedily; answers are scored as raw text. MTP agreement is computed in plain torch on the outputs
-of the runtime, and apart from them on prose.
+greedily; answers are scored as raw text. Drafts are compared with the model at every position of
+the outputs, and apart from them on prose.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -127,22 +128,20 @@ def perplexity(llm: LLM, prose: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def draft_agreement(
-    folder: Path, outputs: Sequence[RequestOutput], prose: Sequence[Sequence[int]]
+    settings: Mapping[str, Any],
+    outputs: Sequence[RequestOutput],
+    prose: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
     """Share of MTP drafts equal to the model's argmax: on outputs, and on prose (true text)."""
-    from ds_runtime.model.hf import load_config
-    from ds_runtime_bench.engine.mtp import DraftCheck, refusal
+    from ds_runtime_bench.engine.drafts import DraftCheck
 
-    reason = refusal(load_config(folder))
-    if reason is not None:
-        return {"refused": reason}
-    check = DraftCheck(folder)
     own, text = [], []
-    for output in outputs:
-        prompt = output.prompt_token_ids
-        own += check.pairs([*prompt, *output.token_ids], len(prompt))
-    for ids in prose:
-        text += check.pairs(ids, 1)
+    with closing(DraftCheck(settings)) as check:
+        for output in outputs:
+            prompt = output.prompt_token_ids
+            own += check.pairs([*prompt, *output.token_ids], len(prompt))
+        for ids in prose:
+            text += check.pairs(ids, 1)
     return {
         "outputs": scoring.agreement(own),
         "output_tokens": len(own),
@@ -181,6 +180,7 @@ def run(
         raise ConfigError(f"--planted {bad[0]}: must be at least 1 token")
     from ds_runtime import LLM
     from ds_runtime.base import part_of
+    from ds_runtime.model.hf import load_config
     from ds_runtime.model.hub import resolve_model
 
     model = str(settings.get("model", "demo"))
@@ -214,8 +214,10 @@ def run(
         scores["planted"] = {
             n: score(llm, folder, "keys", with_keys(llm, asked, texts, n))[0] for n in planted
         }
-    if mtp:
-        scores["mtp"] = draft_agreement(folder, outputs, prose)
+    if mtp and load_config(folder).mtp_layers:
+        scores["mtp"] = draft_agreement(settings, outputs, prose)
+    elif mtp:
+        scores["mtp"] = {"refused": "the checkpoint has no MTP layer"}
     return {
         "bench": "accuracy",
         "model": model,
