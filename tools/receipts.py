@@ -37,6 +37,7 @@ SOURCES = (
     "tests/native/*.h",
     "core/ds_runtime/ops/reference/cases.py",
     "kit/vendor/ds_runtime_kit/checks/conformance.py",
+    "kit/vendor/ds_runtime_kit/checks/effects.py",
     "kit/vendor/ds_runtime_kit/kit.py",
     "tests/conformance/test_ops.py",
     "tests/examples.py",

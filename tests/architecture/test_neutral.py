@@ -30,7 +30,7 @@ def vendor_words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("part", ["core", "kit"])
-def test_no_vendor_is_named(part: str) -> None:
+def test_the_core_names_no_vendor(part: str) -> None:
     found = []
     files = sorted((ROOT / part).rglob("*.py"))
     assert len(files) > 40
