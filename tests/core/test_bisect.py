@@ -20,7 +20,7 @@ from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.ops.weight import Packed
 from ds_runtime.plugins import load_plugins
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
-from ds_runtime_kit.bisect import bisect, capsule
+from ds_runtime_kit.bisect import repro_case, search
 from ds_runtime_kit.checks.conformance import cases_for, check_case, facts_for
 from ds_runtime_kit.conform import replay
 
@@ -95,12 +95,12 @@ def find(
     steps: int = 1,
     model: str = "demo",
     disable_mla: bool = False,
-) -> bisect.Finding:
+) -> search.Finding:
     config = EngineConfig(model, plugins=("cpu",), platform="cpu", dtype="float32",
                           context_length=256, disable_mla=disable_mla)  # fmt: skip
     given = ("plugins", "platform", "dtype", "context_length")
     extra = [] if plugin is None else [plugin]
-    return bisect.bisect(config, given, ["1+2=", "hello"], steps, out, extra)
+    return search.bisect(config, given, ["1+2=", "hello"], steps, out, extra)
 
 
 def test_both_kernels_of_a_pair_are_watched(
@@ -146,7 +146,7 @@ def test_without_a_fault_nothing_departs(tmp_path: Path) -> None:
         *("mla_inputs", "rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize"),
         "mha_prefill_quantize",
     }
-    assert "no kernel departs" in bisect.render(finding, tmp_path / "case")
+    assert "no kernel departs" in search.render(finding, tmp_path / "case")
     assert not (tmp_path / "case").exists()
 
 
@@ -163,8 +163,8 @@ def test_the_planted_kernel_is_named_and_its_case_replays(
     assert finding.culprit is not None
     assert (finding.culprit.op, finding.culprit.kernel) == (op, f"planted.{fn.__name__}")
     assert finding.step == step and finding.alone
-    assert f"conform --case {out}" in bisect.render(finding, out)
-    held = capsule.load(out)
+    assert f"conform --case {out}" in search.render(finding, out)
+    held = repro_case.load(out)
     assert held.versions["torch"] == torch.__version__ and "relative error" in held.said
     plugins = load_plugins(("cpu",), extra=[plugin])
     device = DeviceInfo("cpu", "host", "any")
@@ -206,7 +206,7 @@ def test_what_a_kernel_keeps_of_earlier_calls_is_told_apart(
     finding = find(planted(monkeypatch, "linear", Forgetful, "lm_head"), tmp_path / "case", 3)
     assert finding.culprit is not None and finding.where == "lm_head"
     assert not finding.alone
-    assert "look at what it keeps" in bisect.render(finding, tmp_path / "case")
+    assert "look at what it keeps" in search.render(finding, tmp_path / "case")
 
 
 def test_every_kind_of_sample_survives_the_file(tmp_path: Path) -> None:
@@ -224,8 +224,8 @@ def test_every_kind_of_sample_survives_the_file(tmp_path: Path) -> None:
         case = cases[1][1]
         case = replace(case, calls=tuple(c for c in case.calls if c.raises is None))
         path = tmp_path / kernel.op.name
-        capsule.save(capsule.Capsule(kernel.op.name, kernel.name, case), path)
-        back = capsule.load(path).case
+        repro_case.save(repro_case.Capsule(kernel.op.name, kernel.name, case), path)
+        back = repro_case.load(path).case
         before, after = check_case(kernel, case), check_case(kernel, back)
         assert before.ok and after == before, kernel.name
 
@@ -235,6 +235,6 @@ def test_a_file_that_is_no_case_is_refused(content: bytes, tmp_path: Path) -> No
     path = tmp_path / "case"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is no case that ds-runtime bisect wrote"):
-        capsule.load(path)
+        repro_case.load(path)
     with pytest.raises(ConfigError, match="is no case"):
-        capsule.load(tmp_path / "missing")
+        repro_case.load(tmp_path / "missing")

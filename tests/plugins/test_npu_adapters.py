@@ -20,7 +20,7 @@ from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims, Offers
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
-from ds_runtime_kit.bisect.bisect import bisect
+from ds_runtime_kit.bisect.search import bisect
 from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,

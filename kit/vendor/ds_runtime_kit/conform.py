@@ -21,11 +21,11 @@ from ds_runtime.ops.table import OPS
 from ds_runtime.platform.spec import GraphBackend, Platform
 from ds_runtime.plugins import PluginReport, Plugins
 from ds_runtime.receipts import FORMAT, code_digest
-from ds_runtime_kit.bisect import capsule
+from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects
-from ds_runtime_kit.loaders.loaders import QUESTIONS, check_loader
-from ds_runtime_kit.wanted import check_names
+from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
+from ds_runtime_kit.selection import check_names
 
 LOADER = "loader"  # stands for an op's name
 ALL_CHECKS = (*CHECKS, *QUESTIONS)
@@ -194,7 +194,7 @@ def versions(report: PluginReport | None = None) -> Mapping[str, str]:
 
 def replay(plugins: Plugins, device: DeviceInfo, path: str, name: str = "") -> CaseResult:
     """Run a recorded case on the kernel that it names, or on another of the same op."""
-    held = capsule.load(Path(path))
+    held = repro_case.load(Path(path))
     facts = replace(held.case.facts, device=device)
     offers = plugins.offers(facts)
     wanted = name or held.kernel

@@ -27,8 +27,8 @@ from ds_runtime_kit.checks.conformance import (
     check_kernel,
     facts_for,
 )
-from ds_runtime_kit.checks.honesty import SIZED_BY_DIMS, dishonest
 from ds_runtime_kit.checks.memory import Measured
+from ds_runtime_kit.checks.refusals import SIZED_BY_DIMS, dishonest
 from ds_runtime_kit.checks.rewrap import weight_variants
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -28,8 +28,8 @@ from ds_runtime_kit.checks.conformance import CaseResult, cases_for, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend
 from ds_runtime_kit.conform import LOADER, questioned
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects
-from ds_runtime_kit.loaders.loaders import QUESTIONS, check_loader
-from ds_runtime_kit.wanted import plugins_of
+from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
+from ds_runtime_kit.selection import plugins_of
 
 Case: TypeAlias = tuple[str, Callable[[], Iterable[CaseResult]]]  # why it is skipped, what asks
 

@@ -14,7 +14,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.platform.spec import Ceilings
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
-from ds_runtime_bench.engine import compare, turns
+from ds_runtime_bench.engine import compare, interleaved
 from ds_runtime_bench.engine.compare import Case, Child, LlamaCpp, cases_of
 from ds_runtime_bench.ops import measure
 from ds_runtime_cpu.platform import CpuPlatform
@@ -252,7 +252,7 @@ class Counted:
 
 def test_a_turn_times_one_token_and_all(monkeypatch):
     made = Counted({}, 1, 1)
-    monkeypatch.setattr(turns, "load_attr", lambda name: lambda *args: made)
+    monkeypatch.setattr(interleaved, "load_attr", lambda name: lambda *args: made)
     asked = [
         {"settings": {}, "rows": 4, "context": 49},
         {"do": "seconds", "batch": 4, "input_len": 16, "output_len": 32},
@@ -261,7 +261,7 @@ def test_a_turn_times_one_token_and_all(monkeypatch):
         {"do": "read"},
     ]
     out = io.StringIO()
-    assert turns.main("ds-runtime", io.StringIO("\n".join(map(json.dumps, asked))), out) == 0
+    assert interleaved.main("ds-runtime", io.StringIO("\n".join(map(json.dumps, asked))), out) == 0
     about, decode, prefill, limits, read = map(json.loads, out.getvalue().splitlines())
     assert about == {"about": {}}
     assert (decode["first"], decode["whole"]) == (1.0, 33.0)
@@ -290,7 +290,7 @@ def test_limits_of_this_runtime(monkeypatch, checkpoint):
     """Bytes of a step are those of `bench ops --bytes`."""
     monkeypatch.setattr(CpuPlatform, "ceilings", lambda self, rank=0: Ceilings(5e9, {}))
     settings = {"model": str(checkpoint), "platform": "cpu", "threads": torch.get_num_threads()}
-    found = turns.Ours(settings, 4, 64).limits([(1, 8), (4, 8)])
+    found = interleaved.Ours(settings, 4, 64).limits([(1, 8), (4, 8)])
     assert found["ceilings"]["bandwidth"] == 5e9
     assembly = measure.assembled(EngineConfig(**settings), frozenset(settings), None, "")
     steps = measure.step_bytes(assembly, (1, 4), 8)

@@ -18,7 +18,7 @@ from ds_runtime.platform import ceilings
 from ds_runtime.platform.spec import Ceilings, Platform
 from ds_runtime_bench import record
 from ds_runtime_bench.ops import measure, report, work
-from ds_runtime_bench.ops.makers import MAKERS
+from ds_runtime_bench.ops.op_subjects import MAKERS
 from ds_runtime_bench.ops.place import Memory, held
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform

@@ -26,7 +26,7 @@ from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime_kit import conform
 from ds_runtime_kit.loaders.checkpoints import write_checkpoint
-from ds_runtime_kit.loaders.loaders import QUESTIONS, check_loader
+from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")
 
@@ -228,15 +228,15 @@ def test_the_plan_says_what_a_receipt_covers(model):
 
 
 def test_bisect_names_a_wrong_loader_first(model, monkeypatch, tmp_path):
-    from ds_runtime_kit.bisect import bisect
+    from ds_runtime_kit.bisect import search
 
     module, folder, _ = model
     config = EngineConfig(model=str(folder), platform="cpu")
     right = module.values
     monkeypatch.setattr(module, "values", lambda part, dtype: -right(part, dtype))
     given = (config, (), ["a"], 0, tmp_path / "case")
-    finding = bisect.bisect(*given, extra_plugins=[module])
-    said = bisect.render(finding, tmp_path / "case")
+    finding = search.bisect(*given, extra_plugins=[module])
+    said = search.render(finding, tmp_path / "case")
     assert finding.found and "loader ternary.ternary of plugin ternary does not conform" in said
     assert "values, case " in said and "ds-runtime conform ternary --op loader" in said
 

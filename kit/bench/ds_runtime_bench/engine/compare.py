@@ -82,7 +82,7 @@ class Child:
         if threads is not None:
             self._wanted["settings"] |= {"threads": threads}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ds_runtime_bench.engine.turns", self.name],
+            [sys.executable, "-m", "ds_runtime_bench.engine.interleaved", self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -278,7 +278,7 @@ class Measurement:
                 yield Figure(*about, sizes[0], name, False, error=f"refused: {said}")
 
     def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
-        from ds_runtime_bench.ops.makers import MAKERS
+        from ds_runtime_bench.ops.op_subjects import MAKERS
 
         bound = kernel.name == group.bound.name
         about = (group.op, "", group.what, len(group.sites))

@@ -36,9 +36,9 @@ def run(args: Namespace) -> int:
     if args.steps < 0:
         raise ConfigError(f"bisect --steps {args.steps}: must be at least 0")
     config, explicit = build(EngineConfig, args)
-    from ds_runtime_kit.bisect import bisect
+    from ds_runtime_kit.bisect import search
 
     out = Path(args.out)
-    finding = bisect.bisect(config, explicit, args.prompt or bisect.PROMPTS, args.steps, out)
-    print(bisect.render(finding, out))
+    finding = search.bisect(config, explicit, args.prompt or search.PROMPTS, args.steps, out)
+    print(search.render(finding, out))
     return int(finding.found)

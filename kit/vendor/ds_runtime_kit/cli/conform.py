@@ -92,7 +92,7 @@ def _cannot_capture(platform: Platform) -> str:
 def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
     from ds_runtime import receipts
     from ds_runtime_kit import conform
-    from ds_runtime_kit.wanted import plugins_of
+    from ds_runtime_kit.selection import plugins_of
 
     backend = _backend(platform, args)
     able = [c for c in conform.ALL_CHECKS if c != "capture" or backend is not None]
@@ -159,7 +159,7 @@ def _perf(plugins: Plugins, args: Namespace) -> int:
     """`bench ops` over all kernels of the ops that the named plugins offer."""
     from ds_runtime.config import EngineConfig
     from ds_runtime_bench.ops import measure, report
-    from ds_runtime_kit.wanted import check_names, plugins_of
+    from ds_runtime_kit.selection import check_names, plugins_of
 
     check_names("--op", args.op)
     wanted = plugins_of(plugins, args.plugin)
@@ -181,7 +181,7 @@ def _perf(plugins: Plugins, args: Namespace) -> int:
 
 def _support(plugins: Plugins, args: Namespace) -> int:
     from ds_runtime_kit import support
-    from ds_runtime_kit.wanted import check_names, plugins_of
+    from ds_runtime_kit.selection import check_names, plugins_of
 
     check_names("--op", args.op)
     wanted = plugins_of(plugins, args.plugin)

@@ -1,4 +1,4 @@
-"""transformers as an engine that takes turns with this one: see `ds_runtime_bench.engine.turns`."""
+"""transformers as an engine that takes turns with this one, as `bench compare` has it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An engine in a process of its own, timed on request: JSON lines in, JSON lines out.
 
-    python -m ds_runtime_bench.engine.turns ds-runtime|transformers
+    python -m ds_runtime_bench.engine.interleaved ds-runtime|transformers
 
 The first line holds its settings, every further one a request: `limits`, `read`, or `seconds` of a
 batch. It loads once and waits between its turns, so that engines can take turns without loading
@@ -91,7 +91,7 @@ class Ours:
 
 
 ENGINES: Mapping[str, str] = {
-    "ds-runtime": "ds_runtime_bench.engine.turns:Ours",
+    "ds-runtime": "ds_runtime_bench.engine.interleaved:Ours",
     "transformers": "ds_runtime_kit.models.eager:Eager",
 }
 

@@ -20,11 +20,11 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.prompts import JobMaker
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime_kit.bisect import capsule
-from ds_runtime_kit.bisect.watch import Seen, WatchedOps
+from ds_runtime_kit.bisect import repro_case
+from ds_runtime_kit.bisect.op_recorder import Seen, WatchedOps
 from ds_runtime_kit.checks.conformance import CaseResult, check_case, judge_last
 from ds_runtime_kit.conform import versions
-from ds_runtime_kit.loaders.loaders import check_loader
+from ds_runtime_kit.loaders.checks import check_loader
 
 PROMPTS = (
     "12+30=",
@@ -110,7 +110,7 @@ def _tell(finding: Finding, e: _Departed, assembly: Assembly, out: Path) -> None
     finding.culprit, finding.where = e.result, seen.path
     finding.alone = not check_case(seen.kernel, seen.case, assembly.offers).ok
     report = assembly.plugins.reports.get(assembly.plugins.owners[seen.kernel.provider])
-    held = capsule.Capsule(
+    held = repro_case.Capsule(
         op=seen.kernel.op.name,
         kernel=seen.kernel.name,
         case=seen.case,
@@ -118,7 +118,7 @@ def _tell(finding: Finding, e: _Departed, assembly: Assembly, out: Path) -> None
         where=f"{seen.path}, step {finding.step}",
         versions=versions(report),
     )
-    capsule.save(held, out)
+    repro_case.save(held, out)
 
 
 def _plans(assembly: Assembly, prompts: Sequence[str], steps: int) -> list[StepPlan]:
