@@ -147,7 +147,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "fp8 scale transposed",
-        "core/ds_runtime/ops/reference/formats.py",
+        "core/ds_runtime/ops/weight.py",
         "scale = scale_grid(part, compute)\n",
         "scale = scale_grid(part, compute)\n    scale = scale.t().reshape(scale.shape)\n",
         ("tests/core/ops/test_reference_formats.py",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime._version import __version__
 from ds_runtime.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from ds_runtime.output_rules import OutputRules
     from ds_runtime.sampling_params import SamplingParams
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "OutputRules", "RequestOutput", "SamplingParams", "__version__", "hookimpl"]
 
 

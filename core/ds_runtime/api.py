@@ -74,10 +74,10 @@ if TYPE_CHECKING:
         RowOwners,
         Segments,
     )
+    from ds_runtime.ops.dtypes import decode_scale, torch_dtype
     from ds_runtime.ops.reference import fp8_blocks
     from ds_runtime.ops.reference.activation import silu_mul
     from ds_runtime.ops.reference.attention import rows_of, seen_of, with_rope
-    from ds_runtime.ops.reference.formats import decode_scale, torch_dtype
     from ds_runtime.ops.reference.linear import ReferenceLinear, float32_product, sums_in_float32
     from ds_runtime.ops.reference.moe import ReferenceExperts, route, with_shared_slots
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
@@ -117,7 +117,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "ceilings": "ds_runtime.platform.ceilings",
     "compiled": "ds_runtime.platform.compilations",
     "cores_per_device": "ds_runtime.platform.cores",
-    "decode_scale": "ds_runtime.ops.reference.formats",
+    "decode_scale": "ds_runtime.ops.dtypes",
     "float32_product": "ds_runtime.ops.reference.linear",
     "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
     "read_part": "ds_runtime.model.quant",
@@ -126,7 +126,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "seen_of": "ds_runtime.ops.reference.attention",
     "silu_mul": "ds_runtime.ops.reference.activation",
     "sums_in_float32": "ds_runtime.ops.reference.linear",
-    "torch_dtype": "ds_runtime.ops.reference.formats",
+    "torch_dtype": "ds_runtime.ops.dtypes",
     "with_rope": "ds_runtime.ops.reference.attention",
     "with_shared_slots": "ds_runtime.ops.reference.moe",
 }

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
-from ds_runtime import __version__
 from ds_runtime.asking import check_outside
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.hub import resolve_model
-from ds_runtime.model.nextn import HEAD, NextN, find_nextn, nextn_sites
+from ds_runtime.model.nextn import HEAD, find_nextn, nextn_sites
 from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import (
     DRAFT_EXPERTS,
@@ -34,7 +32,6 @@ from ds_runtime.model.requantise import (
 from ds_runtime.model.room import (
     REQUEST_TOKENS,
     REQUESTS,
-    SecondForm,
     bound_forms,
     requests_that_fit,
     settle_forms,
@@ -53,7 +50,7 @@ from ds_runtime.ops.spec import (
     Site,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.plan import Plan, check_against, make_rows
+from ds_runtime.plan import Plan, check_against
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.select import select_platform
 from ds_runtime.platform.spec import Platform
@@ -71,68 +68,6 @@ DECIDED = frozenset(
 )
 dummies = set[str]()  # the model decided for last, if its weights are random: records say so
 ADDED = frozenset({"disable_fusion"})  # wishes are added to what is given, and to each other
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """Everything decided before the first weight is read."""
-
-    config: EngineConfig
-    folder: Path
-    model: ModelConfig
-    platform: Platform
-    device: DeviceInfo
-    facts: Facts
-    loader: QuantLoader
-    binding: Binding
-    plugins: Plugins
-    offers: Offers
-    lora: LoraPlan | None
-    others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here, or broken
-    nextn: NextN | None = None  # the draft layer, where there is speculation
-    nextn_loader: QuantLoader | None = None
-    changes: tuple[tuple[str, str, str, str], ...] = ()  # of defaults: field, change, who, why
-    forms: tuple[SecondForm, ...] = ()  # of weights, kept or not
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The binding, and what it follows from."""
-        config, facts = self.config, self.facts
-        return Plan(
-            model=self.folder.name,
-            platform=self.platform.name,
-            arch=self.device.arch,
-            dtype=config.dtype,
-            kv_layout=self.binding.layout.tag,
-            kv_dtype=facts.kv_dtype,
-            index_dtype=facts.index_dtype if self.model.indexing is not None else "",
-            page_size=config.page_size,
-            tp=config.tp,
-            dp_attention=config.enable_dp_attention,
-            rows=make_rows(self.binding.decisions),
-            changes=self.changes,
-            versions=_versions(self.plugins),
-        )
-
-    @property
-    def cached_layers(self) -> int:
-        """Layers with a KV cache: the draft layer is one more."""
-        return self.model.layers + (self.nextn is not None)
-
-    @property
-    def indexers(self) -> int:
-        """Layers with an index cache, where attention is sparse: the draft layer has one, too."""
-        return self.model.indexers + (self.nextn is not None and self.model.indexing is not None)
-
-    def left_over(self) -> list[str]:
-        """A sentence per quantization_config, of the model and of its drafts, that is not used."""
-        models = (self.model, *(() if self.nextn is None else (self.nextn.config,)))
-        return list(dict.fromkeys(m.left_over for m in models if m.left_over))
-
-    def left_out(self) -> list[str]:
-        """A sentence per broken plugin: nothing of it was bound."""
-        broken = [(name, r) for name, r in self.others if r.kind == "broken"]
-        return [f"plugin {name} is left out: {refusal}" for name, refusal in broken]
 
 
 def assemble(
@@ -602,13 +537,3 @@ def _check_strict(config: EngineConfig, plan: Plan) -> None:
             f"--strict-ops: heavy ops would run on the reference: {said}; "
             f"ds-runtime plan --explain {heavy[0].op} says why"
         )
-
-
-def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:
-    found = {"ds-runtime": __version__}
-    for name in {"torch", *(r.distribution for r in plugins.reports.values() if r.distribution)}:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return tuple(sorted(found.items()))

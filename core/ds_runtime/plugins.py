@@ -19,7 +19,8 @@ from typing import Any
 
 import pluggy
 
-from ds_runtime import __version__, hookspecs
+from ds_runtime import hookspecs
+from ds_runtime._version import __version__
 from ds_runtime.asking import Misuse, ask, asking, check_outside
 from ds_runtime.errors import ConfigError, blaming
 from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, Entry, find

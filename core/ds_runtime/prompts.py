@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.base import part_of
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ds_runtime.assemble import Assembly
+    from ds_runtime.assembly.result import Assembly
     from ds_runtime.plugins import PluginReport
 
 FORMAT = 1

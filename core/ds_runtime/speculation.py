@@ -8,16 +8,34 @@ tokens of a sequence the model verifies in one forward, the last one it drew inc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ds_runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ds_runtime.config import EngineConfig
 
 DEFAULT_STEPS = 3
 DRAFT_QUANTIZE = ("auto", "none", "fp8", "w4afp8")
 MOST_TOKENS = TAIL = 64  # that one forward verifies of a sequence, and that a tree can hide
+
+
+class SpeculativeSettings(Protocol):
+    """The settings that speculation reads, named as in `EngineConfig`."""
+
+    @property
+    def speculative_algorithm(self) -> str | None: ...
+    @property
+    def speculative_num_steps(self) -> int | None: ...
+    @property
+    def speculative_eagle_topk(self) -> int | None: ...
+    @property
+    def speculative_num_draft_tokens(self) -> int | None: ...
+    @property
+    def speculative_draft_model_path(self) -> str | None: ...
+    @property
+    def speculative_draft_quantize(self) -> str: ...
+    @property
+    def speculative_adaptive(self) -> bool: ...
+    @property
+    def max_step_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +73,7 @@ class Speculation:
         return 1 + topk + (steps - 1) * topk * topk
 
     @staticmethod
-    def of(config: EngineConfig) -> Speculation | None:
+    def of(config: SpeculativeSettings) -> Speculation | None:
         """Of a config whose settings go together; None: no speculation."""
         if config.speculative_algorithm is None:
             return None
@@ -69,7 +87,7 @@ class Speculation:
         return Speculation(steps, topk, tokens, config.speculative_adaptive)
 
 
-def check(config: EngineConfig) -> None:
+def check(config: SpeculativeSettings) -> None:
     """ConfigError for speculative settings that do not go together."""
     given = {
         "--speculative-num-steps": config.speculative_num_steps,

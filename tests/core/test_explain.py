@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from faulty import module, tiny_config
 
-from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.cli import main
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.parser import Parser

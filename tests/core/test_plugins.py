@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from faulty import install, module, tiny_config
 
-from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError

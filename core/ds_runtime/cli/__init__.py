@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ds_runtime import __version__
+from ds_runtime._version import __version__
 from ds_runtime.cli import chat, doctor, generate, ops, plan, plugins, serve
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime import __version__
+from ds_runtime._version import __version__
 from ds_runtime.platform.probe import install_command
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from ds_runtime.errors import ConfigError, DsRuntimeError
 from ds_runtime.progress import amount
 
 if TYPE_CHECKING:
-    from ds_runtime.assemble import Assembly
+    from ds_runtime.assembly.result import Assembly
 
 MOST_RANKS = 64
 

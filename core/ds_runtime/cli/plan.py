@@ -18,7 +18,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.table import OPS
 
 if TYPE_CHECKING:
-    from ds_runtime.assemble import Assembly
+    from ds_runtime.assembly.result import Assembly
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:

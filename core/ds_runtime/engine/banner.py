@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.runner import Runner
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import stored_modules

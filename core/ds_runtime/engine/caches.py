@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, device
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import load_attr
 from ds_runtime.progress import Progress

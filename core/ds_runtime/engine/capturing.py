@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.engine.cycles import Cycles
 from ds_runtime.engine.graphs import DecodeGraphs, Place

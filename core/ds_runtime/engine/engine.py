@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.asking import SLOW
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.base import part_of
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.adapters import Adapters

@@ -1,22 +1,18 @@
 """The engine's processes: one per rank, watched, and ended together.
 
 A child that fails leaves its reason in the private folder and exits; the watcher ends the others,
-whatever they wait in, and keeps the first cause. A child whose parent dies exits at once. What
-children write goes where the parent's goes, or line by line to whoever asks for it.
+whatever they wait in, and keeps the first cause. What children write goes where the parent's goes,
+or line by line to whoever asks for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing
 import os
-import shutil
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -29,17 +25,17 @@ import zmq
 
 from ds_runtime import errors, interrupt, progress
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.failure import during, leave_reason, reasons
+from ds_runtime.engine.failure import leave_reason, reasons
 from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.rankspec import RankSpec
-from ds_runtime.engine.sentry import LEFT, Sentry
+from ds_runtime.engine.sentry import Sentry
 from ds_runtime.engine.transport import connect_push, ipc
+from ds_runtime.engine.worker import SHOW_THREADS, rank_main
 
 _GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
 _THEIRS = 1.0  # for the watcher to see that what failed here comes of another rank's death
 _ENDING = 2.0  # for those that are ended
 _LONGEST = 1 << 16  # bytes of a line
-_WHERE: int | None = getattr(signal, "SIGUSR1", None)  # has a rank say where each of its threads is
 
 Tell = Callable[[RankSpec, str], None]
 """Takes one event of a rank's output: a line, or a traceback with all of its lines."""
@@ -102,11 +98,11 @@ class RankGroup:
 
     def trace(self) -> None:
         """Have every process write where each of its threads is."""
-        if _WHERE is None:
+        if SHOW_THREADS is None:
             return
         for pid in self.pids:
             with contextlib.suppress(OSError):  # it is gone
-                os.kill(pid, _WHERE)
+                os.kill(pid, SHOW_THREADS)
 
     @property
     def pids(self) -> list[int]:
@@ -287,48 +283,6 @@ def _ended(code: int, leaving: bool) -> str:
     return ""
 
 
-def rank_main(
-    spec: RankSpec, output: Connection | None = None, life: Connection | None = None
-) -> None:
-    """Entry of a rank's process; leaves the reason in the folder when it fails.
-
-    `output`: a pipe for what it writes, also below Python. `life`: one that ends with the process.
-    """
-    # The parent decides when to leave, also where a signal comes to the whole process group.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # ignored, but not by what this process starts
-    if output is not None:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-        output.close()
-    if _WHERE is not None:
-        faulthandler.register(_WHERE, all_threads=True)
-    _exit_with_parent(spec.folder)
-    try:
-        with during("at the start"):
-            for name, value in spec.process_env().items():  # before torch loads what reads them
-                os.environ.setdefault(name, value)
-        if spec.rank == 0:
-            from ds_runtime.engine.loop import serve
-
-            serve(spec)
-        else:
-            from ds_runtime.engine.ranks import follow
-
-            follow(spec)
-        if life is not None:
-            os.write(life.fileno(), LEFT)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # taking torch down in order costs a second
-    except BaseException as e:
-        leave_reason(spec.folder, spec.rank, e)
-        if not isinstance(e, errors.DsRuntimeError):
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # no clean-up: other ranks may never answer again
-
-
 def _pass_on(pipe: Connection, spec: RankSpec, tell: Tell) -> None:
     with contextlib.closing(pipe), open(pipe.fileno(), "rb", closefd=False) as file:
         lines = iter(partial(file.readline, _LONGEST), b"")
@@ -351,16 +305,3 @@ def _events(lines: Iterable[str]) -> Iterator[str]:
             yield line
     if traceback:
         yield traceback
-
-
-def _exit_with_parent(folder: Path) -> None:
-    """Leave as soon as the parent has, and take the folder along that it can no longer remove."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.failure import bounded, during
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.runner import Runner

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.platform.select import select_platform

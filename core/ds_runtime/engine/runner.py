@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.ahead import Ahead
 from ds_runtime.engine.batch import build_batch
 from ds_runtime.engine.caches import allocate

@@ -5,19 +5,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Protocol
 
-from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.banner import warnings
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.failure import during
-from ds_runtime.engine.launch import RankGroup
 from ds_runtime.engine.ranks import Leader, join, start_runner
 from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.platform.compilations import serving
 
 
+class OtherRanks(Protocol):
+    """The processes of all ranks but this one."""
+
+    def start(self) -> None:
+        """Start them."""
+        ...
+
+    def poll(self) -> str | None:
+        """Returns why one of them failed, or None."""
+        ...
+
+    def fail(self, error: BaseException) -> BaseException | None:
+        """This rank has failed: end them. Returns their failure, if it was first."""
+        ...
+
+
 def start_engine(
-    spec: RankSpec, plugins: Sequence[ModuleType] = (), others: RankGroup | None = None
+    spec: RankSpec, plugins: Sequence[ModuleType] = (), others: OtherRanks | None = None
 ) -> Engine:
     """An engine, loaded and warm, with the other ranks at work.
 
@@ -50,7 +67,7 @@ def start_engine(
     return engine
 
 
-def _meet(leader: Leader | None, assembly: Assembly, others: RankGroup | None) -> None:
+def _meet(leader: Leader | None, assembly: Assembly, others: OtherRanks | None) -> None:
     if leader is not None:
         check = (lambda: None) if others is None else others.poll
         leader.wait(assembly.config.dist_timeout, check)

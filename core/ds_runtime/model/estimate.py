@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
 from ds_runtime.model.peft import LoraPlan
@@ -15,9 +15,6 @@ from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.sparse import scored_rows
 from ds_runtime.ops.spec import Kernel, Site
 from ds_runtime.ops.table import OPS
-
-if TYPE_CHECKING:
-    from ds_runtime.assemble import Assembly
 
 _GROUP = 128  # columns that share a scale, of which kernels keep at most one per row
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

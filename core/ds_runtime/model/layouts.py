@@ -24,8 +24,8 @@ from torch import Tensor
 from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.model.gguf.blocks import BLOCKS
 from ds_runtime.model.staging import shares_memory
+from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.reference.formats import decode_scale
 from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
 

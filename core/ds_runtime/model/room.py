@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from ds_runtime.assembly.result import Assembly, SecondForm
 from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
+from ds_runtime.config import EngineConfig
 from ds_runtime.model.estimate import (
     ITEM_BYTES,
     activation_bytes,
@@ -28,10 +29,6 @@ from ds_runtime.ops.bind import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.progress import amount
 from ds_runtime.speculation import Speculation
-
-if TYPE_CHECKING:
-    from ds_runtime.assemble import Assembly
-    from ds_runtime.config import EngineConfig
 
 REQUESTS = 512  # that run at once where memory allows
 REQUEST_TOKENS = 2048  # of each of them, at least, or its context
@@ -124,26 +121,6 @@ def idle_room(assembly: Assembly) -> int:
     if config.kv_memory is not None:
         return min(config.kv_memory, free)
     return kv_room(config, total, total, free, reserve(assembly).total)
-
-
-@dataclass(frozen=True, slots=True)
-class SecondForm:
-    """The weights of an op in a faster form beside the one they came in. nbytes: of one rank.
-    tokens: that the KV cache holds less for it. seconds: that a decode step of one request takes
-    less, by the device's memory bandwidth; None where that is not known."""
-
-    op: str
-    nbytes: int
-    tokens: int
-    seconds: float | None
-    kept: bool
-
-    def __str__(self) -> str:
-        saves = "" if self.seconds is None else f", saves {self.seconds * 1e3:.2f} ms"
-        return (
-            f"{self.op}: {amount(self.nbytes)} beside its weights, {self.tokens} tokens of KV "
-            f"cache{saves} of a decode step: {'kept' if self.kept else 'left out'}"
-        )
 
 
 def settle_forms(

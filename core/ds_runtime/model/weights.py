@@ -7,7 +7,7 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from ds_runtime.assemble import Assembly
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
@@ -26,7 +26,7 @@ from ds_runtime.model.nextn import NextN, nextn_modules
 from ds_runtime.model.quant import Quant
 from ds_runtime.model.verify import unread_indexers
 from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress, amount

@@ -2,7 +2,7 @@
 
 A format is what a `WeightPart` holds in memory (`ops/weight.py`), never how a file stores it:
 codes lie one per element in [rows, cols], whatever packing, transposition or scale direction the
-checkpoint had. The meaning of every format is `ops/reference/formats.py`:
+checkpoint had. The meaning of every format is `dequantise` of `ops/weight.py`:
 
     value[r, c] = (code[r, c] − zero[i, j]) · scale[i, j] · global
 

@@ -1,6 +1,8 @@
 """Weights between checkpoint and kernel: `Weight` goes into `pack`, `Packed` comes out.
 
 No file format in here: a `QuantLoader` has read the components, and the shard is already cut.
+`dequantise` is the meaning of every weight format: references, conformance and kernels that convert
+at pack time all use it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ds_runtime.errors import UnsupportedError
+from ds_runtime.ops.dtypes import E2M1, decode_scale, wide
+from ds_runtime.ops.formats import BLOCKED
+from ds_runtime.ops.spec import load_attr
+
+_SLAB_ELEMENTS = 1 << 22  # decoded at once, so that no second copy of a matrix is in float32
+_FOUR_BIT_FLOATS = frozenset({"nvfp4", "mxfp4"})
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,7 @@ class WeightPart:
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The logical [rows, cols] values in `dtype`, computed in fp32 (float64 if asked)."""
-        from ds_runtime.ops.reference.formats import dequantise_part
-
-        return dequantise_part(self, dtype)
+        return dequantise(self, dtype)
 
 
 @dataclass(frozen=True)
@@ -132,3 +140,88 @@ class ExpertSource(Protocol):
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
         """(gate [I, H], up [I, H], down [H, I]) of one expert; call once per expert, in order."""
         ...
+
+
+def _decode_codes(part: WeightPart, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    """The codes of these rows as `dtype` numbers: [rows, cols]."""
+    codes = part.tensors["weight"][rows]
+    if part.format in _FOUR_BIT_FLOATS:
+        table = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=dtype, device=codes.device)
+        return table[codes.to(torch.int32)]
+    return codes.to(dtype)
+
+
+def scale_grid(part: WeightPart, dtype: torch.dtype) -> Tensor:
+    """All that codes are multiplied with, per block: scales times the global one."""
+    scale = decode_scale(part.tensors["scale"], dtype)
+    whole = part.tensors.get("global")
+    return scale if whole is None else scale * whole.to(dtype)
+
+
+def _dequantise_block(part: WeightPart, dtype: torch.dtype) -> Tensor:
+    """(code − zero) · scale, with one scale (and zero) per block."""
+    weight, compute = part.tensors["weight"], wide(dtype)
+    block, (row0, col0) = part.block, part.offset
+    if block is None:
+        raise UnsupportedError(f"{part.name}: format {part.format!r} needs a block size")
+    rows, cols = part.shape
+    scale = scale_grid(part, compute)
+    zero, group = part.tensors.get("zero"), part.tensors.get("group")
+    down, across = (
+        -(-(n + o) // b) for n, o, b in zip(part.shape, part.offset, block, strict=True)
+    )
+    if group is not None:
+        across = int(group.max()) + 1 if group.numel() else 0
+    if scale.shape[0] < down or scale.shape[1] < across:
+        raise UnsupportedError(
+            f"{part.name}: scale grid {tuple(scale.shape)} does not cover {part.shape} with blocks "
+            f"of {block} from offset {part.offset}; it must be at least {(down, across)}"
+        )
+    scale = _columns(scale, block[1], col0, cols, group)
+    if zero is not None:
+        zero = _columns(zero.to(compute), block[1], col0, cols, group)
+    out = torch.empty(rows, cols, dtype=dtype, device=weight.device)
+    step = max(1, _SLAB_ELEMENTS // max(1, cols))
+    for r0 in range(0, rows, step):
+        r1 = min(rows, r0 + step)
+        first = (r0 + row0) // block[0]
+        last = (r1 - 1 + row0) // block[0] + 1
+        skip = r0 + row0 - first * block[0]
+        inside = slice(skip, skip + r1 - r0)
+        values = _decode_codes(part, compute, slice(r0, r1))
+        if zero is not None:
+            values = values - zero[first:last].repeat_interleave(block[0], dim=0)[inside]
+        out[r0:r1] = values * scale[first:last].repeat_interleave(block[0], dim=0)[inside]
+    return out
+
+
+def _columns(
+    grid: Tensor, width: int, start: int, count: int, group: Tensor | None = None
+) -> Tensor:
+    """[row blocks, column blocks] → [row blocks, count] columns, from column `start` on, or of
+    the block that `group` names."""
+    if group is not None:
+        return grid[:, group.to(torch.int64)]
+    if grid.shape[1] == 1:
+        return grid.expand(-1, count)
+    return grid.repeat_interleave(width, dim=1)[:, start : start + count]
+
+
+def dequantise(part: WeightPart, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The logical [rows, cols] values of one part in `dtype`, a new or the stored tensor.
+
+    Products are computed in float32, or in float64 when that is asked. A part with its own
+    `dequantiser` ("module:attr") is decoded by that.
+    """
+    if part.dequantiser:
+        values = load_attr(part.dequantiser)(part, dtype)
+        assert isinstance(values, Tensor)
+        return values
+    if part.format == "dense":
+        return part.tensors["weight"].to(dtype)
+    if part.format in BLOCKED:
+        return _dequantise_block(part, dtype)
+    raise UnsupportedError(
+        f"{part.name}: weight format {part.format!r} has no dequantiser; known are 'dense', "
+        f"{', '.join(map(repr, BLOCKED))}; other formats name one in WeightPart.dequantiser"
+    )

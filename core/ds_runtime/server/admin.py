@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from ds_runtime import __version__
+from ds_runtime._version import __version__
 from ds_runtime.errors import EngineDeadError, LogitsError, RequestError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.answer import as_json, finish, start

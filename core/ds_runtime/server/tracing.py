@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ds_runtime import __version__
+from ds_runtime._version import __version__
 from ds_runtime.errors import ConfigError
 from ds_runtime.platform.probe import install_command
 from ds_runtime.server.exchange import Exchange

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_runtime.model.checkpoint import DTYPES
 from ds_runtime.model.layouts import Expected, expected
-from ds_runtime.ops.reference.formats import decode_scale
+from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.model.checkpoint import DTYPES, Checkpoint
 from ds_runtime.model.quant import Quant
+from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.reference.formats import decode_scale
 from ds_runtime.ops.reference.rounding import (
     LARGEST_ERROR,
     quantise_part,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_runtime import __version__
+from ds_runtime._version import __version__
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import DeviceInfo, Kernel, Offers, QuantLoader

@@ -25,7 +25,6 @@ from ds_runtime.model.manifest import stored_modules
 from ds_runtime.model.quant import PartRequest, Quant
 from ds_runtime.model.verify import check_checkpoint
 from ds_runtime.ops.reference import moe
-from ds_runtime.ops.reference.formats import dequantise_part
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime_bench.checkpoints.checkpoint import plan_tensors
@@ -87,7 +86,7 @@ def test_every_published_kind_is_made_whole(kind_of, kind):
             request = PartRequest(
                 dummy, quant.quantization, module, quant.encoding(module), places[module], r, c
             )
-            return dequantise_part(quant.read(request))
+            return quant.read(request).dequantise()
 
         whole = part(slice(0, rows), slice(0, cols))
         head = module == "lm_head"

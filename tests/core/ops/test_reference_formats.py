@@ -15,7 +15,7 @@ from ds_runtime.assemble import find_loader
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.hf import from_hf
 from ds_runtime.model.loaders import ds_quant_loaders
-from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.ops.reference.linear import Fp8W8A8Linear, quantize_group
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.ops.weight import Weight, WeightPart
@@ -70,7 +70,7 @@ def test_fp8_blocks_equal_an_element_by_element_loop(
     part = fp8_part(seed, shape, block, offset, scale)
     codes = part.tensors["weight"].view(torch.uint8).tolist()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ds_runtime.ops.reference.formats._SLAB_ELEMENTS", slab)
+        patch.setattr("ds_runtime.ops.weight._SLAB_ELEMENTS", slab)
         got = part.dequantise(torch.float64)
     one_byte = part.tensors["scale"].element_size() == 1
     raw = part.tensors["scale"].view(torch.uint8) if one_byte else part.tensors["scale"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, Limits, Segments
+from ds_runtime.ops.dtypes import torch_dtype, wide
 from ds_runtime.ops.reference.cache import cache_write, gather_rows
 from ds_runtime.ops.reference.cases import (
     OTHERS,
@@ -20,7 +21,6 @@ from ds_runtime.ops.reference.cases import (
     segments,
     site,
 )
-from ds_runtime.ops.reference.formats import torch_dtype, wide
 from ds_runtime.ops.reference.linear import quantize_group
 from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.reference.rope import rope

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.reference.formats import decode_scale
+from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.weight import Packed, Weight
 
 BLOCK = 128

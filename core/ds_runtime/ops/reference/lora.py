@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.dtypes import wide
 from ds_runtime.ops.reference.cases import Case, Maker, case
-from ds_runtime.ops.reference.formats import wide
 from ds_runtime.ops.spec import Facts
 
 

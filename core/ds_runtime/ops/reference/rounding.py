@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.ops.dtypes import E2M1
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.reference.formats import E2M1, scale_grid
-from ds_runtime.ops.weight import WeightPart
+from ds_runtime.ops.weight import WeightPart, scale_grid
 
 FP8_MAX, FP4_MAX = 448.0, 6.0
 GROUP = 128  # columns per scale where the format leaves it open

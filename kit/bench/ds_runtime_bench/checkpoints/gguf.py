@@ -23,7 +23,7 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.manifest import Stored, stored_modules
 from ds_runtime.model.quant import PartRequest, Quant
-from ds_runtime.ops.reference.formats import torch_dtype
+from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.ops.spec import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
+from ds_runtime.ops.dtypes import is_fp8, torch_dtype
 from ds_runtime.ops.reference import EXPANDED_PAGES, expanded_width
 from ds_runtime.ops.reference.cases import Maker
-from ds_runtime.ops.reference.formats import is_fp8, torch_dtype
 from ds_runtime.ops.reference.rounding import quantise_part
 from ds_runtime.ops.spec import Facts, Kernel, Layout, Routing, load_attr
 from ds_runtime.ops.weight import Weight

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.reference.formats import fp8_vectors, torch_dtype
+from ds_runtime.ops.dtypes import fp8_vectors, torch_dtype
 from ds_runtime_bench.ops import sparse_work, work
 from ds_runtime_bench.ops.place import Place
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.engine.runner import Runner
 from ds_runtime.engine.step import RowInit, StepPlan, Work

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.dtypes import is_fp8
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.attention import mha_prefill
-from ds_runtime.ops.reference.formats import is_fp8
 from ds_runtime.ops.reference.index import index_scores
 from ds_runtime.ops.reference.moe import (
     group_scores,

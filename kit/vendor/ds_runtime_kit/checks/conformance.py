@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.dtypes import is_fp8
 from ds_runtime.ops.linear import QuantizedLinear
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, Saved
-from ds_runtime.ops.reference.formats import is_fp8
 from ds_runtime.ops.spec import (
     FP8_GROUPS,
     DeviceInfo,

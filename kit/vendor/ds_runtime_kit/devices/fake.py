@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_runtime.assemble import Assembly, assemble
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.platform.described import DescribedPlatform, describe, described

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS, WeightFormat
-from ds_runtime.ops.reference.formats import decode_scale
 from ds_runtime.ops.weight import WeightPart
 
 if TYPE_CHECKING:

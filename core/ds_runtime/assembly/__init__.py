@@ -1,0 +1,1 @@
+"""What start-up decides."""

@@ -1,0 +1,112 @@
+"""What start-up has decided, before the first weight is read. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ds_runtime._version import __version__
+from ds_runtime.config import EngineConfig
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.nextn import NextN
+from ds_runtime.model.peft import LoraPlan
+from ds_runtime.ops.bind import Binding
+from ds_runtime.ops.spec import DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.plan import Plan, make_rows
+from ds_runtime.platform.spec import Platform
+from ds_runtime.plugins import Plugins
+from ds_runtime.progress import amount
+
+
+@dataclass(frozen=True, slots=True)
+class SecondForm:
+    """The weights of an op in a faster form beside the one they came in. nbytes: of one rank.
+    tokens: that the KV cache holds less for it. seconds: that a decode step of one request takes
+    less, by the device's memory bandwidth; None where that is not known."""
+
+    op: str
+    nbytes: int
+    tokens: int
+    seconds: float | None
+    kept: bool
+
+    def __str__(self) -> str:
+        saves = "" if self.seconds is None else f", saves {self.seconds * 1e3:.2f} ms"
+        return (
+            f"{self.op}: {amount(self.nbytes)} beside its weights, {self.tokens} tokens of KV "
+            f"cache{saves} of a decode step: {'kept' if self.kept else 'left out'}"
+        )
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Everything decided before the first weight is read."""
+
+    config: EngineConfig
+    folder: Path
+    model: ModelConfig
+    platform: Platform
+    device: DeviceInfo
+    facts: Facts
+    loader: QuantLoader
+    binding: Binding
+    plugins: Plugins
+    offers: Offers
+    lora: LoraPlan | None
+    others: tuple[tuple[str, Refusal], ...]  # plugins whose platform does not run here, or broken
+    nextn: NextN | None = None  # the draft layer, where there is speculation
+    nextn_loader: QuantLoader | None = None
+    changes: tuple[tuple[str, str, str, str], ...] = ()  # of defaults: field, change, who, why
+    forms: tuple[SecondForm, ...] = ()  # of weights, kept or not
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The binding, and what it follows from."""
+        config, facts = self.config, self.facts
+        return Plan(
+            model=self.folder.name,
+            platform=self.platform.name,
+            arch=self.device.arch,
+            dtype=config.dtype,
+            kv_layout=self.binding.layout.tag,
+            kv_dtype=facts.kv_dtype,
+            index_dtype=facts.index_dtype if self.model.indexing is not None else "",
+            page_size=config.page_size,
+            tp=config.tp,
+            dp_attention=config.enable_dp_attention,
+            rows=make_rows(self.binding.decisions),
+            changes=self.changes,
+            versions=_versions(self.plugins),
+        )
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers with a KV cache: the draft layer is one more."""
+        return self.model.layers + (self.nextn is not None)
+
+    @property
+    def indexers(self) -> int:
+        """Layers with an index cache, where attention is sparse: the draft layer has one, too."""
+        return self.model.indexers + (self.nextn is not None and self.model.indexing is not None)
+
+    def left_over(self) -> list[str]:
+        """A sentence per quantization_config, of the model and of its drafts, that is not used."""
+        models = (self.model, *(() if self.nextn is None else (self.nextn.config,)))
+        return list(dict.fromkeys(m.left_over for m in models if m.left_over))
+
+    def left_out(self) -> list[str]:
+        """A sentence per broken plugin: nothing of it was bound."""
+        broken = [(name, r) for name, r in self.others if r.kind == "broken"]
+        return [f"plugin {name} is left out: {refusal}" for name, refusal in broken]
+
+
+def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:
+    found = {"ds-runtime": __version__}
+    for name in {"torch", *(r.distribution for r in plugins.reports.values() if r.distribution)}:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return tuple(sorted(found.items()))
