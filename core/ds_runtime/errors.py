@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 
 class DsRuntimeError(Exception):
@@ -30,12 +31,65 @@ class KernelError(PluginError):
     """A kernel that fails in a call, or gives back something else than its contract says."""
 
 
-class RequestError(DsRuntimeError):
-    """A request that cannot be served as asked. `param` names the offending field, if one is."""
+@dataclass(frozen=True, slots=True)
+class FieldPath:
+    """A field of a request: the keys and indices that lead to it. As text it is the path that
+    clients read, like `messages[2].content`."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+    path: tuple[str | int, ...]
+
+    @classmethod
+    def of(cls, text: str) -> FieldPath:
+        """The field that such a text names: `str` of it is that text again."""
+        path: list[str | int] = []
+        for key in text.split("."):
+            end, indices = len(key), list[int]()
+            while (at := _index(key, end)) is not None:
+                indices.append(int(key[at + 1 : end - 1]))
+                end = at
+            path += [key[:end], *reversed(indices)]
+        return cls(tuple(path))
+
+    def __str__(self) -> str:
+        keys = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path]
+        return "".join(keys).removeprefix(".")
+
+
+def _index(key: str, end: int) -> int | None:
+    """Where the index begins that ends at `end`; None where none does."""
+    at = key.rfind("[", max(0, end - _LONGEST_INDEX), end)
+    digits = key[at + 1 : end - 1]
+    plain = digits.isascii() and digits.isdigit() and (digits == "0" or digits[0] != "0")
+    return at if at >= 0 and plain and key[end - 1] == "]" else None
+
+
+_LONGEST_INDEX = 12  # characters, with its brackets
+Said = str | Sequence[str | FieldPath]
+"""A sentence: a text, or texts and the fields that it names, which a protocol may call otherwise.
+"""
+
+
+class RequestError(DsRuntimeError):
+    """A request that cannot be served as asked.
+
+    said: the sentence. param: the path of the offending field, if one is. Raise it with `of` where
+    the sentence begins with that field.
+    """
+
+    def __init__(self, said: Said, param: str | None = None) -> None:
+        self.said = sentence(said)
+        super().__init__("".join(map(str, self.said)))
         self.param = param
+
+    @classmethod
+    def of(cls, param: str, *said: str | FieldPath) -> RequestError:
+        """The error whose sentence is the field `param`, and then `said`."""
+        return cls((FieldPath.of(param), *said), param)
+
+
+def sentence(said: Said) -> tuple[str | FieldPath, ...]:
+    """The parts of a sentence."""
+    return (said,) if isinstance(said, str) else tuple(said)
 
 
 class QueueFullError(DsRuntimeError):

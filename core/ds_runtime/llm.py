@@ -187,7 +187,7 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(asked)
         if not all(isinstance(own, SamplingParams) for own in params):
-            raise RequestError("params: give SamplingParams, or a list of them", "params")
+            raise RequestError.of("params", ": give SamplingParams, or a list of them")
         if len(params) != len(asked):
             raise RequestError(
                 f"{len(params)} params for {len(asked)} prompts: give one for all or one each",

@@ -70,8 +70,8 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
                 self.field or (given[-1] if given else "rules"),
             )
         if self.reasoning not in REASONING:
-            raise RequestError(
-                f"reasoning is {shown(self.reasoning)}: must be {', '.join(REASONING)}", "reasoning"
+            raise RequestError.of(
+                "reasoning", f" is {shown(self.reasoning)}: must be {', '.join(REASONING)}"
             )
         for name in given:
             _FORMS[name](
@@ -82,10 +82,10 @@ class OutputRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             if self.tool_calls is not None:
                 sizes[self.tools_param] = len(msgspec.json.encode(self.tool_calls))
             largest = max(sizes, key=sizes.__getitem__)
-            raise RequestError(
-                f"{largest} has {sizes[largest]} of {len(self.key)} characters: at most "
-                f"{MAX_RULE} are compiled",
+            raise RequestError.of(
                 largest,
+                f" has {sizes[largest]} of {len(self.key)} characters: at most "
+                f"{MAX_RULE} are compiled",
             )
 
     @property
@@ -119,11 +119,11 @@ def _check_schema(schema: Any, param: str) -> None:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as e:
-            raise RequestError(f"{param} is no JSON: {e}", param) from e
+            raise RequestError.of(param, f" is no JSON: {e}") from e
     if not isinstance(schema, dict | bool):
-        raise RequestError(f"{param} is {shown(schema)}: a schema is an object or a boolean", param)
+        raise RequestError.of(param, f" is {shown(schema)}: a schema is an object or a boolean")
     if schema is False:
-        raise RequestError(f"{param} is false: nothing satisfies it", param)
+        raise RequestError.of(param, " is false: nothing satisfies it")
     _check_json(schema, param)
 
 
@@ -136,20 +136,18 @@ def _check_json(value: Any, param: str) -> None:
         raise _too_deep(param) from e
     except OverflowError as e:
         path, number = _large(value, param)
-        raise RequestError(
-            f"{path} is {shown(number)}: a schema takes whole numbers from -2**63 to 2**64 - 1",
-            path,
+        raise RequestError.of(
+            path, f" is {shown(number)}: a schema takes whole numbers from -2**63 to 2**64 - 1"
         ) from e
     except (TypeError, UnicodeEncodeError) as e:
-        raise RequestError(f"{param} cannot be written as JSON: {e}", param) from e
+        raise RequestError.of(param, f" cannot be written as JSON: {e}") from e
     if too_deep(written) is not None:
         raise _too_deep(param)
 
 
 def _too_deep(param: str) -> RequestError:
-    return RequestError(
-        f"{param} is nested too deeply: {MAX_NESTING} levels are the most; refer to $defs instead",
-        param,
+    return RequestError.of(
+        param, f" is nested too deeply: {MAX_NESTING} levels are the most; refer to $defs instead"
     )
 
 
@@ -169,24 +167,22 @@ def _large(value: Any, path: str) -> tuple[str, int]:
 
 def _check_text(text: Any, param: str) -> None:
     if not isinstance(text, str) or not text:
-        raise RequestError(f"{param} is {shown(text)}: must be a text that is not empty", param)
+        raise RequestError.of(param, f" is {shown(text)}: must be a text that is not empty")
 
 
 def _check_choice(choice: Any, param: str) -> None:
     if not isinstance(choice, tuple | list) or not all(isinstance(c, str) and c for c in choice):
-        raise RequestError(
-            f"{param} is {shown(choice)}: must be strings, none of them empty", param
-        )
+        raise RequestError.of(param, f" is {shown(choice)}: must be strings, none of them empty")
     if len(choice) > MAX_CHOICES:
-        raise RequestError(f"{param} holds {len(choice)} strings: at most {MAX_CHOICES} fit", param)
+        raise RequestError.of(param, f" holds {len(choice)} strings: at most {MAX_CHOICES} fit")
 
 
 def _check_tools(rules: Any, param: str) -> None:
     if not isinstance(rules, ToolRules) or not rules.tools:
-        raise RequestError(f"{param}: give ToolRules with at least one tool", param)
+        raise RequestError.of(param, ": give ToolRules with at least one tool")
     if rules.format not in TOOL_FORMATS:
-        raise RequestError(
-            f"{param}: format {shown(rules.format)} must be one of {', '.join(TOOL_FORMATS)}", param
+        raise RequestError.of(
+            param, f": format {shown(rules.format)} must be one of {', '.join(TOOL_FORMATS)}"
         )
     for i, tool in enumerate(rules.tools):
         _check_json(tool.parameters, tool.field or f"{param}[{i}].function.parameters")

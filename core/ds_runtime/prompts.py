@@ -95,9 +95,9 @@ class JobMaker:
     def jobs(self, output: RequestOutput, params: SamplingParams, adapter: str = "") -> list[Job]:
         """The choices of one prompt."""
         if params.stop and self._text is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and this checkpoint has none: use stop_token_ids",
+            raise RequestError.of(
                 "stop",
+                " strings need a tokenizer, and this checkpoint has none: use stop_token_ids",
             )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         output.usage.prompt_tokens = len(output.prompt_token_ids)
@@ -136,7 +136,7 @@ def listed(prompts: Any) -> list[str | list[int]]:
 def conversations(messages: Any) -> list[Sequence[Message]]:
     """One conversation, or a list of them, in a list. RequestError for what is none."""
     if not isinstance(messages, list | tuple):
-        raise RequestError(f"messages is {messages!r:.80}: give a list of messages", "messages")
+        raise RequestError.of("messages", f" is {messages!r:.80}: give a list of messages")
     several = messages if messages and isinstance(messages[0], list | tuple) else [messages]
     for conversation in several:
         if not isinstance(conversation, list | tuple) or not conversation:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.output_rules import OutputRules
 
 
@@ -47,17 +47,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_number(name, getattr(self, name))
         for name in _FLAGS:
             if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} is {shown(value)}: must be true or false", name)
+                raise RequestError.of(name, f" is {shown(value)}: must be true or false")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens"
+            raise RequestError.of(
+                "min_tokens",
+                f" {self.min_tokens} is above ",
+                FieldPath.of("max_tokens"),
+                f" {self.max_tokens}",
             )
         if self.repetition_penalty <= 0.0:
-            raise RequestError("repetition_penalty is 0: must be above 0", "repetition_penalty")
+            raise RequestError.of("repetition_penalty", " is 0: must be above 0")
         if self.top_p <= 0.0:
-            raise RequestError("top_p is 0: must be above 0 and at most 1", "top_p")
+            raise RequestError.of("top_p", " is 0: must be above 0 and at most 1")
         if self.rules is not None and not isinstance(self.rules, OutputRules):
-            raise RequestError(f"rules is {shown(self.rules)}: must be OutputRules", "rules")
+            raise RequestError.of("rules", f" is {shown(self.rules)}: must be OutputRules")
         _check_stops(self.stop)
         _check_stop_ids(self.stop_token_ids)
         _check_bias(self.logit_bias)
@@ -102,53 +105,53 @@ def check_number(field: str, value: Any, name: str | None = None) -> None:
     kind, low, high = _RANGES[field]
     if not _is_number(value, kind):
         wanted = "an integer" if kind is int else "a number"
-        raise RequestError(f"{name} is {shown(value)}: must be {wanted}", name)
+        raise RequestError.of(name, f" is {shown(value)}: must be {wanted}")
     # Comparisons are exact for integers of any size, and false for NaN.
     if not low <= value <= high:
-        raise RequestError(f"{name} is {shown(value)}: must be between {low} and {high}", name)
+        raise RequestError.of(name, f" is {shown(value)}: must be between {low} and {high}")
 
 
 def _check_stops(stops: Any) -> None:
     if not isinstance(stops, tuple | list) or not all(isinstance(s, str) for s in stops):
-        raise RequestError(f"stop is {shown(stops)}: must be a tuple of strings", "stop")
+        raise RequestError.of("stop", f" is {shown(stops)}: must be a tuple of strings")
     if len(stops) > MAX_STOPS:
-        raise RequestError(
-            f"stop holds {len(stops)} strings: at most {MAX_STOPS} are looked for", "stop"
+        raise RequestError.of(
+            "stop", f" holds {len(stops)} strings: at most {MAX_STOPS} are looked for"
         )
     if any(not s for s in stops):
-        raise RequestError("stop holds an empty string: remove it", "stop")
+        raise RequestError.of("stop", " holds an empty string: remove it")
     longest = max(map(len, stops), default=0)
     if longest > MAX_STOP_CHARS:
-        raise RequestError(
-            f"stop holds a string of {longest} characters: at most {MAX_STOP_CHARS} are looked for",
+        raise RequestError.of(
             "stop",
+            f" holds a string of {longest} characters: at most {MAX_STOP_CHARS} are looked for",
         )
 
 
 def _check_stop_ids(ids: Any) -> None:
     name = "stop_token_ids"
     if not isinstance(ids, tuple | list):
-        raise RequestError(f"{name} is {shown(ids)}: must be a tuple of token ids", name)
+        raise RequestError.of(name, f" is {shown(ids)}: must be a tuple of token ids")
     if len(ids) > MAX_STOP_IDS:
-        raise RequestError(f"{name} holds {len(ids)} ids: at most {MAX_STOP_IDS} fit", name)
+        raise RequestError.of(name, f" holds {len(ids)} ids: at most {MAX_STOP_IDS} fit")
     for token in ids:
         if not _is_number(token, int) or token < 0:
-            raise RequestError(
-                f"{name} holds {shown(token)}: a token id is an integer from 0 on", name
+            raise RequestError.of(
+                name, f" holds {shown(token)}: a token id is an integer from 0 on"
             )
 
 
 def _check_bias(biases: Any) -> None:
     name = "logit_bias"
     if not isinstance(biases, Mapping):
-        raise RequestError(f"{name} is {shown(biases)}: must map token ids to numbers", name)
+        raise RequestError.of(name, f" is {shown(biases)}: must map token ids to numbers")
     for token, bias in biases.items():
         good = _is_number(token, int) and _is_number(bias, float)
         if not good or token < 0 or not -100.0 <= bias <= 100.0:
-            raise RequestError(
-                f"{name} {{{shown(token)}: {shown(bias)}}}: ids are integers from 0 on, biases "
-                "numbers within ±100",
+            raise RequestError.of(
                 name,
+                f" {{{shown(token)}: {shown(bias)}}}: ids are integers from 0 on, biases "
+                "numbers within ±100",
             )
 
 

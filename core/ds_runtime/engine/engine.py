@@ -109,7 +109,7 @@ class Engine:
         except QueueFullError as e:
             return Failed(message.rid, "queue_full", str(e))
         except RequestError as e:
-            return Failed(message.rid, "invalid", str(e), e.param)
+            return Failed(message.rid, "invalid", e.said, e.param)
         return None
 
     def abort(self, rids: Iterable[str]) -> None:
@@ -194,10 +194,11 @@ class Engine:
             if error is None:
                 failed = self._queue(message, self._grammars.guide(rules, asked.result()))
             elif isinstance(error, RequestError):
-                failed = Failed(message.rid, "invalid", str(error), error.param)
+                failed = Failed(message.rid, "invalid", error.said, error.param)
             else:
-                said = f"{rules.param} cannot be compiled: {type(error).__name__}: {error}"
-                failed = Failed(message.rid, "invalid", said, rules.param)
+                said = f" cannot be compiled: {type(error).__name__}: {error}"
+                refused = RequestError.of(rules.param, said)
+                failed = Failed(message.rid, "invalid", refused.said, rules.param)
             if failed is not None:
                 messages.append(failed)
         return messages

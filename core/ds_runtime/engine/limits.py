@@ -74,6 +74,6 @@ def _check_ids(what: str, ids: Sequence[int], vocab_size: int) -> None:
         msgspec.convert(ids, _ids_below(vocab_size))
     except msgspec.ValidationError as e:
         low, high = min(ids), max(ids)
-        raise RequestError(
-            f"{what} holds id {low if low < 0 else high}: ids are 0 to {vocab_size - 1}", what
+        raise RequestError.of(
+            what, f" holds id {low if low < 0 else high}: ids are 0 to {vocab_size - 1}"
         ) from e

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ds_runtime.errors import DsRuntimeError, LogitsError, QueueFullError, RequestError
+from ds_runtime.errors import DsRuntimeError, FieldPath, LogitsError, QueueFullError, RequestError
 from ds_runtime.sampling_params import SamplingParams
 
 
@@ -141,8 +141,13 @@ class Failed(msgspec.Struct, tag=True):
 
     rid: str
     kind: str
-    message: str
+    said: str | tuple[str | FieldPath, ...]
     param: str | None = None
+
+    @property
+    def message(self) -> str:
+        """The sentence as text."""
+        return "".join(map(str, self.said))
 
     @property
     def error(self) -> DsRuntimeError:
@@ -151,7 +156,7 @@ class Failed(msgspec.Struct, tag=True):
             return QueueFullError(self.message)
         if self.kind == "broken":
             return LogitsError(self.message, self.rid)
-        return RequestError(self.message, self.param)
+        return RequestError(self.said, self.param)
 
 
 class Stats(msgspec.Struct, tag=True, kw_only=True):

@@ -22,7 +22,7 @@ from ds_runtime.engine.limits import SchedulerLimits, check_params, check_prompt
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.request import Request, State
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
-from ds_runtime.errors import QueueFullError, RequestError
+from ds_runtime.errors import FieldPath, QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -350,7 +350,7 @@ class Scheduler:
         message = Tokens(rid=request.rid, tokens=[], cached_tokens=request.cached_tokens or 0)
         if is_first:
             message.prefill_seconds = time.monotonic() - request.admitted
-        fault = ""
+        fault: tuple[str | FieldPath, ...] = ()
         for index, token in enumerate(outcome.tokens):
             request.append(token)
             message.tokens.append(token)

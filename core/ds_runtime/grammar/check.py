@@ -20,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.output_rules import OutputRules
 
 SECONDS = 2.0  # of processor time for one rule
@@ -30,9 +30,9 @@ _HEADER = struct.Struct("<I")
 
 
 class _Verdict(msgspec.Struct):
-    """What is wrong, and with which field; no message: nothing."""
+    """What is wrong, and with which field; nothing said: nothing."""
 
-    message: str = ""
+    said: tuple[str | FieldPath, ...] = ()
     param: str = ""
 
 
@@ -55,8 +55,8 @@ class Checker:
         if answer is None:
             raise _fell(rules, self._end())
         verdict = msgspec.msgpack.decode(answer, type=_Verdict)
-        if verdict.message:
-            raise RequestError(verdict.message, verdict.param or rules.param)
+        if verdict.said:
+            raise RequestError(verdict.said, verdict.param or rules.param)
 
     def close(self) -> None:
         """End the child. May be called twice."""
@@ -94,8 +94,8 @@ def _fell(rules: OutputRules, code: int) -> RequestError:
     if code == -signal.SIGPROF:
         why = f"it takes more than {SECONDS:g} s"
     beside = rules.tool_calls is not None and rules.kind != "tool_calls"
-    what = rules.param + (f" or {rules.tools_param}" if beside else "")
-    return RequestError(f"{what} cannot be compiled: {why}; simplify it", rules.param)
+    other = (" or ", FieldPath.of(rules.tools_param)) if beside else ()
+    return RequestError.of(rules.param, *other, f" cannot be compiled: {why}; simplify it")
 
 
 def start_deep(target: threading.Thread) -> None:
@@ -142,9 +142,9 @@ def _serve(folder: str, vocab_size: str, eos: Sequence[str]) -> None:
         try:
             compiler.compile(msgspec.msgpack.decode(data, type=OutputRules))
         except RequestError as e:
-            verdict = _Verdict(str(e), e.param or "")
+            verdict = _Verdict(e.said, e.param or "")
         except (RecursionError, MemoryError) as e:
-            verdict = _Verdict(f"a rule for the output is too deep or too large: {e}")
+            verdict = _Verdict((f"a rule for the output is too deep or too large: {e}",))
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from ds_runtime.base import part_of
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.files import LISTS, read_object
 from ds_runtime.grammar.guide import MASK_SECONDS, Start, too_slow, words
 from ds_runtime.grammar.source import Source, json_schema
@@ -105,7 +105,7 @@ class Compiler:
         where = where if len(where) <= _PATH else where[: _PATH - 3] + "..."
         said = " ".join(said.replace("<non-verbose/>", "").split())
         said = said if len(said) <= _DIGEST else said[: _DIGEST - 3] + "..."
-        return RequestError(f"{where}{whose} cannot be compiled: {said}", where)
+        return RequestError.of(where, f"{whose} cannot be compiled: {said}")
 
     def _locate(self, rules: OutputRules, said: str) -> tuple[str, str] | None:
         """(path, message) of the innermost subschema that fails on its own as well; None where the
@@ -129,7 +129,8 @@ class Compiler:
                 try:
                     matcher = self._make(replace(plain, json_schema=alone))
                 except RequestError as e:
-                    return path + step, str(e).replace(plain.param, "it", 1)
+                    parts = ["it" if isinstance(part, FieldPath) else part for part in e.said]
+                    return path + step, "".join(parts)
                 if matcher.is_error():
                     schema, path, said, failing = child, path + step, matcher.get_error(), True
                     break

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from ds_runtime.errors import FieldPath
 from ds_runtime.grammar.guide import HEAVY, Followed, Guide
 from ds_runtime.platform.cores import work_behind
 
@@ -141,7 +142,7 @@ def _follow(one: Following) -> Followed:
     try:
         return one.guide.follow(one.tokens, one.drafts, one.parents)
     except Exception as e:  # else its owner would wait for ever
-        said = f"{one.guide.param} cannot be followed any further: {type(e).__name__}: {e}"
-        return Followed(0, said)
+        said = f" cannot be followed any further: {type(e).__name__}: {e}"
+        return Followed(0, (FieldPath.of(one.guide.param), said))
     finally:
         one.seconds = time.thread_time() - begin

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import FieldPath, RequestError
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -39,7 +39,7 @@ class Followed:
     """
 
     end: int | None = None
-    fault: str = ""
+    fault: tuple[str | FieldPath, ...] = ()
 
 
 class Guide:
@@ -85,7 +85,7 @@ class Guide:
                 if drafts and index == len(tokens) - 1 and not self.is_done:
                     self._look_ahead(drafts, parents)
             except RequestError as e:
-                return Followed(index, str(e))
+                return Followed(index, e.said)
             if self.is_done:
                 return Followed(index)
         return Followed()
@@ -145,9 +145,7 @@ class Guide:
     def _fault(self, what: str) -> RequestError:
         said = " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
         more = f" ({said[:200]})" if said else ""
-        return RequestError(
-            f"{self.param} cannot be followed any further: {what}{more}", self.param
-        )
+        return RequestError.of(self.param, f" cannot be followed any further: {what}{more}")
 
 
 def words(matcher: LLMatcher, allowed: npt.NDArray[np.uint32]) -> bytes:

@@ -56,7 +56,7 @@ class Grammars:
         """
         if self._why_not is not None:
             failed = Asked(rules)
-            failed.set_exception(RequestError(f"{rules.param}: {self._why_not}", rules.param))
+            failed.set_exception(RequestError.of(rules.param, f": {self._why_not}"))
             return failed
         key = f"{salt}\0{rules.key}"
         asked = self._compiled.get(key)

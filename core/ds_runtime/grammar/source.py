@@ -214,4 +214,4 @@ def _library_grammar(rules: OutputRules) -> dict[str, Any]:
         text = rules.ebnf or ""
         return {"lark_grammar": grammar_from("ebnf" if _GBNF.search(text) else "lark", text)}
     except (ValueError, RecursionError) as e:
-        raise RequestError(f"{rules.param}: {e}", rules.param) from e
+        raise RequestError.of(rules.param, f": {e}") from e

@@ -52,9 +52,8 @@ def adapter_routes(service: Service) -> APIRouter:
 def _loadable(service: Service, body: LoadAdapterRequest) -> LoadAdapterRequest:
     service.client.require()
     if body.lora_name == service.model.name:
-        raise RequestError(
-            f"lora_name {shown(body.lora_name)} is the model's own name: choose another",
-            "lora_name",
+        raise RequestError.of(
+            "lora_name", f" {shown(body.lora_name)} is the model's own name: choose another"
         )
     return body
 

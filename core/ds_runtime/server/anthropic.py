@@ -17,19 +17,30 @@ from ds_runtime.server.errors import ApiError
 from ds_runtime.server.kept import KEPT, Shelf
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
-from ds_runtime.server.translate import Json, Names, bad, only, parts_text, present, text_in
+from ds_runtime.server.translate import (
+    Json,
+    Names,
+    Pattern,
+    bad,
+    only,
+    parts_text,
+    present,
+    text_in,
+)
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
-_FIELDS = {
-    "stop": "stop_sequences",
-    r"response_format\.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"(messages\[\d+\])\.tool_calls\[\d+\]\.function": r"\1.content",
-    r"(messages\[\d+\]\.content\[\d+\])\.tool_call_id": r"\1.tool_use_id",
-    "continue_final_message": "messages",
+_FIELDS: dict[Pattern, Pattern] = {
+    ("stop",): ("stop_sequences",),
+    ("response_format", "json_schema"): ("output_config", "format"),
+    ("response_format",): ("output_config", "format"),
+    ("reasoning_effort",): ("output_config", "effort"),
+    ("tools", int, "function", "parameters"): ("tools", int, "input_schema"),
+    ("tools", int, "function"): ("tools", int),
+    ("continue_final_message",): ("messages",),
+}
+_INSIDE: dict[Pattern, Pattern] = {
+    ("tool_calls", int, "function"): ("content",),
+    ("tool_call_id",): ("tool_use_id",),
 }
 _LOST = {"error_code": "thread_not_found"}  # Anthropic's clients then send all again
 
@@ -160,7 +171,7 @@ def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
         chat["continue_final_message"] = True  # the protocol's way to begin the answer
     chat |= _tools(body) | _thinking(body) | _output(body.output_config)
     chat["chat_template_kwargs"] = body.chat_template_kwargs
-    return present(chat), Names(paths, _FIELDS)
+    return present(chat), Names(paths, _FIELDS, _INSIDE)
 
 
 def _messages(message: Json, path: str) -> list[tuple[Json, str]]:

@@ -16,7 +16,7 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, Said, shown
 from ds_runtime.nesting import MAX_NESTING, too_deep
 from ds_runtime.server.bodies import LARGE, Bodies, Shape, read_body
 from ds_runtime.server.errors import ApiError, ClientGoneError
@@ -226,7 +226,8 @@ def _check_foreign(kind: type[Body], path: str, name: str, field: Any) -> None:
     remedy = " or send ".join(["leave it out", *dict.fromkeys(map(json.dumps, sends))])
     if near:
         remedy = f"did you mean {near!r}?"
-    raise _bad(f"{path} {_short(field)} is not supported: {remedy}", path, "unsupported_value")
+    said = f" {_short(field)} is not supported: {remedy}"
+    raise _bad((FieldPath.of(path), said), path, "unsupported_value")
 
 
 def _asks_nothing(kind: type[Body], name: str, field: Any) -> bool:
@@ -261,8 +262,10 @@ def _invalid(kind: type[Body], error: ValidationError, prefix: str) -> ApiError:
     same = [f for f in faults if prefix + _path(f["loc"]) == path]
     said = " or ".join(dict.fromkeys(map(_said, same)))
     if deepest["type"] == "missing":
-        return _bad(f"{path} is missing: the request needs it", path, "missing_field")
-    return _bad(f"{path} is {_short(deepest['input'])}: {said}", path, "invalid_type")
+        said = " is missing: the request needs it"
+        return _bad((FieldPath.of(path), said), path, "missing_field")
+    wrong = f" is {_short(deepest['input'])}: {said}"
+    return _bad((FieldPath.of(path), wrong), path, "invalid_type")
 
 
 _PLAIN = {  # of what pydantic says in Python's words
@@ -305,7 +308,8 @@ def _name(value: Any) -> str:
     )
 
 
-def _bad(message: str, param: str | None = None, code: str = "invalid_json") -> ApiError:
-    if len(message) > 600:  # names in the body may be of any length
-        message = message[:597] + "..."
-    return ApiError(400, message, param=None if param is None else param[:200], code=code)
+def _bad(said: Said, param: str | None = None, code: str = "invalid_json") -> ApiError:
+    text = "".join(map(str, said))
+    if len(text) > 600:  # names in the body may be of any length
+        said = text[:597] + "..."
+    return ApiError(400, said, param=None if param is None else param[:200], code=code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.engine.messages import Ready
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.server.messages import Plain, check_tools, plain_messages
 from ds_runtime.server.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.rules import asked_schema
@@ -59,7 +59,7 @@ def chat_prompt(
     for name, other in (("thinking", "enable_thinking"), ("enable_thinking", "thinking")):
         if not isinstance(kwargs.get(name), bool | None):
             field = f"chat_template_kwargs.{name}"
-            raise RequestError(f"{field} is {shown(kwargs[name])}: must be true or false", field)
+            raise RequestError.of(field, f" is {shown(kwargs[name])}: must be true or false")
         if name in kwargs:  # templates read the one or the other
             kwargs.setdefault(other, kwargs[name])
     check_tools(tools or ())
@@ -82,28 +82,30 @@ def _continued(
 ) -> str:
     """A prompt that ends inside the last message: in its text, or in its reasoning."""
     if request.add_generation_prompt:
-        raise RequestError(
-            "continue_final_message and add_generation_prompt are both true: send one of them",
+        raise RequestError.of(
             "continue_final_message",
+            " and ",
+            FieldPath.of("add_generation_prompt"),
+            " are both true: send one of them",
         )
     last, where = messages[-1], f"messages[{len(messages) - 1}]"
     content, reasoning = str(last["content"] or ""), last.get("reasoning_content")
     if last["role"] != "assistant" or not (content or reasoning) or "tool_calls" in last:
-        raise RequestError(
-            "continue_final_message: the last message must be the assistant's, with text or "
-            "reasoning and without calls",
-            where,
+        said = (
+            ": the last message must be the assistant's, with text or reasoning and without calls"
         )
+        raise RequestError((FieldPath.of("continue_final_message"), said), where)
     if not reasoning:
         return _cut(template.render(messages, tools, False, kwargs), content)
     thinking = {**kwargs, "thinking": True, "enable_thinking": True}
     text = template.render(messages[:-1], tools, True, thinking)
     if not text.rstrip().endswith(OPEN):
-        raise RequestError(
-            "continue_final_message: this chat template opens no reasoning here, so that of the "
-            "last message cannot be gone on from; send its content alone",
-            f"{where}.reasoning_content",
+        said = (
+            ": this chat template opens no reasoning here, so that of the last message cannot be "
+            "gone on from; send its content alone"
         )
+        where = f"{where}.reasoning_content"
+        raise RequestError((FieldPath.of("continue_final_message"), said), where)
     if not content:
         return f"{text}{reasoning}"
     # As the template breaks the line behind the opening tag, so its model does around the other.
@@ -116,10 +118,9 @@ def _cut(text: str, last: str) -> str:
     for said in (last, last.strip()):
         if said and (begin := text.rfind(said)) >= 0:
             return text[:begin] + said
-    raise RequestError(
-        "continue_final_message: this chat template changes the text of messages, so it cannot be "
-        "continued",
+    raise RequestError.of(
         "continue_final_message",
+        ": this chat template changes the text of messages, so it cannot be continued",
     )
 
 
@@ -130,10 +131,10 @@ def plain_prompts(
     model's BOS."""
     many = prompt if isinstance(prompt, list) and not _begins_with_id(prompt) else [prompt]
     if not many:
-        raise RequestError(f"{param} is an empty list: send at least one prompt", param)
+        raise RequestError.of(param, " is an empty list: send at least one prompt")
     if len(many) > MAX_PROMPTS:
-        raise RequestError(
-            f"{param} holds {len(many)} prompts: at most {MAX_PROMPTS} fit one request", param
+        raise RequestError.of(
+            param, f" holds {len(many)} prompts: at most {MAX_PROMPTS} fit one request"
         )
     for one in many:
         if isinstance(one, str):
@@ -154,4 +155,4 @@ def _begins_with_id(value: Any) -> bool:
 
 
 def _not_a_prompt(param: str) -> RequestError:
-    return RequestError(f"{param} must be a string, a list of token ids, or a list of these", param)
+    return RequestError.of(param, " must be a string, a list of token ids, or a list of these")

@@ -12,6 +12,8 @@ from ds_runtime.errors import (
     LogitsError,
     QueueFullError,
     RequestError,
+    Said,
+    sentence,
 )
 
 BROKEN = "logits_not_finite"
@@ -30,13 +32,13 @@ _ANTHROPIC = {
 
 
 class ApiError(Exception):
-    """An answer that is not the wished one. `type` and `code` as OpenAI's clients know them,
-    `details` as Anthropic's."""
+    """An answer that is not the wished one. `said`: the sentence, and the fields that it names.
+    `type` and `code` as OpenAI's clients know them, `details` as Anthropic's."""
 
     def __init__(
         self,
         status: int,
-        message: str,
+        said: Said,
         *,
         type: str = "invalid_request_error",
         param: str | None = None,
@@ -44,14 +46,19 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(message)
+        self.said = sentence(said)
+        super().__init__(self.message)
         self.status = status
-        self.message = message
         self.type = type
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
         self.details = details
+
+    @property
+    def message(self) -> str:
+        """The sentence as text."""
+        return "".join(map(str, self.said))
 
     @property
     def is_internal(self) -> bool:
@@ -92,7 +99,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case RequestError():
-            return ApiError(400, str(error), param=error.param, code="invalid_value")
+            return ApiError(400, error.said, param=error.param, code="invalid_value")
         case QueueFullError():
             return _unavailable(str(error), "queue_full", error.retry_after)
         case NotReadyError():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ds_runtime.engine.messages import TokenLogprob
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams, check_number
 from ds_runtime.server.chat import MAX_PROMPTS, Prompt, plain_prompts
 from ds_runtime.server.choice import Choice, Piece
@@ -108,7 +108,7 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
     many = isinstance(given, list) and not (given and isinstance(given[0], int))
     count = len(given or ()) if many else 1
     form = GenerateFormat(tokenizer, many, bool(body.return_text_in_logprobs))
-    names = Names(fields=_NAMES)
+    names = Names(fields={(shared,): (native,) for shared, native in _NAMES.items()})
     with names.kept():
         prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so
@@ -123,16 +123,16 @@ def _adapter(service: Service, body: GenerateRequest, count: int) -> str:
     """The adapter of all prompts, "" for none."""
     names = {_each(body.lora_path, "lora_path", i, count) or "" for i in range(count)}
     if len(names) > 1:
-        raise RequestError(
-            f"lora_path names {len(names)} adapters, or one for some of the prompts alone: send a "
-            "request for each",
+        raise RequestError.of(
             "lora_path",
+            f" names {len(names)} adapters, or one for some of the prompts alone: send a "
+            "request for each",
         )
     name: str = names.pop()
     if name and not service.has_adapter(name):
         known = ", ".join(service.client.adapters) or "none"
-        raise RequestError(
-            f"lora_path {shown(name)} is the name of no adapter; loaded are: {known}", "lora_path"
+        raise RequestError.of(
+            "lora_path", f" {shown(name)} is the name of no adapter; loaded are: {known}"
         )
     return name
 
@@ -168,10 +168,10 @@ def _each(value: Any, name: str, i: int, count: int) -> Any:
     if not isinstance(value, list):
         return value
     if len(value) != count:
-        raise RequestError(
-            f"{name} holds {len(value)} entries, but there are {count} prompts: send one entry for "
-            "each, or one value for all",
+        raise RequestError.of(
             name,
+            f" holds {len(value)} entries, but there are {count} prompts: send one entry for "
+            "each, or one value for all",
         )
     return value[i]
 
@@ -182,9 +182,8 @@ def _start(asked: int | None, length: int) -> int:
     if asked is None or asked == -1:
         return length
     if not 0 <= asked <= length:
-        raise RequestError(
-            f"{name} is {shown(asked)}: must be -1, or a position of the prompt's {length} tokens",
-            name,
+        raise RequestError.of(
+            name, f" is {shown(asked)}: must be -1, or a position of the prompt's {length} tokens"
         )
     return asked
 
@@ -196,8 +195,8 @@ def _params(
     own |= {shared: getattr(fields, native) for shared, native in _NAMES.items()}
     alone = fields.max_new_tokens == 0  # the prompt's log-probabilities
     if alone and fields.min_new_tokens:
-        raise RequestError(
-            f"min_tokens {fields.min_new_tokens} is above max_tokens 0", "min_tokens"
+        raise RequestError.of(
+            "min_tokens", f" {fields.min_new_tokens} is above ", FieldPath.of("max_tokens"), " 0"
         )
     return build_params(
         Sampling.model_construct(**own),

@@ -36,22 +36,21 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     for i, tool in enumerate(tools):
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-            raise RequestError(
-                f'tools[{i}] is {shown(tool)}: only {{"type": "function", "function": {{…}}}} '
-                "is supported",
+            raise RequestError.of(
                 f"tools[{i}]",
+                f' is {shown(tool)}: only {{"type": "function", "function": {{…}}}} is supported',
             )
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise RequestError(
-                f"tools[{i}].function.name is {shown(name)}: a name is needed, of up to "
-                f"{MAX_NAME} characters, without white space, quotes and brackets",
+            raise RequestError.of(
                 f"tools[{i}].function.name",
+                f" is {shown(name)}: a name is needed, of up to "
+                f"{MAX_NAME} characters, without white space, quotes and brackets",
             )
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise RequestError(
-                f"tools[{i}].function.parameters is {shown(parameters)}: a JSON schema is needed",
+            raise RequestError.of(
                 f"tools[{i}].function.parameters",
+                f" is {shown(parameters)}: a JSON schema is needed",
             )
 
 
@@ -70,9 +69,8 @@ def _plain(message: ChatMessage, path: str, knows_developer: bool) -> Plain:
         content = "\n".join(part.text for part in content)
     if content is None and "tool_calls" not in out:
         if message.role != "assistant":
-            raise RequestError(
-                f"{path}.content is missing: a {message.role} message needs content",
-                f"{path}.content",
+            raise RequestError.of(
+                f"{path}.content", f" is missing: a {message.role} message needs content"
             )
         content = ""
     out["content"] = content
@@ -84,61 +82,50 @@ def _name_reasoning(out: Plain, path: str) -> None:
     for name in ("reasoning", "reasoning_content"):
         value = out.pop(name, None)
         if value is not None and not isinstance(value, str):
-            raise RequestError(f"{path}.{name} is {shown(value)}: text is needed", f"{path}.{name}")
+            raise RequestError.of(f"{path}.{name}", f" is {shown(value)}: text is needed")
         if value is not None:
             out["reasoning_content"] = value
 
 
 def _check_calls(calls: Any, role: str, path: str) -> None:
     if role != "assistant":
-        raise RequestError(
-            f"{path}.tool_calls: only an assistant message calls tools", f"{path}.tool_calls"
-        )
+        raise RequestError.of(f"{path}.tool_calls", ": only an assistant message calls tools")
     if not isinstance(calls, list):
-        raise RequestError(
-            f"{path}.tool_calls is {shown(calls)}: a list is needed", f"{path}.tool_calls"
-        )
+        raise RequestError.of(f"{path}.tool_calls", f" is {shown(calls)}: a list is needed")
     for i, call in enumerate(calls):
         where = f"{path}.tool_calls[{i}].function"
         function = call.get("function") if isinstance(call, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-            raise RequestError(f"{where}: a function with a name is needed", where)
+            raise RequestError.of(where, ": a function with a name is needed")
         if not isinstance(call.get("id"), str | None):
-            raise RequestError(
-                f"{path}.tool_calls[{i}].id is {shown(call['id'])}: text is needed",
-                f"{path}.tool_calls[{i}].id",
+            raise RequestError.of(
+                f"{path}.tool_calls[{i}].id", f" is {shown(call['id'])}: text is needed"
             )
         if not isinstance(function.get("arguments", ""), str | Mapping):
-            raise RequestError(
-                f"{where}.arguments is {shown(function['arguments'])}: JSON text is needed",
-                f"{where}.arguments",
+            raise RequestError.of(
+                f"{where}.arguments", f" is {shown(function['arguments'])}: JSON text is needed"
             )
 
 
 def _check_result(result: Plain, before: Sequence[Plain], path: str) -> None:
     calls = next((m for m in reversed(before) if m["role"] != "tool"), {}).get("tool_calls")
     if not calls:
-        raise RequestError(
-            f"{path} is a tool result, but no assistant message with tool_calls stands before it",
-            path,
+        raise RequestError.of(
+            path, " is a tool result, but no assistant message with tool_calls stands before it"
         )
     asked, known = result.get("tool_call_id"), [c.get("id") for c in calls]
     if not isinstance(asked, str | None):
-        raise RequestError(
-            f"{path}.tool_call_id is {shown(asked)}: text is needed", f"{path}.tool_call_id"
-        )
+        raise RequestError.of(f"{path}.tool_call_id", f" is {shown(asked)}: text is needed")
     since = takewhile(lambda m: m["role"] == "tool", reversed(before))
     if asked is not None and any(m.get("tool_call_id") == asked for m in since):
-        raise RequestError(
-            f"{path}.tool_call_id is {shown(asked)}: that call has a result already",
-            f"{path}.tool_call_id",
+        raise RequestError.of(
+            f"{path}.tool_call_id", f" is {shown(asked)}: that call has a result already"
         )
     if asked is not None and None not in known and asked not in known:
-        raise RequestError(
-            f"{path}.tool_call_id is {shown(asked)}: the calls before it are "
-            f"{', '.join(map(shown, known))}",
+        raise RequestError.of(
             f"{path}.tool_call_id",
+            f" is {shown(asked)}: the calls before it are {', '.join(map(shown, known))}",
         )
 
 

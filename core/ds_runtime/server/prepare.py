@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.sampling_params import SamplingParams, check_number
 from ds_runtime.server.chat import Prompt, chat_prompt, plain_prompts
 from ds_runtime.server.choice import StartParser
@@ -193,7 +193,9 @@ def completion_job(service: Service, body: CompletionRequest) -> Job:
     echoed = body.logprobs if body.echo else None
     alone = bool(body.echo) and body.max_tokens == 0  # the prompt's own log-probabilities
     if alone and body.min_tokens:
-        raise RequestError(f"min_tokens {body.min_tokens} is above max_tokens 0", "min_tokens")
+        raise RequestError.of(
+            "min_tokens", f" {body.min_tokens} is above ", FieldPath.of("max_tokens"), " 0"
+        )
     params = build_params(
         body,
         model.defaults,
@@ -258,9 +260,11 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 def _max_tokens(body: ChatRequest) -> int | None:
     new, old = body.max_completion_tokens, body.max_tokens
     if new is not None and old is not None and new != old:
-        raise RequestError(
-            f"max_completion_tokens is {new} and max_tokens {old}: send one of them",
+        raise RequestError.of(
             "max_completion_tokens",
+            f" is {new} and ",
+            FieldPath.of("max_tokens"),
+            f" {old}: send one of them",
         )
     check_number("max_tokens", new, "max_completion_tokens")
     return old if new is None else new
@@ -271,7 +275,7 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
         check_number("logprobs", body.top_logprobs, "top_logprobs")
         return body.top_logprobs or 0
     if body.top_logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        raise RequestError.of("top_logprobs", " needs logprobs: true")
     return None
 
 
@@ -280,5 +284,5 @@ def _streamed_usage(body: OpenAIRequest) -> Usage:
     if options is None or not options.include_usage:
         return Usage.NONE
     if not body.stream:
-        raise RequestError("stream_options needs stream: true", "stream_options")
+        raise RequestError.of("stream_options", " needs stream: true")
     return Usage.EACH if options.continuous_usage_stats else Usage.LAST

@@ -16,19 +16,21 @@ from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
 from ds_runtime.server.responses_format import ResponsesFormat
 from ds_runtime.server.responses_items import messages_of
-from ds_runtime.server.translate import Json, Names, bad, only, present, text_in
+from ds_runtime.server.translate import Json, Names, Pattern, bad, only, present, text_in
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
-_FIELDS = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    r"response_format\.json_schema": "text.format",
-    "response_format": "text.format",
-    r"(input\[\d+\])\.tool_call_id": r"\1.call_id",
-    "reasoning_effort": "reasoning.effort",
-    r"tools\[(\d+)\]\.function": r"tools[\1]",
-    r"(input\[\d+\])\.tool_calls\[\d+\]\.function": r"\1",
+_FIELDS: dict[Pattern, Pattern] = {
+    ("messages",): ("input",),
+    ("max_tokens",): ("max_output_tokens",),
+    ("max_completion_tokens",): ("max_output_tokens",),
+    ("response_format", "json_schema"): ("text", "format"),
+    ("response_format",): ("text", "format"),
+    ("reasoning_effort",): ("reasoning", "effort"),
+    ("tools", int, "function"): ("tools", int),
+}
+_INSIDE: dict[Pattern, Pattern] = {
+    ("tool_call_id",): ("call_id",),
+    ("tool_calls", int, "function"): (),
 }
 
 
@@ -133,7 +135,7 @@ def _chat(kept: Shelf, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]
         | _reasoning(body.reasoning)
         | _text_format(body.text)
     )
-    return chat, Names(paths, _FIELDS), context
+    return chat, Names(paths, _FIELDS, _INSIDE), context
 
 
 _SAME = (

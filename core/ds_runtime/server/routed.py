@@ -58,12 +58,11 @@ class ServedEngine(RoutedEngine):
         service = self._service
         ready, tokenizer = service.client.require(), service.tokenizer
         if params.n != 1:
-            raise RequestError(f"n {params.n}: generate makes one answer, call it again", "n")
+            raise RequestError.of("n", f" {params.n}: generate makes one answer, call it again")
         if adapter and not service.has_adapter(adapter):
-            raise RequestError(
-                f"adapter {adapter!r} is not loaded; loaded: "
-                f"{', '.join(service.names[1:]) or 'none'}",
+            raise RequestError.of(
                 "adapter",
+                f" {adapter!r} is not loaded; loaded: {', '.join(service.names[1:]) or 'none'}",
             )
         if isinstance(prompt, str):
             check_room(tokenizer, prompt, ready, "prompt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.output_rules import TOOL_FORMATS, OutputRules, ToolRules, ToolSchema
 from ds_runtime.server.fields import NOTHING, is_neutral
 from ds_runtime.server.protocol import ChatRequest, OpenAIRequest, Sampling
@@ -26,10 +26,9 @@ def plain_rules(fields: Sampling) -> OutputRules | None:
     """The rules that any generating route takes; RequestError for two at once."""
     found = list(_given(fields))
     if len(found) > 1:
-        raise RequestError(
-            f"{found[0].param} and {found[1].param} both rule the output: send one of them",
-            found[1].param,
-        )
+        one, other = FieldPath.of(found[0].param), found[1].param
+        said = (one, " and ", FieldPath.of(other), " both rule the output: send one of them")
+        raise RequestError(said, other)
     return found[0] if found else None
 
 
@@ -45,9 +44,11 @@ def chat_rules(body: ChatRequest, parsers: Parsers, prompt: str) -> OutputRules 
     if plain is not None and demanded and plain.param.startswith("response_format"):
         plain = None
     if plain is not None and demanded:
-        raise RequestError(
-            f"tool_choice demands a call and {plain.param} an answer: send one of them",
+        raise RequestError.of(
             "tool_choice",
+            " demands a call and ",
+            FieldPath.of(plain.param),
+            " an answer: send one of them",
         )
     if plain is None and not demanded:
         return None
@@ -86,11 +87,11 @@ def _given(fields: Sampling) -> Iterator[OutputRules]:
         if key not in _STRUCTURED and is_neutral(value, NOTHING):
             continue
         if key not in _STRUCTURED:
-            raise RequestError(f"{field} is unknown: use {', '.join(_STRUCTURED)}", field)
+            raise RequestError.of(field, f" is unknown: use {', '.join(_STRUCTURED)}")
         if key == "json_object" and value is not None and not isinstance(value, bool):
-            raise RequestError(f"{field} is {shown(value)}: must be true or false", field)
+            raise RequestError.of(field, f" is {shown(value)}: must be true or false")
         if key == "choice" and value == []:
-            raise RequestError(f"{field} is an empty list: give at least one string", field)
+            raise RequestError.of(field, " is an empty list: give at least one string")
         if key == "json_object" and value:
             yield OutputRules(json_schema=_ANY_OBJECT, field=field)
         elif key != "json_object" and value is not None:
@@ -112,14 +113,14 @@ def _response_format(value: Mapping[str, Any]) -> Iterator[OutputRules]:
             named = value.get("json_schema")
             field = "response_format.json_schema"
             if not isinstance(named, Mapping):
-                raise RequestError(f"{field} is {shown(named)}: an object is needed", field)
+                raise RequestError.of(field, f" is {shown(named)}: an object is needed")
             if named.get("schema") is None:
-                raise RequestError(f"{field}.schema is missing", f"{field}.schema")
+                raise RequestError.of(f"{field}.schema", " is missing")
             yield OutputRules(json_schema=named["schema"], field=f"{field}.schema")
         case other:
-            raise RequestError(
-                f"response_format.type is {shown(other)}: must be text, json_object or json_schema",
+            raise RequestError.of(
                 "response_format.type",
+                f" is {shown(other)}: must be text, json_object or json_schema",
             )
 
 
@@ -136,25 +137,24 @@ def _calls(body: ChatRequest, parsers: Parsers) -> ToolRules | None:
         case {"type": "function", "function": {"name": name}}:
             tools = [tool for tool in tools if tool.name == name]
         case _:
-            raise RequestError(
-                f"tool_choice is {shown(choice)}: must be none, auto, required, or an object "
-                'such as {"type": "function", "function": {"name": "…"}}',
+            raise RequestError.of(
                 "tool_choice",
+                f" is {shown(choice)}: must be none, auto, required, or an object "
+                'such as {"type": "function", "function": {"name": "…"}}',
             )
     if not tools:
         said = "holds no tool" if name is None else f"holds no function {shown(name)}"
-        raise RequestError(f"tool_choice demands a call, but tools {said}", "tool_choice")
+        raise RequestError.of("tool_choice", f" demands a call, but tools {said}")
     if parsers.tool_calls is None:
-        raise RequestError(
-            "tool_choice demands a call, but the server parses none: start it with "
-            "--tool-call-parser",
+        raise RequestError.of(
             "tool_choice",
+            " demands a call, but the server parses none: start it with --tool-call-parser",
         )
     if parsers.tool_calls not in TOOL_FORMATS:
-        raise RequestError(
-            f"tool_choice demands a call, but calls as {parsers.tool_calls} reads them cannot be "
-            f'demanded, only those of {", ".join(TOOL_FORMATS)}: use "auto"',
+        raise RequestError.of(
             "tool_choice",
+            f" demands a call, but calls as {parsers.tool_calls} reads them cannot be "
+            f'demanded, only those of {", ".join(TOOL_FORMATS)}: use "auto"',
         )
     several = name is None and body.parallel_tool_calls is not False
     return ToolRules(format=parsers.tool_calls, tools=tuple(tools), several=several)
@@ -165,5 +165,5 @@ def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[ToolSchema]:
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise RequestError(f"tools[{i}]: a function with a name is needed", f"tools[{i}]")
+            raise RequestError.of(f"tools[{i}]", ": a function with a name is needed")
         yield ToolSchema(name, function.get("parameters"), f"tools[{i}].function.parameters")

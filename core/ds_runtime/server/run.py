@@ -68,8 +68,8 @@ class Run:
                 param,
             )
         if rid is not None and caller.own(rid) in running:
-            raise RequestError(
-                f"rid {shown(rid)} is that of a running request: draw a new one", "rid"
+            raise RequestError.of(
+                "rid", f" {shown(rid)} is that of a running request: draw a new one"
             )
         self.id = f"{prefix}-{uuid.uuid4().hex}" if rid is None else rid
         self.caller, self.adapter, self.asker = caller, adapter, asker

@@ -12,7 +12,7 @@ import msgspec
 
 from ds_runtime.base import part_of
 from ds_runtime.engine.messages import Ready
-from ds_runtime.errors import CheckpointError, RequestError, shown
+from ds_runtime.errors import CheckpointError, FieldPath, RequestError, Said, shown
 from ds_runtime.files import read_settings
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import ApiError
@@ -108,20 +108,24 @@ def fit(
     left = limit - prompt_len
     if params.max_tokens is None or (clamp and params.max_tokens > left):
         if params.min_tokens > left:
-            raise _too_long(
-                f"the prompt's {prompt_len} tokens and min_tokens {params.min_tokens} make "
-                f"{prompt_len + params.min_tokens}, but the context holds {limit}: ask for at most "
-                f"{left} tokens, or shorten the prompt",
-                "min_tokens",
+            total = prompt_len + params.min_tokens
+            said = (
+                f"the prompt's {prompt_len} tokens and ",
+                FieldPath.of("min_tokens"),
+                f" {params.min_tokens} make {total}, but the context holds {limit}: ask for at "
+                f"most {left} tokens, or shorten the prompt",
             )
+            raise _too_long(said, "min_tokens")
         return msgspec.structs.replace(params, max_tokens=left)
     if params.max_tokens > left:
-        raise _too_long(
-            f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
-            f"{prompt_len + params.max_tokens}, but the context holds {limit}: ask for at most "
+        total = prompt_len + params.max_tokens
+        said = (
+            f"the prompt's {prompt_len} tokens and ",
+            FieldPath.of("max_tokens"),
+            f" {params.max_tokens} make {total}, but the context holds {limit}: ask for at most "
             f"{left} tokens, shorten the prompt, or start the server with --clamp-max-tokens",
-            "max_tokens",
         )
+        raise _too_long(said, "max_tokens")
     return params
 
 
@@ -129,7 +133,7 @@ def check_length(prompt_len: int, ready: Ready, param: str) -> None:
     """RequestError for an empty prompt, ApiError for one that leaves no room for an answer."""
     limit = ready.context_length
     if prompt_len == 0:
-        raise RequestError(f"{param}: the prompt is empty, send at least one token", param)
+        raise RequestError.of(param, ": the prompt is empty, send at least one token")
     if prompt_len >= limit:
         raise _too_long(
             f"the prompt has {prompt_len} tokens, but the context holds {limit} with the answer: "
@@ -153,22 +157,19 @@ def check_room(
         )
 
 
-def _too_long(message: str, param: str) -> ApiError:
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+def _too_long(said: Said, param: str) -> ApiError:
+    return ApiError(400, said, param=param, code="context_length_exceeded")
 
 
 def check_ids(ids: Iterable[Any], vocab_size: int, param: str) -> None:
     """RequestError for the first that is not an id of the vocabulary."""
     for index, token in enumerate(ids):
         if type(token) is not int:
-            raise RequestError(
-                f"{param}[{index}] is {shown(token)}: a token id is an integer", param
-            )
+            raise RequestError.of(param, f"[{index}] is {shown(token)}: a token id is an integer")
         if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"{param} holds token id {shown(token)}: the vocabulary's ids are 0 to "
-                f"{vocab_size - 1}",
+            raise RequestError.of(
                 param,
+                f" holds token id {shown(token)}: the vocabulary's ids are 0 to {vocab_size - 1}",
             )
 
 
@@ -185,6 +186,6 @@ def _logit_bias(raw: dict[str, float]) -> dict[int, float]:
     out: dict[int, float] = {}
     for key, bias in raw.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError(f"logit_bias key {shown(key)}: must be a token id", "logit_bias")
+            raise RequestError.of("logit_bias", f" key {shown(key)}: must be a token id")
         out[int(key)] = bias
     return out

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ds_runtime.errors import RequestError, shown
+from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.fields import EMPTY, is_neutral
 
 Json = dict[str, Any]
-_QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
-_MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
+Path = tuple[str | int, ...]
+Pattern = tuple[str | type[int], ...]
 
 
 class Names:
     """Where each part of a chat request stood in the client's own body.
 
-    paths: one per chat message. fields: chat's name, a regular expression → the client's, put in
-    one after the other.
+    paths: one per chat message. fields: how chat's path begins → the client's; the first that fits
+    counts, and an index, `int`, is kept. inside: the same behind the path of a message.
     """
 
-    def __init__(self, paths: Sequence[str] = (), fields: Mapping[str, str] | None = None) -> None:
-        self._paths, self._fields = paths, fields or {}
+    def __init__(
+        self,
+        paths: Sequence[str] = (),
+        fields: Mapping[Pattern, Pattern] | None = None,
+        inside: Mapping[Pattern, Pattern] | None = None,
+    ) -> None:
+        self._paths, self._fields, self._inside = paths, fields or {}, inside or {}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -36,36 +40,42 @@ class Names:
 
     def renamed(self, error: Exception) -> Exception:
         """An error that names the client's fields, if it names any."""
+        if not isinstance(error, RequestError | ApiError):
+            return error
+        said = tuple(self.own(p) if isinstance(p, FieldPath) else p for p in error.said)
+        param = None if error.param is None else str(self.own(FieldPath.of(error.param)))
         if isinstance(error, RequestError):
-            return RequestError(self.own(str(error)), self._param(error.param))
-        if isinstance(error, ApiError):
-            error.message, error.param = self.own(error.message), self._param(error.param)
-            error.args = (error.message,)
+            return RequestError(said, param)
+        error.said, error.param = said, param
+        error.args = (error.message,)
         return error
 
-    def own(self, text: str) -> str:
-        """`text` with the client's names; what is quoted is the client's own."""
-        parts = _QUOTED.split(text)
-        parts[::2] = map(self._renamed, parts[::2])
-        return "".join(parts)
+    def own(self, field: FieldPath) -> FieldPath:
+        """The client's field for chat's."""
+        match field.path:
+            case ("messages", int(number), *rest) if number < len(self._paths):
+                inside = _renamed(tuple(rest), self._inside)
+                return FieldPath((*FieldPath.of(self._paths[number]).path, *inside))
+        return FieldPath(_renamed(field.path, self._fields))
 
-    def _renamed(self, text: str) -> str:
-        text = _MESSAGE.sub(self._path, text)
-        for chat, client in self._fields.items():
-            text = re.sub(rf"(?<![\w.])(?<!these ){chat}\b", client, text)
-        return text
 
-    def _param(self, param: str | None) -> str | None:
-        return None if param is None else self.own(param)
+def _renamed(path: Path, fields: Mapping[Pattern, Pattern]) -> Path:
+    """The path, with the first of `fields` that it begins with as the client's."""
+    for chat, client in fields.items():
+        if len(chat) <= len(path) and all(map(_fits, path, chat)):
+            indices = iter([key for key in path[: len(chat)] if isinstance(key, int)])
+            own = (key if isinstance(key, str) else next(indices) for key in client)
+            return (*own, *path[len(chat) :])
+    return path
 
-    def _path(self, match: re.Match[str]) -> str:
-        number = int(match[1])
-        return self._paths[number] if number < len(self._paths) else match[0]
+
+def _fits(key: str | int, wanted: str | type[int]) -> bool:
+    return isinstance(key, int) if isinstance(wanted, type) else key == wanted
 
 
 def bad(path: str, value: object, needed: str) -> RequestError:
     """The error for a value at `path`."""
-    return RequestError(f"{path} is {shown(value)}: {needed}", path)
+    return RequestError.of(path, f" is {shown(value)}: {needed}")
 
 
 def only(given: Mapping[str, Any], path: str, known: Sequence[str]) -> None:

@@ -119,8 +119,8 @@ class Text:
                 "send less or other text, or serve another checkpoint",
                 param,
             )
-        if answer.message:
-            raise RequestError(answer.message, answer.param)
+        if answer.said:
+            raise RequestError(answer.said, answer.param)
         return answer.data
 
 

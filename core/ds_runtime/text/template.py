@@ -109,9 +109,8 @@ class ChatTemplate:
         extra = dict(kwargs or {})
         for name in _RESERVED:
             if name in extra:
-                raise RequestError(
-                    f"chat_template_kwargs may not set {name!r}: it is a field of the request",
-                    "chat_template_kwargs",
+                raise RequestError.of(
+                    "chat_template_kwargs", f" may not set {name!r}: it is a field of the request"
                 )
         template = self._pick("tool_use" if tools else "default")
         messages = [self._with_arguments(m) for m in messages]

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from ds_runtime.errors import DsRuntimeError, RequestError, named
+from ds_runtime.errors import DsRuntimeError, FieldPath, RequestError, named
 from ds_runtime.readable import readable
 from ds_runtime.text.families import find_family
 from ds_runtime.text.template import Template, load_template
@@ -66,7 +66,7 @@ class Answer(msgspec.Struct):
     """Text in UTF-8, or ids as machine words of 32 bits; else what is wrong, with which field."""
 
     data: bytes = b""
-    message: str = ""
+    said: str | tuple[str | FieldPath, ...] = ""
     param: str | None = None
 
 
@@ -169,13 +169,13 @@ def _answer(
             )
         return Answer(text)
     except RequestError as e:
-        return Answer(message=str(e), param=e.param)
+        return Answer(said=e.said, param=e.param)
     except UnicodeEncodeError as e:
         said = f"the chat template writes an unpaired surrogate at character {e.start}"
-        return Answer(message=f"{said}: send valid Unicode", param="messages")
+        return Answer(said=f"{said}: send valid Unicode", param="messages")
     except BaseException as e:
         tool = "tokenizer" if what == "encode" else "chat template"
-        return Answer(message=f"the checkpoint's {tool} fails on this text: {named(e):.300}")
+        return Answer(said=f"the checkpoint's {tool} fails on this text: {named(e):.300}")
 
 
 def _serve(

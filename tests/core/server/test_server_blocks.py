@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from itertools import chain
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.errors import RequestError
+from ds_runtime.engine.messages import Failed
+from ds_runtime.errors import FieldPath, RequestError
 from ds_runtime.server.blocks import Blocks, blocks_of
 from ds_runtime.server.bodies import Bodies
+from ds_runtime.server.errors import ApiError
 from ds_runtime.server.stream import _events
 from ds_runtime.server.translate import Names
 from ds_runtime.text.events import (
@@ -67,13 +72,61 @@ def test_the_last_open_block_is_cut():
     assert all(b.complete for b in blocks_of(answer, False))
 
 
-def test_names_in_quotes_are_the_client_s():
-    names = Names(["input[4]"], {"max_tokens": "max_output_tokens", "stop": "stop_sequences"})
-    text = "messages[0].x is 'a stop': the prompt's 3 tokens and max_tokens 4 and \"stop\", stop"
-    assert names.own(text) == (
-        "input[4].x is 'a stop': the prompt's 3 tokens and max_output_tokens 4 and \"stop\", "
-        "stop_sequences"
+def test_only_fields_get_the_client_s_names():
+    fields = {("max_tokens",): ("max_output_tokens",), ("tools", int, "function"): ("tools", int)}
+    names = Names(["input[4]"], fields, {("tool_calls", int, "function"): ("content",)})
+    said = (
+        FieldPath.of("messages[0].x"),
+        " is 'max_tokens': max_tokens, ",
+        FieldPath.of("stop"),
     )
+    error = names.renamed(RequestError(said, "messages[0].tool_calls[2].function.name"))
+    assert isinstance(error, RequestError)
+    assert str(error) == "input[4].x is 'max_tokens': max_tokens, stop"
+    assert error.param == "input[4].content.name"
+    other = names.renamed(RequestError.of("tools[7].function.name", " and ", "max_tokens"))
+    assert str(other) == "tools[7].name and max_tokens"
+    assert isinstance(other, RequestError) and other.param == "tools[7].name"
+    beyond = names.renamed(RequestError.of("messages[1].content", " is missing"))
+    assert str(beyond) == "messages[1].content is missing"
+    assert str(names.renamed(ApiError(400, (FieldPath.of("max_tokens"), " 9")))) == (
+        "max_output_tokens 9"
+    )
+
+
+@given(st.text("ab.[]0129\n-é٣", max_size=20))
+def test_a_path_is_its_text(text):
+    assert str(FieldPath.of(text)) == text
+
+
+@given(
+    st.lists(
+        st.text("ab_é", min_size=1, max_size=4) | st.integers(0, 10**9), min_size=1, max_size=6
+    ).filter(lambda path: isinstance(path[0], str))
+)
+def test_a_path_s_keys_and_indices_are_found(path):
+    assert FieldPath.of(str(FieldPath(tuple(path)))).path == tuple(path)
+
+
+def test_a_path_of_a_million_brackets_takes_a_second_at_most():
+    begin = time.process_time()
+    for text in ("[1]" * 300_000, "[1]" * 300_000 + "x", "]" * 10**6, "[1]x" * 300_000):
+        assert str(FieldPath.of(text)) == text
+    assert time.process_time() - begin < 4
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Failed("r", "invalid", (FieldPath.of("tools[0].function"), " and ", "more"), "tools"),
+        Failed("r", "queue_full", "full"),
+    ],
+)
+def test_a_sentence_travels_with_its_fields(made):
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Failed)
+    assert got == made and got.message == made.message
+    if made.kind == "invalid":
+        assert isinstance(got.error, RequestError) and got.error.said == made.said
 
 
 def test_an_error_inside_a_stream_names_the_client_s_field():
@@ -84,11 +137,11 @@ def test_an_error_inside_a_stream_names_the_client_s_field():
             return error.message.encode()
 
     async def pieces():
-        raise RequestError("stop cannot be followed any further", "stop")
+        raise RequestError.of("stop", " cannot be followed any further")
         yield
 
     async def events():
-        names = Names((), {"stop": "stop_sequences"})
+        names = Names((), {("stop",): ("stop_sequences",)})
         return [e async for e in _events(None, Form(), pieces(), names, Bodies(None, lambda: 0))]
 
     assert asyncio.run(events()) == [b"stop_sequences cannot be followed any further"]
