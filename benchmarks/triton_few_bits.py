@@ -109,7 +109,7 @@ def random_codes(form: Form, shape: tuple[int, ...], device: str) -> Tensor:
     return words.bitwise_and_(~0x0808) if form.codes == E4M3 else words  # no NaN
 
 
-def stack(kind: str, rows: int, cols: int, count: int, device: str) -> coded_experts.Stack:
+def stack(kind: str, rows: int, cols: int, count: int, device: str) -> coded_experts.CodedStack:
     """One matrix of every expert."""
     form = FORMS[kind](cols)
     row = torch.ones(count, rows if form.by_row else 1, device=device)
@@ -122,7 +122,7 @@ def stack(kind: str, rows: int, cols: int, count: int, device: str) -> coded_exp
         scale = torch.rand(count, form.groups, rows, device=device) * 1e-2
     words = random_codes(form, (count, form.spans, rows, form.width), device)
     zero = torch.zeros(count, 1, dtype=torch.int8, device=device)
-    return coded_experts.Stack(form, rows, words, scale, zero, row)
+    return coded_experts.CodedStack(form, rows, words, scale, zero, row)
 
 
 def routing(tokens: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,7 +271,7 @@ def whole(kind: str, tokens: int, up: Config, down: Config) -> float:
     for prefix, own in (("UP_", up), ("DN_", down)):
         both |= {prefix + name: v for name, v in own.items() if name != "BLOCK_M"}
     stacks = (stack(kind, 2 * I, H, E, "cuda"), stack(kind, H, I, E, "cuda"))
-    layer = coded_experts.Layer(*stacks, Sizes((1,), (both,)))
+    layer = coded_experts.CodedLayer(*stacks, Sizes((1,), (both,)))
     bound = routing(tokens, "cuda")
     return measure([lambda chosen: coded_experts.run(*bound, layer, chosen)], both)
 

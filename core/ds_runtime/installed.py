@@ -17,7 +17,7 @@ OWN_DISTRIBUTION = "ds-runtime"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class InstalledPlugin:
     """One entry point of our group. `refusal`: why it may never be imported."""
 
     point: EntryPoint
@@ -32,7 +32,7 @@ class Entry:
         return self.distribution != OWN_DISTRIBUTION
 
 
-def find(reserved: Collection[str] = ()) -> dict[str, Entry]:
+def find(reserved: Collection[str] = ()) -> dict[str, InstalledPlugin]:
     """Entries by plugin name; a name that is taken or reserved gets its distribution as a suffix.
 
     The runtime's own come first, so that nobody takes the place of a plugin that it ships; what
@@ -44,7 +44,7 @@ def find(reserved: Collection[str] = ()) -> dict[str, Entry]:
         known = {e.distribution for e in order}  # an editable install leaves metadata at home, too
         strangers = [_refused(e) for e in _in(left) if e.distribution not in known]
         order = [_unless_hidden(e, left) for e in order] + strangers
-    found: dict[str, Entry] = {}
+    found: dict[str, InstalledPlugin] = {}
     for entry in order:
         name = entry.point.name
         taken = name in found or name in reserved
@@ -52,26 +52,26 @@ def find(reserved: Collection[str] = ()) -> dict[str, Entry]:
     return found
 
 
-def _in(path: Iterable[str]) -> list[Entry]:
+def _in(path: Iterable[str]) -> list[InstalledPlugin]:
     """Our entries of every distribution on a search path; the first of a name counts."""
-    seen: dict[str, list[Entry]] = {}
+    seen: dict[str, list[InstalledPlugin]] = {}
     for dist in distributions(path=list(path)):
         if ours := [p for p in dist.entry_points if p.group == GROUP]:
             about = dist.metadata
             name, version = str(about["Name"]), str(about["Version"])
-            seen.setdefault(name, [Entry(p, dist, name, version) for p in ours])
+            seen.setdefault(name, [InstalledPlugin(p, dist, name, version) for p in ours])
     return [entry for entries in seen.values() for entry in entries]
 
 
-def _refused(entry: Entry) -> Entry:
+def _refused(entry: InstalledPlugin) -> InstalledPlugin:
     said = f"{entry.distribution} lies in the working directory, from which nothing is loaded"
     refusal = Refusal("not allowed", f"{said}: pip install it")
-    return Entry(entry.point, entry.dist, entry.distribution, entry.version, refusal)
+    return InstalledPlugin(entry.point, entry.dist, entry.distribution, entry.version, refusal)
 
 
-def _unless_hidden(entry: Entry, left: list[str]) -> Entry:
+def _unless_hidden(entry: InstalledPlugin, left: list[str]) -> InstalledPlugin:
     place = hidden_by(entry.point, left)
     if place is None:
         return entry
     refusal = Refusal("not allowed", f"{place}, in the working directory, hides its module")
-    return Entry(entry.point, entry.dist, entry.distribution, entry.version, refusal)
+    return InstalledPlugin(entry.point, entry.dist, entry.distribution, entry.version, refusal)

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Failed, Tokens
-from ds_runtime.outputs import Job
+from ds_runtime.outputs import PendingChoice
 
 
 class Registry:
     """Every job in the engine, by request id, with the call that asked for it."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, Call] = {}
+        self.calls: dict[str, PendingCall] = {}
 
     def take(self, engine: Engine, messages: Iterable[Tokens | Failed]) -> None:
         """Hand a step's messages to their calls; jobs that end leave."""
@@ -38,16 +38,16 @@ class Registry:
                 engine.abort([message.rid])
 
 
-class Call:
+class PendingCall:
     """The jobs of one call. `news`: those that got tokens and were not yet given to the caller.
     `failed`: the first that the engine gave up; `check` raises it.
     """
 
-    def __init__(self, registry: Registry, jobs: Sequence[Job]) -> None:
+    def __init__(self, registry: Registry, jobs: Sequence[PendingChoice]) -> None:
         self._registry = registry
         self._pending = deque(jobs)
-        self.running: dict[str, Job] = {}
-        self.news: deque[Job] = deque()
+        self.running: dict[str, PendingChoice] = {}
+        self.news: deque[PendingChoice] = deque()
         self.failed: Failed | None = None
 
     @property

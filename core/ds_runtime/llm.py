@@ -33,8 +33,8 @@ from ds_runtime.engine.rankspec import RankSpec
 from ds_runtime.engine.start import start_engine
 from ds_runtime.engine.transport import make_private_folder
 from ds_runtime.errors import ConfigError, EngineDeadError, RequestError
-from ds_runtime.jobs import Call, Registry
-from ds_runtime.outputs import Completion, Job, RequestOutput, Usage
+from ds_runtime.jobs import PendingCall, Registry
+from ds_runtime.outputs import Completion, PendingChoice, RequestOutput, Usage
 from ds_runtime.plan import Plan
 from ds_runtime.prompts import JobMaker, Prompts, conversations, listed
 from ds_runtime.sampling_params import SamplingParams
@@ -258,10 +258,10 @@ class LLM:
                 choice.parse(self._maker.parser(text, tools))
         return outputs
 
-    def _run(self, jobs: Sequence[Job]) -> Generator[Job, None, None]:
+    def _run(self, jobs: Sequence[PendingChoice]) -> Generator[PendingChoice, None, None]:
         """Run jobs to their end; each again whenever it got tokens, also by another call's step."""
         engine = self._alive()
-        call = Call(self._registry, jobs)
+        call = PendingCall(self._registry, jobs)
         try:
             while not call.is_done:
                 call.submit(engine)

@@ -81,7 +81,7 @@ class RequestOutput:
         return self.outputs[0].finish_reason
 
 
-class Job:
+class PendingChoice:
     """One choice on its way through the engine."""
 
     def __init__(

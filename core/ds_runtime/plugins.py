@@ -23,7 +23,7 @@ from ds_runtime import hookspecs
 from ds_runtime._version import __version__
 from ds_runtime.asking import Misuse, ask, asking, check_outside
 from ds_runtime.errors import ConfigError, blaming
-from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, Entry, find
+from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, InstalledPlugin, find
 from ds_runtime.ops.spec import (
     API_VERSION,
     Encoding,
@@ -176,7 +176,7 @@ def load_plugins(
     lenient: bool = False,
     allowlist: str | None = None,
     failed: Mapping[str, Refusal] = MappingProxyType({}),
-    installed: Mapping[str, Entry] | None = None,
+    installed: Mapping[str, InstalledPlugin] | None = None,
 ) -> Plugins:
     """Load the installed plugins, or only `names` of them; `extra` are modules to add.
 
@@ -232,7 +232,7 @@ def _wanted(names: Iterable[str] | None) -> tuple[list[str] | None, str]:
 
 
 def importable(
-    installed: Mapping[str, Entry],
+    installed: Mapping[str, InstalledPlugin],
     names: Iterable[str] | None = None,
     allowlist: str | None = None,
 ) -> dict[str, str]:
@@ -245,19 +245,19 @@ def importable(
     }
 
 
-def installed_plugins() -> dict[str, Entry]:
+def installed_plugins() -> dict[str, InstalledPlugin]:
     """What is installed, under the names that plugins get here."""
     return find({*ALWAYS, *ON_REQUEST})
 
 
-def _allowed(allowlist: str | None, installed: Mapping[str, Entry]) -> Allowlist | None:
+def _allowed(allowlist: str | None, installed: Mapping[str, InstalledPlugin]) -> Allowlist | None:
     if allowlist is None:
         return None
     third = (e.distribution for e in installed.values() if e.third_party)
     return read_allowlist(allowlist, third)
 
 
-def _forbidden(entry: Entry, allowed: Allowlist | None) -> Refusal | None:
+def _forbidden(entry: InstalledPlugin, allowed: Allowlist | None) -> Refusal | None:
     """Why an installed plugin may not be imported."""
     if entry.refusal is not None or allowed is None or not entry.third_party:
         return entry.refusal
@@ -293,7 +293,7 @@ def _register(
     plugins: Plugins,
     name: str,
     module: Any,
-    entry: Entry | None,
+    entry: InstalledPlugin | None,
     third_party: bool = False,
     refusal: Refusal | None = None,
 ) -> None:

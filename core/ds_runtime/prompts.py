@@ -15,7 +15,7 @@ from ds_runtime.base import part_of
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.model.hub import text_folder
-from ds_runtime.outputs import Completion, Job, RequestOutput
+from ds_runtime.outputs import Completion, PendingChoice, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.apart import Text
 from ds_runtime.text.families import find_family
@@ -92,7 +92,9 @@ class JobMaker:
             return prompt, self.tokenizer.encode(prompt, add_special=True)
         return None, prompt
 
-    def jobs(self, output: RequestOutput, params: SamplingParams, adapter: str = "") -> list[Job]:
+    def jobs(
+        self, output: RequestOutput, params: SamplingParams, adapter: str = ""
+    ) -> list[PendingChoice]:
         """The choices of one prompt."""
         if params.stop and self._text is None:
             raise RequestError.of(
@@ -110,7 +112,9 @@ class JobMaker:
             adapter=adapter,
         )
         tokenizer = None if self._text is None else self.tokenizer
-        return [Job(submit, output, submit.choice, tokenizer) for submit in group.choices()]
+        return [
+            PendingChoice(submit, output, submit.choice, tokenizer) for submit in group.choices()
+        ]
 
 
 def listed(prompts: Any) -> list[str | list[int]]:

@@ -151,7 +151,7 @@ class Screen:
 
 
 @dataclass(slots=True)
-class Call:
+class PrintedCall:
     """One tool call as it comes."""
 
     id: str = ""
@@ -276,7 +276,7 @@ class Said:
         self._screen = screen
         self._reasoning = ReasoningParser("deepseek-v3", "")  # where it stands in the text
         self._content = ""
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, PrintedCall] = {}
         self._last: tuple[str, int] | None = None  # what is being printed: a kind, a call
 
     def add(self, delta: dict[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Said:
 
     def _call(self, part: dict[str, Any]) -> None:
         index, function = int(part.get("index") or 0), part.get("function") or {}
-        call = self._calls.setdefault(index, Call())
+        call = self._calls.setdefault(index, PrintedCall())
         call.id = part.get("id") or call.id
         name, arguments = function.get("name") or "", function.get("arguments") or ""
         call.name += name

@@ -1,7 +1,7 @@
 """Kernels that compile when they first run, compiled beside loading by processes of their own.
 
 What they compile lies in caches on disk, where this process finds it. Such a process is
-`python -m ds_runtime.engine.ahead`; it reads a `Work` from its standard input.
+`python -m ds_runtime.engine.ahead`; it reads a `CompileJob` from its standard input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than
 
 
 @dataclass(frozen=True)
-class Work:
+class CompileJob:
     """What one process compiles. tasks: (`Kernel.ahead`, facts of a place, rows). index: the
     device's."""
 
@@ -70,7 +70,8 @@ class Ahead:
         tasks = tasks_of(bound) if rows else []
         processes = max(2, min(memory // _MEMORY, int(cores_per_device() / _CORES)))
         self._running = [
-            _Process(Work(tuple(own), device.index)) for own in divided(tasks, rows, processes)
+            _Process(CompileJob(tuple(own), device.index))
+            for own in divided(tasks, rows, processes)
         ]
 
     def __enter__(self) -> None:
@@ -91,7 +92,7 @@ class Ahead:
 class _Process:
     """What it writes is kept for the case that it fails."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: CompileJob) -> None:
         self._said = TemporaryFile()  # noqa: SIM115 (open until `end`)
         command = [sys.executable, "-P", "-m", "ds_runtime.engine.ahead"]
         self._process = subprocess.Popen(
@@ -115,7 +116,7 @@ class _Process:
 @torch.inference_mode()
 def main() -> None:
     """The life of such a process."""
-    work: Work = pickle.load(sys.stdin.buffer)
+    work: CompileJob = pickle.load(sys.stdin.buffer)
     if work.index is not None:
         torch.accelerator.set_device_index(work.index)
     for path, facts, rows in work.tasks:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.engine.cycles import Cycles
-from ds_runtime.engine.graphs import DecodeGraphs, Place
+from ds_runtime.engine.graphs import DecodeGraphs, GraphContext
 from ds_runtime.engine.late import LateGraphs
 from ds_runtime.engine.pieces import PiecewiseModel, PrefillGraphs
 from ds_runtime.engine.sampler import Sampler
@@ -72,7 +72,7 @@ class Capturing:
 
     def steps(
         self,
-        place: Place,
+        place: GraphContext,
         model: PiecewiseModel,
         parts: tuple[list[Tensor], list[Tensor]],
         sampler: Sampler,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.finite import finite_rows
-from ds_runtime.engine.graphs import PageTable, Place, captured, decode_step, prepare_kernels
+from ds_runtime.engine.graphs import GraphContext, PageTable, captured, decode_step, prepare_kernels
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.step import Work
 from ds_runtime.engine.transfer import Array, Buffer, Upload
@@ -42,7 +42,7 @@ class CyclePlace:
     reads.
     """
 
-    base: Place
+    base: GraphContext
     model: DeepSeekModel
     draft: DraftModel
     sampler: Sampler

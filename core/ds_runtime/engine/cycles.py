@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_runtime.engine.chain_cycle import ChainGraph, JudgeGraph
 from ds_runtime.engine.cycle import CyclePlace, VerifyGraph
-from ds_runtime.engine.graphs import Place
+from ds_runtime.engine.graphs import GraphContext
 from ds_runtime.engine.rehearse import Rehearsed
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.step import StepPlan
@@ -61,7 +61,7 @@ class Cycles:
 
     @staticmethod
     def of(
-        base: Place,
+        base: GraphContext,
         draft: DraftModel,
         sampler: Sampler,
         layers: list[Tensor],

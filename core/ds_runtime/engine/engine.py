@@ -33,7 +33,7 @@ from ds_runtime.engine.step import PutAdapter, StepPlan
 from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
-from ds_runtime.grammar.library import Asked, Grammars
+from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.platform.compilations import counted
 
@@ -69,7 +69,7 @@ class Engine:
             pace=Pace(runner.speculation) if runner.speculation else None,
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
-        self._compiling: list[tuple[Submit, Asked]] = []
+        self._compiling: list[tuple[Submit, PendingGrammar]] = []
         self.scheduler = Scheduler(
             limits, [_pages(config, runner.num_pages) for _ in range(config.attention_ranks)]
         )

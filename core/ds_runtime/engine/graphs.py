@@ -46,7 +46,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GraphContext:
     """What all graphs of a runner work on. spare_page: of the caches, zeroed; the last row of
     last_tokens [rows + 1] is spare as well. limits: of the largest step. adapts: rows may have
     adapters. sampler: draws behind masks are captured, too. ranks: those that have sequences of
@@ -183,7 +183,7 @@ class DecodeGraph:
     · size, vocab] float32 receives its result, `finite` [ranks · size] bool which rows are numbers.
     """
 
-    def __init__(self, place: Place, size: int, logits: Tensor, finite: Tensor) -> None:
+    def __init__(self, place: GraphContext, size: int, logits: Tensor, finite: Tensor) -> None:
         self.size = size
         self.finite = finite
         self._place = place
@@ -309,7 +309,7 @@ class DecodeGraph:
 class DecodeGraphs:
     """The captured steps of a runner. Raises PluginError where a kernel cannot be captured."""
 
-    def __init__(self, place: Place, sizes: Sequence[int], backend: GraphBackend) -> None:
+    def __init__(self, place: GraphContext, sizes: Sequence[int], backend: GraphBackend) -> None:
         self.sizes = tuple(sizes)
         self._backend = backend
         self._ranks = ranks = place.ranks

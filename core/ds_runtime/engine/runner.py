@@ -25,7 +25,7 @@ from ds_runtime.engine.caches import allocate
 from ds_runtime.engine.capturing import Captured, Capturing
 from ds_runtime.engine.cycle import VerifyGraph
 from ds_runtime.engine.finite import finite_rows
-from ds_runtime.engine.graphs import DecodeGraph, Place
+from ds_runtime.engine.graphs import DecodeGraph, GraphContext
 from ds_runtime.engine.handle import SCORE_ROWS, Handle, sort_rows
 from ds_runtime.engine.masked import can_capture
 from ds_runtime.engine.memory import KvMemory, Room, context_length, kv_memory
@@ -146,11 +146,11 @@ class Runner:
             max_queries=self.width,
         )
 
-    def _place(self) -> Place:
+    def _place(self) -> GraphContext:
         """Of captured steps, with the last page as the spare one."""
         for cache in self.caches:
             cache[-1].zero_()
-        return Place(
+        return GraphContext(
             model=self.model,
             stateful=self.bound.stateful,
             caches=self.caches,

@@ -31,7 +31,7 @@ class Grammars:
 
     def __init__(self, folder: Path, vocab_size: int, eos: Sequence[int]) -> None:
         self._why_not = why_not(folder)
-        self._compiled: OrderedDict[str, Asked] = OrderedDict()
+        self._compiled: OrderedDict[str, PendingGrammar] = OrderedDict()
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
         if self._why_not is None:
@@ -46,7 +46,7 @@ class Grammars:
             for token in eos:
                 self._not_eos[token // 32] &= ~np.uint32(1 << token % 32)
 
-    def ask(self, rules: OutputRules, client: str = "", salt: str = "") -> Asked:
+    def ask(self, rules: OutputRules, client: str = "", salt: str = "") -> PendingGrammar:
         """`rules` compiled, now or later; RequestError comes in the future as well. Whoever does
         not wait any longer says so (`leave`). Only those of the same salt share what is compiled:
         the time that it takes would tell others who asked for the same.
@@ -55,13 +55,13 @@ class Grammars:
         share of WAITING rules already.
         """
         if self._why_not is not None:
-            failed = Asked(rules)
+            failed = PendingGrammar(rules)
             failed.set_exception(RequestError.of(rules.param, f": {self._why_not}"))
             return failed
         key = f"{salt}\0{rules.key}"
         asked = self._compiled.get(key)
         if asked is None or asked.cancelled() or (asked.done() and asked.exception()):
-            asked = Asked(rules)
+            asked = PendingGrammar(rules)
         if not asked.done():
             self._queue.put(asked, client)
         asked.waiting += 1
@@ -76,7 +76,7 @@ class Grammars:
             weakref.finalize(self, self._queue.close)
         return asked
 
-    def leave(self, asked: Asked) -> None:
+    def leave(self, asked: PendingGrammar) -> None:
         """One who asked waits no longer; what nobody waits for is not compiled."""
         asked.waiting -= 1
         if not asked.waiting and asked.cancel():
@@ -98,7 +98,7 @@ class Grammars:
         return Guide(start, self._compiler.allowed, self._not_eos, rules.param)
 
 
-class Asked(Future[Start]):
+class PendingGrammar(Future[Start]):
     """A rule that `waiting` requests wait for."""
 
     def __init__(self, rules: OutputRules) -> None:
@@ -112,7 +112,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._turns: OrderedDict[str, deque[Asked]] = OrderedDict()
+        self._turns: OrderedDict[str, deque[PendingGrammar]] = OrderedDict()
         self._closed = False
 
     @property
@@ -121,7 +121,7 @@ class _Queue:
         with self._changed:
             return sum(map(len, self._turns.values()))
 
-    def put(self, asked: Asked, client: str) -> None:
+    def put(self, asked: PendingGrammar, client: str) -> None:
         """Add a rule once. QueueFullError beyond the client's share."""
         with self._changed:
             own = self._turns.get(client, ())
@@ -136,7 +136,7 @@ class _Queue:
             self._turns.setdefault(client, deque()).append(asked)
             self._changed.notify()
 
-    def forget(self, asked: Asked) -> None:
+    def forget(self, asked: PendingGrammar) -> None:
         """Take a rule out again."""
         with self._changed:
             for client, own in list(self._turns.items()):
@@ -145,7 +145,7 @@ class _Queue:
                 if not own:
                     del self._turns[client]
 
-    def take(self) -> Asked | None:
+    def take(self) -> PendingGrammar | None:
         """The next rule, once there is one; None at the end."""
         with self._changed:
             while True:

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_runtime.model.layers import Linear
+from ds_runtime.model.layers import LinearLayer
 from ds_runtime.ops.table import Ops
 
 
 class AdaptedExperts:
     """The routed experts of one layer, this rank's width of each."""
 
-    def __init__(self, ops: Ops, gate_up: Sequence[Linear], down: Sequence[Linear]) -> None:
+    def __init__(
+        self, ops: Ops, gate_up: Sequence[LinearLayer], down: Sequence[LinearLayer]
+    ) -> None:
         self._ops = ops
         self._gate_up = gate_up
         self._down = down

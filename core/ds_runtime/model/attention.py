@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.indexer import Indexer, Selection
-from ds_runtime.model.layers import Codes, Linear, RmsNorm
+from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.sites import INDEXER, TREE, VERIFY
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
 
@@ -32,17 +32,17 @@ class Inputs:
     """
 
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
-        self.norm: RmsNorm | None = None
+        self.norm: RmsNormLayer | None = None
         if config.q_lora:
             weight = load.vector(layer, f"{AT}.q_a_layernorm")
-            self.norm = RmsNorm(load.ops(layer, AT), weight, LATENT_EPS)
+            self.norm = RmsNormLayer(load.ops(layer, AT), weight, LATENT_EPS)
             self.up = load.linear(layer, f"{AT}.q_b_proj")
         self.fused = load.bound.has("rms_norm_quantize", layer, AT)
         first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
         latent = f"{AT}.kv_a_proj_with_mqa"
         query = config.q_lora or config.heads // load.heads.size * config.qk_head
         keys = f"{INDEXER}.wk"
-        self.joined: Linear | None = None
+        self.joined: LinearLayer | None = None
         self.makes_keys = config.has_indexer(layer) and not load.bound.has("linear", layer, keys)
         if self.makes_keys:
             assert config.indexing is not None

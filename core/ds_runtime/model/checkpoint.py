@@ -77,7 +77,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredTensor:
     """One tensor in a shard. dtype as safetensors names it, or a type of GGUF's that stores blocks
     of elements; begin and end are file offsets.
     """
@@ -95,13 +95,13 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span(Entry):
+class _Span(StoredTensor):
     """Bytes of a shard that are not read as one tensor: NaN is looked for in these `parts`."""
 
-    parts: tuple[Entry, ...] = ()
+    parts: tuple[StoredTensor, ...] = ()
 
     @staticmethod
-    def of(entry: Entry, parts: tuple[Entry, ...]) -> _Span:
+    def of(entry: StoredTensor, parts: tuple[StoredTensor, ...]) -> _Span:
         """The bytes of an entry."""
         return _Span(entry.file, entry.dtype, entry.shape, entry.begin, entry.end, parts)
 
@@ -115,7 +115,7 @@ class _Run:
     end: int
     held: Tensor
 
-    def part(self, entry: Entry, begin: int, size: int) -> Tensor | None:
+    def part(self, entry: StoredTensor, begin: int, size: int) -> Tensor | None:
         """`size` of its bytes from file offset `begin`, if it has them where they may begin."""
         inside = entry.file == self.file and self.begin <= begin and begin + size <= self.end
         at = begin - self.begin
@@ -142,12 +142,12 @@ class Checkpoint:
     def __init__(
         self,
         folder: Path,
-        entries: dict[str, Entry] | None = None,
+        entries: dict[str, StoredTensor] | None = None,
         allow_nan: bool | None = None,
     ) -> None:
         self.folder = folder
         self.allow_nan = allow_nan
-        self.entries: dict[str, Entry] = entries or {}
+        self.entries: dict[str, StoredTensor] = entries or {}
         self.on_read: Callable[[int], None] | None = None
         self._asked: list[tuple[list[_Place], Tensor]] = []  # is there NaN in these?
         self._files: dict[Path, int] = {}  # open descriptors
@@ -166,7 +166,7 @@ class Checkpoint:
         if (folder / LINK).is_file():
             found = linked_tensors(folder / LINK)
             self.entries = {
-                n: Entry(t.file, t.type.name, t.shape, t.begin, t.begin + t.nbytes)
+                n: StoredTensor(t.file, t.type.name, t.shape, t.begin, t.begin + t.nbytes)
                 for n, t in found.items()
             }
         elif index.exists():
@@ -215,7 +215,7 @@ class Checkpoint:
         """All tensor names."""
         return list(self.entries)
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> StoredTensor:
         """Shape, dtype and place of one tensor; CheckpointError if there is none."""
         try:
             return self.entries[name]
@@ -310,7 +310,7 @@ class Checkpoint:
 
     def _bytes(
         self,
-        entry: Entry,
+        entry: StoredTensor,
         begin: int,
         size: int,
         device: torch.device | str = "cpu",
@@ -333,7 +333,7 @@ class Checkpoint:
 
     def _fetched(
         self,
-        entry: Entry,
+        entry: StoredTensor,
         begin: int,
         size: int,
         device: torch.device | str,
@@ -351,7 +351,7 @@ class Checkpoint:
         self._ask(entry, begin, out)
         return out
 
-    def _ask(self, entry: Entry, begin: int, sent: Tensor) -> None:
+    def _ask(self, entry: StoredTensor, begin: int, sent: Tensor) -> None:
         """Have the device look for NaN in what it was sent, from file offset `begin` on: together
         in what is of one dtype, since calls of the device cost more than looking."""
         parts = entry.parts if isinstance(entry, _Span) else (entry,)
@@ -395,7 +395,7 @@ class Checkpoint:
         out of as few reads as their places allow, and what it reads of the small ones for the host
         as well; for tensors that it wants all of."""
         entries = sorted(map(self.entry, names), key=lambda e: (e.file, e.begin))
-        spans: list[Entry] = []
+        spans: list[StoredTensor] = []
         for entry in entries:
             last = spans[-1] if spans else None
             if last and last.file == entry.file and entry.begin - last.end <= _GAP:
@@ -418,7 +418,7 @@ class Checkpoint:
         finally:
             self._own.here, self._own.there = [], []
 
-    def _fill(self, entry: Entry, begin: int, room: Tensor) -> None:
+    def _fill(self, entry: StoredTensor, begin: int, room: Tensor) -> None:
         """Read a shard's bytes from file offset `begin` on into all of `room`, by several
         threads, which look for NaN in what they have read."""
         size, held = room.shape[0], room.numpy()
@@ -442,7 +442,7 @@ class Checkpoint:
             other.result()
 
     def _fill_part(
-        self, file: int, name: Path, held: Bytes, begin: int, looks: Sequence[Entry]
+        self, file: int, name: Path, held: Bytes, begin: int, looks: Sequence[StoredTensor]
     ) -> None:
         """All of `held` from an offset of an open file, in pieces that are looked at."""
         step = PIECE if looks else len(held) or 1
@@ -451,7 +451,7 @@ class Checkpoint:
             _fill(file, name, memoryview(piece.data), begin + at)
             self._look(looks, begin + at, piece)
 
-    def _look(self, entries: Iterable[Entry], begin: int, held: Bytes) -> None:
+    def _look(self, entries: Iterable[StoredTensor], begin: int, held: Bytes) -> None:
         """CheckpointError for a NaN of these tensors in what was read from file offset `begin`."""
         if self.allow_nan is not False:
             return
@@ -493,7 +493,7 @@ class Checkpoint:
         _close(self._files)
 
 
-def _whole(entry: Entry, begin: int, size: int) -> tuple[int, int] | None:
+def _whole(entry: StoredTensor, begin: int, size: int) -> tuple[int, int] | None:
     """Which file offsets, of `size` from `begin` on, hold whole elements of a tensor that may be
     NaN. Elements that are cut are read again, by themselves."""
     first, last = max(begin, entry.begin), min(begin + size, entry.end)
@@ -508,7 +508,7 @@ def _whole(entry: Entry, begin: int, size: int) -> tuple[int, int] | None:
 class _Place(NamedTuple):
     """Whole elements of a tensor, by file offsets."""
 
-    entry: Entry
+    entry: StoredTensor
     first: int
     last: int
 
@@ -586,7 +586,7 @@ def _nothing_here(folder: Path) -> str:
     return f"{folder}: neither {INDEX} nor {SINGLE} is there; is the download complete?"
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one shard, after checking that the file is as long as its header says."""
     size = path.stat().st_size
     with open_plain(path) as file:
@@ -624,14 +624,14 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _entry(path: Path, base: int, fields: Mapping[str, Any]) -> Entry:
+def _entry(path: Path, base: int, fields: Mapping[str, Any]) -> StoredTensor:
     dtype, shape = str(fields["dtype"]), tuple(int(n) for n in fields["shape"])
     begin, end = (int(n) for n in fields["data_offsets"])
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is unknown")
     if begin < 0 or min(shape, default=0) < 0 or end - begin != _size(dtype, shape):
         raise ValueError(f"shape {list(shape)} of {dtype} does not take {end - begin} bytes")
-    return Entry(path, dtype, shape, base + begin, base + end)
+    return StoredTensor(path, dtype, shape, base + begin, base + end)
 
 
 def _size(dtype: str, shape: tuple[int, ...]) -> int:

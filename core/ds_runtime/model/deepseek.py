@@ -14,7 +14,7 @@ from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.exchange import gathered, gathered_wanted, summed
 from ds_runtime.model.expanded import ExpandedAttention
 from ds_runtime.model.indexer import Selection
-from ds_runtime.model.layers import Codes, Linear, RmsNorm
+from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     from ds_runtime.model.loader import Loader
 
 
-class Block:
+class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)), with the sum carried as `residual`."""
 
     def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
         ops = load.ops(layer, "block")
-        self.input_norm = RmsNorm(ops, load.vector(layer, "input_layernorm"), config.eps)
+        self.input_norm = RmsNormLayer(ops, load.vector(layer, "input_layernorm"), config.eps)
         attention = ExpandedAttention if config.expanded else Attention
         self.attention = attention(config, load, layer)
         self.quantises = load.bound.has("rms_norm_quantize", layer, "block")
         self.adds_and_quantises = load.bound.has("add_rms_norm_quantize", layer, "block")
-        self.mlp_norm = RmsNorm(ops, load.vector(layer, "post_attention_layernorm"), config.eps)
+        self.mlp_norm = RmsNormLayer(
+            ops, load.vector(layer, "post_attention_layernorm"), config.eps
+        )
         self.mlp: DenseMlp | MoeMlp = (
             MoeMlp(config, load, layer) if config.is_moe(layer) else DenseMlp(load, layer)
         )
@@ -100,7 +102,7 @@ class Moves(NamedTuple):
 class Cut(NamedTuple):
     """One layer's attention between two pieces of a forward. index_cache: where it indexes."""
 
-    block: Block
+    block: DecoderLayer
     projected: Projected
     residual: Tensor
     cache: Tensor
@@ -124,8 +126,8 @@ class DeepSeekModel:
         self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
         self.embed = load.embedding()
-        self.blocks = [Block(config, load, layer) for layer in range(config.layers)]
-        self.norm = RmsNorm(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
+        self.blocks = [DecoderLayer(config, load, layer) for layer in range(config.layers)]
+        self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
         self.lm_head = load.head()
         self.draft_head = load.draft_head() or self.lm_head
         self.lora = load.lora
@@ -273,7 +275,7 @@ class DeepSeekModel:
         return self._logits(self.draft_head, hidden, out, None)
 
     def _logits(
-        self, head: Linear, hidden: Tensor, out: Tensor | None, adapters: Tensor | None
+        self, head: LinearLayer, hidden: Tensor, out: Tensor | None, adapters: Tensor | None
     ) -> Tensor:
         if self.comm.size == 1 and head.packed.shape[0] == self.config.vocab_size:
             return head.float32(hidden, adapters, out)

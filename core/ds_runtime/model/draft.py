@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_runtime.model.deepseek import Block, DeepSeekModel
+from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
 from ds_runtime.model.indexer import Selection
-from ds_runtime.model.layers import RmsNorm
+from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class DraftModel:
         config, layer = model.config, model.config.layers
         ops = load.ops(layer, "nextn")
         self.model = model
-        self.embedding_norm = RmsNorm(ops, load.vector(layer, "enorm"), config.eps)
-        self.hidden_norm = RmsNorm(ops, load.vector(layer, "hnorm"), config.eps)
+        self.embedding_norm = RmsNormLayer(ops, load.vector(layer, "enorm"), config.eps)
+        self.hidden_norm = RmsNormLayer(ops, load.vector(layer, "hnorm"), config.eps)
         self.join = load.linear(layer, "eh_proj")
-        self.block = Block(config, load, layer)
-        self.norm = RmsNorm(ops, load.vector(layer, "shared_head.norm"), config.eps)
+        self.block = DecoderLayer(config, load, layer)
+        self.norm = RmsNormLayer(ops, load.vector(layer, "shared_head.norm"), config.eps)
         attention = self.block.attention
         # Of its steps of one token per sequence, and of several continuations. Sparse attention
         # has no state.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.checkpoint import DTYPES, Checkpoint, Entry
+from ds_runtime.model.checkpoint import DTYPES, Checkpoint, StoredTensor
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.model.layouts import expected
 from ds_runtime.model.manifest import Stored
@@ -40,7 +40,7 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class RandomTensor:
     """What a tensor holds. kind: of `_KINDS`; dtype: as safetensors names it; value: its standard
     deviation or its exponent; numbers: what is not random."""
 
@@ -59,20 +59,20 @@ class DummyCheckpoint(Checkpoint):
     def __init__(
         self, folder: Path, config: ModelConfig, quant: Quant, modules: Iterable[Stored]
     ) -> None:
-        self._contents: dict[Path, Content] = {}
-        self._patterns: dict[tuple[Content, torch.device], Tensor] = {}
+        self._contents: dict[Path, RandomTensor] = {}
+        self._patterns: dict[tuple[RandomTensor, torch.device], Tensor] = {}
         self._making = threading.Lock()
-        entries: dict[str, Entry] = {}
+        entries: dict[str, StoredTensor] = {}
         for stored in modules:
             for name, content, shape in _tensors(config, quant, stored):
                 size = math.prod(shape) * DTYPES[content.dtype].itemsize
-                entries[name] = Entry(Path(name), content.dtype, shape, 0, size)
+                entries[name] = StoredTensor(Path(name), content.dtype, shape, 0, size)
                 self._contents[Path(name)] = content
         super().__init__(folder, entries)
 
     def _bytes(
         self,
-        entry: Entry,
+        entry: StoredTensor,
         begin: int,
         size: int,
         device: torch.device | str = "cpu",
@@ -95,7 +95,7 @@ class DummyCheckpoint(Checkpoint):
                 self.on_read(size)
         return out
 
-    def _pattern(self, content: Content, device: torch.device) -> Tensor:
+    def _pattern(self, content: RandomTensor, device: torch.device) -> Tensor:
         """The bytes that tensors of this content repeat."""
         with self._making:
             if (content, device) not in self._patterns:
@@ -111,12 +111,12 @@ class DummyCheckpoint(Checkpoint):
 
 def _tensors(
     config: ModelConfig, quant: Quant, stored: Stored
-) -> Iterator[tuple[str, Content, tuple[int, ...]]]:
+) -> Iterator[tuple[str, RandomTensor, tuple[int, ...]]]:
     """(name, content, shape) of one module's tensors."""
     module, shape = stored.module, stored.shape
     if module.endswith(("e_score_correction_bias", "k_norm.bias")):
         std = 0.05 if module.endswith("k_norm.bias") else _CORRECTION
-        yield module, Content("normal", "F32", std), shape
+        yield module, RandomTensor("normal", "F32", std), shape
         return
     encoding = quant.encoding(module) if stored.format else DENSE
     wanted = expected(encoding, shape)
@@ -136,30 +136,34 @@ def _tensors(
 
 def _contents(
     config: ModelConfig, encoding: Encoding, module: str, shape: tuple[int, ...]
-) -> dict[str, Content]:
+) -> dict[str, RandomTensor]:
     """Component → content. dtype "": the first that the layout may have."""
     std, dtype = _std(config, module, shape), _NAMES[config.dtype]
     if encoding.format == "dense":
-        return {"weight": Content("norm" if len(shape) == 1 else "normal", dtype, std)}
+        return {"weight": RandomTensor("norm" if len(shape) == 1 else "normal", dtype, std)}
     kind = _codes(encoding)
     grid = FORMATS[encoding.format].block != (0, 0)  # else one scale for all
     spread = _UNEVEN if grid else 1.0
     power = round(math.log2(std / (_BASE[kind] * spread)))
-    found = {"weight": Content(f"{kind}_{_packing(encoding)}", "", std / (spread * 2.0**power))}
+    found = {
+        "weight": RandomTensor(f"{kind}_{_packing(encoding)}", "", std / (spread * 2.0**power))
+    }
     scale = "scale" if grid else "power"
     if "global" in encoding.tensors:
-        found["scale"] = Content(scale, "", 0)
-        found["global"] = Content("power", "", -power if encoding.divides else power)
+        found["scale"] = RandomTensor(scale, "", 0)
+        found["global"] = RandomTensor("power", "", -power if encoding.divides else power)
     else:
-        found["scale"] = Content(scale, "", power)
+        found["scale"] = RandomTensor(scale, "", power)
     activation = math.log2(_ACTIVATION[kind])
-    found["input_scale"] = Content("power", "", -activation if encoding.divides else activation)
-    found["zero"] = Content(_zero(encoding), "")
+    found["input_scale"] = RandomTensor(
+        "power", "", -activation if encoding.divides else activation
+    )
+    found["zero"] = RandomTensor(_zero(encoding), "")
     _, width = encoding.block or FORMATS[encoding.format].block
     if "group" in encoding.tensors:
-        found["group"] = Content("group", "", 0, (shape[1], width or shape[1]))
+        found["group"] = RandomTensor("group", "", 0, (shape[1], width or shape[1]))
     if "shape" in encoding.tensors:
-        found["shape"] = Content("shape", "", 0, (shape[0], shape[1]))
+        found["shape"] = RandomTensor("shape", "", 0, (shape[0], shape[1]))
     return found
 
 
@@ -196,33 +200,33 @@ def _zero(encoding: Encoding) -> str:
     return "zero_7" if encoding.layout == "gptq" else "zero_8"
 
 
-def _random(content: Content) -> Tensor:
+def _random(content: RandomTensor) -> Tensor:
     """[_PERIOD] standard normal numbers of this content's own."""
     seed = crc32(f"{content.kind} {content.value}".encode())
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
 
 
-def _normal(content: Content) -> Tensor:
+def _normal(content: RandomTensor) -> Tensor:
     return (_random(content) * content.value).to(DTYPES[content.dtype])
 
 
-def _norm(content: Content) -> Tensor:
+def _norm(content: RandomTensor) -> Tensor:
     return (_random(content) * 0.1 + 1).to(DTYPES[content.dtype])
 
 
-def _e4m3(content: Content) -> Tensor:
+def _e4m3(content: RandomTensor) -> Tensor:
     return (_random(content) * content.value).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def _int8(content: Content) -> Tensor:
+def _int8(content: RandomTensor) -> Tensor:
     return (_random(content) * content.value).round().clamp(-127, 127).to(torch.int8)
 
 
-def _int4(content: Content) -> Tensor:
+def _int4(content: RandomTensor) -> Tensor:
     return (_random(content) * content.value).round().clamp(-8, 7).to(torch.int16)
 
 
-def _e2m1(content: Content) -> Tensor:
+def _e2m1(content: RandomTensor) -> Tensor:
     values = _random(content) * content.value
     codes = torch.bucketize(values.abs(), torch.tensor(_E2M1))
     return codes.to(torch.int16) | ((values < 0).to(torch.int16) << 3)
@@ -239,23 +243,23 @@ def _words(data: Tensor) -> Tensor:
     return data.view(torch.uint8)[: data.shape[0] // 4 * 4].contiguous()
 
 
-def _scale(content: Content) -> Tensor:
+def _scale(content: RandomTensor) -> Tensor:
     """Powers of two, half of them halved."""
     less = (_random(content) < 0).to(torch.int16)
     return _powers(content, less)
 
 
-def _power(content: Content) -> Tensor:
+def _power(content: RandomTensor) -> Tensor:
     return _powers(content, torch.zeros(1, dtype=torch.int16))
 
 
-def _powers(content: Content, less: Tensor) -> Tensor:
+def _powers(content: RandomTensor, less: Tensor) -> Tensor:
     if content.dtype in ("U8", "F8_E8M0"):
         return (127 + int(content.value) - less).to(torch.uint8)
     return torch.exp2(content.value - less.to(torch.float32)).to(DTYPES[content.dtype])
 
 
-def _group(content: Content) -> Tensor:
+def _group(content: RandomTensor) -> Tensor:
     """The group of each column, in no order."""
     assert content.numbers is not None
     columns, width = content.numbers
@@ -263,15 +267,15 @@ def _group(content: Content) -> Tensor:
     return (order // width).to(DTYPES[content.dtype])
 
 
-def _shape(content: Content) -> Tensor:
+def _shape(content: RandomTensor) -> Tensor:
     return torch.tensor(content.numbers, dtype=DTYPES[content.dtype])
 
 
-def _same(byte: int) -> Callable[[Content], Tensor]:
+def _same(byte: int) -> Callable[[RandomTensor], Tensor]:
     return lambda content: torch.full((4096,), byte, dtype=torch.uint8)
 
 
-_KINDS: Mapping[str, Callable[[Content], Tensor]] = {
+_KINDS: Mapping[str, Callable[[RandomTensor], Tensor]] = {
     "normal": _normal,
     "norm": _norm,
     "e4m3_rows": _e4m3,

@@ -23,7 +23,7 @@ class Codes(NamedTuple):
     scale: Tensor
 
 
-class Linear:
+class LinearLayer:
     """y = x · Wᵀ with this rank's part of W; sums over ranks are the caller's.
 
     `deltas`: what adapters add, in rows that have one.
@@ -79,7 +79,7 @@ class Linear:
         return self._groups(rows, self.packed)
 
 
-class RmsNorm:
+class RmsNormLayer:
     """A norm weight with its epsilon."""
 
     __slots__ = ("_ops", "eps", "weight")
@@ -126,7 +126,7 @@ class Embedding:
         return self._ops.embed(ids, self.table, self.start)
 
 
-class MlaInputs:
+class MlaInputsLayer:
     """Everything before attention in steps that only decode, in one kernel."""
 
     __slots__ = ("_eps", "_kernel", "packed")
@@ -183,7 +183,7 @@ class Absorb:
         return out
 
 
-class Experts:
+class ExpertsLayer:
     """The routed experts of one layer, this rank's width of each."""
 
     __slots__ = ("_kernel", "packed")

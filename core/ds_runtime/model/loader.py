@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_runtime.model.adapted import AdaptedExperts
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.layers import Absorb, Embedding, Experts, Linear, MlaInputs
+from ds_runtime.model.layers import Absorb, Embedding, ExpertsLayer, LinearLayer, MlaInputsLayer
 from ds_runtime.model.layouts import with_order, with_rows
 from ds_runtime.model.lora import Delta, LoraSlots
 from ds_runtime.model.manifest import (
@@ -40,7 +40,7 @@ from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.parallel.layout import Shard
 from ds_runtime.platform.spec import Communicator
 
-_Layer = TypeVar("_Layer", Linear, Absorb, MlaInputs, Experts)
+_Layer = TypeVar("_Layer", LinearLayer, Absorb, MlaInputsLayer, ExpertsLayer)
 _AHEAD = 6  # experts that are read side by side before they are asked for
 _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any format
 
@@ -181,16 +181,18 @@ class Loader:
         table = self._held(self._read("model.embed_tokens", rows).to(self.dtype))
         return Embedding(self.ops(-1, "embed_tokens"), table, rows.start)
 
-    def head(self) -> Linear:
+    def head(self) -> LinearLayer:
         """This rank's rows of the head, filled up with zero rows so that all ranks have as many."""
         facts = self.bound.facts("linear", -1, "lm_head")
         rows = self.shard.padded_slice(self.config.vocab_size)
         part = with_rows(self._head_rows(rows), vocab_rows(self.config, self.shard.size))
         part = convert_part(part, facts.weight_format, self.dtype)
         kernel = self.ops(-1, "lm_head").linear
-        return self._packed(Linear(kernel, Weight((part,)), facts, self._deltas(-1, "lm_head")))
+        return self._packed(
+            LinearLayer(kernel, Weight((part,)), facts, self._deltas(-1, "lm_head"))
+        )
 
-    def draft_head(self) -> Linear | None:
+    def draft_head(self) -> LinearLayer | None:
         """The copy of the head that drafts are drawn by, if one is bound; without adapters."""
         layer = self.config.layers
         if not self.bound.has("linear", layer, HEAD):
@@ -205,7 +207,7 @@ class Loader:
             parts.append(convert_part(part, facts.weight_format, self.dtype))
             left, rows = left - count, slice(own.stop, rows.stop)
         kernel = self.ops(layer, HEAD).linear
-        return self._packed(Linear(kernel, Weight(tuple(parts)), facts))
+        return self._packed(LinearLayer(kernel, Weight(tuple(parts)), facts))
 
     def _head_rows(self, rows: slice) -> WeightPart:
         """Rows of the head, on the device, as the checkpoint has them."""
@@ -263,7 +265,7 @@ class Loader:
 
     def linear(
         self, layer: int, module: str, parts: Sequence[str] = (), site: str | None = None
-    ) -> Linear:
+    ) -> LinearLayer:
         """A packed Linear; `parts` are the checkpoint's modules if it joins several.
 
         site: the place that its ops are bound at, where it is one of many.
@@ -273,7 +275,7 @@ class Loader:
         facts = self.bound.facts("linear", layer, at)
         deltas = self._deltas(layer, at, parts)
         return self._packed(
-            Linear(kernel, self.weight(layer, parts, facts.weight_format), facts, deltas)
+            LinearLayer(kernel, self.weight(layer, parts, facts.weight_format), facts, deltas)
         )
 
     def _deltas(self, layer: int, site: str, parts: Sequence[str] = ()) -> tuple[Delta, ...]:
@@ -283,7 +285,7 @@ class Loader:
         names = [f"model.layers.{layer}.{part}" for part in parts] or [site]
         return self.lora.deltas(self.ops(layer, site).lora_delta, names)
 
-    def mla_inputs(self, layer: int, at: str, eps: float) -> MlaInputs | None:
+    def mla_inputs(self, layer: int, at: str, eps: float) -> MlaInputsLayer | None:
         """All before attention in one kernel, from its own copy of the weights, if one is bound."""
         if not self.bound.has("mla_inputs", layer, INPUTS):
             return None
@@ -294,7 +296,7 @@ class Loader:
         q_norm, kv_norm = (self.vector(layer, f"{at}.{n}_a_layernorm") for n in ("q", "kv"))
         weights = MlaWeights(q_a, q_b, kv_a, kv_b, q_norm, kv_norm)
         kernel = self.ops(layer, INPUTS).mla_inputs
-        return self._packed(MlaInputs(kernel, weights, facts, eps))
+        return self._packed(MlaInputsLayer(kernel, weights, facts, eps))
 
     def absorb(self, layer: int, module: str) -> Absorb:
         """kv_b_proj, packed for expansion and absorption."""
@@ -313,13 +315,15 @@ class Loader:
             return 0
         return self.bound.facts("experts", layer, "mlp.experts").shape[0] - self.config.experts
 
-    def experts(self, layer: int) -> Experts | AdaptedExperts:
+    def experts(self, layer: int) -> ExpertsLayer | AdaptedExperts:
         """The routed experts of a layer, and the shared ones where they are slots behind them."""
         if self.bound.has("linear", layer, "mlp.experts.down_proj"):
             return self._adapted_experts(layer)
         kernel = self.ops(layer, "mlp.experts").experts
         facts = self.bound.facts("experts", layer, "mlp.experts")
-        return self._packed(Experts(kernel, LayerExperts(self, layer, facts.weight_format), facts))
+        return self._packed(
+            ExpertsLayer(kernel, LayerExperts(self, layer, facts.weight_format), facts)
+        )
 
     def _adapted_experts(self, layer: int) -> AdaptedExperts:
         """The routed experts of a layer, one by one."""

@@ -22,32 +22,32 @@ Bytes = npt.NDArray[np.uint8]
 PIECE = 1 << 21  # bytes that are looked at together: the caches hold them since they were copied
 
 
-class Kind(NamedTuple):
+class FloatKind(NamedTuple):
     """How a float dtype is looked at: (integers of its size, the largest that is no NaN) each."""
 
     size: int
     views: tuple[tuple[np.dtype[Any], int], ...]
 
 
-def _kind(size: int, last: int) -> Kind:
+def _kind(size: int, last: int) -> FloatKind:
     """last: the bits of the largest number, or of infinity."""
     pairs = (("i", last), ("u", last | 1 << (8 * size - 1)))
-    return Kind(size, tuple((np.dtype(f"<{sign}{size}"), most) for sign, most in pairs))
+    return FloatKind(size, tuple((np.dtype(f"<{sign}{size}"), most) for sign, most in pairs))
 
 
-KINDS: Mapping[str, Kind] = {  # by the names of safetensors; others have no NaN
+KINDS: Mapping[str, FloatKind] = {  # by the names of safetensors; others have no NaN
     "F64": _kind(8, 0x7FF0_0000_0000_0000),
     "F32": _kind(4, 0x7F80_0000),
     "F16": _kind(2, 0x7C00),
     "BF16": _kind(2, 0x7F80),
     "F8_E4M3": _kind(1, 0x7E),
     "F8_E5M2": _kind(1, 0x7C),
-    "F8_E8M0": Kind(1, ((np.dtype("u1"), 0xFE),)),  # has no sign
+    "F8_E8M0": FloatKind(1, ((np.dtype("u1"), 0xFE),)),  # has no sign
 }
 _highest = np.maximum.reduce
 
 
-def first_nan(kind: Kind, data: Bytes) -> int | None:
+def first_nan(kind: FloatKind, data: Bytes) -> int | None:
     """The number of the first NaN among whole elements; None if there is none."""
     if not len(data):
         return None

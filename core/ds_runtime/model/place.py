@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.model.checkpoint import Checkpoint, Entry
+from ds_runtime.model.checkpoint import Checkpoint, StoredTensor
 from ds_runtime.ops.spec import Encoding
 
 
@@ -66,7 +66,7 @@ class PartRequest:
         """Whether the checkpoint has this component of the Linear."""
         return component in self.place.tensors
 
-    def entry(self, component: str) -> Entry:
+    def entry(self, component: str) -> StoredTensor:
         """File, dtype (as safetensors names it) and shape of a stored tensor.
 
         Raises CheckpointError if there is none. A stack of matrices has a leading dimension more.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import IO, Any
 
-from ds_runtime.installed import Entry
+from ds_runtime.installed import InstalledPlugin
 from ds_runtime.ops.spec import Refusal
 from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import ALWAYS, Plugins, importable, load_plugins
@@ -30,7 +30,7 @@ _DONE = "\t\n"
 
 
 def look(
-    installed: Mapping[str, Entry],
+    installed: Mapping[str, InstalledPlugin],
     names: Iterable[str] | None = None,
     allowlist: str | None = None,
     limit: float | None = None,
@@ -57,7 +57,7 @@ def look(
 
 
 def _try(
-    installed: Mapping[str, Entry],
+    installed: Mapping[str, InstalledPlugin],
     modules: Mapping[str, str],
     allowlist: str | None,
     limit: float,
@@ -118,7 +118,7 @@ def _read(pipe: int, limit: float) -> tuple[str, bool]:
 
 
 def _child(
-    installed: Mapping[str, Entry],
+    installed: Mapping[str, InstalledPlugin],
     modules: Mapping[str, str],
     allowlist: str | None,
     limit: float,

@@ -18,8 +18,8 @@ from ds_runtime.server.kept import KEPT, Shelf
 from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
 from ds_runtime.server.translate import (
+    ClientNames,
     Json,
-    Names,
     Pattern,
     bad,
     only,
@@ -154,7 +154,7 @@ def _joined(begun: str | list[Json], content: list[Json]) -> list[Json]:
     return [*blocks, *content]
 
 
-def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
+def _chat(body: CountRequest, held: int = 0) -> tuple[Json, ClientNames]:
     """The chat request, and its parts' names; the first `held` messages are a thread's."""
     messages: list[Json] = []
     paths: list[str] = []
@@ -171,7 +171,7 @@ def _chat(body: CountRequest, held: int = 0) -> tuple[Json, Names]:
         chat["continue_final_message"] = True  # the protocol's way to begin the answer
     chat |= _tools(body) | _thinking(body) | _output(body.output_config)
     chat["chat_template_kwargs"] = body.chat_template_kwargs
-    return present(chat), Names(paths, _FIELDS, _INSIDE)
+    return present(chat), ClientNames(paths, _FIELDS, _INSIDE)
 
 
 def _messages(message: Json, path: str) -> list[tuple[Json, str]]:

@@ -31,7 +31,7 @@ from ds_runtime.server.dashboard import dashboard_routes
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error
 from ds_runtime.server.exchange import REQUEST_ID, Exchange, Observe, exchange_of
 from ds_runtime.server.generate import GenerateRequest, generate_job
-from ds_runtime.server.guard import Guard, Pages, json_only
+from ds_runtime.server.guard import BrowserGuard, Guard, json_only
 from ds_runtime.server.kept import Kept, Shelf
 from ds_runtime.server.keys import Keys
 from ds_runtime.server.log import access
@@ -88,7 +88,7 @@ def create_app(
     keys = Keys.of(config)
     if keys.any or keys.has_admin:
         app.add_middleware(Guard, keys=keys)
-    app.add_middleware(Pages, config=config, keys=keys)
+    app.add_middleware(BrowserGuard, config=config, keys=keys)
     if config.cors_origins:  # outermost: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,

@@ -55,7 +55,7 @@ class Format(Protocol):
         ...
 
 
-class Usage(Enum):
+class UsageChunks(Enum):
     """Which chunks of a stream tell how many tokens there are: none, one at the end, or every one,
     each of its own choice so far, and that at the end."""
 
@@ -101,7 +101,7 @@ class ChatFormat(Chunks):
         model: str,
         tokenizer: Tokenizer,
         logprobs: bool,
-        usage: Usage,
+        usage: UsageChunks,
         ids: bool = False,
     ) -> None:
         self._model, self._tokenizer = model, tokenizer
@@ -137,12 +137,12 @@ class ChatFormat(Chunks):
 
     def _chunk(self, run: Run, choices: list[Json], usage: Json | None) -> Json:
         out = self._head(run, "chat.completion.chunk") | {"choices": choices}
-        return out if self._usage is Usage.NONE else out | {"usage": usage}
+        return out if self._usage is UsageChunks.NONE else out | {"usage": usage}
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """The role first, then text, then the finish reason."""
         entry: Json = {"index": choice.index, "logprobs": None, "finish_reason": None}
-        used = run.usage(choice) if self._usage is Usage.EACH else None
+        used = run.usage(choice) if self._usage is UsageChunks.EACH else None
         if piece.first:
             begin = {"role": "assistant", "content": ""}
             prompt = {"prompt_token_ids": choice.prompt.ids} if self._ids else {}
@@ -165,7 +165,7 @@ class ChatFormat(Chunks):
 
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""
-        if self._usage is not Usage.NONE:
+        if self._usage is not UsageChunks.NONE:
             yield self._chunk(run, [], run.usage())
 
 
@@ -228,7 +228,7 @@ class CompletionFormat(Chunks):
         model: str,
         tokenizer: Tokenizer,
         logprobs: bool,
-        usage: Usage,
+        usage: UsageChunks,
         echo: bool,
         alone: bool = False,
         ids: bool = False,
@@ -297,7 +297,7 @@ class CompletionFormat(Chunks):
 
     def _chunk(self, run: Run, choices: list[Json], usage: Json | None) -> Json:
         out = self._head(run) | {"choices": choices}
-        return out if self._usage is Usage.NONE else out | {"usage": usage}
+        return out if self._usage is UsageChunks.NONE else out | {"usage": usage}
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """One chunk per piece that has text, or ids where they are wanted, or ends the choice."""
@@ -315,11 +315,11 @@ class CompletionFormat(Chunks):
         if self._ids and piece.first:
             ids = _all_ids(choice, piece.tokens)
         if text or logprobs or ids or piece.finish_reason is not None:
-            used = self._used(run, choice) if self._usage is Usage.EACH else None
+            used = self._used(run, choice) if self._usage is UsageChunks.EACH else None
             entry = self._choice(choice, text, logprobs, piece.finish_reason)
             yield self._chunk(run, [entry | ids], used)
 
     def last(self, run: Run) -> Iterator[Json]:
         """The usage chunk, with no choices."""
-        if self._usage is not Usage.NONE:
+        if self._usage is not UsageChunks.NONE:
             yield self._chunk(run, [], self._used(run))

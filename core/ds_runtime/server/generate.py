@@ -29,7 +29,7 @@ from ds_runtime.server.protocol import (
 )
 from ds_runtime.server.run import Run
 from ds_runtime.server.sampling import build_params, check_ids
-from ds_runtime.server.translate import Json, Names
+from ds_runtime.server.translate import ClientNames, Json
 from ds_runtime.text.tokenizer import Tokenizer
 
 
@@ -108,7 +108,7 @@ def generate_job(service: Service, body: GenerateRequest) -> Job:
     many = isinstance(given, list) and not (given and isinstance(given[0], int))
     count = len(given or ()) if many else 1
     form = GenerateFormat(tokenizer, many, bool(body.return_text_in_logprobs))
-    names = Names(fields={(shared,): (native,) for shared, native in _NAMES.items()})
+    names = ClientNames(fields={(shared,): (native,) for shared, native in _NAMES.items()})
     with names.kept():
         prompts = list(_prompts(service, body, found, count, param, form))
         next(found, None)  # an empty list says so

@@ -90,7 +90,7 @@ async def json_only(request: Request) -> None:
     )
 
 
-class Pages:
+class BrowserGuard:
     """ASGI middleware: web pages of others cannot use a browser's way to this server.
 
     Where there is no key, 403 for requests that a browser sends for a page of another origin, and

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ds_runtime.server.client import EngineClient
-from ds_runtime.server.lives import Engine, Lives
+from ds_runtime.server.lives import Lives, RunningEngine
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
@@ -125,7 +125,7 @@ class Keeper:
             await ending
             raise
 
-    async def _watch(self, engine: Engine) -> None:
+    async def _watch(self, engine: RunningEngine) -> None:
         """Turns the end of a process, or its silence, into the client's reason."""
         dog = Watchdog(self._client, self._patience)
         while (reason := engine.poll()) is None:

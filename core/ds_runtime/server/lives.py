@@ -16,7 +16,7 @@ _LONGEST_DELAY = 30.0
 _LONG_LIFE = 600.0  # seconds of serving after which the restarts before it are forgotten
 
 
-class Engine(Protocol):
+class RunningEngine(Protocol):
     """The engine's processes, as `engine.launch.EngineProcesses` runs them."""
 
     to_engine: str
@@ -45,7 +45,7 @@ class Lives:
     `launch` makes one for a folder and starts nothing. Close it when the last has stopped.
     """
 
-    def __init__(self, launch: Callable[[Path], Engine], config: ServerConfig) -> None:
+    def __init__(self, launch: Callable[[Path], RunningEngine], config: ServerConfig) -> None:
         self._launch = launch
         self._limit = config.max_engine_restarts if config.on_engine_death == "restart" else 0
         self._folder = contextlib.ExitStack()
@@ -53,7 +53,7 @@ class Lives:
         self.restarts = 0
         self.engine = self._make()
 
-    def _make(self) -> Engine:
+    def _make(self) -> RunningEngine:
         self._folder.close()
         return self._launch(self._folder.enter_context(private_folder()))
 
@@ -78,7 +78,7 @@ class Lives:
         """The restart that was counted last, for the operator."""
         return f"restart {self.restarts} of {self._limit}"
 
-    def renew(self) -> Engine:
+    def renew(self) -> RunningEngine:
         """The next engine; the last must have stopped."""
         self.engine = self._make()
         return self.engine

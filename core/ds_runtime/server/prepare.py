@@ -22,7 +22,7 @@ from ds_runtime.server.formats import (
     ChatFormat,
     CompletionFormat,
     Format,
-    Usage,
+    UsageChunks,
 )
 from ds_runtime.server.metrics import Metrics
 from ds_runtime.server.protocol import (
@@ -42,7 +42,7 @@ from ds_runtime.server.sampling import (
     check_room,
     fit,
 )
-from ds_runtime.server.translate import Names
+from ds_runtime.server.translate import ClientNames
 from ds_runtime.text.parsers import OutputParser, Parsers
 from ds_runtime.text.template import Template
 from ds_runtime.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class Job:
     start_parser: StartParser | None = None
     adapter: str = ""
     cache_salt: str | None = None
-    names: Names = field(default_factory=Names)
+    names: ClientNames = field(default_factory=ClientNames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +279,10 @@ def _chat_logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-def _streamed_usage(body: OpenAIRequest) -> Usage:
+def _streamed_usage(body: OpenAIRequest) -> UsageChunks:
     options = body.stream_options
     if options is None or not options.include_usage:
-        return Usage.NONE
+        return UsageChunks.NONE
     if not body.stream:
         raise RequestError.of("stream_options", " needs stream: true")
-    return Usage.EACH if options.continuous_usage_stats else Usage.LAST
+    return UsageChunks.EACH if options.continuous_usage_stats else UsageChunks.LAST

@@ -16,7 +16,7 @@ from ds_runtime.server.prepare import Job, Service, chat_job, chat_tokens
 from ds_runtime.server.protocol import MAX_ITEMS, Body, CacheSalt, ChatRequest, Priority, Rid
 from ds_runtime.server.responses_format import ResponsesFormat
 from ds_runtime.server.responses_items import messages_of
-from ds_runtime.server.translate import Json, Names, Pattern, bad, only, present, text_in
+from ds_runtime.server.translate import ClientNames, Json, Pattern, bad, only, present, text_in
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_ITEMS, fail_fast=True)]
 _FIELDS: dict[Pattern, Pattern] = {
@@ -107,7 +107,7 @@ def kept_response(kept: Shelf, name: str, param: str = "response_id") -> bytes:
     return found
 
 
-def _chat(kept: Shelf, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]:
+def _chat(kept: Shelf, body: ResponsesRequest) -> tuple[Json, ClientNames, list[Json]]:
     """(chat request, names of its parts, the conversation without the instructions, which count
     for one request)."""
     messages, paths = _messages(body.input)
@@ -135,7 +135,7 @@ def _chat(kept: Shelf, body: ResponsesRequest) -> tuple[Json, Names, list[Json]]
         | _reasoning(body.reasoning)
         | _text_format(body.text)
     )
-    return chat, Names(paths, _FIELDS, _INSIDE), context
+    return chat, ClientNames(paths, _FIELDS, _INSIDE), context
 
 
 _SAME = (

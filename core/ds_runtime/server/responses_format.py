@@ -20,7 +20,7 @@ from ds_runtime.server.run import Run
 from ds_runtime.server.translate import Json
 
 
-class Asked(Protocol):
+class RequestFields(Protocol):
     """What an answer repeats of its request."""
 
     instructions: str | None
@@ -38,7 +38,7 @@ class Asked(Protocol):
 class ResponsesFormat(NamedEvents):
     """A response, whole or as the events that build it."""
 
-    def __init__(self, model: str, body: Asked, kept: Shelf, context: list[Json]) -> None:
+    def __init__(self, model: str, body: RequestFields, kept: Shelf, context: list[Json]) -> None:
         self._model, self._body = model, body
         self._kept, self._context = kept, context
         self._blocks = Blocks()

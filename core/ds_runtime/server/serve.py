@@ -30,7 +30,7 @@ from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.guard import loopback
 from ds_runtime.server.keep import End, Keeper
-from ds_runtime.server.lives import Engine, Lives
+from ds_runtime.server.lives import Lives, RunningEngine
 from ds_runtime.server.log import engine_output, logging_to
 from ds_runtime.server.prepare import ModelInfo
 from ds_runtime.server.replicas import Replicas
@@ -50,7 +50,7 @@ _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server l
 _GRACE_SECONDS = 1.5  # for answers' last bytes; with the engine's share it stays below 5
 
 
-Launch = Callable[[EngineConfig, Path, Collection[str], int], Engine]
+Launch = Callable[[EngineConfig, Path, Collection[str], int], RunningEngine]
 """Makes the engine with a number among the replicas, which is to use a folder."""
 
 
@@ -121,7 +121,7 @@ def _launcher(server: ServerConfig) -> Launch:
 
     def launch(
         config: EngineConfig, folder: Path, explicit: Collection[str], replica: int
-    ) -> Engine:
+    ) -> RunningEngine:
         count = server.dp
         return EngineProcesses(config, folder, explicit, (), replica, count, tell)
 
@@ -130,7 +130,7 @@ def _launcher(server: ServerConfig) -> Launch:
 
 def _make(
     launch: Launch, config: EngineConfig, explicit: Collection[str], number: int, folder: Path
-) -> Engine:
+) -> RunningEngine:
     return launch(config, folder, explicit, number)
 
 

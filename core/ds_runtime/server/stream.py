@@ -18,7 +18,7 @@ from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ClientGoneError, as_api_error
 from ds_runtime.server.formats import Format
 from ds_runtime.server.run import Run
-from ds_runtime.server.translate import Names
+from ds_runtime.server.translate import ClientNames
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def stream_response(run: Run, form: Format, request: Request, names: Names) -> EventStream:
+async def stream_response(
+    run: Run, form: Format, request: Request, names: ClientNames
+) -> EventStream:
     """Wait for the first piece, so that refusals still get their status, then stream. names: of the
     request's fields, for errors inside the stream."""
     pieces = run.pieces()
@@ -97,7 +99,7 @@ async def _events(
     run: Run,
     form: Format,
     pieces: AsyncIterator[tuple[Choice, Piece]],
-    names: Names,
+    names: ClientNames,
     bodies: Bodies,
 ) -> AsyncGenerator[bytes]:
     try:

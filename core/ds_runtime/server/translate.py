@@ -15,7 +15,7 @@ Path = tuple[str | int, ...]
 Pattern = tuple[str | type[int], ...]
 
 
-class Names:
+class ClientNames:
     """Where each part of a chat request stood in the client's own body.
 
     paths: one per chat message. fields: how chat's path begins → the client's; the first that fits

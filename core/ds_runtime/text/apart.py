@@ -35,9 +35,9 @@ from ds_runtime.text.worker import (
     LOAD_SECONDS,
     MEMORY,
     SECONDS,
-    Answer,
-    Asked,
     Loaded,
+    LoadRequest,
+    Reply,
     receive,
     seconds_for,
     send,
@@ -69,7 +69,7 @@ class Text:
     ) -> None:
         self.ended = 0
         self.aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self._asked = Asked(str(text), str(folder), model, chat_template, seconds)
+        self._asked = LoadRequest(str(text), str(folder), model, chat_template, seconds)
         self._copies = _Copies(self._asked)
         weakref.finalize(self, self._copies.close)
         try:
@@ -165,7 +165,7 @@ class _Copy:
         """Whether it waits for work: one that ended has closed its side."""
         return not readable([self._here.fileno()], 0)
 
-    def ask(self, data: bytes, seconds: float) -> Answer | None:
+    def ask(self, data: bytes, seconds: float) -> Reply | None:
         """Its answer; None where it was ended."""
         self.fresh = False
         try:
@@ -181,7 +181,7 @@ class _Copy:
         except OSError:  # a timeout is one, too
             found = None
         self.fresh &= found is not None
-        return None if found is None else msgspec.msgpack.decode(found, type=Answer)
+        return None if found is None else msgspec.msgpack.decode(found, type=Reply)
 
     def stop(self) -> None:
         """End it, whatever it does: whoever waits for its answer gets none."""
@@ -196,7 +196,7 @@ class _Copy:
 class _Copies:
     """The text process and its copies. Both come anew where somebody else ended them."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: LoadRequest) -> None:
         self._asked = asked
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: socket.socket | None = None

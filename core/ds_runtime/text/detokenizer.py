@@ -34,7 +34,7 @@ class TextDecoder:
         return self._utf8.decode(b"", final=True)
 
 
-class Delta(NamedTuple):
+class TextDelta(NamedTuple):
     """What one push added. `used` counts the tokens that belong to the output.
 
     finish_reason: None while going on, "stop" or "length". stop_reason: the stop string or the
@@ -65,10 +65,10 @@ class OutputState:
 
     def push(
         self, tokens: Sequence[int], finish: str | None = None, stop_token: int | None = None
-    ) -> Delta:
+    ) -> TextDelta:
         """Take new tokens; `finish` and `stop_token` as in `messages.Tokens`."""
         if self.finished:
-            return Delta("", True)
+            return TextDelta("", True)
         params = self._params
         out: list[str] = []
         for used, token in enumerate(tokens, start=1):
@@ -81,7 +81,7 @@ class OutputState:
             if matched is not None:
                 return self._end("".join(out), "stop", matched, used)
         if finish is None:
-            return Delta("".join(out), False, used=len(tokens))
+            return TextDelta("".join(out), False, used=len(tokens))
         text, matched = self._scan(self._decoder.flush())
         out.append(text)
         if matched is not None:
@@ -103,6 +103,6 @@ class OutputState:
             text += matched
         return text, matched
 
-    def _end(self, text: str, finish: str, reason: str | int | None, used: int) -> Delta:
+    def _end(self, text: str, finish: str, reason: str | int | None, used: int) -> TextDelta:
         self.finished = True
-        return Delta(text, True, finish, reason, used)
+        return TextDelta(text, True, finish, reason, used)

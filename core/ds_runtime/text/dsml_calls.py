@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ds_runtime.text.markers import Found, Markers
-from ds_runtime.text.tag_calls import Kind, TagToolParser
+from ds_runtime.text.tag_calls import TagToolParser, ValueKind
 from ds_runtime.text.tool_calls import Schemas
 
 BLOCK, BLOCK_END = "<｜DSML｜function_calls", "</｜DSML｜function_calls"
@@ -122,9 +122,9 @@ class DsmlToolParser(TagToolParser):
             return  # what follows is content
         key = name.group(1)
         if told is not None:
-            kind = Kind.TEXT if told.group(1) == "true" else Kind.JSON
+            kind = ValueKind.TEXT if told.group(1) == "true" else ValueKind.JSON
         else:
-            kind = Kind.TEXT if self._schema(key).get("type") == "string" else Kind.EITHER
+            kind = ValueKind.TEXT if self._schema(key).get("type") == "string" else ValueKind.EITHER
         self._begin_value(key, kind, self._tag_loosely)
 
     def _after_value(self) -> None:

@@ -45,7 +45,7 @@ Event: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     """A whole tool call. `arguments` is JSON text."""
 
     id: str
@@ -73,19 +73,19 @@ class Answer:
         return "".join(e.text for e in self.events if isinstance(e, Content))
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[ToolCall]:
         """Complete calls only: half a call must not be taken for one."""
         return [c for c in self.all_calls if c.complete]
 
     @property
-    def all_calls(self) -> list[Call]:
+    def all_calls(self) -> list[ToolCall]:
         """The same, and those that the output was cut inside: for protocols that tell so."""
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         arguments: list[list[str]] = []
         for event in self.events:
             match event:
                 case CallBegin(_, call_id, name):
-                    calls.append(Call(call_id, name))
+                    calls.append(ToolCall(call_id, name))
                     arguments.append([])
                 case CallArguments(number, text):
                     arguments[number].append(text)

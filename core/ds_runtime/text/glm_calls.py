@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_runtime.text.markers import Markers
 from ds_runtime.text.reasoning import CLOSE
-from ds_runtime.text.tag_calls import Kind, TagToolParser
+from ds_runtime.text.tag_calls import TagToolParser, ValueKind
 from ds_runtime.text.tool_calls import MAX_NAME, Schemas
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -137,11 +137,11 @@ class GlmToolParser(TagToolParser):
             self._end_call()
 
 
-def _kind(schema: Any) -> Kind:
+def _kind(schema: Any) -> ValueKind:
     """What a schema makes of a value."""
     if schema.get("type") == "string":
-        return Kind.TEXT
+        return ValueKind.TEXT
     words = schema.get("enum")
     if isinstance(words, list) and words and all(isinstance(w, str) for w in words):
-        return Kind.TEXT
-    return Kind.EITHER
+        return ValueKind.TEXT
+    return ValueKind.EITHER

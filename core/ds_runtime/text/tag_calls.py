@@ -14,7 +14,7 @@ from ds_runtime.text.tool_calls import NO_JSON, Schemas, ToolCallParser, strict_
 _SPACE = re.compile(r"\s+")
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a value is, as far as is known before it."""
 
     TEXT = 0
@@ -46,7 +46,7 @@ class TagToolParser(ToolCallParser):
         self._skips = False  # white space between tags, or behind a call, is no content
         self._called = ""
         self._num_params = 0
-        self._kind = Kind.TEXT
+        self._kind = ValueKind.TEXT
         self._spelled_loosely = False  # the value's opening tag
         self._gives_up = False  # any tag ends a value: the format's own is missing
         self._kept: list[str] | None = None  # from a tag on that may have ended the value
@@ -77,14 +77,14 @@ class TagToolParser(ToolCallParser):
         schema = properties.get(key) if isinstance(properties, Mapping) else None
         return schema if isinstance(schema, Mapping) else {}
 
-    def _begin_value(self, key: str, kind: Kind, loosely: bool = False) -> None:
+    def _begin_value(self, key: str, kind: ValueKind, loosely: bool = False) -> None:
         before = ", " if self._num_params else "{"
-        is_text = kind is Kind.TEXT
+        is_text = kind is ValueKind.TEXT
         self._argue(f'{before}"{quoted(key)}": ' + ('"' if is_text else ""))
         self._num_params += 1
         self._kind, self._spelled_loosely, self._kept = kind, loosely, None
         self._raw, self._step = [], self._text_value if is_text else self._other_value
-        ends = self._value_end if kind is Kind.EITHER and not self._gives_up else self.TAGS
+        ends = self._value_end if kind is ValueKind.EITHER and not self._gives_up else self.TAGS
         self._json = self._new_json(ends, bare=True)
 
     def _text_value(self) -> bool:
@@ -123,7 +123,7 @@ class TagToolParser(ToolCallParser):
         return True
 
     def _end_value(self) -> None:
-        if self._kind is Kind.TEXT:
+        if self._kind is ValueKind.TEXT:
             self._argue('"')
         else:
             raw = "".join(self._raw)
@@ -163,7 +163,7 @@ class TagToolParser(ToolCallParser):
 
     def _finish_value(self, rest: str, natural: bool) -> None:
         """The text ends inside a value."""
-        if self._kind is Kind.TEXT:
+        if self._kind is ValueKind.TEXT:
             self._pass_on("".join(self._kept or ()) + rest)
             if natural:
                 self._end_value()

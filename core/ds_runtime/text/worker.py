@@ -40,7 +40,7 @@ LONGEST = 64 << 20  # bytes of rendered text
 _HEADER = struct.Struct("<I")
 
 
-class Asked(msgspec.Struct):
+class LoadRequest(msgspec.Struct):
     """What to load: tokenizer and template lie in `text`, what the model is in `folder`.
 
     seconds: of processor time that a short request may take.
@@ -62,7 +62,7 @@ class Loaded(msgspec.Struct):
     template_error: tuple[str, str] | None = None
 
 
-class Answer(msgspec.Struct):
+class Reply(msgspec.Struct):
     """Text in UTF-8, or ids as machine words of 32 bits; else what is wrong, with which field."""
 
     data: bytes = b""
@@ -70,7 +70,7 @@ class Answer(msgspec.Struct):
     param: str | None = None
 
 
-def seconds_for(asked: Asked, size: int) -> float:
+def seconds_for(asked: LoadRequest, size: int) -> float:
     """Seconds of processor time that a request of so many bytes may take."""
     return asked.seconds + SECONDS_PER_MB * size / 1e6
 
@@ -126,7 +126,7 @@ def _bound_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _load(asked: Asked) -> tuple[Loaded, Tokenizer | None, Template | None]:
+def _load(asked: LoadRequest) -> tuple[Loaded, Tokenizer | None, Template | None]:
     try:
         tokenizer = Tokenizer.load(asked.text)
     except BaseException as e:  # Rust's panics are no Exception
@@ -147,7 +147,7 @@ def _load(asked: Asked) -> tuple[Loaded, Tokenizer | None, Template | None]:
     return Loaded(template=about), tokenizer, template
 
 
-def _error(asked: Asked, what: str, error: BaseException) -> tuple[str, str]:
+def _error(asked: LoadRequest, what: str, error: BaseException) -> tuple[str, str]:
     if isinstance(error, DsRuntimeError):
         return type(error).__name__, str(error)
     return "CheckpointError", f"{asked.text}: {what} cannot be read: {named(error):.300}"
@@ -155,10 +155,10 @@ def _error(asked: Asked, what: str, error: BaseException) -> tuple[str, str]:
 
 def _answer(
     tokenizer: Tokenizer, template: Template | None, what: str, given: tuple[Any, ...]
-) -> Answer:
+) -> Reply:
     try:
         if what == "encode":
-            return Answer(array.array("I", tokenizer.split(*given)).tobytes())
+            return Reply(array.array("I", tokenizer.split(*given)).tobytes())
         assert template is not None
         text = template.render(*given).encode()
         if len(text) > LONGEST:
@@ -167,19 +167,19 @@ def _answer(
                 f"{LONGEST} are taken: shorten them",
                 "messages",
             )
-        return Answer(text)
+        return Reply(text)
     except RequestError as e:
-        return Answer(said=e.said, param=e.param)
+        return Reply(said=e.said, param=e.param)
     except UnicodeEncodeError as e:
         said = f"the chat template writes an unpaired surrogate at character {e.start}"
-        return Answer(said=f"{said}: send valid Unicode", param="messages")
+        return Reply(said=f"{said}: send valid Unicode", param="messages")
     except BaseException as e:
         tool = "tokenizer" if what == "encode" else "chat template"
-        return Answer(said=f"the checkpoint's {tool} fails on this text: {named(e):.300}")
+        return Reply(said=f"the checkpoint's {tool} fails on this text: {named(e):.300}")
 
 
 def _serve(
-    client: socket.socket, asked: Asked, tokenizer: Tokenizer, template: Template | None
+    client: socket.socket, asked: LoadRequest, tokenizer: Tokenizer, template: Template | None
 ) -> None:
     _bound_memory(MEMORY)
     send(client, _HEADER.pack(os.getpid()))
@@ -197,7 +197,7 @@ def main(owner: socket.socket, leash: int) -> None:
     data = receive(owner)
     if data is None:
         return
-    asked = msgspec.msgpack.decode(data, type=Asked)
+    asked = msgspec.msgpack.decode(data, type=LoadRequest)
     with bounded(LOAD_SECONDS):
         _bound_memory(LOAD_MEMORY)
         loaded, tokenizer, template = _load(asked)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_runtime.model.checkpoint import DTYPES, Entry
+from ds_runtime.model.checkpoint import DTYPES, StoredTensor
 from ds_runtime.model.quant import Place, Quant
 from ds_runtime.ops.spec import Encoding
 from ds_runtime_convert.packing import planned
@@ -76,12 +76,12 @@ class ShardPlan:
     def nbytes(self) -> int:
         return len(self.header) + sum(item.nbytes for item in self.items)
 
-    def entries(self, file: Path) -> dict[str, Entry]:
+    def entries(self, file: Path) -> dict[str, StoredTensor]:
         """The tensors where they lie in `file`."""
         at, found = len(self.header), {}
         for item in self.items:
             for t in item.components.values():
-                found[t.name] = Entry(file, t.dtype, t.shape, at, at + t.nbytes)
+                found[t.name] = StoredTensor(file, t.dtype, t.shape, at, at + t.nbytes)
                 at += t.nbytes
         return found
 
@@ -130,7 +130,7 @@ def _header(items: tuple[Item, ...], about: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def fingerprint(entries: dict[str, Entry], quantization: object) -> str:
+def fingerprint(entries: dict[str, StoredTensor], quantization: object) -> str:
     """What a source is: its tensors, and its files' sizes and times."""
     files = sorted({e.file for e in entries.values()})
     stats = [(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())]

@@ -22,7 +22,7 @@ _CACHED = 16 << 20  # bytes of keys and values that heads may have which are com
 _LOG2_E = 1.4426950408889634
 
 
-class _Args(ctypes.Structure):
+class _AttentionArgs(ctypes.Structure):
     """Args of csrc/attention.cu."""
 
     _fields_ = (
@@ -41,7 +41,7 @@ class _Args(ctypes.Structure):
 
 
 def _defines() -> dict[str, int]:
-    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_Args), "SEQUENCES": _SEQUENCES}
+    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_AttentionArgs), "SEQUENCES": _SEQUENCES}
 
 
 @cache
@@ -82,11 +82,11 @@ class _Place(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _arguments(places: tuple[_Place, ...], longest: int) -> _Args:
+def _arguments(places: tuple[_Place, ...], longest: int) -> _AttentionArgs:
     """All that a launch over these tensors has in common with the next. longest: keys of the
     longest sequence."""
     q, q_rope, k, _, v = places
-    args, heads = _Args(), q.shape[1]
+    args, heads = _AttentionArgs(), q.shape[1]
     args.maps[:] = [w for each, n in zip(places, _BOXES, strict=True) for w in each.boxes(n)]
     args.heads, args.q_head, args.q_rope_head = heads, q.strides[1], q_rope.strides[1]
     args.k_head, args.v_head = k.strides[1], v.strides[1]
@@ -146,7 +146,7 @@ def mha_prefill_quantize(
     return codes, scales
 
 
-def _read(each: list[Tensor], longest: int) -> _Args:
+def _read(each: list[Tensor], longest: int) -> _AttentionArgs:
     """Arguments with what is read: q, q_rope, k, k_rope and v, in whose place copies come that the
     caller holds until the launch. longest: see `_arguments`."""
     places = [_Place(x.data_ptr(), x.shape, x.stride()) for x in each]
@@ -154,11 +154,11 @@ def _read(each: list[Tensor], longest: int) -> _Args:
         if not place.is_read:
             copy = each[i] = each[i].clone(memory_format=torch.contiguous_format)
             places[i] = _Place(copy.data_ptr(), copy.shape, copy.stride())
-    return _Args.from_buffer_copy(_arguments(tuple(places), longest))
+    return _AttentionArgs.from_buffer_copy(_arguments(tuple(places), longest))
 
 
 def _launch(
-    args: _Args,
+    args: _AttentionArgs,
     q_segs: Segments,
     k_segs: Segments,
     causal: bool,

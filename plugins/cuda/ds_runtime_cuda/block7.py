@@ -17,7 +17,7 @@ _BASES = 9  # exponents from which eight have a code
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodedFp8:
     """tiles: uint8, of `stride` bytes each. base: the lowest of the exponents that have a code."""
 
     tiles: Tensor
@@ -29,7 +29,7 @@ class Coded:
         return {"tiles": self.tiles.data_ptr(), "stride": self.stride, "base": self.base}
 
 
-class _Args(ctypes.Structure):
+class _Block7Args(ctypes.Structure):
     """Args of csrc/block7.cu."""
 
     _fields_ = (
@@ -39,7 +39,7 @@ class _Args(ctypes.Structure):
 
 
 def defines() -> dict[str, int]:
-    return {"ARGS": ctypes.sizeof(_Args), "OTHERS_AT": OTHERS_AT, "MOST_OTHERS": MOST_OTHERS}
+    return {"ARGS": ctypes.sizeof(_Block7Args), "OTHERS_AT": OTHERS_AT, "MOST_OTHERS": MOST_OTHERS}
 
 
 @cache
@@ -48,7 +48,7 @@ def _module(device: torch.device, pin: str) -> nvrtc.Module:
     return nvrtc.module(_SOURCE, defines(), pin)
 
 
-def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
+def encode(values: Tensor, pin: str, halves: int = 1) -> CodedFp8 | None:
     """values: float8_e4m3fn [rows, columns], or stacks of them, contiguous, in whole blocks of 128
     × 128. pin: what runs without. halves: 2 for stacks of two matrices, whose tiles lie in turns.
     None where too many weights of a tile have another exponent than the eight that most of them
@@ -59,7 +59,7 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
     assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
     assert columns % BLOCK == 0 and values.shape[-2] % (BLOCK * halves) == 0
     most = torch.zeros(_BASES, dtype=torch.int32, device=device)
-    args = _Args(values.data_ptr(), None, most.data_ptr(), columns)
+    args = _Block7Args(values.data_ptr(), None, most.data_ptr(), columns)
     args.halves, args.half = halves, values.shape[-2] // halves // BLOCK
     module, grid = _module(device, pin), (rows // BLOCK, columns // BLOCK)
     nvrtc.launch(module.function("measure"), grid, 256, 0, args)
@@ -70,4 +70,4 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
     tiles = torch.empty(grid[0] * grid[1] * args.stride, dtype=torch.uint8, device=device)
     args.tiles = tiles.data_ptr()
     nvrtc.launch(module.function("encode"), grid, 256, 0, args)
-    return Coded(tiles, args.stride, args.lowest)
+    return CodedFp8(tiles, args.stride, args.lowest)

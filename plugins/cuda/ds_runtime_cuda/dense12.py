@@ -19,7 +19,7 @@ _MOST = 64  # how far above it another exponent may lie: sums of such weights st
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
+class CodedDense:
     """tiles: uint8, of weights that are 2^−power times the true ones."""
 
     tiles: Tensor
@@ -40,7 +40,7 @@ class Coded:
         return {"tiles": tiles, "stride": TILE, "back": self.back, "lift": self.lift}
 
 
-class _Args(ctypes.Structure):
+class _Dense12Args(ctypes.Structure):
     """Args of csrc/dense12.cu."""
 
     _fields_ = (
@@ -61,10 +61,10 @@ def readable(x: Tensor) -> Tensor:
 @cache
 def _module(device: torch.device, pin: str) -> nvrtc.Module:
     """Of the current device, which `device` is."""
-    return nvrtc.module(_SOURCE, {"ARGS": ctypes.sizeof(_Args)}, pin)
+    return nvrtc.module(_SOURCE, {"ARGS": ctypes.sizeof(_Dense12Args)}, pin)
 
 
-def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
+def encode(values: Tensor, pin: str, halves: int = 1) -> CodedDense | None:
     """values: bfloat16 [rows, columns], or stacks of them, contiguous; columns a multiple of 64.
     pin: what runs without. halves: 2 for stacks of two matrices, whose tiles lie in turns; each has
     a multiple of 128 rows then. None where another exponent than the 16 that most weights have
@@ -77,7 +77,9 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
     counts = torch.zeros(256, dtype=torch.int64, device=device)
     crowded = torch.zeros(1, dtype=torch.int32, device=device)
     half = values.shape[-2] // halves // ROWS if halves > 1 else 1
-    args = _Args(values.data_ptr(), None, counts.data_ptr(), crowded.data_ptr(), rows, columns)
+    args = _Dense12Args(
+        values.data_ptr(), None, counts.data_ptr(), crowded.data_ptr(), rows, columns
+    )
     args.halves, args.half = halves, half
     module = _module(device, pin)
     nvrtc.launch(module.function("count"), (nvrtc.cores(device) * 4, 1), 256, 0, args)
@@ -87,7 +89,7 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> Coded | None:
     tiles = torch.empty(blocks * (columns // COLUMNS) * TILE, dtype=torch.uint8, device=device)
     args.tiles, args.lowest = tiles.data_ptr(), lowest
     nvrtc.launch(module.function("encode"), (blocks, columns // COLUMNS), 256, 0, args)
-    return None if crowded.item() else Coded(tiles, lowest - _FIRST)
+    return None if crowded.item() else CodedDense(tiles, lowest - _FIRST)
 
 
 def _window(counts: list[int]) -> tuple[int, int]:

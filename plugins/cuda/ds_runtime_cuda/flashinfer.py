@@ -48,7 +48,7 @@ def _workspace(device: torch.device) -> Tensor:
 
 
 @dataclass
-class Planned:
+class PlannedFlashInfer:
     """Step state: queries, the wrapper that owns the library's buffers, and its last copy."""
 
     queries: Queries
@@ -67,10 +67,10 @@ class MlaDecode:
         self._facts = facts
         self._dtype = getattr(torch, facts.dtype)
 
-    def state(self, limits: Limits) -> Planned:
-        return Planned(Queries.make(limits))
+    def state(self, limits: Limits) -> PlannedFlashInfer:
+        return PlannedFlashInfer(Queries.make(limits))
 
-    def prepare(self, state: Planned, batch: Batch) -> None:
+    def prepare(self, state: PlannedFlashInfer, batch: Batch) -> None:
         queries = state.queries
         queries.fill(batch)
         count, page = queries.count, self._facts.page_size
@@ -130,7 +130,7 @@ class MlaDecode:
             backend=backend,
         )
 
-    def run(self, state: Planned, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+    def run(self, state: PlannedFlashInfer, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         count, heads, _ = q.shape
         if not count:
             return q.new_empty(0, heads, LATENT)

@@ -29,7 +29,7 @@ def _library() -> Any:
 
 
 @dataclass
-class Planned:
+class PlannedCutlass:
     """Step state: queries, and a wrapper per number of rows."""
 
     queries: Queries
@@ -43,12 +43,12 @@ class MlaDecode:
         self._heads, self._page = facts.dims["heads"], facts.page_size
         self._dtype = getattr(torch, facts.dtype)
 
-    def state(self, limits: Limits) -> Planned:
+    def state(self, limits: Limits) -> PlannedCutlass:
         pages = limits.max_pages_per_sequence
         whole = pages + -pages % max(1, _TABLE // self._page)
-        return Planned(Queries.make(replace(limits, max_pages_per_sequence=whole)))
+        return PlannedCutlass(Queries.make(replace(limits, max_pages_per_sequence=whole)))
 
-    def prepare(self, state: Planned, batch: Batch) -> None:
+    def prepare(self, state: PlannedCutlass, batch: Batch) -> None:
         queries = state.queries
         queries.fill(batch)
         if (count := queries.count) and count not in state.wrappers:
@@ -77,7 +77,7 @@ class MlaDecode:
         )
         return wrapper
 
-    def run(self, state: Planned, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+    def run(self, state: PlannedCutlass, q: Tensor, cache: Tensor, scale: float) -> Tensor:
         count, heads, _ = q.shape
         if not count:
             return q.new_empty(0, heads, LATENT)

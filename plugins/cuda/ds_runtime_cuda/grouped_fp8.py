@@ -20,7 +20,7 @@ _BOXES = (64, 128)  # rows that are fetched together: of tokens, of weights
 _ALIGN = 4  # an expert's rows begin at multiples of it, so that their scales do at 16 bytes
 
 
-class _Args(ctypes.Structure):
+class _GroupedArgs(ctypes.Structure):
     """Args of csrc/grouped.cu."""
 
     _fields_ = (
@@ -36,7 +36,7 @@ class _Args(ctypes.Structure):
 
 
 def _defines() -> dict[str, int]:
-    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_Args)}
+    return {"BYTES": _ON_CHIP, "ARGS": ctypes.sizeof(_GroupedArgs)}
 
 
 @cache
@@ -50,11 +50,11 @@ def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
     nvrtc.compile_for_device(_SOURCE, _defines())
 
 
-def _arguments(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> _Args:
+def _arguments(x: Tensor, x_scale: Tensor, weight: Tensor, w_scale: Tensor) -> _GroupedArgs:
     """x: e4m3 [rows, k]; weight: e4m3 [experts, columns, k]; scales as quant.scale_columns lays
     them, [rows, k / 128], and [experts, columns / 128, k / 128]."""
     experts, columns, k = weight.shape
-    args = _Args()
+    args = _GroupedArgs()
     args.maps[:] = (
         *nvrtc.box_map(x.data_ptr(), x.dtype, x.shape[0], k, _BOXES[0]),
         *nvrtc.box_map(weight.data_ptr(), weight.dtype, experts * columns, k, _BOXES[1]),

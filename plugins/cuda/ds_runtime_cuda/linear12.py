@@ -26,7 +26,7 @@ from ds_runtime.api import (
     torch_dtype,
 )
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.dense12 import Coded, encode, readable
+from ds_runtime_cuda.dense12 import CodedDense, encode, readable
 from ds_runtime_cuda.gates import ROWS
 
 _SOURCE, _FEW_SOURCE, _PIN = "linear12.cu", "few12.cu", "linear=triton"
@@ -52,7 +52,7 @@ _UNEVEN = {8: Tile(8, 1, 2), 32: Tile(32, 1, 2), 64: Tile(64, 1, 2)}
 _BUSY = 0.9
 
 
-class _Args(ctypes.Structure):
+class _Linear12Args(ctypes.Structure):
     """Args of csrc/linear12.cu."""
 
     _fields_ = (
@@ -80,7 +80,7 @@ class _FewArgs(ctypes.Structure):
 
 def _defines(tile: Tile) -> dict[str, int]:
     return {"TOKENS": tile.tokens, "TILES": tile.weights, "BLOCKS": tile.blocks,
-            "BYTES": _ON_CHIP[tile.blocks], "ARGS": ctypes.sizeof(_Args)}  # fmt: skip
+            "BYTES": _ON_CHIP[tile.blocks], "ARGS": ctypes.sizeof(_Linear12Args)}  # fmt: skip
 
 
 @cache
@@ -129,11 +129,11 @@ def compile_few(facts: Facts, rows: Sequence[int]) -> None:
         nvrtc.compile_for_device(_FEW_SOURCE, few_defines())
 
 
-def multiply(x: Tensor, coded: Coded, out: Tensor, tile: Tile) -> None:
+def multiply(x: Tensor, coded: CodedDense, out: Tensor, tile: Tile) -> None:
     """out [tokens, rows] = x · Wᵀ, bfloat16 or float32, for up to `tile.tokens`."""
     tokens, columns = x.shape
     x = readable(x)
-    args = _Args()
+    args = _Linear12Args()
     args.x[:] = nvrtc.box_map(
         x.data_ptr(), x.dtype, tokens, columns, tile.tokens, x.stride(0) if tokens > 1 else 0
     )
@@ -146,7 +146,7 @@ def multiply(x: Tensor, coded: Coded, out: Tensor, tile: Tile) -> None:
     nvrtc.launch(_module(tile, x.device).function("linear", room), grid, threads, room, args)
 
 
-def multiply_few(x: Tensor, coded: Coded, out: Tensor) -> None:
+def multiply_few(x: Tensor, coded: CodedDense, out: Tensor) -> None:
     """The same for up to eight tokens."""
     tokens, columns = x.shape
     x = readable(x)
@@ -209,7 +209,7 @@ class _Dense12(ABC):
         """See Kernel.beside."""
 
     @abstractmethod
-    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
+    def _multiply(self, x: Tensor, coded: CodedDense, out: Tensor) -> None:
         """out = x · Wᵀ, for what it serves."""
 
 
@@ -221,7 +221,7 @@ class LinearDense12(_Dense12):
         tile = self._tile(rows, packed.shape[0], packed.tensors["weight"].device)
         return tile is not None and _HELD in packed.tensors
 
-    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
+    def _multiply(self, x: Tensor, coded: CodedDense, out: Tensor) -> None:
         tile = self._tile(x.shape[0], out.shape[1], x.device)
         assert tile is not None, "see serves"
         multiply(x, coded, out, tile)
@@ -239,7 +239,7 @@ class LinearFew12(_Dense12):
         fits = 0 < rows <= MOST_FEW and _few_bytes(rows, packed.shape[1]) <= _ON_CHIP_FEW
         return fits and _HELD in packed.tensors
 
-    def _multiply(self, x: Tensor, coded: Coded, out: Tensor) -> None:
+    def _multiply(self, x: Tensor, coded: CodedDense, out: Tensor) -> None:
         multiply_few(x, coded, out)
 
 

@@ -65,7 +65,7 @@ _HELD = "tiles of fewer bits"  # in Packed.tensors: gate_up's and down's
 _MOST = 16384  # tokens of a launch: experts' pairs and tiles are counted in 16 bits
 
 
-class _Args(ctypes.Structure):
+class _StreamedArgs(ctypes.Structure):
     """Args of csrc/experts.cu."""
 
     _fields_ = (
@@ -101,7 +101,7 @@ def _form(fp8: bool, coded: bool, tokens: int) -> Form:
 def _defines(form: Form) -> dict[str, int]:
     return {"FP8": int(form.fp8), "CODED": int(form.coded), "BM": form.pairs,
             "BLOCKS": form.blocks, "BYTES": _ON_CHIP[form.blocks], "STAGES": form.stages,
-            "ARGS": ctypes.sizeof(_Args)}  # fmt: skip
+            "ARGS": ctypes.sizeof(_StreamedArgs)}  # fmt: skip
 
 
 @cache
@@ -154,7 +154,7 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
     scales = torch.empty((hidden + inter) // 128 * fp8, rows, dtype=torch.float32, device=device)
     of = torch.empty(2, rows, dtype=torch.int32, device=device)
     counts = torch.empty(1 + most + experts + 1, dtype=torch.int32, device=device)
-    args = _Args()
+    args = _StreamedArgs()
     maps = (
         nvrtc.box_map(upper.data_ptr(), dtype, experts * 2 * inter, hidden, _BOX),
         nvrtc.box_map(lower.data_ptr(), dtype, experts * hidden, inter, _BOX),
@@ -191,7 +191,7 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
 class _Beside:
     """A kernel that reads what it holds beside in fewer bits, where weights can be held so."""
 
-    _encode: Callable[..., block7.Coded | dense12.Coded | None]
+    _encode: Callable[..., block7.CodedFp8 | dense12.CodedDense | None]
 
     def serves(self, rows: int, packed: Packed) -> bool:
         """See Kernel.beside."""

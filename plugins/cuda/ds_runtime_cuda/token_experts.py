@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.dense12 import Coded
+from ds_runtime_cuda.dense12 import CodedDense
 
 SOURCE, _PIN = "token_experts.cu", "experts=triton"
 MOST_TOKENS, _MOST_CHOICES = 3, 8
@@ -17,7 +17,7 @@ _ROWS = 16  # of a block
 _ON_CHIP = 49_152  # bytes that a block may have without asking
 
 
-class _Args(ctypes.Structure):
+class _TokenExpertsArgs(ctypes.Structure):
     """Args of csrc/token_experts.cu."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class _Args(ctypes.Structure):
 
 
 def defines() -> dict[str, int]:
-    return {"ARGS": ctypes.sizeof(_Args)}
+    return {"ARGS": ctypes.sizeof(_TokenExpertsArgs)}
 
 
 @cache
@@ -52,12 +52,14 @@ def fits(tokens: int, top_k: int, hidden: int, inter: int) -> bool:
     return max(hidden, top_k * inter) <= room
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, coded: tuple[Coded, Coded], inter: int) -> Tensor:
+def run(
+    x: Tensor, weights: Tensor, ids: Tensor, coded: tuple[CodedDense, CodedDense], inter: int
+) -> Tensor:
     """See Experts; all contiguous but rows of x, which begin at whole 16 bytes."""
     (tokens, hidden), top_k, (upper, lower) = x.shape, ids.shape[1], coded
     h = torch.empty(tokens * top_k, inter, dtype=x.dtype, device=x.device)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    args = _Args(
+    args = _TokenExpertsArgs(
         upper.tiles.data_ptr(), lower.tiles.data_ptr(), x.data_ptr(), h.data_ptr(),
         weights.data_ptr(), ids.data_ptr(), out.data_ptr(), x.stride(0),
         upper.back, upper.lift, lower.back, lower.lift, tokens, top_k, hidden, inter,

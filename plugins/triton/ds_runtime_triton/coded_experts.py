@@ -32,7 +32,7 @@ from ds_runtime_triton.weight_only import ptx
 
 
 @dataclass
-class Stack:
+class CodedStack:
     """One matrix of every expert: the tensors of `Coded`, with a dimension of experts before."""
 
     form: Form
@@ -43,11 +43,11 @@ class Stack:
     row_scale: Tensor
 
     @staticmethod
-    def like(held: Coded, count: int) -> Stack:
+    def like(held: Coded, count: int) -> CodedStack:
         """Room for `count` of these."""
         tensors = (held.words, held.scale, held.zero, held.row_scale)
         made = [t.new_empty((count, *t.shape)) for t in tensors]
-        return Stack(held.form, held.words.shape[1], *made)
+        return CodedStack(held.form, held.words.shape[1], *made)
 
     @property
     def nbytes(self) -> int:
@@ -71,11 +71,11 @@ class Stack:
 
 
 @dataclass
-class Layer:
+class CodedLayer:
     """The experts of one layer, and how to launch over them."""
 
-    gate_up: Stack  # rows of gate and up in turns: [experts, 2 · intermediate, hidden]
-    down: Stack  # [experts, hidden, intermediate]
+    gate_up: CodedStack  # rows of gate and up in turns: [experts, 2 · intermediate, hidden]
+    down: CodedStack  # [experts, hidden, intermediate]
     sizes: Sizes
 
 
@@ -114,14 +114,16 @@ class ExpertsWeightOnly:
         if forms is None:
             inner = self.dense.pack(replayed, facts)
             return Packed(self.tag, inner.shape, {"dense": inner}, inner.nbytes, _restore)
-        layer: Layer | None = None
+        layer: CodedLayer | None = None
         for e in range(count):
             gate, up, down = (coded(w, f) for w, f in zip(replayed.expert(e), forms, strict=True))
             turns = taking_turns(gate, up)
             if layer is None:
                 key = f"E={count},N={inter},K={hidden}"
                 sizes = tuned(self.arch, self.tag.removeprefix("triton."), key)
-                layer = Layer(Stack.like(turns, count), Stack.like(down, count), sizes)
+                layer = CodedLayer(
+                    CodedStack.like(turns, count), CodedStack.like(down, count), sizes
+                )
             layer.gate_up.put(e, turns)
             layer.down.put(e, down)
         assert layer is not None, "a layer without experts"
@@ -143,12 +145,12 @@ class ExpertsWeightOnly:
             return self.dense.apply(x, weights, ids, packed.tensors["dense"])
         if x.shape[0] == 0 or ids.shape[1] == 0:
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        layer: Layer = packed.tensors["layer"]
+        layer: CodedLayer = packed.tensors["layer"]
         x = x if x.stride(1) == 1 else x.contiguous()
         return run(x, weights.contiguous(), ids.contiguous(), layer, layer.sizes.at(ids.numel()))
 
 
-def run(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -> Tensor:
+def run(x: Tensor, weights: Tensor, ids: Tensor, layer: CodedLayer, config: Config) -> Tensor:
     pairs, top_k = ids.numel(), ids.shape[1]
     if config["DIRECT"]:
         tiles = Tiles(ids, ids, ids, pairs)
@@ -164,7 +166,7 @@ def run(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Config) -
 
 def multiply(
     x: Tensor,
-    stack: Stack,
+    stack: CodedStack,
     weights: Tensor,
     out: Tensor,
     tiles: Tiles,
@@ -196,7 +198,7 @@ def _restore(packed: Packed) -> Tensor:
     inner: Packed | None = packed.tensors["dense"]
     if inner is not None:
         return inner.dequantise()
-    stack: Stack = packed.tensors["layer"].gate_up
+    stack: CodedStack = packed.tensors["layer"].gate_up
     turns = [wide_values(stack.one(e)) for e in range(packed.shape[0])]
     return torch.stack([torch.cat((t[::2], t[1::2])) for t in turns])
 

@@ -17,7 +17,7 @@ from ds_runtime.server.blocks import Blocks, blocks_of
 from ds_runtime.server.bodies import Bodies
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.stream import _events
-from ds_runtime.server.translate import Names
+from ds_runtime.server.translate import ClientNames
 from ds_runtime.text.events import (
     Answer,
     CallArguments,
@@ -74,7 +74,7 @@ def test_the_last_open_block_is_cut():
 
 def test_only_fields_get_the_client_s_names():
     fields = {("max_tokens",): ("max_output_tokens",), ("tools", int, "function"): ("tools", int)}
-    names = Names(["input[4]"], fields, {("tool_calls", int, "function"): ("content",)})
+    names = ClientNames(["input[4]"], fields, {("tool_calls", int, "function"): ("content",)})
     said = (
         FieldPath.of("messages[0].x"),
         " is 'max_tokens': max_tokens, ",
@@ -141,7 +141,7 @@ def test_an_error_inside_a_stream_names_the_client_s_field():
         yield
 
     async def events():
-        names = Names((), {("stop",): ("stop_sequences",)})
+        names = ClientNames((), {("stop",): ("stop_sequences",)})
         return [e async for e in _events(None, Form(), pieces(), names, Bodies(None, lambda: 0))]
 
     assert asyncio.run(events()) == [b"stop_sequences cannot be followed any further"]

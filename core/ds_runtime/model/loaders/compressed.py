@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
 from ds_runtime.model.loaders.encodings import expect, in_blocks, mapping, rows, with_input_scale
-from ds_runtime.model.loaders.names import Names
+from ds_runtime.model.loaders.names import ModuleNames
 from ds_runtime.ops.spec import DENSE, Encoding
 
 _FORMATS = (  # of the whole checkpoint or of one group
@@ -31,14 +31,14 @@ def compressed(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     sparsity = mapping("sparsity_config", get("sparsity_config")).get("format", "dense")
     expect("sparsity_config.format", sparsity, "dense")
     expect("transform_config", get("transform_config") or None, None)  # rotates what goes in
-    ignored = Names(get("ignore"), "ignore")
-    named: list[tuple[Names, Encoding]] = []
-    matched: list[tuple[Names, Encoding]] = []  # by regex
+    ignored = ModuleNames(get("ignore"), "ignore")
+    named: list[tuple[ModuleNames, Encoding]] = []
+    matched: list[tuple[ModuleNames, Encoding]] = []  # by regex
     classes: list[Encoding] = []
     for group, scheme in mapping("config_groups", get("config_groups")).items():
         scheme = mapping(f"config_groups.{group}", scheme)
         encoding = _encoding(f"config_groups.{group}", scheme, scheme.get("format") or overall)
-        names, regexes = Names.parted(scheme.get("targets"), f"config_groups.{group}.targets")
+        names, regexes = ModuleNames.parted(scheme.get("targets"), f"config_groups.{group}.targets")
         named.append((names, encoding))
         matched.append((regexes, encoding))
         if _CLASS in names:

@@ -12,13 +12,13 @@ from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
 from ds_runtime.model.loaders.encodings import expect, mapping
-from ds_runtime.model.loaders.names import Names, compiled, not_converted
+from ds_runtime.model.loaders.names import ModuleNames, compiled, not_converted
 from ds_runtime.ops.spec import DENSE, Encoding
 
 _TENSORS = {"weight": "qweight", "scale": "scales", "zero": "qzeros"}
 _PLAIN = re.compile(r"[\w.-]+")
 _KEPT = ("modules_to_not_convert", "ignored_layers")
-_ALWAYS_DENSE = Names(["lm_head", "embed_tokens", "gate"], "")
+_ALWAYS_DENSE = ModuleNames(["lm_head", "embed_tokens", "gate"], "")
 
 
 def awq(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
@@ -55,7 +55,7 @@ def _quantised(quantization: Mapping[str, Any]) -> Callable[[str], bool] | None:
         raise UnsupportedError(
             f"{_LISTED} {shown(said)} is not supported; expected lists of module names"
         )
-    names, ends = Names([e for e in entries if _PLAIN.fullmatch(e)], _LISTED), tuple(entries)
+    names, ends = ModuleNames([e for e in entries if _PLAIN.fullmatch(e)], _LISTED), tuple(entries)
     return lambda module: module.endswith(ends) or module in names
 
 

@@ -14,7 +14,7 @@ from ds_runtime.errors import UnsupportedError, shown
 from ds_runtime.model.hf import QUANT_FILE as FILE
 from ds_runtime.model.loaders import native
 from ds_runtime.model.loaders.encodings import NVFP4, expect, mapping, rows, with_input_scale
-from ds_runtime.model.loaders.names import Names, is_routed
+from ds_runtime.model.loaders.names import ModuleNames, is_routed
 from ds_runtime.ops.spec import DENSE, Encoding
 
 W4AFP8 = Encoding(
@@ -51,7 +51,7 @@ def modelopt(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     if str(quantization.get("quant_method", "")).lower() == "w4afp8":
         algo = algo or "W4AFP8"
     expect("quant_algo", algo, *_ALGOS, *_MIXED)
-    excluded = [Names(config.get(key), key) for key in ("exclude_modules", "ignore")]
+    excluded = [ModuleNames(config.get(key), key) for key in ("exclude_modules", "ignore")]
     if algo in _MIXED:
         inner = _mixed(quantization, config)
     else:
@@ -96,7 +96,7 @@ def _mixed(quantization: Mapping[str, Any], config: Mapping[str, Any]) -> Callab
         algo = mapping(f"quantized_layers.{name}", layer).get("quant_algo")
         expect(f"quantized_layers.{name}.quant_algo", algo, *_ALGOS, "W4A8_AWQ", "W4AFP8", "FP8_PB")
         algos.setdefault(str(algo), []).append(name)
-    listed = [(Names(names, "quantized_layers"), algo) for algo, names in algos.items()]
+    listed = [(ModuleNames(names, "quantized_layers"), algo) for algo, names in algos.items()]
     if "NVFP4" not in algos:
         expect("group_size", config.get("group_size"), None, 128)
     blocks = "weight_block_size" in quantization or "NVFP4" not in algos

@@ -34,7 +34,7 @@ def is_routed(module: str) -> bool:
     return _ROUTED.search(module) is not None
 
 
-class Names:
+class ModuleNames:
     """Entries of an `ignore`, `exclude` or `targets` list; `in` asks for one module.
 
     "re:…" is a regex that must match the beginning of the module's path; an entry with *, ? or [
@@ -58,7 +58,7 @@ class Names:
         self._firsts = {part.partition(".")[0] for part in self._parts}
 
     @classmethod
-    def parted(cls, entries: object, key: str) -> tuple[Names, Names]:
+    def parted(cls, entries: object, key: str) -> tuple[ModuleNames, ModuleNames]:
         """The entries that are no regex, and those that are."""
         every, names, regexes = cls(entries, key), cls(None, key), cls(None, key)
         names._parts, names._firsts, names._globs = every._parts, every._firsts, every._globs
@@ -114,11 +114,11 @@ def _is_regex(entry: str, key: str) -> bool:
 
 def not_converted(
     quantization: Mapping[str, Any], keys: tuple[str, ...]
-) -> list[Names | _Converted]:
+) -> list[ModuleNames | _Converted]:
     """What the lists under these keys leave dense. Entries of `modules_to_not_convert` count as
     transformers takes them, and like those of the others as Names does: some lists name
     parts in the middle of paths."""
-    kept: list[Names | _Converted] = [Names(quantization.get(key), key) for key in keys]
+    kept: list[ModuleNames | _Converted] = [ModuleNames(quantization.get(key), key) for key in keys]
     key = "modules_to_not_convert"
     if key in keys and quantization.get(key):
         kept.append(_Converted(list(quantization[key]), key))

@@ -15,7 +15,7 @@ from ds_runtime.model.loaders.encodings import (
     rows,
     with_input_scale,
 )
-from ds_runtime.model.loaders.names import Names
+from ds_runtime.model.loaders.names import ModuleNames
 from ds_runtime.ops.spec import DENSE, Encoding
 
 _FLOAT8 = ("fp8_e4m3", "fp8_e4m3fn")
@@ -25,9 +25,9 @@ _SCHEMES = {"per_tensor": "tensor", "per_channel": "channel"}
 def quark(quantization: Mapping[str, Any]) -> Callable[[str], Encoding]:
     """The encoding of each module: `exclude` first, then its layer's config, then the global."""
     get = quantization.get
-    excluded = Names(get("exclude"), "exclude")
+    excluded = ModuleNames(get("exclude"), "exclude")
     layers = [
-        (Names([name], "layer_quant_config"), _encoding(f"layer_quant_config.{name}", config))
+        (ModuleNames([name], "layer_quant_config"), _encoding(f"layer_quant_config.{name}", config))
         for name, config in mapping("layer_quant_config", get("layer_quant_config")).items()
     ]
     kinds = mapping("layer_type_quant_config", get("layer_type_quant_config"))
