@@ -16,13 +16,14 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from ds_runtime import hookspecs
 from ds_runtime.cli.known import BATCH, KNOWN, SERVING
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.messages import Ready, Stats
+from ds_runtime.hooks import of as hooks_of
 from ds_runtime.ops.backends import NAMES
 from ds_runtime.ops.spec import Op, load_attr
 from ds_runtime.ops.table import OPS
@@ -300,17 +301,17 @@ def known_flags() -> str:
     out = [NOTE, "# Flags that you know from elsewhere\n\n", FLAGS_HEAD, _names(KNOWN)]
     for verb, flags in (("one-batch", BATCH), ("serving", SERVING)):
         out += [f"\n## Only of `ds-runtime bench {verb}`\n\n", _names(flags)]
-    modules = [import_plugin(name) for name in ("cuda", "rocm", "npu", "xpu", "cpu", "triton")]
-    for module in modules:
-        if flags := getattr(module, "FLAGS", {}):
-            out += [f"\n## Of the plugin {_plugin(module)}\n\n", _names(flags)]
+    plugins = {name: own_hooks(name) for name in ("cuda", "rocm", "npu", "xpu", "cpu", "triton")}
+    for name, plugin in plugins.items():
+        if flags := getattr(plugin, "FLAGS", {}):
+            out += [f"\n## Of the plugin `{name}`\n\n", _names(flags)]
     out += ["\n## Values\n\n| flag | value | here |\n|---|---|---|\n"]
     for config in (EngineConfig, ServerConfig):
         for f in fields(config):
             for word, meant in f.metadata.get("also", {}).items():
                 out.append(f"| `{_flag(f.name)}` | `{word}` | `{meant}` |\n")
     out += ["\n## Kernels\n\n| flag | value | here |\n|---|---|---|\n"]
-    for named in (NAMES, *(getattr(m, "BACKENDS", {}) for m in modules)):
+    for named in (NAMES, *(getattr(p, "BACKENDS", {}) for p in plugins.values())):
         for name, words in named.items():
             for word, meant in words.items():
                 said = f"the provider `{meant}`" if isinstance(meant, str) else meant.says
@@ -338,13 +339,9 @@ def _names(flags: Mapping[str, str | Spelling]) -> str:
     return "".join(rows)
 
 
-def _plugin(module: ModuleType) -> str:
-    return f"`{module.__name__.removeprefix('ds_runtime_')}`"
-
-
-def import_plugin(name: str) -> ModuleType:
-    """A plugin of this repository."""
-    return importlib.import_module(f"ds_runtime_{name}")
+def own_hooks(name: str) -> Any:
+    """What has the hooks of a plugin of this repository."""
+    return hooks_of(importlib.import_module(f"ds_runtime_{name}"))
 
 
 def _flag(name: str) -> str:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
+from ds_runtime.hooks import plugin
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
 from ds_runtime.ops.branch import branch
 from ds_runtime.ops.linear import Groups
+from ds_runtime.ops.provider import Provider
 from ds_runtime.ops.spec import (
     API_VERSION,
     DENSE_EXPERTS,
@@ -49,7 +51,10 @@ from ds_runtime.ops.spec import (
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.accelerator import TorchPlatform
 from ds_runtime.plan import read_plan
+from ds_runtime.platform import exports
+from ds_runtime.platform.library import Library
 from ds_runtime.platform.probe import (
+    DeviceError,
     device_nodes,
     exported_names,
     has_library,
@@ -58,6 +63,8 @@ from ds_runtime.platform.probe import (
     package_folder,
     pci_devices,
     read_file,
+    torch_built_for,
+    visible,
 )
 from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
@@ -153,6 +160,7 @@ __all__ = [
     "Communicator",
     "ConfigError",
     "DecodePart",
+    "DeviceError",
     "DeviceInfo",
     "Dims",
     "Encoding",
@@ -167,6 +175,7 @@ __all__ = [
     "Groups",
     "Kernel",
     "Layout",
+    "Library",
     "Limits",
     "LoaderSample",
     "MemoryInfo",
@@ -180,6 +189,7 @@ __all__ = [
     "PluginError",
     "PrefillPart",
     "PrefixChunk",
+    "Provider",
     "QuantLoader",
     "Recorded",
     "Recording",
@@ -205,6 +215,7 @@ __all__ = [
     "decode_scale",
     "device_nodes",
     "exported_names",
+    "exports",
     "float32_product",
     "fp8_blocks",
     "gates",
@@ -216,6 +227,7 @@ __all__ = [
     "nothing",
     "package_folder",
     "pci_devices",
+    "plugin",
     "read_file",
     "read_part",
     "read_plan",
@@ -225,7 +237,9 @@ __all__ = [
     "seen_of",
     "silu_mul",
     "sums_in_float32",
+    "torch_built_for",
     "torch_dtype",
+    "visible",
     "with_rope",
     "with_shared_slots",
 ]

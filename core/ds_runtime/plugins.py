@@ -19,7 +19,7 @@ from typing import Any
 
 import pluggy
 
-from ds_runtime import hookspecs
+from ds_runtime import hooks, hookspecs
 from ds_runtime._version import __version__
 from ds_runtime.asking import Misuse, ask, asking, check_outside
 from ds_runtime.errors import ConfigError, blaming
@@ -313,7 +313,7 @@ def _register(
         return
     try:
         with asking(name, "import"):
-            loaded = import_module(module) if isinstance(module, str) else module
+            loaded = hooks.of(import_module(module) if isinstance(module, str) else module)
         if wrong := _wrong_argument(loaded):
             raise TypeError(wrong)
         plugins.manager.register(loaded, name)

@@ -209,10 +209,10 @@ def test_installed_functions_are_found_without_an_import(tmp_path):
     (tmp_path / "ops").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    found = set(software.find({"aiter": tmp_path}.get))
+    found = set(software.AITER.find({"aiter": tmp_path}.get))
     assert found == {"aiter", "aiter.mla.mla_decode_fwd", "aiter.per_group_quant_hip"}
     (tmp_path / "mla.py").unlink()
-    assert set(software.find({"aiter": tmp_path}.get)) == {"aiter:other"}
+    assert set(software.AITER.find({"aiter": tmp_path}.get)) == {"aiter:other"}
 
 
 def test_every_call_of_the_plugin_is_recorded():

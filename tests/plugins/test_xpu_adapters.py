@@ -104,11 +104,14 @@ def test_what_is_not_installed_is_named(kernel):
     said = kernel.refuse(bare) or ""
     names = {
         "sgl_xpu": "sglang-kernel-xpu is not installed: install a wheel of",
-        "xpu": "torch has no",
+        "xpu": "torch is not installed: pip install torch==",
     }
     assert names.get(kernel.provider, "vllm-xpu-kernels is not installed: pip install") in said
+    if kernel.provider == "xpu":
+        older = facts(device={"features": frozenset({"bf16", "torch"})})
+        assert "the installed torch has no scaled_mm: pip install" in (kernel.refuse(older) or "")
     if kernel.provider == "sgl_xpu":
-        wrong = describe(PLUGINS, "b60").info().features - {"sgl_kernel.xpu"}
+        wrong = describe(PLUGINS, "b60").info().features - {"sgl_kernel"} | {"sgl_kernel:other"}
         said = kernel.refuse(facts(device={"features": wrong}))
         assert said.startswith(
             "the installed sgl_kernel is the build for NVIDIA GPUs: uninstall it"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_runtime.api import DeviceInfo, Facts
+from ds_runtime.api import DeviceInfo, Facts, exports
 from ds_runtime.ops.spec import Dims
-from ds_runtime_xpu import ds_defaults, platform, software
+from ds_runtime_xpu import defaults, platform, software
 from ds_runtime_xpu.level_zero import Gpu, LoaderError, gpu, gpus
 
 
@@ -81,22 +81,29 @@ def test_exports_are_found_without_an_import(tmp_path):
         "vllm_xpu_kernels/fused_moe_interface.py": "class XpuFusedMoe:\n",
         "vllm_xpu_kernels/_C.abi3.so": "\0per_token_group_fp8_quant(Tensor input) -> ()\0",
         "vllm_xpu_kernels/_xpu_C.abi3.so": "",
-        "sgl_kernel/attention.py": "def flash_mla_decode(q):\n    ...\n",
+        "sgl_kernel/attention.py": 'def flash_mla_decode(q):\n    assert q == "xpu"\n',
         "torch/nn/functional.py": "def scaled_mm(\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = set(software.find(lambda m: p if (p := tmp_path / m).is_dir() else None))
-    assert found == {
+
+    def look():
+        return {f for each in libraries for f in each.find(tmp_path.joinpath, lambda d: None)}
+
+    libraries = (software.VLLM, software.SGL, software.TORCH)
+    assert look() == {
         "vllm_xpu_kernels",
         "vllm_xpu_kernels.XpuFusedMoe",
         "vllm_xpu_kernels.per_token_group_fp8_quant",
         "sgl_kernel",
         "sgl_kernel.flash_mla_decode",
+        "torch",
         "torch.scaled_mm",
     }
-    torch_here = software.holds(Path(torch.__file__).parent, "nn/functional.py", "def scaled_mm(")
+    (tmp_path / "sgl_kernel/attention.py").write_text("def flash_mla_decode(q):\n    ...\n")
+    assert {f for f in look() if f.startswith("sgl")} == {"sgl_kernel:other"}
+    torch_here = exports.holds(Path(torch.__file__).parent, "nn/functional.py", "def scaled_mm(")
     assert torch_here == hasattr(torch.nn.functional, "scaled_mm")
 
 
@@ -111,7 +118,7 @@ def test_doctor_says_what_became_of_ipex():
 def test_defaults_are_for_intel_gpus_alone():
     for arch, fields in (("sm90", []), ("xe-hpc", ["page_size", "max_step_tokens"])):
         facts = Facts(DeviceInfo("xpu", "x", arch), Dims({}))
-        assert [c.field for c in ds_defaults(facts)][:2] == fields
+        assert [c.field for c in defaults(facts)][:2] == fields
 
 
 def test_index_keys_stay_wide_where_nothing_scores_them_in_fp8():
@@ -125,7 +132,7 @@ def test_index_keys_stay_wide_where_nothing_scores_them_in_fp8():
         for heads, wanted in ((64, wide), (8, ["bfloat16"])):
             dims = Dims({"index_topk": 2048, "index_heads": heads, "index_dim": 128})
             for page, kept in ((64, wanted), (16, ["bfloat16"])):
-                changes = ds_defaults(Facts(device, dims, "bfloat16", page_size=page))
+                changes = defaults(Facts(device, dims, "bfloat16", page_size=page))
                 assert [c.value for c in changes if c.field == "index_cache_dtype"] == kept
 
 

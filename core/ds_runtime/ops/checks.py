@@ -6,7 +6,22 @@ here know no library: a plugin adds what its own wants beyond them. Torch-free.
 
 from __future__ import annotations
 
-from ds_runtime.ops.spec import Facts, Fixable, Gate
+from ds_runtime.ops.spec import FP8_GROUPS, Facts, Fixable, Gate
+
+_FP8 = frozenset({"float8_e4m3fn", FP8_GROUPS})  # kv_dtypes
+
+
+def devices(prefix: str, family: str, *wanted: str) -> Gate:
+    """Runs on devices of this family, whose architectures begin so; made for these, if any are
+    named."""
+
+    def check(facts: Facts) -> str | None:
+        arch = facts.device.arch
+        if not arch.startswith(prefix):
+            return f"runs on {family}, not on {facts.device.family}"
+        return archs(*wanted)(facts) if wanted else None
+
+    return check
 
 
 def dtypes(*wanted: str) -> Gate:
@@ -26,6 +41,17 @@ def archs(*wanted: str) -> Gate:
     def check(facts: Facts) -> str | None:
         arch = facts.device.arch
         return None if arch in wanted else f"made for {' and '.join(wanted)}, not for {arch}"
+
+    return check
+
+
+def multiplies(dtype: str) -> Gate:
+    """The device multiplies this dtype."""
+
+    def check(facts: Facts) -> str | None:
+        if dtype in facts.device.fast_dtypes:
+            return None
+        return f"{facts.device.name} does not multiply {dtype}"
 
     return check
 
@@ -76,6 +102,25 @@ def same_kv(facts: Facts) -> str | None:
     return Fixable(said, "pass --kv-cache-dtype auto")
 
 
+def wide_latents(because: str) -> Gate:
+    """The cache holds no FP8 latents, for this reason."""
+
+    def check(facts: Facts) -> str | None:
+        if facts.kv_dtype not in _FP8:
+            return None
+        return Fixable(because, "pass --kv-cache-dtype auto")
+
+    return check
+
+
+def same_index(facts: Facts) -> str | None:
+    """Index keys have the compute dtype."""
+    if facts.index_dtype == facts.dtype:
+        return None
+    said = f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
+    return Fixable(said, f"pass --index-cache-dtype {facts.dtype}")
+
+
 def page_sizes(*sizes: int) -> Gate:
     """Reads pages of these sizes, the last being the best."""
 
@@ -122,3 +167,9 @@ def expert_widths(multiple: int) -> Gate:
         return f"needs widths in multiples of {multiple}, and {odd[0]} is none" if odd else None
 
     return check
+
+
+def sixteen_bytes(facts: Facts) -> str | None:
+    """Rows of an expert's 16-bit weights are whole 16 bytes."""
+    odd = [n for n in facts.shape[1:] if n % 8]
+    return f"needs rows of whole 16 bytes, and {odd[0]} values are none" if odd else None

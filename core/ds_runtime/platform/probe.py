@@ -8,12 +8,18 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 _LIBRARY_FOLDERS = ("usr/lib64", "usr/lib", "lib64", "usr/local/lib", "usr/lib/wsl/lib")
+
+
+class DeviceError(RuntimeError):
+    """A rank has no device; says why."""
 
 
 def installed(package: str) -> str | None:
@@ -77,6 +83,13 @@ def pci_devices(root: Path, vendor: str, classes: tuple[str, ...]) -> list[Path]
     ]
 
 
+def visible(value: str, count: int) -> list[int]:
+    """Which of `count` devices a variable such as "0,2" shows, in its order: numbers up to the
+    first that no device has."""
+    numbers = (n.strip() for n in value.split(","))
+    return [int(n) for n in takewhile(lambda n: n.isdigit() and int(n) < count, numbers)]
+
+
 def has_library(root: Path, name: str, search: tuple[str, ...] | None = None) -> bool:
     """Whether `name` lies where the linker looks; `search` stands for LD_LIBRARY_PATH."""
     paths = os.environ.get("LD_LIBRARY_PATH", "").split(":") if search is None else list(search)
@@ -94,6 +107,16 @@ def package_folder(module: str) -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
+
+
+def torch_built_for(software: str, folder: Callable[[str], Path | None] = package_folder) -> str:
+    """The version of a vendor's software, named as in torch's version.py ("hip"), that the
+    installed torch was built for, or "". One built from source has a commit in its own version.
+    """
+    where = folder("torch")
+    text = read_file(where / "version.py") if where is not None else ""
+    found = re.search(rf"^{software}\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def exported_names(folder: Path, module: str = "") -> frozenset[str]:

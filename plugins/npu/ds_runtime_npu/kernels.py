@@ -7,32 +7,23 @@ on an Ascend NPU.
 from __future__ import annotations
 
 from ds_runtime.api import (
-    FP8_GROUPS,
-    OPS,
     RANK_PLATFORM,
     RANK_SPECIALISED,
     Facts,
-    Fixable,
     Gate,
     Kernel,
     Layout,
+    Provider,
     checks,
     gates,
-    install_command,
 )
-from ds_runtime_npu.platform import EXTRA
+from ds_runtime_npu.platform import TORCH_NPU
 
-PROVIDER = "npu"
-_DENSE, _INT8 = frozenset({"dense", "fp8_block"}), frozenset({"int8_channel"})
+_DENSE, _INT8 = {"dense", "fp8_block"}, {"int8_channel"}
 _WIDENED = "FP8 weights are held in the compute dtype: these chips multiply none"
-# The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
 _MOST_COLUMNS = 65535
 _PROLOG_HIDDEN, _PROLOG_INNER = (6144, 7168, 7680), 1536
 _INDEX_HEADS, _INDEX_DIM = 64, 128
-_INDEX_PAGES = frozenset({"index_pages.v1"})
-_FP8_LATENTS = frozenset({"float8_e4m3fn", FP8_GROUPS})
-_ARCHS = ("ascend910b", "ascend910_93")
 
 
 def _bytes_per_token(facts: Facts) -> int:
@@ -47,15 +38,14 @@ LATENT_SPLIT = Layout(
 )
 
 
-def _npu(facts: Facts) -> str | None:
-    arch = facts.device.arch
-    if not arch.startswith("ascend"):
-        return f"runs on Ascend NPUs, not on {facts.device.family}"
-    if arch not in _ARCHS:
-        return f"made for {' and '.join(_ARCHS)}, not for {arch}"
-    if "torch_npu" not in facts.device.features:
-        return Fixable("torch-npu is not installed", install_command(EXTRA))
-    return None
+npu = Provider(
+    "npu",
+    "ds_runtime_npu",
+    gates(checks.devices("ascend", "Ascend NPUs", "ascend910b", "ascend910_93"), TORCH_NPU.has()),
+    layouts={"kv": LATENT_SPLIT.tag, "index": "index_pages.v1"},
+    contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2},
+    numerics={"int8_channel": "int8_w8a8"},
+)
 
 
 def _whole(multiple: int) -> Gate:
@@ -89,13 +79,6 @@ def _prolog(facts: Facts) -> str | None:
     return None
 
 
-def _latents(facts: Facts) -> str | None:
-    if facts.kv_dtype in _FP8_LATENTS:
-        said = "Ascend 910 multiplies no FP8, and its cache holds no FP8 latents"
-        return Fixable(said, "pass --kv-cache-dtype auto")
-    return None
-
-
 def _indexer(facts: Facts) -> str | None:
     dims = facts.dims
     heads, dim, keep = (dims.get(f"index_{n}", 0) for n in ("heads", "dim", "topk"))
@@ -104,48 +87,20 @@ def _indexer(facts: Facts) -> str | None:
         return f"takes {wanted}, not {heads} of {dim}"
     if not (keep <= 2048 or (keep <= 8192 and keep % 1024 == 0)):
         return f"keeps up to 2048 tokens, or multiples of 1024 up to 8192, not {keep}"
-    if facts.index_dtype != facts.dtype:
-        said = f"reads index keys of the compute dtype {facts.dtype}, not {facts.index_dtype}"
-        return Fixable(said, f"pass --index-cache-dtype {facts.dtype}")
-    return None
+    return checks.same_index(facts)
 
 
-def _offer(
-    op: str,
-    fn: str,
-    *each: Gate,
-    formats: frozenset[str] = frozenset(),
-    rank: int = RANK_SPECIALISED,
-    copies: float = 1,
-    note: str = "",
-) -> Kernel:
-    layouts = {"": frozenset[str](), "kv": frozenset({LATENT_SPLIT.tag}), "index": _INDEX_PAGES}
-    return Kernel(
-        op=OPS[op],
-        fn=f"ds_runtime_npu.{fn}",
-        provider=PROVIDER,
-        rank=rank,
-        refuse=gates(_npu, *each),
-        formats=formats,
-        layouts=layouts[OPS[op].layout],
-        phases=frozenset({"prefill", "decode", "verify"}),
-        contract=_CONTRACTS.get(op, 1),
-        copies=copies,
-        note=note,
-        numerics="int8_w8a8" if formats == _INT8 else "",
-        keeps=formats & _INT8,
-    )
-
-
+_latents = checks.wide_latents("Ascend 910 multiplies no FP8, and its cache holds no FP8 latents")
 _HALVES = checks.dtypes("bfloat16", "float16")
 _PAGES = checks.page_multiples(16, most=1024, best=128)
 _LATENT, _HEADS_192 = checks.latent(512, 64), checks.head_dims(128, 64, 128)
 _CACHE = gates(_latents, _HALVES, checks.same_kv, _PAGES)
 _MLA = gates(_latents, _HALVES, _LATENT, checks.heads(128), checks.same_kv, _PAGES)
 ATTENTION: tuple[Kernel, ...] = (
-    _offer(
+    npu.offer(
         "mla_inputs",
         "inputs:MlaProlog",
+        RANK_SPECIALISED,
         _latents,
         checks.dtypes("bfloat16"),
         _LATENT,
@@ -156,44 +111,62 @@ ATTENTION: tuple[Kernel, ...] = (
         formats=_DENSE,
         note="keeps its weights beside those of prefill; --disable-fusion mla_inputs frees them",
     ),
-    _offer(
+    npu.offer(
         "mla_decode",
         "attention:MlaDecode",
+        RANK_SPECIALISED,
         _MLA,
         note="takes lengths from the host: captured, it is told them at each replay",
     ),
-    _offer("index_select", "indexer:index_select", _HALVES, _indexer, _PAGES),
-    _offer("sparse_prefill", "attention:sparse_mla", _MLA),
-    _offer("sparse_decode", "attention:sparse_mla", _MLA),
-    _offer("mha_prefill", "attention:mha_prefill", _HALVES, _HEADS_192),
-    _offer("merge_state", "attention:merge_state", _HALVES),
-    _offer(
+    npu.offer("index_select", "indexer:index_select", RANK_SPECIALISED, _HALVES, _indexer, _PAGES),
+    npu.offer("sparse_prefill", "attention:sparse_mla", RANK_SPECIALISED, _MLA),
+    npu.offer("sparse_decode", "attention:sparse_mla", RANK_SPECIALISED, _MLA),
+    npu.offer("mha_prefill", "attention:mha_prefill", RANK_SPECIALISED, _HALVES, _HEADS_192),
+    npu.offer("merge_state", "attention:merge_state", RANK_SPECIALISED, _HALVES),
+    npu.offer(
         "mla_absorb",
         "attention:MlaAbsorb",
+        RANK_SPECIALISED,
         _HALVES,
         _absorbs,
         formats=_DENSE,
         copies=2,
         note=_WIDENED,
     ),
-    _offer("cache_write", "cache:cache_write", _CACHE),
-    _offer("cache_gather", "cache:cache_gather", _CACHE),
-    _offer("cache_move", "cache:cache_move", _CACHE, rank=RANK_PLATFORM),
+    npu.offer("cache_write", "cache:cache_write", RANK_SPECIALISED, _CACHE),
+    npu.offer("cache_gather", "cache:cache_gather", RANK_SPECIALISED, _CACHE),
+    npu.offer("cache_move", "cache:cache_move", RANK_PLATFORM, _CACHE),
 )
 MOE: tuple[Kernel, ...] = (
-    _offer("experts", "experts:ExpertsInt8", _HALVES, _whole(32), formats=_INT8),
-    _offer("experts", "experts:Experts", _HALVES, _whole(16), formats=_DENSE, note=_WIDENED),
+    npu.offer(
+        "experts", "experts:ExpertsInt8", RANK_SPECIALISED, _HALVES, _whole(32), formats=_INT8
+    ),
+    npu.offer(
+        "experts",
+        "experts:Experts",
+        RANK_SPECIALISED,
+        _HALVES,
+        _whole(16),
+        formats=_DENSE,
+        note=_WIDENED,
+    ),
 )
 TOPK: tuple[Kernel, ...] = (
-    _offer("route", "experts:choose", note="routings that the op does not know in torch"),
+    npu.offer(
+        "route",
+        "experts:choose",
+        RANK_SPECIALISED,
+        note="routings that the op does not know in torch",
+    ),
 )
 LINEAR: tuple[Kernel, ...] = (
-    _offer("linear", "linear:LinearInt8", _HALVES, _whole(32), formats=_INT8),
-    _offer("linear", "linear:LinearDense", formats=_DENSE, rank=RANK_PLATFORM, note=_WIDENED),
+    npu.offer("linear", "linear:LinearInt8", RANK_SPECIALISED, _HALVES, _whole(32), formats=_INT8),
+    npu.offer("linear", "linear:LinearDense", RANK_PLATFORM, formats=_DENSE, note=_WIDENED),
 )
 SMALL: tuple[Kernel, ...] = (
-    _offer("rms_norm", "small:rms_norm", _HALVES),
-    _offer("add_rms_norm", "small:add_rms_norm", _HALVES),
-    _offer("rope", "small:rope"),
-    _offer("silu_mul", "small:silu_mul", _HALVES),
+    npu.offer("rms_norm", "small:rms_norm", RANK_SPECIALISED, _HALVES),
+    npu.offer("add_rms_norm", "small:add_rms_norm", RANK_SPECIALISED, _HALVES),
+    npu.offer("rope", "small:rope", RANK_SPECIALISED),
+    npu.offer("silu_mul", "small:silu_mul", RANK_SPECIALISED, _HALVES),
 )
+OFFERS = (LATENT_SPLIT, *ATTENTION, *MOE, *TOPK, *LINEAR, *SMALL)

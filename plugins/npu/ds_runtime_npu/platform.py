@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_runtime.api import (
+    DeviceError,
     DeviceInfo,
     GraphBackend,
+    Library,
     MemoryInfo,
     Refusal,
     TorchPlatform,
@@ -19,9 +21,9 @@ from ds_runtime.api import (
     has_library,
     install_command,
     installed,
-    package_folder,
     pci_devices,
     read_file,
+    visible,
 )
 
 VENDOR = "0x19e5"
@@ -46,10 +48,8 @@ CHIPS: Mapping[str, tuple[str, str, int]] = {  # PCI device → arch, name, AI c
 }
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _MEMORY = 64 << 30  # bytes of a die, until torch-npu is there to ask
-
-
-class DeviceError(RuntimeError):
-    """A rank has no device; says why."""
+TORCH_NPU = Library("torch_npu", ("torch-npu",), install=partial(install_command, EXTRA))
+TRITON = Library("triton")  # of Ascend's own distribution
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -70,13 +70,8 @@ def _cann_of(version: str) -> tuple[int, ...]:
 
 
 def shown(count: int, environ: Mapping[str, str] = os.environ) -> list[int]:
-    """Which of so many dies the runtime shows, in its order: numbers up to the first that none
-    has.
-    """
-    if VISIBLE not in environ:
-        return list(range(count))
-    numbers = (n.strip() for n in environ[VISIBLE].split(","))
-    return [int(n) for n in takewhile(lambda n: n.isdigit() and int(n) < count, numbers)]
+    """Which of so many dies the runtime shows, in its order."""
+    return visible(environ[VISIBLE], count) if VISIBLE in environ else list(range(count))
 
 
 def _toolkits(root: Path, environ: Mapping[str, str]) -> list[Path]:
@@ -188,12 +183,6 @@ def chip(rank: int, root: Path = Path("/"), environ: Mapping[str, str] = os.envi
     return read_file(found[min(here[rank], len(found) - 1)] / "device") if found else ""
 
 
-def libraries() -> frozenset[str]:
-    """What of torch-npu and a Triton for Ascend is installed."""
-    found = {m for m in ("torch_npu", "triton") if package_folder(m) is not None}
-    return frozenset(found)
-
-
 class NpuPlatform(TorchPlatform):
     """Local rank r computes on the r-th die."""
 
@@ -205,7 +194,7 @@ class NpuPlatform(TorchPlatform):
     graph = "NPUGraph"
 
     def info(self, rank: int = 0) -> DeviceInfo:
-        return describe(chip(rank), libraries())
+        return describe(chip(rank), TORCH_NPU.features() | TRITON.features())
 
     def runtime(self) -> Any:
         """torch-npu registers itself with torch."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 from ds_runtime.api import (
+    DeviceError,
     DeviceInfo,
     MemoryInfo,
     Refusal,
@@ -18,7 +17,9 @@ from ds_runtime.api import (
     package_folder,
     pci_devices,
     read_file,
+    torch_built_for,
 )
+from ds_runtime.api import visible as numbered
 from ds_runtime_rocm import software
 
 VENDOR = "0x1002"
@@ -31,10 +32,6 @@ ARCHS = {  # gfx name → what the library's kernels multiply beside 32- and 16-
     "gfx942": frozenset({"float8_e4m3fnuz"}),
     "gfx950": frozenset({"float8_e4m3fn", "float4_e2m1fn"}),
 }
-
-
-class DeviceError(RuntimeError):
-    """A rank has no device; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +82,6 @@ def rocm_version(torch: str) -> tuple[int, ...]:
     return (*found, 0)[:2] if found else ()
 
 
-def source_build(folder: Callable[[str], Path | None]) -> str:
-    """The HIP that an installed torch of another version string was built for, or "": one built
-    from source has a commit there, and says in its version.py what it is.
-    """
-    where = folder("torch")
-    text = read_file(where / "version.py") if where is not None else ""
-    found = re.search(r"^hip\b.*= *['\"]([\d.]+)", text, re.MULTILINE)
-    return found[1] if found else ""
-
-
 def probe(
     root: Path = Path("/"),
     package: Callable[[str], str | None] = installed,
@@ -120,7 +107,7 @@ def probe(
     if not (root / "dev/kfd").exists():
         return Refusal("broken", f"{what}, but there is no /dev/kfd in this container")
     torch = package("torch")
-    if torch is not None and "rocm" not in torch and (hip := source_build(folder)):
+    if torch is not None and "rocm" not in torch and (hip := torch_built_for("hip", folder)):
         torch = f"{torch.partition('+')[0]}+rocm{hip}"
     if torch is None or "rocm" not in torch:
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
@@ -151,11 +138,10 @@ def _variables(environ: Mapping[str, str]) -> list[str]:
 
 def _shown(found: list[Gpu], value: str) -> list[Gpu]:
     """What is left of them: numbers up to the first that no device has."""
-    numbers = [n.strip() for n in value.split(",")]
-    if not all(n.removeprefix("-").isdigit() or not n for n in numbers):  # names
+    given = (n.strip().removeprefix("-") for n in value.split(","))
+    if not all(n.isdigit() or not n for n in given):  # names
         return found
-    given = takewhile(lambda n: n.isdigit() and int(n) < len(found), numbers)
-    return [found[int(n)] for n in given]
+    return [found[n] for n in numbered(value, len(found))]
 
 
 def gpu(rank: int, found: list[Gpu] | None = None) -> Gpu:

@@ -1,62 +1,15 @@
-"""The xpu plugin: hooks only. Decides without torch; packages load when they are bound."""
+"""The xpu plugin: what it brings. Decides without torch; packages load when they are bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ds_runtime.api import Change, Facts, Kernel, Platform, Refusal, hookimpl
+from ds_runtime.api import Change, Facts, plugin
 
 
-def probe() -> Refusal | None:
-    """Why this plugin cannot serve here, found without torch or vendor packages."""
-    from ds_runtime_xpu.platform import probe as look
-
-    return look()
-
-
-def diagnose() -> list[tuple[str, str]]:
-    """What `ds-runtime doctor` says of the optional packages, where there is a GPU for them."""
-    from ds_runtime_xpu import software
-
-    return [] if probe() is not None else list(software.report())
-
-
-PROBE: Callable[[], Refusal | None] = probe
-DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
-BACKENDS = {"attention_backend": {"intel_xpu": "sgl_xpu"}}
-
-
-@hookimpl
-def ds_platform() -> Platform | Refusal:
-    from ds_runtime_xpu.platform import XpuPlatform
-
-    return probe() or XpuPlatform()
-
-
-@hookimpl
-def ds_attention(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_xpu.kernels import ATTENTION
-
-    return ATTENTION
-
-
-@hookimpl
-def ds_moe(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_xpu.kernels import MOE
-
-    return MOE
-
-
-@hookimpl
-def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_xpu.kernels import LINEAR
-
-    return LINEAR
-
-
-@hookimpl
-def ds_defaults(facts: Facts) -> Sequence[Change]:
+def defaults(facts: Facts) -> Sequence[Change]:
+    """Wishes for settings on Intel's GPUs."""
     if not facts.device.arch.startswith("xe"):
         return []
     from ds_runtime_xpu.kernels import FP8_SCORES
@@ -72,3 +25,13 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         Change("max_step_tokens", 4096, "a GPU is idle below thousands of tokens"),
         Change("chunked_prefill_size", 4096, "a GPU is idle below thousands of tokens"),
     ]
+
+
+hooks = plugin(
+    platform="ds_runtime_xpu.platform:XpuPlatform",
+    probe="ds_runtime_xpu.platform:probe",
+    offers="ds_runtime_xpu.kernels:OFFERS",
+    diagnose="ds_runtime_xpu.software:report",
+    defaults=defaults,
+    backends={"attention_backend": {"intel_xpu": "sgl_xpu"}},
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from ds_runtime.api import (
     installed,
     package_folder,
     pci_devices,
-    read_file,
+    torch_built_for,
 )
 from ds_runtime_xpu import level_zero, software
 
@@ -24,15 +23,6 @@ VENDOR = "0x8086"
 CLASSES = ("0x03",)
 DRIVERS = ("xe", "i915")
 ARCHITECTURES = {0x0B: "xe-hpc", 0xE2: "xe2-hpg"}  # by the high byte of the PCI id
-
-
-def source_build(folder: Callable[[str], Path | None]) -> bool:
-    """Whether an installed torch of another version string is for these GPUs: one built from
-    source has a commit there, and says in its version.py what it is.
-    """
-    where = folder("torch")
-    text = read_file(where / "version.py") if where is not None else ""
-    return re.search(r"^xpu\b.*= *['\"]\d", text, re.MULTILINE) is not None
 
 
 def probe(
@@ -60,7 +50,7 @@ def probe(
     if not render.is_dir() or not list(render.glob("renderD*")):
         return Refusal("broken", f"{what}, but there is no /dev/dri/renderD128 in this container")
     torch = package("torch")
-    if torch is None or ("xpu" not in torch and not source_build(folder)):
+    if torch is None or ("xpu" not in torch and not torch_built_for("xpu", folder)):
         have = "torch is not installed" if torch is None else f"torch {torch} is another build"
         return Refusal("not installed", f"{what}, but {have}: {software.install()}")
     for name in software.OLDEST:

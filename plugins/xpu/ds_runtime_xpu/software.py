@@ -7,13 +7,9 @@ registers it. Found packages and functions become device features: "vllm_xpu_ker
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
-from typing import NamedTuple
 
-from ds_runtime.api import install_command, installed, package_folder
+from ds_runtime.api import Fixable, Library, exports, install_command, installed
 
 INDEX = "https://download.pytorch.org/whl/xpu"
 # On no index: the extra cannot bring it.
@@ -23,70 +19,50 @@ IPEX = "intel-extension-for-pytorch"
 IPEX_STATUS = "not used: its maintenance ended in March 2026, and torch has the device itself"
 
 
-def remedy(module: str) -> str:
-    """What brings a module of DISTRIBUTIONS, or torch."""
-    return INSTALL_SGL if module == "sgl_kernel" else install()
-
-
 def install() -> str:
     """What brings torch's build for these devices, and the extra's packages."""
     return f"pip install torch==2.14.0 --index-url {INDEX} && {install_command('xpu')}"
 
 
-class Export(NamedTuple):
-    """A function of a package: `text` stands in a file of the pattern if it is there."""
-
-    module: str
-    pattern: str
-    text: str
-    name: str
-
-
-DISTRIBUTIONS = {
-    "vllm_xpu_kernels": ("vllm-xpu-kernels",),
-    "sgl_kernel": ("sglang-kernel-xpu", "sgl-kernel"),
-    "triton": ("pytorch-triton-xpu", "triton-xpu", "triton"),
-}
-EXPORTS = (
-    Export("vllm_xpu_kernels", "fused_moe_interface.py", "class XpuFusedMoe", "XpuFusedMoe"),
-    Export("vllm_xpu_kernels", "_C.*so", "per_token_group_fp8_quant(", "per_token_group_fp8_quant"),
-    Export("vllm_xpu_kernels", "_C.*so", "indexer_k_quant_and_cache(", "indexer_k_quant_and_cache"),
-    Export("vllm_xpu_kernels", "_xpu_C.*so", "fp8_paged_mqa_logits(", "fp8_paged_mqa_logits"),
-    Export("sgl_kernel", "attention.py", "def flash_mla_decode(", "flash_mla_decode"),
-    Export("sgl_kernel", "attention.py", "def flash_mla_sparse_fwd(", "flash_mla_sparse_fwd"),
-    Export("sgl_kernel", "attention.py", '== "xpu"', "xpu"),
-    Export("torch", "nn/functional.py", "def scaled_mm(", "scaled_mm"),
-    Export("torch", "xpu/graphs.py", "class XPUGraph", "XPUGraph"),
+VLLM = Library(
+    "vllm_xpu_kernels",
+    ("vllm-xpu-kernels",),
+    (
+        exports.text("XpuFusedMoe", "fused_moe_interface.py", "class XpuFusedMoe"),
+        exports.text("per_token_group_fp8_quant", "_C.*so", "per_token_group_fp8_quant("),
+        exports.text("indexer_k_quant_and_cache", "_C.*so", "indexer_k_quant_and_cache("),
+        exports.text("fp8_paged_mqa_logits", "_xpu_C.*so", "fp8_paged_mqa_logits("),
+    ),
+    install,
 )
+SGL = Library(
+    "sgl_kernel",
+    ("sglang-kernel-xpu", "sgl-kernel"),
+    (
+        exports.text("flash_mla_decode", "attention.py", "def flash_mla_decode("),
+        exports.text("flash_mla_sparse_fwd", "attention.py", "def flash_mla_sparse_fwd("),
+    ),
+    INSTALL_SGL,
+    ours=lambda folder: exports.holds(folder, "attention.py", '== "xpu"'),
+    other=Fixable(
+        "the installed sgl_kernel is the build for NVIDIA GPUs", f"uninstall it, and {INSTALL_SGL}"
+    ),
+)
+TRITON = Library("triton", ("pytorch-triton-xpu", "triton-xpu", "triton"), install=install)
+TORCH = Library(
+    "torch",
+    exports=(
+        exports.text("scaled_mm", "nn/functional.py", "def scaled_mm("),
+        exports.text("XPUGraph", "xpu/graphs.py", "class XPUGraph"),
+    ),
+    install=install,
+)
+LIBRARIES = (VLLM, SGL, TRITON)
 
 
-def holds(folder: Path, pattern: str, text: str) -> bool:
-    """Whether a file of the pattern has this text."""
-    for path in sorted(folder.glob(pattern)):
-        with path.open("rb") as file:
-            try:
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                    if mapped.find(text.encode()) >= 0:
-                        return True
-            except ValueError:  # an empty file cannot be mapped
-                continue
-    return False
-
-
-def find(folder: Callable[[str], Path | None] = package_folder) -> Iterator[str]:
-    """Features of what is installed; the argument stands for the environment in tests."""
-    places = {module: folder(module) for module in (*DISTRIBUTIONS, "torch")}
-    yield from (module for module, place in places.items() if place and module != "torch")
-    for module, pattern, text, name in EXPORTS:
-        place = places[module]
-        if place is not None and holds(place, pattern, text):
-            yield f"{module}.{name}"
-
-
-@cache
 def features() -> frozenset[str]:
     """Features of the packages that are installed here."""
-    return frozenset(find())
+    return frozenset().union(*(library.features() for library in (*LIBRARIES, TORCH)))
 
 
 def too_old(package: str, version: str) -> str | None:
@@ -101,8 +77,6 @@ def too_old(package: str, version: str) -> str | None:
 
 def report(version: Callable[[str], str | None] = installed) -> Iterator[tuple[str, str]]:
     """(package, which version, or that it is not installed)."""
-    for module, names in DISTRIBUTIONS.items():
-        found = [f"{d} {v}" for d in names if (v := version(d)) is not None]
-        yield module, ", ".join(found) or f"not installed: {remedy(module)}"
+    yield from (library.report(version) for library in LIBRARIES)
     have = version(IPEX)
     yield IPEX, f"{have}, {IPEX_STATUS}" if have else f"not installed, and {IPEX_STATUS}"

@@ -1,0 +1,95 @@
+"""What all kernels of one provider have in common, said once. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack
+
+from ds_runtime.ops.spec import Facts, Gate, Kernel, gates
+from ds_runtime.ops.table import OPS
+
+PHASES = frozenset({"prefill", "decode", "verify"})
+LAYOUTS = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
+
+
+class Declared(TypedDict, total=False):
+    """What an offer may say of its kernel beside op, function, rank and gates: fields of `Kernel`.
+
+    The functions that `ahead` and `rehearsal` name lie below the provider's package.
+    """
+
+    formats: Collection[str]
+    layouts: Collection[str]
+    phases: Collection[str]
+    deterministic: bool
+    graph_safe: bool
+    taps: frozenset[str]
+    note: str
+    contract: int
+    source: str
+    numerics: str
+    keeps: Collection[str]
+    copies: float
+    batch_invariant: bool
+    workspace: Callable[[Facts, int], int] | None
+    packing: str
+    from_rows: int
+    ahead: str
+    below_rows: int
+    rehearsal: str
+    by_rows: Collection[str]
+    beside: float
+    reads: Callable[[Facts], float] | None
+
+
+_SETS = frozenset({"formats", "layouts", "phases", "keeps", "by_rows"})
+_LAZY = ("ahead", "rehearsal")
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """Makes the offers of one provider: a name that pins may use, and what its kernels share.
+
+    `package`: of its modules, such as "ds_runtime_acme"; `fn` begins below it. `gate`: refuses
+    other devices, and is asked first. `layouts`: the tag of the layout that kernels read or write,
+    for each kind of `Op.layout` ("kv", "index"). `contracts`: the version of the contract that the
+    kernels of an op are written for, where it is not 1. `numerics`: the row of the tolerance that
+    applies to kernels made for one weight format alone, by that format. `declared`: further fields
+    of `Kernel` that all of its offers have.
+    """
+
+    name: str
+    package: str
+    gate: Gate | None = None
+    layouts: Mapping[str, str] = field(default_factory=lambda: LAYOUTS)
+    phases: Collection[str] = PHASES
+    contracts: Mapping[str, int] = field(default_factory=dict)
+    numerics: Mapping[str, str] = field(default_factory=dict)
+    declared: Declared = field(default_factory=Declared)
+
+    def offer(
+        self, op: str, fn: str, rank: int, *each: Gate, **declared: Unpack[Declared]
+    ) -> Kernel:
+        """Returns the offer of the kernel `fn`, "module:attr" below the package, for an op.
+
+        `each`: gates behind the provider's own. `declared`: fields of `Kernel`, instead of what the
+        provider has. Where it does not say what the kernel keeps (`keeps`), one that reads dense
+        weights keeps nothing else in its own encoding, and any other keeps all of its `formats`.
+        Raises KeyError for an unknown op, TypeError for an unknown field.
+        """
+        says: dict[str, Any] = {**self.declared, **declared}
+        formats = frozenset(says.get("formats", ()))
+        says.setdefault("phases", self.phases)
+        says.setdefault("contract", self.contracts.get(op, 1))
+        says.setdefault("keeps", frozenset() if "dense" in formats else formats)
+        says.setdefault("layouts", {self.layouts[kind]} if (kind := OPS[op].layout) else ())
+        if len(formats) == 1:
+            says.setdefault("numerics", self.numerics.get(next(iter(formats)), ""))
+        for name in says.keys() & _SETS:
+            says[name] = frozenset(says[name])
+        for name in _LAZY:
+            if says.get(name):
+                says[name] = f"{self.package}.{says[name]}"
+        refuse = gates(*((self.gate,) if self.gate else ()), *each)
+        return Kernel(OPS[op], f"{self.package}.{fn}", self.name, rank, refuse, **says)
