@@ -22,7 +22,7 @@ from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata, get_mla
 from torch import Tensor
 
 from ds_runtime_bench.record import append, environment
-from ds_runtime_cuda import split_plan
+from ds_runtime_cuda import flash_mla_plan
 
 SIZES = ((1, 600), (1, 2000), (1, 8192), (1, 32768), (4, 600), (8, 600), (16, 600), (32, 600))
 SIZES += ((64, 600), (96, 600), (128, 600), (256, 600), (4, 8192), (8, 8192), (32, 2000))
@@ -42,7 +42,7 @@ def timed(rows: int, length: int, heads: int) -> dict[str, Any]:
     q = torch.randn(rows, 1, heads, 576, device="cuda").bfloat16()
     lens = lens.cuda()
     theirs = get_mla_decoding_metadata(lens, heads, 1, heads, use_legacy=True)
-    plans = {"library": theirs, "own": split_plan.plan(lens, theirs[0].shape[0], heads)}
+    plans = {"library": theirs, "own": flash_mla_plan.plan(lens, theirs[0].shape[0], heads)}
     found: dict[str, Any] = {"rows": rows, "length": length, "heads": heads}
     for name, (tiles, splits) in plans.items():
         schedule, _ = get_mla_metadata()

@@ -44,7 +44,7 @@ def test_a_wheel_has_libraries_demo_and_licence(tmp_path):
     for plugin in ("cpu", "cuda", "rocm", "npu", "xpu", "triton"):
         assert f"ds_runtime_{plugin}/__init__.py" in held
         assert f"ds_runtime_{plugin}/py.typed" in held
-    sources = ("experts.cu", "attention.cu", "hopper.cuh")  # compiled where they run
+    sources = ("experts_streaming.cu", "attention.cu", "hopper.cuh")  # compiled where they run
     assert {f"ds_runtime_cuda/csrc/{n}" for n in sources} <= set(held)
     assert "ds_runtime_kit/templates/platform/tests/test_acme.py.tmpl" in held
     assert "ds_runtime_kit/templates/loader/ds_runtime_acme/loader.py.tmpl" in held

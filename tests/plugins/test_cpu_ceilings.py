@@ -53,4 +53,4 @@ def test_ceilings_without_a_library(monkeypatch):
     monkeypatch.setattr(by_torch, "_SIZES", (64,))
     monkeypatch.setattr(by_torch, "buffer_bytes", lambda cache, free: 1 << 20)
     monkeypatch.setattr(ceilings.native, "isa_in_use", lambda: None)
-    assert "torch's sums" in ceilings.measure(CpuPlatform()).note
+    assert "torch's sums" in ceilings.measure(CpuPlatform().info().fast_dtypes).note

@@ -123,7 +123,7 @@ def by_fn(fn):
             "writes 256 columns at a time, and 640 are not",
         ),
         (
-            "streamed:ExpertsBlock7",
+            "experts_streaming:ExpertsBlock7",
             {"shape": (8, 2048, 7168)},
             "slower than portable kernels where tokens share few experts, as 8",
         ),

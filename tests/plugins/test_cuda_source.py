@@ -11,17 +11,11 @@ import pytest
 import torch
 
 from ds_runtime.errors import PluginError
-from ds_runtime_cuda import (
-    attention,
-    block7,
-    dense12,
-    grouped_fp8,
-    linear12,
-    nvrtc,
-    streamed,
-    token_experts,
-)
+from ds_runtime_cuda import attention, experts_streaming, fp8_compressed, grouped_fp8, nvrtc
 from ds_runtime_cuda.driver import DriverError
+from ds_runtime_cuda.packed12 import experts as token_experts
+from ds_runtime_cuda.packed12 import format as packed12
+from ds_runtime_cuda.packed12 import linear
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +30,33 @@ def whole(code: bytes) -> bool:
     return code.startswith(b"\x7fELF") and named
 
 
-FORMS = [form for each in streamed._FORMS.values() for form in each.values()]
+FORMS = [form for each in experts_streaming._FORMS.values() for form in each.values()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts_compile(home, form):
-    code = nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form))
+    code = nvrtc.compile_for("sm_90a", "experts_streaming.cu", experts_streaming._defines(form))
     assert whole(code)
     (kept,) = home.iterdir()
     assert whole(kept.read_bytes())
     again = nvrtc._MAGIC + b" as it was"
     kept.write_bytes(again)
-    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form)) == again
-    assert nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form), anew=True) != again
+    assert (
+        nvrtc.compile_for("sm_90a", "experts_streaming.cu", experts_streaming._defines(form))
+        == again
+    )
+    assert (
+        nvrtc.compile_for(
+            "sm_90a", "experts_streaming.cu", experts_streaming._defines(form), anew=True
+        )
+        != again
+    )
     for torn in (b"", b"garbage"):
         kept.write_bytes(torn)
-        assert whole(nvrtc.compile_for("sm_90a", "experts.cu", streamed._defines(form)))
+        assert whole(
+            nvrtc.compile_for("sm_90a", "experts_streaming.cu", experts_streaming._defines(form))
+        )
         assert whole(kept.read_bytes())
 
 
@@ -67,13 +71,13 @@ def test_grouped_experts_compile(home):
 
 
 def test_kernels_of_fewer_bits_compile(home):
-    tiles = {*linear12._TILES, *linear12._UNEVEN.values()}
-    made = [("linear12.cu", linear12._defines(tile), (b"linear",)) for tile in tiles]
-    size = {"ARGS": ctypes.sizeof(dense12._Args)}
-    made += [("dense12.cu", size, (b"count", b"encode"))]
-    made += [("block7.cu", block7.defines(), (b"measure", b"encode"))]
-    made += [("few12.cu", linear12.few_defines(), (b"few",))]
-    made += [("token_experts.cu", token_experts.defines(), (b"gate_up", b"down"))]
+    tiles = {*linear._TILES, *linear._UNEVEN.values()}
+    made = [("packed12_linear.cu", linear._defines(tile), (b"linear",)) for tile in tiles]
+    size = {"ARGS": ctypes.sizeof(packed12._Args)}
+    made += [("packed12.cu", size, (b"count", b"encode"))]
+    made += [("fp8_compressed.cu", fp8_compressed.defines(), (b"measure", b"encode"))]
+    made += [("packed12_linear_few.cu", linear.few_defines(), (b"few",))]
+    made += [("packed12_experts.cu", token_experts.defines(), (b"gate_up", b"down"))]
     for source, defines, names in made:
         code = nvrtc.compile_for("sm_90a", source, defines)
         assert code.startswith(b"\x7fELF") and all(name in code for name in names)
@@ -87,9 +91,9 @@ def test_another_header_is_compiled_anew(home):
 
 
 def test_another_layout_of_the_arguments_does_not_compile():
-    defines = {**streamed._defines(FORMS[0]), "ARGS": 640}
+    defines = {**experts_streaming._defines(FORMS[0]), "ARGS": 640}
     with pytest.raises(DriverError, match="as the caller lays them out"):
-        nvrtc.compile_for("sm_90a", "experts.cu", defines)
+        nvrtc.compile_for("sm_90a", "experts_streaming.cu", defines)
 
 
 def test_without_a_folder_to_keep_it_is_compiled_all_the_same(home):
@@ -123,21 +127,21 @@ def test_what_was_kept_and_does_not_load_is_made_again(home, monkeypatch):
     _, compiler = nvrtc._library()
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, compiler))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
-    nvrtc.compile_for_device("experts.cu", streamed._defines(FORMS[0]))
+    nvrtc.compile_for_device("experts_streaming.cu", experts_streaming._defines(FORMS[0]))
     (kept,) = home.iterdir()
     kept.write_bytes(b"\x7fELF damaged")
-    nvrtc.Module("experts.cu", streamed._defines(FORMS[0]))
+    nvrtc.Module("experts_streaming.cu", experts_streaming._defines(FORMS[0]))
     assert whole(kept.read_bytes())
 
 
 def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
-    streamed._module.cache_clear()
+    experts_streaming._module.cache_clear()
     grouped_fp8._module.cache_clear()
     monkeypatch.setattr(nvrtc, "compiled", lambda *given: b"\x7fELF damaged")
     monkeypatch.setattr(nvrtc, "_library", lambda: (Damaged, None))
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
-        streamed._module(FORMS[0], torch.device("cuda", 0))
+        experts_streaming._module(FORMS[0], torch.device("cuda", 0))
     with pytest.raises(PluginError, match=r"CUDA_ERROR_INVALID_IMAGE; --pin experts=triton"):
         grouped_fp8._module(torch.device("cuda", 0))
 
@@ -145,14 +149,14 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
 @pytest.mark.parametrize(
     ("source", "args", "maps"),
     [
-        ("experts.cu", streamed._Args, ["gate_up", "down", "x", "h"]),
+        ("experts_streaming.cu", experts_streaming._Args, ["gate_up", "down", "x", "h"]),
         ("grouped.cu", grouped_fp8._Args, ["x", "w"]),
         ("attention.cu", attention._Args, ["q", "q_rope", "k", "k_rope", "v"]),
-        ("linear12.cu", linear12._Args, ["x"]),
-        ("few12.cu", linear12._FewArgs, []),
-        ("dense12.cu", dense12._Args, []),
-        ("block7.cu", block7._Args, []),
-        ("token_experts.cu", token_experts._Args, []),
+        ("packed12_linear.cu", linear._Args, ["x"]),
+        ("packed12_linear_few.cu", linear._FewArgs, []),
+        ("packed12.cu", packed12._Args, []),
+        ("fp8_compressed.cu", fp8_compressed._Args, []),
+        ("packed12_experts.cu", token_experts._Args, []),
     ],
 )
 def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
@@ -164,25 +168,25 @@ def test_arguments_lie_in_the_order_of_the_source(source, args, maps):
     ) for n in part.split(",")]  # fmt: skip
     assert names[: len(maps)] == maps
     fields = [name for name, *_ in args._fields_ if name not in ("maps", "_end")]
-    assert names[len(maps) :] == fields[source == "linear12.cu" :]
+    assert names[len(maps) :] == fields[source == "packed12_linear.cu" :]
 
 
 @pytest.mark.slow
 def test_ahead_compiles_all_that_may_be_called(home, monkeypatch):
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda: (9, 0))
 
-    streamed.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
-    streamed.compile_experts(SimpleNamespace(weight_format="dense"), (8,))
+    experts_streaming.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
+    experts_streaming.compile_experts(SimpleNamespace(weight_format="dense"), (8,))
     grouped_fp8.compile_experts(SimpleNamespace(weight_format="fp8_block"), (8,))
     attention.compile_attention(SimpleNamespace(), (8,))
     assert len(list(home.iterdir())) == 4
-    streamed.compile_coded(SimpleNamespace(weight_format="dense"), (1, 3, 8, 64, 128))
+    experts_streaming.compile_coded(SimpleNamespace(weight_format="dense"), (1, 3, 8, 64, 128))
     assert len(list(home.iterdir())) == 8
-    streamed.compile_coded(SimpleNamespace(weight_format="fp8_block"), (1, 3, 8, 64, 128))
+    experts_streaming.compile_coded(SimpleNamespace(weight_format="fp8_block"), (1, 3, 8, 64, 128))
     assert len(list(home.iterdir())) == 9
     monkeypatch.setattr(nvrtc, "cores", lambda device: 132)
     monkeypatch.setattr(nvrtc.torch.cuda, "current_device", lambda: 0)
-    linear12.compile_linear(SimpleNamespace(shape=(102400, 2048)), (0, 1, 8, 64, 128, 200))
+    linear.compile_linear(SimpleNamespace(shape=(102400, 2048)), (0, 1, 8, 64, 128, 200))
     assert len(list(home.iterdir())) == 11
-    linear12.compile_few(SimpleNamespace(), (8,))
+    linear.compile_few(SimpleNamespace(), (8,))
     assert len(list(home.iterdir())) == 12

@@ -13,13 +13,13 @@ from interpreter import run_apart
 from vendor_doubles.flash_plan import check_plan
 
 from ds_runtime.api import Limits, UnsupportedError
-from ds_runtime_cuda import flash_mla, split_plan
+from ds_runtime_cuda import flash_mla, flash_mla_plan
 from examples import examples
 
 
 def planned(lens, parts, heads=128):
     of = torch.tensor(lens, dtype=torch.int32)
-    tiles, splits = split_plan.plan(of, parts, heads)
+    tiles, splits = flash_mla_plan.plan(of, parts, heads)
     assert tiles.shape == (parts, 8)
     return tiles, check_plan(tiles, splits, of)
 
@@ -87,7 +87,7 @@ CHECKS = """
 import random
 import torch
 from interpreter import patched_once
-from ds_runtime_cuda import jit_plan, split_plan
+from ds_runtime_cuda import flash_mla_plan_device, flash_mla_plan
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if device.type == "cpu":
@@ -101,10 +101,10 @@ for _ in range(12):
 for lens, parts in cases:
     for heads in (16, 128):
         of = torch.tensor(lens, dtype=torch.int32)
-        want = split_plan.plan(of, parts, heads)
+        want = flash_mla_plan.plan(of, parts, heads)
         got = torch.full((parts, 8), -7, dtype=torch.int32, device=device)
         splits = torch.full((len(lens) + 1,), -7, dtype=torch.int32, device=device)
-        jit_plan.write_plan(of.to(device), heads, got, splits)
+        flash_mla_plan_device.write_plan(of.to(device), heads, got, splits)
         assert torch.equal(got.cpu(), want[0]), (lens, parts, heads, got, want[0])
         assert torch.equal(splits.cpu(), want[1]), (lens, parts, heads)
 """

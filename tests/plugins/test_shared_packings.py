@@ -21,8 +21,8 @@ from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts
 from ds_runtime.ops.shares import asks_for
+from ds_runtime_cuda import experts_streaming as own
 from ds_runtime_cuda import grouped_fp8
-from ds_runtime_cuda import streamed as own
 from ds_runtime_kit.checks.conformance import facts_for
 from ds_runtime_kit.checks.numerics import relative_error
 

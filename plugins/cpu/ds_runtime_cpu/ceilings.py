@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 import torch
 
 from ds_runtime.api import Ceilings, ceilings
 from ds_runtime_cpu import machine, native
 
-if TYPE_CHECKING:
-    from ds_runtime_cpu.platform import CpuPlatform
-
 STREAMS = (1, 4)  # of reading at once per thread: which hides more of memory's latency differs
 _SECONDS = 2.0  # of reading: memory is what other processes disturb most
 _SHORT, _SMALL = 0.4, 512 << 20  # and bytes, where it is only to tell how fast memory is right now
 
 
-def measure(platform: CpuPlatform) -> Ceilings:
-    """With the threads that this process has. bfloat16 only where hardware multiplies it."""
+def measure(fast: frozenset[str]) -> Ceilings:
+    """With the threads that this process has. `fast`: dtypes that hardware multiplies, of which
+    bfloat16 is measured only then."""
     cache = machine.last_level_cache()
     size = ceilings.buffer_bytes(cache, machine.memory()[1])
     device = torch.device("cpu")
-    fast = platform.info().fast_dtypes
     if native.isa_in_use() is None:
-        read, by = ceilings.bandwidth(device, platform.synchronize, size), "torch's sums"
+        read, by = ceilings.bandwidth(device, _nothing, size), "torch's sums"
     else:
         (read, _), by = bandwidth(size), "the native library"
-    compute = ceilings.compute(device, platform.synchronize, fast)
+    compute = ceilings.compute(device, _nothing, fast)
     return Ceilings(read, compute, cache, f"memory by {by}, matmuls by torch")
+
+
+def _nothing() -> None:
+    """Nothing is queued on a CPU."""
 
 
 def read_rate() -> float:
@@ -49,7 +49,7 @@ def bandwidth(nbytes: int, spent: float = _SECONDS) -> tuple[float, float]:
 
     def seconds(streams: int) -> list[float]:
         where = words.data_ptr(), words.nbytes, streams, total.data_ptr()
-        return ceilings.timed(lambda: call.read(*where), lambda: None, spent / len(STREAMS))
+        return ceilings.timed(lambda: call.read(*where), _nothing, spent / len(STREAMS))
 
     readings = [seconds(streams) for streams in STREAMS]
     typical = min(map(statistics.median, readings))

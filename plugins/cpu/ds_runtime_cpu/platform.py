@@ -148,7 +148,7 @@ class CpuPlatform(Platform):
         """With the native library memory is read by that: torch's reductions do not reach it."""
         from ds_runtime_cpu.ceilings import measure
 
-        return measure(self)
+        return measure(self.info().fast_dtypes)
 
     def read_rate(self, rank: int = 0) -> float:
         """The median of some readings by the native library."""

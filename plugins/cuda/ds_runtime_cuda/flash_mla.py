@@ -1,13 +1,13 @@
 """FlashMLA: absorbed MLA decode over 64-token pages, and attention over chosen slots.
 
 Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side keeps these kernels.
-Which part of the device computes what is planned there, from the step's lengths (split_plan.py).
+flash_mla_plan.py plans which part of the device computes what, from the step's lengths, there.
 
 The library lets its dense decode begin before what is in front of it has ended, and does not wait
 for it; and its kernel that sums ends without waiting for the decode where there is nothing to sum.
 Neither is safe beside kernels that let their successors begin early, or begin early themselves, as
 the portable ones do. In front of the dense decode stands a fence; behind it, a plan that always has
-a sum (split_plan.py); behind the sparse one, whose plan is the library's, another fence.
+a sum (flash_mla_plan.py); behind the sparse one, whose plan is the library's, another fence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.api import Batch, Facts, Limits, UnsupportedError, branch, install_command
-from ds_runtime_cuda import split_plan
+from ds_runtime_cuda import flash_mla_plan
 from ds_runtime_cuda.decode import LATENT, Queries
 from ds_runtime_cuda.software import EXTRA
 
@@ -80,7 +80,7 @@ class MlaDecode:
             state.planned = branch(partial(self._plan, state))
 
     def _plan(self, state: State) -> None:
-        state.schedule.tile_scheduler_metadata, state.schedule.num_splits = split_plan.plan(
+        state.schedule.tile_scheduler_metadata, state.schedule.num_splits = flash_mla_plan.plan(
             state.queries.lens[: state.queries.count], state.parts, self._heads
         )
 

@@ -31,7 +31,7 @@ _DISTRIBUTION = {library.module: library.distributions[0] for library in LIBRARI
 
 
 OWN = frozenset(  # adapters of no library
-    {"torch_ops", "streamed", "attention", "grouped_fp8", "linear12"}
+    {"torch_ops", "experts_streaming", "attention", "grouped_fp8", "packed12.linear"}
 )
 
 
@@ -67,8 +67,8 @@ _TRITON = library("triton")
 
 
 def quantises(facts: Facts) -> str | None:
-    """Around another library's kernel stand the plugin's own by Triton (jit.py, jit_plan.py);
-    where tensors are the host's, torch does their work."""
+    """Around another library's kernel stand the plugin's own by Triton (jit.py and
+    flash_mla_plan_device.py); where tensors are the host's, torch does their work."""
     return None if facts.device.type == "cpu" else _TRITON(facts)
 
 
@@ -178,9 +178,12 @@ def multiplies_fp8(facts: Facts) -> str | None:
     return f"{facts.device.name} does not multiply float8_e4m3fn"
 
 
-TILE, ROWS, COLUMNS = 12_416, 128, 64  # bytes, rows and columns of a tile of dense12.cuh
+TILE, ROWS, COLUMNS = 12_416, 128, 64  # bytes, rows and columns of a tile of packed12.cuh
 CODED = TILE / (ROWS * COLUMNS * 2)  # of bfloat16 weights, that they take in such tiles
-OTHERS_AT, MOST_OTHERS = 14_352, 448  # bytes of a tile of block7.cuh before its list, and entries
+OTHERS_AT, MOST_OTHERS = (
+    14_352,
+    448,
+)  # bytes of a tile of fp8_compressed.cuh before its list, and entries
 CODED_FP8 = (OTHERS_AT + 2 * MOST_OTHERS) / BLOCK**2  # of FP8 weights, that they take at most
 _LARGE = 100_000_000  # elements of a weight that is worth a second form: a head's
 

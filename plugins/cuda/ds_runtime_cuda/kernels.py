@@ -245,7 +245,7 @@ def _streamed(
     """Own kernels, for sizes at which they were faster than portable ones."""
     return offer(
         "experts",
-        f"streamed:{name}",
+        f"experts_streaming:{name}",
         rank,
         arch("sm90"),
         library("cuda.bindings"),
@@ -259,14 +259,14 @@ def _streamed(
         from_rows=rows[0],
         below_rows=rows[1],
         beside=beside,
-        ahead="streamed:compile_coded" if beside else "streamed:compile_experts",
+        ahead="experts_streaming:compile_coded" if beside else "experts_streaming:compile_experts",
     )
 
 
 def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
     return offer(
         "linear",
-        f"linear12:{name}",
+        f"packed12.linear:{name}",
         RANK_BESIDE,
         arch("sm90"),
         library("cuda.bindings"),
@@ -278,7 +278,7 @@ def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
         from_rows=1,
         below_rows=below_rows,
         beside=CODED,
-        ahead=f"linear12:{ahead}",
+        ahead=f"packed12.linear:{ahead}",
     )
 
 

@@ -7,34 +7,33 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_runtime_cuda import (
-    attention,
-    block7,
-    dense12,
-    grouped_fp8,
-    linear12,
-    streamed,
-    token_experts,
-)
+from ds_runtime_cuda import attention, experts_streaming, fp8_compressed, grouped_fp8
+from ds_runtime_cuda.packed12 import experts, format, linear
 from vendor_doubles import attention as attention_double
-from vendor_doubles import coded7, coded12, grouped
-from vendor_doubles import streamed as streamed_double
+from vendor_doubles import experts_streaming as streaming_double
+from vendor_doubles import fp8_compressed as compressed_double
+from vendor_doubles import grouped
+from vendor_doubles import packed12 as packed_double
 
 _DOUBLES = {
-    streamed: streamed_double,
+    experts_streaming: streaming_double,
     attention: attention_double,
     grouped_fp8: grouped,
-    block7: coded7,
-    dense12: coded12,
-    linear12: coded12,
-    token_experts: coded12,
+    fp8_compressed: compressed_double,
+    format: packed_double,
+    linear: packed_double,
+    experts: packed_double,
 }
 _CACHES = (
-    *(module._module for module in (streamed, grouped_fp8, block7, dense12, linear12)),
-    token_experts._module,
+    experts_streaming._module,
+    grouped_fp8._module,
+    fp8_compressed._module,
+    format._module,
+    linear._module,
+    experts._module,
     attention._function,
-    linear12._few_module,
-    linear12._tile,
+    linear._few_module,
+    linear._tile,
 )
 
 

@@ -11,8 +11,18 @@ from torch import Tensor
 
 from ds_runtime.ops.reference.activation import silu_mul
 from vendor_doubles import require
+from vendor_doubles.experts_streaming import (
+    BF16,
+    F32,
+    FP8,
+    I32,
+    _quantised,
+    at,
+    box_map,
+    cores,
+    module,
+)
 from vendor_doubles.maths import spread
-from vendor_doubles.streamed import BF16, F32, FP8, I32, _quantised, at, box_map, cores, module
 
 __all__ = ["box_map", "cores", "launch", "module"]
 

@@ -1,8 +1,8 @@
-"""What csrc/block7.cu does, for a host: over the addresses that its launches are given. Stands in
-for ds_runtime_cuda.nvrtc.
+"""What csrc/fp8_compressed.cu does, for a host: over the addresses that its launches are given.
+Stands in for ds_runtime_cuda.nvrtc.
 
-The layout of tiles is that of csrc/block7.cuh, written anew: tests on a device hold what encode
-makes against `encoded` and `decoded`.
+The layout of tiles is that of csrc/fp8_compressed.cuh, written anew: tests on a device hold what
+encode makes against `encoded` and `decoded`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vendor_doubles import require
+from vendor_doubles.experts_streaming import F32, FP8, I32, at, cores, module
 from vendor_doubles.maths import spread
-from vendor_doubles.streamed import F32, FP8, I32, at, cores, module
 
 __all__ = ["cores", "decoded", "encoded", "launch", "module", "others", "stacked"]
 U8 = torch.uint8
@@ -141,7 +141,8 @@ def _encode(a, weight: Tensor, grid) -> None:
 
 
 def experts_of(a) -> tuple[Tensor, Tensor]:
-    """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter] of csrc/experts.cu."""
+    """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter] of
+    csrc/experts_streaming.cu."""
     both = []
     upper = (a.gate_up_tiles, 2 * a.inter, a.hidden, a.gate_up_scale, 2)
     lower = (a.down_tiles, a.hidden, a.inter, a.down_scale, 1)

@@ -1,4 +1,4 @@
-"""What csrc/experts.cu does, for a host: over the addresses that its launches are given.
+"""What csrc/experts_streaming.cu does, for a host: over the addresses that its launches are given.
 
 Stands in for ds_runtime_cuda.nvrtc. A map of boxes is the address, rows, columns and bytes of an
 element of its matrix, rows of a box, and elements from one row to the next. Each of the three
@@ -56,9 +56,9 @@ def module(source: str, defines: dict[str, int], pin: str) -> Module:
 def launch(function, grid, threads: int, shared: int, a: ctypes.Structure) -> None:
     name, defines, room = function
     if name not in ("arrange", "experts", "combine"):
-        from vendor_doubles import coded12
+        from vendor_doubles import packed12
 
-        coded12.launch(function, grid, threads, shared, a)
+        packed12.launch(function, grid, threads, shared, a)
         return
     fp8 = defines["FP8"]
     require(room == shared and ctypes.sizeof(a) == defines["ARGS"], "as it was prepared")
@@ -115,9 +115,9 @@ def arrange(a, bm: int, fp8: int, grid) -> None:
 def _weights(a, fp8: int) -> tuple[Tensor, Tensor]:
     """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter]."""
     if a.gate_up_tiles:
-        from vendor_doubles import coded7, coded12
+        from vendor_doubles import fp8_compressed, packed12
 
-        return (coded7 if fp8 else coded12).experts_of(a)
+        return (fp8_compressed if fp8 else packed12).experts_of(a)
     wide = []
     for i, (rows, columns, scales) in enumerate(
         ((2 * a.inter, a.hidden, a.gate_up_scale), (a.hidden, a.inter, a.down_scale))

@@ -1,12 +1,12 @@
-// Makes the tiles of block7.cuh: first how long the longest list would be, then tiles of a size for it.
+// Makes the tiles of fp8_compressed.cuh: first how long the longest list would be, then tiles of a size for it.
 //
 // Compiled at run time with: ARGS (bytes of the arguments), OTHERS_AT and MOST_OTHERS (where a tile's list
 // begins, and its longest).
 
 #include "hopper.cuh"
-#include "block7.cuh"
+#include "fp8_compressed.cuh"
 
-using namespace block7;
+using namespace fp8_compressed;
 
 namespace {
 

@@ -1,11 +1,11 @@
-// Makes the tiles of dense12.cuh.
+// Makes the tiles of packed12.cuh.
 //
 // Compiled at run time with: ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
-#include "dense12.cuh"
+#include "packed12.cuh"
 
-using namespace dense12;
+using namespace packed12;
 
 namespace {
 

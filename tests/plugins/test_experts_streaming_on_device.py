@@ -7,7 +7,7 @@ import torch
 
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.ops.weight import Packed
-from ds_runtime_cuda import grouped_fp8, nvrtc, streamed
+from ds_runtime_cuda import experts_streaming, grouped_fp8, nvrtc
 from ds_runtime_kit.checks.conformance import facts_for
 
 pytestmark = pytest.mark.gpu
@@ -86,10 +86,10 @@ def compare_replays(kernel, packed: Packed, top_k: int, counts: tuple[int, ...],
 
 
 KERNELS = {
-    "fp8": streamed.ExpertsFp8,
-    "7 bits": streamed.ExpertsBlock7,
-    "dense": streamed.ExpertsDense,
-    "12 bits": streamed.ExpertsDense12,
+    "fp8": experts_streaming.ExpertsFp8,
+    "7 bits": experts_streaming.ExpertsBlock7,
+    "dense": experts_streaming.ExpertsDense,
+    "12 bits": experts_streaming.ExpertsDense12,
 }
 
 

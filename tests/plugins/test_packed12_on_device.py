@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vendor_doubles import coded12
+from vendor_doubles import packed12 as double
 
-from ds_runtime_cuda import dense12, linear12, nvrtc
+from ds_runtime_cuda import nvrtc
+from ds_runtime_cuda.packed12 import format as packed12
+from ds_runtime_cuda.packed12 import linear
 
 pytestmark = pytest.mark.gpu
-TILES = (*linear12._TILES, *linear12._UNEVEN.values())
+TILES = (*linear._TILES, *linear._UNEVEN.values())
 
 
 def weight(rows: int, columns: int, others: int = 700) -> torch.Tensor:
@@ -26,22 +28,22 @@ def weight(rows: int, columns: int, others: int = 700) -> torch.Tensor:
 def test_tiles_are_what_they_are_to_be(rows, columns):
     torch.manual_seed(rows)
     values = weight(rows, columns)
-    coded = dense12.encode(values, "nothing")
+    coded = packed12.encode(values, "nothing")
     assert coded is not None
-    got = coded12.stacked(coded.tiles, coded.power, columns // 64)
+    got = double.stacked(coded.tiles, coded.power, columns // 64)
     assert torch.equal(got[:rows], values.double().cpu())
-    again = dense12.encode(values, "nothing")
+    again = packed12.encode(values, "nothing")
     assert torch.equal(coded.tiles, again.tiles), "others in one order"
 
 
 def test_stacks_of_two_matrices():
     torch.manual_seed(1)
     values = weight(3 * 2 * 256, 192).view(3, 512, 192)
-    coded = dense12.encode(values, "nothing", halves=2)
+    coded = packed12.encode(values, "nothing", halves=2)
     steps, size = 3, coded.tiles.numel() // 3
     for e in range(3):
         own = coded.tiles[e * size : (e + 1) * size]
-        got = coded12.stacked(own, coded.power, steps, 2, 2)
+        got = double.stacked(own, coded.power, steps, 2, 2)
         assert torch.equal(got, values[e].double().cpu())
 
 
@@ -68,7 +70,7 @@ def test_linears(monkeypatch, tile, rows, columns, cores):
         monkeypatch.setattr(nvrtc, "cores", lambda device: cores)
     torch.manual_seed(rows + tile.tokens)
     values = weight(rows, columns)
-    coded = dense12.encode(values, "nothing")
+    coded = packed12.encode(values, "nothing")
     for tokens in sorted({1, 3, tile.tokens // 2 + 1, tile.tokens}):
         for dtype in (torch.float32, torch.bfloat16):
             apart = torch.full((tokens, columns + 8), float("nan"), device="cuda").bfloat16()
@@ -76,7 +78,7 @@ def test_linears(monkeypatch, tile, rows, columns, cores):
             x.copy_(torch.randn(tokens, columns, device="cuda"))
             out = torch.empty(tokens, rows, device="cuda", dtype=dtype)
             replay(
-                lambda x=x, out=out: linear12.multiply(x, coded, out, tile),
+                lambda x=x, out=out: linear.multiply(x, coded, out, tile),
                 x,
                 out,
                 lambda x=x: x.double() @ values.double().T,
@@ -87,7 +89,7 @@ def test_linears(monkeypatch, tile, rows, columns, cores):
 def test_few_tokens(rows, columns):
     torch.manual_seed(columns)
     values = weight(rows, columns)
-    coded = dense12.encode(values, "nothing")
+    coded = packed12.encode(values, "nothing")
     for tokens in (1, 2, 5, 8):
         for dtype in (torch.float32, torch.bfloat16):
             apart = torch.full((tokens, columns + 8), float("nan"), device="cuda").bfloat16()
@@ -95,7 +97,7 @@ def test_few_tokens(rows, columns):
             x.copy_(torch.randn(tokens, columns, device="cuda"))
             out = torch.empty(tokens, rows, device="cuda", dtype=dtype)
             replay(
-                lambda x=x, out=out: linear12.multiply_few(x, coded, out),
+                lambda x=x, out=out: linear.multiply_few(x, coded, out),
                 x,
                 out,
                 lambda x=x: x.double() @ values.double().T,
@@ -106,12 +108,12 @@ def test_nan_and_infinity_stay_where_they_are():
     torch.manual_seed(5)
     values = weight(256, 128)
     x = torch.randn(8, 128, device="cuda").bfloat16()
-    coded = dense12.encode(values, "nothing")
+    coded = packed12.encode(values, "nothing")
 
     def both(coded) -> list[torch.Tensor]:
         made = [torch.empty(8, 256, device="cuda") for _ in range(2)]
-        linear12.multiply(x, coded, made[0], TILES[0])
-        linear12.multiply_few(x, coded, made[1])
+        linear.multiply(x, coded, made[0], TILES[0])
+        linear.multiply_few(x, coded, made[1])
         return made
 
     clean = both(coded)
@@ -122,7 +124,7 @@ def test_nan_and_infinity_stay_where_they_are():
         assert torch.equal(was[others], now[others])
         assert now[5].isnan().all() and not now[3].isfinite().any()
     values[100, 5] = float("nan")
-    spoiled = dense12.encode(values, "nothing")
+    spoiled = packed12.encode(values, "nothing")
     if spoiled is not None:  # else it is held as it is
         rows = torch.ones(256, dtype=torch.bool, device="cuda")
         rows[100] = False

@@ -23,12 +23,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK, PAIR = 64, 2  # keys; blocks that the kernel takes at a time
-TRIED = 32  # sizes of parts
-# Nanoseconds on an H200 (fitted to 20 batches of 128 heads, benchmarks/results/device_decode.md).
-BLOCK_NS, PIECE_OF_ONE_NS, PIECE_OF_ALL_NS = 1600, 320, 80
-PIECE = 3  # what a piece costs beside its blocks, in blocks
-HEADS = 128  # that PIECE_OF_ALL_NS is for: it is the writing and reading of their sums
+from ds_runtime_cuda.flash_mla_costs import (
+    BLOCK,
+    BLOCK_NS,
+    HEADS,
+    PAIR,
+    PIECE,
+    PIECE_OF_ALL_NS,
+    PIECE_OF_ONE_NS,
+    TRIED,
+)
 
 
 def plan(lens: Tensor, parts: int, heads: int) -> tuple[Tensor, Tensor]:
@@ -36,7 +40,7 @@ def plan(lens: Tensor, parts: int, heads: int) -> tuple[Tensor, Tensor]:
     tiles = torch.empty(parts, 8, dtype=torch.int32, device=lens.device)
     splits = torch.empty(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
     if lens.is_cuda:
-        from ds_runtime_cuda.jit_plan import write_plan
+        from ds_runtime_cuda.flash_mla_plan_device import write_plan
 
         write_plan(lens, heads, tiles, splits)
     else:

@@ -14,20 +14,20 @@
 // rings are as deep as bandwidth needs, and nothing that multiplies waits for a read of its own.
 //
 // Compiled at run time with: FP8 (1: e4m3 in 128 x 128 blocks, activations in groups of 128; 0:
-// bfloat16), CODED (1: bfloat16 as tiles of dense12.cuh, FP8 as those of block7.cuh), BM (pairs of a
+// bfloat16), CODED (1: bfloat16 as tiles of packed12.cuh, FP8 as those of fp8_compressed.cuh), BM (pairs of a
 // tile: 16; of bfloat16 32, too), BLOCKS (per multiprocessor), BYTES (of on-chip memory for each block),
 // STAGES (of weights, at most), ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
-#include "dense12.cuh"
-#include "block7.cuh"
+#include "packed12.cuh"
+#include "fp8_compressed.cuh"
 
 namespace {
 
 constexpr int kRows = 128;    // of a matrix in a stage
 constexpr int kWidth = 128;   // bytes of each row in a stage: one swizzled line
 constexpr int kColumns = FP8 ? 128 : 64;  // the values that they are
-constexpr int kStage = !CODED ? kRows * kWidth : FP8 ? block7::kMostTile : dense12::kTile;
+constexpr int kStage = !CODED ? kRows * kWidth : FP8 ? fp8_compressed::kMostTile : packed12::kTile;
 constexpr int kXStages = 4;
 constexpr int kXStage = BM * kWidth;
 constexpr int kGroups = 2;                // warpgroups that multiply: the first eight warps
@@ -38,7 +38,7 @@ constexpr int kUnits = 3;                 // units that may be handed out in a b
 constexpr int kMaxSteps = 64;             // scales of a unit's rows
 constexpr int kLine = kRows * 2 + 16;     // bytes from one pair's results to the next, on chip
 constexpr int kMaxExperts = 512;
-constexpr int kOwn = CODED && FP8 ? block7::kOwn : 16;  // bytes of each warp that multiplies
+constexpr int kOwn = CODED && FP8 ? fp8_compressed::kOwn : 16;  // bytes of each warp that multiplies
 constexpr int kRest = kXStages * (kXStage + BM * 4) + BM * (kLine + kWarps * 4) + kWarps * kOwn +
                       kUnits * (8 * kMaxSteps + 8 * BM + 32) + 2 * (2 * kMaxExperts + 2) + 1024 + 640;
 constexpr int kRoom = (BYTES - kRest) / kStage;
@@ -143,9 +143,9 @@ __device__ __forceinline__ void stage(float (&d)[N / 2], u32 w, u32 x, bool add)
 }
 
 #if FP8
-namespace coded = block7;
+namespace coded = fp8_compressed;
 #else
-namespace coded = dense12;
+namespace coded = packed12;
 #endif
 
 // The same with weights from registers.
@@ -190,7 +190,7 @@ struct Place {
   __device__ __forceinline__ u32 rows() {
     return shared_address(s.w[w.at]) + (warp / 4) * 64 * kWidth;
   }
-  __device__ __forceinline__ void read_w(dense12::Codes& codes) {
+  __device__ __forceinline__ void read_w(packed12::Codes& codes) {
     wait(full_w(), w.parity);
     codes.read(s.w[w.at], warp, lane);
     release_w();
@@ -198,11 +198,11 @@ struct Place {
   __device__ __forceinline__ void begin_unit(int lowest) {
     if (lowest == base) return;
     base = lowest;
-    block7::prepare(s.own[warp], base, lane);
+    fp8_compressed::prepare(s.own[warp], base, lane);
   }
   __device__ __forceinline__ void read_w(u32 (&words)[16]) {
     wait(full_w(), w.parity);
-    block7::read(s.w[w.at], s.own[warp], base, warp, lane, words);
+    fp8_compressed::read(s.w[w.at], s.own[warp], base, warp, lane, words);
     release_w();
   }
   __device__ __forceinline__ void release_w() {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void pair_scales(float (&to)[N / 4], const float* fro
   }
 }
 
-// sum += the next tile of block7.cuh · pairs (at x) · scales, which are those of its block and of pairs
+// sum += the next tile of fp8_compressed.cuh · pairs (at x) · scales, which are those of its block and of pairs
 template <int N>
 __device__ __forceinline__ void add_block(Place& p, float (&sum)[N / 2], u32 x,
                                           const float (&pairs)[N / 4], float scale) {
@@ -294,7 +294,7 @@ __device__ void gate_up(Place& p, const Unit& unit) {
       p.release_x();
       add_scaled<N>(up, second, pairs, unit.scales[1][k]);
     } else if constexpr (CODED) {
-      dense12::Codes of_gate, of_up;
+      packed12::Codes of_gate, of_up;
       u32 first[16], second[16];
       p.read_w(of_gate);
       widen(of_gate, first);
@@ -312,8 +312,8 @@ __device__ void gate_up(Place& p, const Unit& unit) {
       hold(first);
       hold(second);
       const u8* lines = p.s.x[p.x.at];
-      dense12::add_others<N>(gate, of_gate.other, p.warp, p.lane, lines, a.gate_up_lift);
-      dense12::add_others<N>(up, of_up.other, p.warp, p.lane, lines, a.gate_up_lift);
+      packed12::add_others<N>(gate, of_gate.other, p.warp, p.lane, lines, a.gate_up_lift);
+      packed12::add_others<N>(up, of_up.other, p.warp, p.lane, lines, a.gate_up_lift);
       p.release_x();
     } else {
       wait(p.full_w(), p.w.parity);
@@ -408,7 +408,7 @@ __device__ void down(Place& p, const Unit& unit) {
       p.release_x();
       continue;
     } else if constexpr (CODED) {
-      dense12::Codes codes;
+      packed12::Codes codes;
       u32 words[16];
       p.read_w(codes);
       widen(codes, words);
@@ -418,7 +418,7 @@ __device__ void down(Place& p, const Unit& unit) {
       settle<0>();
       hold(sum);
       hold(words);
-      dense12::add_others<N>(sum, codes.other, p.warp, p.lane, p.s.x[p.x.at], a.down_lift);
+      packed12::add_others<N>(sum, codes.other, p.warp, p.lane, p.s.x[p.x.at], a.down_lift);
       p.release_x();
       continue;
     }

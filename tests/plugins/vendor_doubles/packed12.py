@@ -1,7 +1,7 @@
-"""What csrc/dense12.cu, linear12.cu, few12.cu and token_experts.cu do, for a host: over the
-addresses that their launches are given. Stands in for ds_runtime_cuda.nvrtc.
+"""What csrc/packed12.cu, packed12_linear.cu, packed12_linear_few.cu and packed12_experts.cu do, for
+a host: over the addresses that their launches are given. Stands in for ds_runtime_cuda.nvrtc.
 
-The layout of tiles is that of csrc/dense12.cuh, written anew: tests on a device hold what encode
+The layout of tiles is that of csrc/packed12.cuh, written anew: tests on a device hold what encode
 makes against `decoded`.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_runtime.ops.reference.activation import silu_mul
 from vendor_doubles import require
-from vendor_doubles.streamed import BF16, F32, I32, at, box_map, cores, module
+from vendor_doubles.experts_streaming import BF16, F32, I32, at, box_map, cores, module
 
 __all__ = ["box_map", "cores", "decoded", "launch", "module", "stacked"]
 U8 = torch.uint8
@@ -169,7 +169,8 @@ def _expert(tiles: int, expert: int, rows: int, columns: int, back: float, halve
 
 
 def experts_of(a) -> tuple[Tensor, Tensor]:
-    """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter] of csrc/experts.cu."""
+    """float32 [experts, 2 · inter, hidden] and [experts, hidden, inter] of
+    csrc/experts_streaming.cu."""
     upper = (a.gate_up_tiles, 2 * a.inter, a.hidden, a.gate_up_back, 2)
     lower = (a.down_tiles, a.hidden, a.inter, a.down_back, 1)
     both = []

@@ -12,7 +12,7 @@
 // Source of the idea: exponents of trained weights have about 2.6 bits of information (Zhang et al., "70%
 // Size, 100% Accuracy: Lossless LLM Compression ... via Dynamic-Length Float", arXiv:2504.11651).
 
-namespace block7 {
+namespace fp8_compressed {
 
 constexpr int kSide = 128;
 constexpr int kWarpBytes = 14 * 4 * 32;  // of 16 rows: three vectors of 16 bytes for each lane, one of 8
@@ -106,4 +106,4 @@ MULTIPLY(32, F16_, R16, "%16", "%17", "%18", "%19", "%20", "%21")
 #undef F8_
 #undef F16_
 
-}  // namespace block7
+}  // namespace fp8_compressed

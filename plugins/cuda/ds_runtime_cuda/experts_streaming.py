@@ -1,8 +1,10 @@
-"""Routed experts for few tokens, about as fast as their weights can be read: csrc/experts.cu.
+"""Routed experts for few tokens, about as fast as their weights can be read.
+
+The kernels are csrc/experts_streaming.cu.
 
 Both matmuls are one launch whose blocks fetch weights all the time. Weights lie as FP8_EXPERTS and
 DENSE_EXPERTS say, so that kernels for more tokens read them, too; there may be a second form in
-fewer bits beside (dense12.py of bfloat16, block7.py of FP8), which is read instead.
+fewer bits beside (packed12/format.py of bfloat16, fp8_compressed.py of FP8), which is read instead.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from ds_runtime.api import (
     Packed,
     ReferenceExperts,
 )
-from ds_runtime_cuda import block7, dense12, nvrtc, token_experts
-from ds_runtime_cuda.dense12 import readable
+from ds_runtime_cuda import fp8_compressed, nvrtc
 from ds_runtime_cuda.expert_weights import pack_blocks
+from ds_runtime_cuda.packed12 import experts as token_experts
+from ds_runtime_cuda.packed12 import format as packed12
+from ds_runtime_cuda.packed12.format import readable
 
-_SOURCE, _PIN = "experts.cu", "experts=triton"
+_SOURCE, _PIN = "experts_streaming.cu", "experts=triton"
 _THREADS = 64 + 256
 _ON_CHIP = {1: 232_448, 2: 115_712}  # bytes for each block, by the blocks of a multiprocessor
 _BOX, _EIGHT = 128, 8  # rows that are fetched together: of weights, of pairs
@@ -66,7 +70,7 @@ _MOST = 16384  # tokens of a launch: experts' pairs and tiles are counted in 16 
 
 
 class _StreamedArgs(ctypes.Structure):
-    """Args of csrc/experts.cu."""
+    """Args of csrc/experts_streaming.cu."""
 
     _fields_ = (
         ("maps", ctypes.c_uint64 * 64),
@@ -191,7 +195,7 @@ def _run(x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
 class _Beside:
     """A kernel that reads what it holds beside in fewer bits, where weights can be held so."""
 
-    _encode: Callable[..., block7.CodedFp8 | dense12.CodedDense | None]
+    _encode: Callable[..., fp8_compressed.CodedFp8 | packed12.CodedDense | None]
 
     def serves(self, rows: int, packed: Packed) -> bool:
         """See Kernel.beside."""
@@ -225,7 +229,7 @@ class ExpertsFp8:
 class ExpertsBlock7(_Beside, ExpertsFp8):
     """The same, read in about 7.3 bits each."""
 
-    _encode = staticmethod(block7.encode)
+    _encode = staticmethod(fp8_compressed.encode)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return self.hold_beside(super().pack(source, facts))
@@ -244,7 +248,7 @@ class ExpertsDense(ReferenceExperts):
 class ExpertsDense12(_Beside, ExpertsDense):
     """The same, read in 12 bits each."""
 
-    _encode = staticmethod(dense12.encode)
+    _encode = staticmethod(packed12.encode)
 
     def pack(self, source: ExpertSource, facts: Facts) -> Packed:
         return self.hold_beside(super().pack(source, facts))

@@ -1,4 +1,4 @@
-"""Routed experts of up to three tokens, from weights in 12 bits: csrc/token_experts.cu."""
+"""Routed experts of up to three tokens, from weights in 12 bits: csrc/packed12_experts.cu."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.dense12 import CodedDense
+from ds_runtime_cuda.packed12.format import CodedDense
 
-SOURCE, _PIN = "token_experts.cu", "experts=triton"
+SOURCE, _PIN = "packed12_experts.cu", "experts=triton"
 MOST_TOKENS, _MOST_CHOICES = 3, 8
 _ROWS = 16  # of a block
 _ON_CHIP = 49_152  # bytes that a block may have without asking
 
 
 class _TokenExpertsArgs(ctypes.Structure):
-    """Args of csrc/token_experts.cu."""
+    """Args of csrc/packed12_experts.cu."""
 
     _fields_ = (
         *(

@@ -1,5 +1,5 @@
 """bfloat16 in 12 bits on the host, by the stand-ins: what has a code, what is held besides, and
-which kernel serves. test_dense12_on_device.py has the kernels."""
+which kernel serves. test_packed12_on_device.py has the kernels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vendor_doubles import coded12
+from vendor_doubles import packed12 as double
 from vendor_doubles.compiled import standing_in
 
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.spec import DeviceInfo
-from ds_runtime_cuda import dense12, linear12
 from ds_runtime_cuda.gates import COLUMNS, ROWS, TILE
+from ds_runtime_cuda.packed12 import format as packed12
+from ds_runtime_cuda.packed12 import linear
 from ds_runtime_kit.checks.conformance import facts_for
 from examples import examples
 
@@ -31,8 +32,8 @@ def normal(rows: int, columns: int) -> torch.Tensor:
 
 
 def test_a_tile_holds_what_its_size_says():
-    assert (ROWS, COLUMNS, TILE) == (128, 64, coded12.TILE)
-    p = coded12.places()
+    assert (ROWS, COLUMNS, TILE) == (128, 64, double.TILE)
+    p = double.places()
     assert len({*zip(p.row.tolist(), p.column.tolist(), strict=True)}) == 128 * 64
     assert sorted({*p.low.tolist(), *p.high.tolist()}) == list(range(12_288))
     own = {*zip(p.high.tolist(), p.shift.tolist(), strict=True)}
@@ -49,13 +50,13 @@ def test_weights_come_back_bit_for_bit(seed, shape, data):
     odd = st.tuples(st.integers(0, rows * columns - 1), st.integers(-(2**15), 2**15 - 1))
     for at, value in data.draw(st.lists(odd, max_size=8)):
         bits[at] = value
-    coded = dense12.encode(weight, "nothing")
+    coded = packed12.encode(weight, "nothing")
     if coded is None:  # an exponent too far above the window of most, in which the median lies
         exponents = bits.int() >> 7 & 255
-        far = dense12._MOST - (dense12._WINDOW - 1)
+        far = packed12._MOST - (packed12._WINDOW - 1)
         assert int(exponents.max()) - int(exponents.median()) > far
         return
-    got = coded12.stacked(coded.tiles, coded.power, columns // 64)[:rows]
+    got = double.stacked(coded.tiles, coded.power, columns // 64)[:rows]
     assert torch.equal(got.nan_to_num(nan=7.0), weight.double().nan_to_num(nan=7.0))
 
 
@@ -64,16 +65,16 @@ def test_what_has_no_code_is_not_held_besides():
     few = normal(128, 64)
     few[:33, 0] = 0  # zeros have no exponent among those of weights, and there is room for 32
     for weight in (many, few, torch.zeros(128, 64, dtype=torch.bfloat16)):
-        assert dense12.encode(weight.contiguous(), "nothing") is None
+        assert packed12.encode(weight.contiguous(), "nothing") is None
     few[:20, 0] = 0.02
-    assert dense12.encode(few, "nothing") is not None
+    assert packed12.encode(few, "nothing") is not None
 
 
-@pytest.mark.parametrize("kind", [linear12.LinearDense12, linear12.LinearFew12])
+@pytest.mark.parametrize("kind", [linear.LinearDense12, linear.LinearFew12])
 def test_a_weight_without_codes_is_multiplied_as_it_is(kind):
-    make = Maker(FACTS, "dense12")
+    make = Maker(FACTS, "packed12")
     x = torch.randn(3, 128).bfloat16()
-    for zeros, share in ((0, dense12.TILE / (128 * 64)), (40, 0)):
+    for zeros, share in ((0, packed12.TILE / (128 * 64)), (40, 0)):
         weight = make.weight(200, 128)
         weight.parts[0].tensors["weight"][:zeros] = 0
         kernel = kind(FACTS)
@@ -88,7 +89,7 @@ def test_a_weight_without_codes_is_multiplied_as_it_is(kind):
 
 def test_the_tile_of_a_call():
     def tile(tokens: int, rows: int) -> tuple[int, int] | None:
-        found = linear12._tile(tokens, rows, 132)
+        found = linear._tile(tokens, rows, 132)
         return found and (found.tokens, found.weights)
 
     head, small_head = 129_280, 102_400  # the latter's units of two tiles end unevenly

@@ -1,4 +1,4 @@
-"""FP8 weights in about 7.3 bits each, without loss, for few tokens: csrc/block7.cuh."""
+"""FP8 weights in about 7.3 bits each, without loss, for few tokens: csrc/fp8_compressed.cuh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.gates import BLOCK, MOST_OTHERS, OTHERS_AT
 
-_SOURCE = "block7.cu"
+_SOURCE = "fp8_compressed.cu"
 _BASES = 9  # exponents from which eight have a code
 
 
@@ -25,12 +25,12 @@ class CodedFp8:
     base: int
 
     def fields(self) -> dict[str, int]:
-        """What csrc/experts.cu is told of a matrix."""
+        """What csrc/experts_streaming.cu is told of a matrix."""
         return {"tiles": self.tiles.data_ptr(), "stride": self.stride, "base": self.base}
 
 
 class _Block7Args(ctypes.Structure):
-    """Args of csrc/block7.cu."""
+    """Args of csrc/fp8_compressed.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "tiles", "most")),

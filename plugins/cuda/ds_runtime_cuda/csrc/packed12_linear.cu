@@ -1,4 +1,4 @@
-// y = x · Wᵀ for few tokens, as fast as weights in tiles of dense12.cuh can be read.
+// y = x · Wᵀ for few tokens, as fast as weights in tiles of packed12.cuh can be read.
 //
 // Blocks stay and take units of rows of W in turn. A warp fetches the tiles of a unit, and the tokens
 // that they meet, through the copy engine into a ring of stages; the first weights before the launch in
@@ -9,9 +9,9 @@
 // (bytes of the arguments).
 
 #include "hopper.cuh"
-#include "dense12.cuh"
+#include "packed12.cuh"
 
-using namespace dense12;
+using namespace packed12;
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""bfloat16 weights in 12 bits each, without loss, for few tokens: csrc/dense12.cuh."""
+"""bfloat16 weights in 12 bits each, without loss, for few tokens: csrc/packed12.cuh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_runtime_cuda import nvrtc
 from ds_runtime_cuda.gates import COLUMNS, ROWS, TILE
 
-_SOURCE = "dense12.cu"
+_SOURCE = "packed12.cu"
 _WINDOW = 16  # exponents that have a code
 _FIRST = 112  # what the lowest of them becomes
 _MOST = 64  # how far above it another exponent may lie: sums of such weights stay float32 numbers
@@ -35,13 +35,13 @@ class CodedDense:
         return 2.0**-self.power
 
     def fields(self) -> dict[str, float]:
-        """What csrc/experts.cu is told of a matrix."""
+        """What csrc/experts_streaming.cu is told of a matrix."""
         tiles = self.tiles.data_ptr()
         return {"tiles": tiles, "stride": TILE, "back": self.back, "lift": self.lift}
 
 
 class _Dense12Args(ctypes.Structure):
-    """Args of csrc/dense12.cu."""
+    """Args of csrc/packed12.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "tiles", "counts", "crowded")),

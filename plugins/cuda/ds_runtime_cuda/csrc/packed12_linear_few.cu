@@ -5,9 +5,9 @@
 // Compiled at run time with: ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
-#include "rows12.cuh"
+#include "packed12_rows.cuh"
 
-using namespace dense12;
+using namespace packed12;
 
 namespace {
 

@@ -1,5 +1,6 @@
-"""Dense weights for few tokens, as fast as they can be read in 12 bits: csrc/linear12.cu for large
-ones, csrc/few12.cu for others.
+"""Dense weights for few tokens, as fast as they can be read in 12 bits.
+
+csrc/packed12_linear.cu multiplies large ones, csrc/packed12_linear_few.cu others.
 
 They lie in bfloat16 as DENSE_ROWS says, too, for kernels of more tokens.
 """
@@ -26,10 +27,10 @@ from ds_runtime.api import (
     torch_dtype,
 )
 from ds_runtime_cuda import nvrtc
-from ds_runtime_cuda.dense12 import CodedDense, encode, readable
 from ds_runtime_cuda.gates import ROWS
+from ds_runtime_cuda.packed12.format import CodedDense, encode, readable
 
-_SOURCE, _FEW_SOURCE, _PIN = "linear12.cu", "few12.cu", "linear=triton"
+_SOURCE, _FEW_SOURCE, _PIN = "packed12_linear.cu", "packed12_linear_few.cu", "linear=triton"
 MOST_FEW, _ON_CHIP_FEW = 8, 98_304  # tokens, bytes for each block
 _HELD = "tiles of 12 bits"  # in Packed.tensors
 _ON_CHIP = {1: 232_448, 2: 115_712}  # bytes for each block, by the blocks of a multiprocessor
@@ -53,7 +54,7 @@ _BUSY = 0.9
 
 
 class _Linear12Args(ctypes.Structure):
-    """Args of csrc/linear12.cu."""
+    """Args of csrc/packed12_linear.cu."""
 
     _fields_ = (
         ("x", ctypes.c_uint64 * 16),
@@ -67,7 +68,7 @@ class _Linear12Args(ctypes.Structure):
 
 
 class _FewArgs(ctypes.Structure):
-    """Args of csrc/few12.cu."""
+    """Args of csrc/packed12_linear_few.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tiles", "x", "out")),

@@ -10,7 +10,7 @@
 // Source of the idea: exponents of trained weights have about 2.6 bits of information (Zhang et al., "70%
 // Size, 100% Accuracy: Lossless LLM Compression ... via Dynamic-Length Float", arXiv:2504.11651).
 
-namespace dense12 {
+namespace packed12 {
 
 constexpr int kTileRows = 128, kTileColumns = 64;
 constexpr int kWarpBytes = 3 * 32 * 16;  // of 16 rows: two vectors of low bytes for each lane, one of high bits
@@ -120,4 +120,4 @@ __device__ __forceinline__ void add_others(float (&d)[N / 2], u32 other, int six
   }
 }
 
-}  // namespace dense12
+}  // namespace packed12

@@ -1,9 +1,9 @@
-// Kernels of up to eight tokens whose warps read 16 rows of tiles of dense12.cuh straight into
+// Kernels of up to eight tokens whose warps read 16 rows of tiles of packed12.cuh straight into
 // registers, several tiles ahead, and widen them for mma.
 
-#include "dense12.cuh"
+#include "packed12.cuh"
 
-namespace dense12 {
+namespace packed12 {
 
 constexpr int kAhead = 3;  // tiles whose bytes a warp has on their way, twice
 
@@ -88,4 +88,4 @@ struct Rows {
   }
 };
 
-}  // namespace dense12
+}  // namespace packed12

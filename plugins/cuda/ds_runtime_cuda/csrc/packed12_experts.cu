@@ -1,4 +1,4 @@
-// Routed experts of up to three tokens from weights in tiles of dense12.cuh: every pair (token, choice)
+// Routed experts of up to three tokens from weights in tiles of packed12.cuh: every pair (token, choice)
 // reads its own expert.
 //
 // Warps read their 16 rows straight into registers, several tiles ahead, and widen them for mma, whose
@@ -8,9 +8,9 @@
 // Compiled at run time with: ARGS (bytes of the arguments).
 
 #include "hopper.cuh"
-#include "rows12.cuh"
+#include "packed12_rows.cuh"
 
-using namespace dense12;
+using namespace packed12;
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""split_plan.py as one Triton program, where every lane tries a size. Imported on a GPU only."""
+"""flash_mla_plan.py as one Triton program, where a lane tries a size. Imported on a GPU only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_runtime_cuda import split_plan as costs
+from ds_runtime_cuda import flash_mla_costs as costs
 
 _BLOCK, _PAIR, _PIECE = (tl.constexpr(n) for n in (costs.BLOCK, costs.PAIR, costs.PIECE))
 _TRIED, _HEADS = tl.constexpr(costs.TRIED), tl.constexpr(costs.HEADS)
@@ -16,7 +16,7 @@ _ONE_NS, _ALL_NS = tl.constexpr(costs.PIECE_OF_ONE_NS), tl.constexpr(costs.PIECE
 
 @triton.jit
 def _cut(left, room, size):
-    """See split_plan._cut."""
+    """See flash_mla_plan._cut."""
     whole = room >= left + _PIECE
     first = tl.where(whole, left, tl.maximum(room - _PIECE, 0) // _PAIR * _PAIR)
     more = tl.where(whole, 0, (left - first + size - 1) // size)
@@ -108,7 +108,7 @@ def _plan(lens, tiles, splits, rows, parts, heads, PARTS: tl.constexpr, CHUNK: t
 
 
 def write_plan(lens: Tensor, heads: int, tiles: Tensor, splits: Tensor) -> None:
-    """See split_plan.plan; the outputs are filled. lens: contiguous."""
+    """See flash_mla_plan.plan; the outputs are filled. lens: contiguous."""
     parts = tiles.shape[0]
     _plan[(1,)](
         lens, tiles, splits, lens.shape[0], parts, heads,
