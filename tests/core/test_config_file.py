@@ -165,7 +165,7 @@ def test_the_plugin_for_it_brings_the_flag_that_its_users_know() -> None:
 
     parser, _ = build_parser()
     for one in engines(parser):
-        add_spellings(one, ds_runtime_cuda.FLAGS)
+        add_spellings(one, ds_runtime_cuda.hooks.FLAGS)
     for verb in ("serve", "plan"):
         namespace = parser.parse_args([verb, "--disable-cuda-graph"])
         assert build(EngineConfig, namespace)[0].disable_graph

@@ -112,7 +112,7 @@ def test_torch_has_an_upper_bound_wherever_it_is_asked_for() -> None:
 def known_flags() -> set[str]:
     """Every flag of every verb and of their kinds, and those that plugins name."""
     todo, found = [build_parser()[0]], {"--extra-index-url", "--index-url", "--no-build-isolation"}
-    found |= set(ds_runtime_cuda.FLAGS)
+    found |= set(ds_runtime_cuda.hooks.FLAGS)
     found |= {"--ds-platform", "--dist"}  # of pytest
     while todo:
         parser = todo.pop()

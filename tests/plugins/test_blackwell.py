@@ -18,7 +18,7 @@ from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 from ds_runtime.api import fp8_blocks, install_command
 from ds_runtime.ops.bind import refusal
 from ds_runtime.ops.spec import Dims
-from ds_runtime_cuda import blackwell, deep_gemm_packed, ds_defaults, quant
+from ds_runtime_cuda import blackwell, deep_gemm_packed, defaults, quant
 from ds_runtime_kit.checks.conformance import TRUE_DIMS, facts_for
 from ds_runtime_kit.devices import fake
 from ds_runtime_kit.models import tiny
@@ -176,14 +176,14 @@ def test_fp8_latents_are_wished_for_where_attention_is_sparse():
     facts = facts_for(on_host("cuda", "b200"), "bfloat16", TRUE_DIMS, 64)
     dense = replace(facts, dims=type(TRUE_DIMS)({k: TRUE_DIMS[k] for k in ("heads", "kv_lora")}))
     hopper = replace(facts, device=on_host("cuda", "h200"))
-    wished = [{c.field for c in ds_defaults(f)} for f in (facts, dense, hopper)]
+    wished = [{c.field for c in defaults(f)} for f in (facts, dense, hopper)]
     assert ["kv_cache_dtype" in w for w in wished] == [True, False, False]
 
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_shared_experts_are_apart_where_routed_ones_are_quantised(quantized):
     facts = facts_for(on_host("cuda", "b200"), "bfloat16", TRUE_DIMS, 64)
-    wished = {c.field: c.value for c in ds_defaults(replace(facts, quantized=quantized))}
+    wished = {c.field: c.value for c in defaults(replace(facts, quantized=quantized))}
     assert wished.get("disable_fusion") == (("shared_experts",) if quantized else None)
 
 

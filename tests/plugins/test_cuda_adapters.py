@@ -141,8 +141,7 @@ def test_refusals_are_sentences_with_their_reason(fn, changes, said):
 def test_what_is_not_installed_is_named(kernel):
     arch = arch_of(kernel)
     bare = replace(facts(arch), device=device(arch, features=frozenset({"bf16", "fp8"})))
-    sources = gates.OWN - {"torch_ops"}
-    own_source = kernel.fn.startswith(tuple(f"ds_runtime_cuda.{name}:" for name in sources))
+    own_source = kernel.provider == "cuda" and ".torch_ops:" not in kernel.fn
     module = "cuda.bindings" if own_source else kernel.provider.removesuffix("_cutlass")
     said = kernel.refuse(bare)
     if module == "cuda":

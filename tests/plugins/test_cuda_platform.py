@@ -9,7 +9,7 @@ import pytest
 from ds_runtime.api import DeviceInfo, Facts, Refusal
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.spec import Dims
-from ds_runtime_cuda import ds_defaults, platform, software
+from ds_runtime_cuda import defaults, platform, software
 from ds_runtime_cuda.driver import DriverError, Gpu, gpu, memory
 
 
@@ -118,12 +118,15 @@ set_pdl = os.name
 """
 
 
+def looked(folder, version):
+    """Features of all libraries."""
+    return {name for each in software.LIBRARIES for name in each.find(folder, version)}
+
+
 def test_functions_are_found_without_an_import(tmp_path):
     write_package(tmp_path, "sgl_kernel", SOURCE)
     write_package(tmp_path, "flashinfer", "raise SystemExit")
-    found = set(
-        software.find(lambda m: p if (p := tmp_path / m).is_dir() else None, lambda d: None)
-    )
+    found = looked(lambda m: p if (p := tmp_path / m).is_dir() else None, lambda d: None)
     names = (
         "topk_softmax",
         "silu_and_mul",
@@ -154,26 +157,25 @@ def test_nvcc_is_looked_for_where_libraries_do(tmp_path):
         ({}, other, None),
     ):
         assert software.nvcc(environ, usual) == expected
-    found = set(software.find(lambda m: None, lambda d: None, {"CUDA_HOME": home}))
-    assert found == {"nvcc"}
     missing = {"CUDA_HOME": other}
-    assert set(software.find(lambda m: None, lambda d: None, missing)) == set()
+    assert set(software.compilers({"CUDA_HOME": home}, {}.get)) == {"nvcc"}
+    assert set(software.compilers(missing, {}.get)) == set()
     jit_cache = {"flashinfer_jit_cache": tmp_path}.get
-    assert set(software.find(jit_cache, lambda d: None, missing)) == {"flashinfer_jit_cache"}
-    assert dict(software.report(lambda d: None, missing))["nvcc"].startswith("not found, which ")
+    assert set(software.compilers(missing, jit_cache)) == {"flashinfer_jit_cache"}
+    assert dict(software.report(missing))["nvcc"].startswith("not found, which ")
 
 
 def test_two_distributions_in_one_folder_are_told(tmp_path):
     write_package(tmp_path, "sgl_kernel", "")
     one = {"sglang-kernel": "0.4.10"}.get
     both = {"sglang-kernel": "0.4.10", "sgl-kernel": "0.3.21"}.get
-    assert "sgl_kernel:mixed" not in set(software.find(tmp_path.joinpath, one))
-    assert "sgl_kernel:mixed" in set(software.find(tmp_path.joinpath, both))
+    assert "sgl_kernel:mixed" not in looked(tmp_path.joinpath, one)
+    assert "sgl_kernel:mixed" in looked(tmp_path.joinpath, both)
 
 
 def test_doctor_lists_libraries_by_version():
     have = {"sglang-kernel": "0.4.10", "sgl-kernel": "0.3.21", "triton": "3.6.0"}.get
-    said = dict(software.report(have))
+    said = dict(library.report(have) for library in software.LIBRARIES)
     assert said["sgl_kernel"] == "sglang-kernel 0.4.10, sgl-kernel 0.3.21"
     assert said["triton"] == "triton 3.6.0" and said["deep_gemm"].startswith("not installed")
 
@@ -181,7 +183,7 @@ def test_doctor_lists_libraries_by_version():
 def test_defaults_are_for_gpus_alone():
     def wishes(kind, arch):
         facts = Facts(DeviceInfo(kind, "one", arch), Dims({}))
-        return {c.field: c.value for c in ds_defaults(facts)}
+        return {c.field: c.value for c in defaults(facts)}
 
     assert wishes("cpu", "x86-64") == {} == wishes("cuda", "gfx942")
     assert wishes("cuda", "sm90")["page_size"] == 64
@@ -193,7 +195,7 @@ def test_index_keys_are_fp8_where_the_device_multiplies_it():
         device = DeviceInfo("cuda", "one", arch, fast_dtypes=frozenset({"bfloat16", *fast}))
         dims = {"index_topk": 2048} if dims is None else dims
         facts = Facts(device, Dims(dims), **{"index_dtype": "float8_e4m3fn", **given})
-        return {c.field: c.value for c in ds_defaults(facts)}.get("index_cache_dtype")
+        return {c.field: c.value for c in defaults(facts)}.get("index_cache_dtype")
 
     assert wished("sm80", dtype="bfloat16") == "bfloat16"
     assert wished("sm80", dtype="float16") == "float16"

@@ -1,61 +1,13 @@
-"""The CUDA plugin: hooks only. Decides without torch; libraries load when they are bound."""
+"""The CUDA plugin: what it brings. Decides without torch; libraries load when they are bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ds_runtime.api import Change, Facts, Kernel, Platform, Refusal, hookimpl
+from ds_runtime.api import Change, Facts, plugin
 from ds_runtime_cuda import spellings
 
-
-def probe() -> Refusal | None:
-    """Why this plugin cannot serve here, found without torch or vendor packages."""
-    from ds_runtime_cuda.platform import probe as look
-
-    return look()
-
-
-def diagnose() -> list[tuple[str, str]]:
-    """What `ds-runtime doctor` says of the optional libraries, where there is a GPU for them."""
-    from ds_runtime_cuda import software
-
-    return [] if probe() is not None else list(software.report())
-
-
-PROBE: Callable[[], Refusal | None] = probe
-DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
-FLAGS = spellings.FLAGS
-BACKENDS = spellings.BACKENDS
-ENVIRONMENT = spellings.ENVIRONMENT
 _AMPLE = 64 << 30  # bytes of a device beside whose weights activations do not count
-
-
-@hookimpl
-def ds_platform() -> Platform | Refusal:
-    from ds_runtime_cuda.platform import CudaPlatform
-
-    return probe() or CudaPlatform()
-
-
-@hookimpl
-def ds_attention(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cuda import blackwell, kernels
-
-    return (*kernels.ATTENTION, *blackwell.ATTENTION)
-
-
-@hookimpl
-def ds_moe(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cuda import blackwell, kernels
-
-    return (*kernels.MOE, *blackwell.MOE)
-
-
-@hookimpl
-def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cuda import blackwell, kernels
-
-    return (*kernels.LINEAR, *blackwell.LINEAR)
 
 
 def _step_tokens(facts: Facts) -> Change:
@@ -76,8 +28,8 @@ def _beside(facts: Facts) -> list[Change]:
     return [Change("disable_fusion", ("shared_experts",), why)]
 
 
-@hookimpl
-def ds_defaults(facts: Facts) -> Sequence[Change]:
+def defaults(facts: Facts) -> Sequence[Change]:
+    """Wishes for settings on NVIDIA's GPUs."""
     if not facts.device.arch.startswith("sm"):  # others' GPUs have torch's type "cuda", too
         return []
     from ds_runtime_cuda import blackwell
@@ -94,3 +46,15 @@ def ds_defaults(facts: Facts) -> Sequence[Change]:
         _step_tokens(facts),
         Change("chunked_prefill_size", 8192, "a GPU is idle below thousands of tokens"),
     ]
+
+
+hooks = plugin(
+    platform="ds_runtime_cuda.platform:CudaPlatform",
+    probe="ds_runtime_cuda.platform:probe",
+    offers="ds_runtime_cuda.kernels:OFFERS",
+    diagnose="ds_runtime_cuda.software:report",
+    defaults=defaults,
+    flags=spellings.FLAGS,
+    backends=spellings.BACKENDS,
+    environment=spellings.ENVIRONMENT,
+)

@@ -6,8 +6,6 @@ keeps the checkpoint's values comes first, the others are there for pins.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ds_runtime.api import (
     RANK_PLATFORM,
     RANK_SPECIALISED,
@@ -26,17 +24,20 @@ from ds_runtime_cuda.gates import (
     HALVES,
     LATENT,
     arch,
-    library,
-    offer,
+    deep_gemm,
+    flashinfer,
+    flashinfer_cutlass,
+    has,
     quantises,
 )
+from ds_runtime_cuda.software import DEEP_GEMM, FLASHINFER
 
 ARCHITECTURES = ("sm100", "sm103")
 _HERE = arch(*ARCHITECTURES)
-_NVFP4 = frozenset({"nvfp4"})
-_MXFP8, _MXFP4 = frozenset({"mxfp8"}), frozenset({"mxfp4"})
+_NVFP4 = {"nvfp4"}
+_MXFP8, _MXFP4 = {"mxfp8"}, {"mxfp4"}
 _SHUFFLE = ("reorder_rows_for_gated_act_gemm", "shuffle_matrix_a", "shuffle_matrix_sf_a")
-_TRTLLM_MLA = library("flashinfer", "mla.trtllm_batch_decode_with_kv_cache_mla")
+_TRTLLM_MLA = has(FLASHINFER, "mla.trtllm_batch_decode_with_kv_cache_mla")
 _CUTE_MOE, _CUTE_SCALES = "fused_moe.CuteDslMoEWrapper", "cute_dsl.convert_sf_to_mma_layout"
 _FP4_MOE = "fused_moe.trtllm_fp4_block_scale_routed_moe"
 
@@ -59,17 +60,17 @@ def _tiles(cols: int, rows: int = 1) -> Gate:
 
 
 def _few_bits(
-    op: str, fn: str, rank: int, formats: frozenset[str], *each: Gate, numerics: str = ""
+    op: str, fn: str, rank: int, formats: set[str], *each: Gate, numerics: str = ""
 ) -> Kernel:
     """A kernel of fp4's formats, whose adapter lies in flashinfer_fp4.py if `fn` says no other."""
     where = fn if ":" in fn else f"flashinfer_fp4:{fn}"
-    made = offer(op, where, rank, _HERE, *each, BF16, formats=formats)
-    return replace(made, provider="flashinfer", numerics=numerics, keeps=formats)
+    each = (_HERE, *each, BF16)
+    return flashinfer.offer(op, where, rank, *each, formats=formats, numerics=numerics)
 
 
 def _packed(op: str, fn: str, *each: Gate) -> Kernel:
     note = "scales are powers of two: others are rounded up, and codes with them"
-    made = offer(
+    return deep_gemm.offer(
         op,
         f"deep_gemm_packed:{fn}",
         RANK_PLATFORM,
@@ -80,7 +81,6 @@ def _packed(op: str, fn: str, *each: Gate) -> Kernel:
         formats=FP8,
         note=note,
     )
-    return replace(made, provider="deep_gemm")
 
 
 def _fp8_kv(facts: Facts) -> str | None:
@@ -99,7 +99,7 @@ def trtllm_heads(facts: Facts) -> str | None:
 
 
 def _decode(fn: str, kv: Gate, note: str = "", numerics: str = "") -> Kernel:
-    made = offer(
+    return flashinfer.offer(
         "mla_decode",
         f"flashinfer:{fn}",
         RANK_SPECIALISED,
@@ -111,8 +111,8 @@ def _decode(fn: str, kv: Gate, note: str = "", numerics: str = "") -> Kernel:
         kv,
         checks.page_sizes(32, 64),
         note=note,
+        numerics=numerics,
     )
-    return replace(made, numerics=numerics)
 
 
 def all_heads(facts: Facts) -> str | None:
@@ -123,12 +123,12 @@ def all_heads(facts: Facts) -> str | None:
     return Fixable(said, "pass --enable-dp-attention") if 0 < heads < 128 else said
 
 
-_CUTLASS = offer(
+_CUTLASS = flashinfer_cutlass.offer(
     "mla_decode",
     "flashinfer_cutlass:MlaDecode",
     RANK_PLATFORM,
     _HERE,
-    library("flashinfer", "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata"),
+    has(FLASHINFER, "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata"),
     HALVES,
     LATENT,
     all_heads,
@@ -139,7 +139,7 @@ _CUTLASS = offer(
 
 
 def _sparse(op: str) -> Kernel:
-    return offer(
+    return flashinfer.offer(
         op,
         "flashinfer:sparse_mla",
         RANK_SPECIALISED,
@@ -153,8 +153,8 @@ def _sparse(op: str) -> Kernel:
     )
 
 
-_QUANTISE = library("flashinfer", "nvfp4_quantize", "block_scale_interleave", "gemm.mm_fp4")
-_QUANTISE_MX = library("flashinfer", "mxfp8_quantize", "block_scale_interleave", "gemm.mm_mxfp8")
+_QUANTISE = has(FLASHINFER, "nvfp4_quantize", "block_scale_interleave", "gemm.mm_fp4")
+_QUANTISE_MX = has(FLASHINFER, "mxfp8_quantize", "block_scale_interleave", "gemm.mm_mxfp8")
 
 ATTENTION: tuple[Kernel, ...] = (
     _decode("MlaDecodeTrtllm", checks.same_kv),
@@ -174,7 +174,7 @@ MOE: tuple[Kernel, ...] = (
         "ExpertsNvfp4",
         RANK_SPECIALISED,
         _NVFP4,
-        library("flashinfer", "nvfp4_quantize", _FP4_MOE, *_SHUFFLE),
+        has(FLASHINFER, "nvfp4_quantize", _FP4_MOE, *_SHUFFLE),
         _tiles(128),
         numerics="mxfp4_w4a4",
     ),
@@ -183,7 +183,7 @@ MOE: tuple[Kernel, ...] = (
         "ExpertsNvfp4Cutlass",
         RANK_PLATFORM,
         _NVFP4,
-        library("flashinfer", "block_scale_interleave", "fused_moe.cutlass_fused_moe"),
+        has(FLASHINFER, "block_scale_interleave", "fused_moe.cutlass_fused_moe"),
         _tiles(128),
         numerics="mxfp4_w4a4",
     ),
@@ -192,7 +192,7 @@ MOE: tuple[Kernel, ...] = (
         "flashinfer_cute:ExpertsNvfp4CuteDsl",
         RANK_PLATFORM,
         _NVFP4,
-        library("flashinfer", "nvfp4_quantize", _CUTE_MOE, _CUTE_SCALES, "block_scale_interleave"),
+        has(FLASHINFER, "nvfp4_quantize", _CUTE_MOE, _CUTE_SCALES, "block_scale_interleave"),
         _tiles(128),
         numerics="mxfp4_w4a4",
     ),
@@ -201,14 +201,14 @@ MOE: tuple[Kernel, ...] = (
         "ExpertsMxfp4",
         RANK_SPECIALISED,
         _MXFP4,
-        library("flashinfer", "mxfp8_quantize", _FP4_MOE, *_SHUFFLE),
+        has(FLASHINFER, "mxfp8_quantize", _FP4_MOE, *_SHUFFLE),
         _tiles(256),
         numerics="fp8_w8a8",
     ),
     _packed(
         "experts",
         "ExpertsFp8Packed",
-        library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
+        has(DEEP_GEMM, "m_grouped_fp8_gemm_nt_contiguous"),
         EXPERT_BLOCKS,
     ),
 )
@@ -234,7 +234,7 @@ LINEAR: tuple[Kernel, ...] = (
     _packed(
         "linear",
         "LinearFp8Packed",
-        library("deep_gemm", "fp8_gemm_nt"),
+        has(DEEP_GEMM, "fp8_gemm_nt"),
         checks.linear_groups(BLOCK, 8),
     ),
 )

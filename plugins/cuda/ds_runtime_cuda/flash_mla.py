@@ -1,7 +1,7 @@
 """FlashMLA: absorbed MLA decode over 64-token pages, and attention over chosen slots.
 
 Source of the calls: the package sgl-flash-mla, whose `use_legacy=True` side keeps these kernels.
-flash_mla_plan.py plans which part of the device computes what, from the step's lengths, there.
+There flash_mla_plan.py plans, from the step's lengths, which part of the device computes what.
 
 The library lets its dense decode begin before what is in front of it has ended, and does not wait
 for it; and its kernel that sums ends without waiting for the decode where there is nothing to sum.

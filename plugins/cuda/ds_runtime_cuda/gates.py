@@ -2,68 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ds_runtime.api import FP8_GROUPS, Facts, Fixable, Gate, Library, Provider, checks, gates
+from ds_runtime_cuda.software import COMPILED, TOOLKIT, TRITON
 
-from ds_runtime.api import (
-    FP8_GROUPS,
-    OPS,
-    Facts,
-    Fixable,
-    Gate,
-    Kernel,
-    checks,
-    gates,
-    install_command,
-)
-from ds_runtime_cuda.software import COMPILED, EXTRA, LIBRARIES, TOOLKIT
-
-FP8, DENSE = frozenset({"fp8_block"}), frozenset({"dense"})
-LATENT_PAGES = frozenset({"latent_pages.v1"})
-SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
-INDEX_PAGES = frozenset({"index_pages.v1"})
-_CONTRACTS = {
-    "mha_prefill": 2,
-    "mla_absorb": 2,
-    "mla_decode": 2,
-}  # the version that each op's kernels are written for; else 1
+FP8, DENSE = {"fp8_block"}, {"dense"}
+SCALED_PAGES = {"latent_fp8_groups.v1"}
 BLOCK = 128
-_DISTRIBUTION = {library.module: library.distributions[0] for library in LIBRARIES}
-
-
-OWN = frozenset(  # adapters of no library
-    {"torch_ops", "experts_streaming", "attention", "grouped_fp8", "packed12.linear"}
+gpu = checks.devices("sm", "NVIDIA GPUs")
+cuda, deep_gemm, flash_mla, flashinfer, flashinfer_cutlass, sgl_kernel = (
+    Provider(
+        name,
+        "ds_runtime_cuda",
+        gpu,
+        contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2},
+        numerics={"fp8_block": "fp8_w8a8"},
+    )
+    for name in (
+        "cuda",
+        "deep_gemm",
+        "flash_mla",
+        "flashinfer",
+        "flashinfer_cutlass",
+        "sgl_kernel",
+    )
 )
-
-
-def gpu(facts: Facts) -> str | None:
-    arch = facts.device.arch
-    return None if arch.startswith("sm") else f"runs on NVIDIA GPUs, not on {facts.device.family}"
 
 
 def arch(*wanted: str) -> Gate:
     return gates(gpu, checks.archs(*wanted))
 
 
-def library(module: str, *functions: str) -> Gate:
+def has(library: Library, *functions: str) -> Gate:
+    """It is installed, has these functions, and finds what compiles its kernels."""
+    brought, module = library.has(*functions), library.module
+
     def check(facts: Facts) -> str | None:
-        features = facts.device.features
-        if module not in features:
-            return Fixable(f"{_DISTRIBUTION[module]} is not installed", install_command(EXTRA))
-        if f"{module}:mixed" in features:
-            return f"two packages have been installed into {module}/: uninstall both, then one"
-        missing = [f for f in functions if f"{module}.{f}" not in features]
-        if missing:
-            lacks = f"the installed {module} has no {', '.join(missing)}"
-            return f"{lacks}; {install_command(EXTRA)} brings one"
-        if module in COMPILED and not features & COMPILED[module]:
-            said = f"{_DISTRIBUTION[module]} compiles its kernels by nvcc, and there is none"
+        said = brought(facts)
+        if said is None and module in COMPILED and not facts.device.features & COMPILED[module]:
+            said = f"{library.distribution} compiles its kernels by nvcc, and there is none"
             return Fixable(said, TOOLKIT)
-        return None
+        return said
 
     return check
 
 
-_TRITON = library("triton")
+_TRITON = TRITON.has()
 
 
 def quantises(facts: Facts) -> str | None:
@@ -100,11 +83,6 @@ def few_chosen(facts: Facts) -> str | None:
     """What a captured step may choose: FILTERED_TOPK_MAX_K of the library's topk.cuh."""
     k = facts.dims.get("index_topk", 0)
     return None if k <= 2048 else f"chooses up to 2048 tokens, not {k}"
-
-
-def sixteen_bytes(facts: Facts) -> str | None:
-    odd = [n for n in facts.shape[1:] if n % 8]
-    return f"needs rows of whole 16 bytes, and {odd[0]} values are none" if odd else None
 
 
 _GROUPED = ("sm90", "sm100", "sm103")  # for which torch has a grouped matmul of its own
@@ -172,12 +150,6 @@ def many_experts(facts: Facts) -> str | None:
     return f"slower than portable kernels where tokens share few experts, as {count}"
 
 
-def multiplies_fp8(facts: Facts) -> str | None:
-    if "float8_e4m3fn" in facts.device.fast_dtypes:
-        return None
-    return f"{facts.device.name} does not multiply float8_e4m3fn"
-
-
 TILE, ROWS, COLUMNS = 12_416, 128, 64  # bytes, rows and columns of a tile of packed12.cuh
 CODED = TILE / (ROWS * COLUMNS * 2)  # of bfloat16 weights, that they take in such tiles
 OTHERS_AT, MOST_OTHERS = (
@@ -213,50 +185,6 @@ COPIED_KEYS = 1 << 20  # of an index, that are scored in a copy, at most
 def copied_keys(facts: Facts, rows: int) -> int:
     """Bytes of the most index keys that are copied, with their scales, and of these two apart."""
     return 2 * COPIED_KEYS * (facts.dims["index_dim"] + 4)
-
-
-def offer(
-    op: str,
-    fn: str,
-    rank: int,
-    *each: Gate,
-    formats: frozenset[str] = frozenset(),
-    layouts: frozenset[str] = LATENT_PAGES,
-    graph_safe: bool = True,
-    note: str = "",
-    packing: str = "",
-    from_rows: int = 0,
-    below_rows: int = 0,
-    ahead: str = "",
-    by_rows: frozenset[str] = frozenset(),
-    copies: float = 1,
-    beside: float = 0,
-    workspace: Callable[[Facts, int], int] | None = None,
-) -> Kernel:
-    fp8, module = formats == FP8, fn.partition(":")[0]
-    return Kernel(
-        op=OPS[op],
-        fn=f"ds_runtime_cuda.{fn}",
-        provider="cuda" if module in OWN else module,
-        rank=rank,
-        refuse=gates(gpu, *each),
-        formats=formats,
-        layouts=layouts if OPS[op].layout else frozenset(),
-        phases=frozenset({"prefill", "decode", "verify"}),
-        contract=_CONTRACTS.get(op, 1),
-        graph_safe=graph_safe,
-        note=note,
-        numerics="fp8_w8a8" if fp8 else "",
-        keeps=FP8 if fp8 else frozenset(),
-        packing=packing,
-        from_rows=from_rows,
-        below_rows=below_rows,
-        ahead=ahead and f"ds_runtime_cuda.{ahead}",
-        by_rows=by_rows,
-        copies=copies,
-        beside=beside,
-        workspace=workspace,
-    )
 
 
 BF16, HALVES = checks.dtypes("bfloat16"), checks.dtypes("bfloat16", "float16")

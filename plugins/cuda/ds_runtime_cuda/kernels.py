@@ -25,6 +25,7 @@ from ds_runtime.api import (
     Kernel,
     checks,
 )
+from ds_runtime_cuda import blackwell
 from ds_runtime_cuda.gates import (
     BF16,
     BLOCK,
@@ -36,54 +37,54 @@ from ds_runtime_cuda.gates import (
     FP8,
     HALVES,
     HEADS_192,
-    INDEX_PAGES,
     LATENT,
     SCALED_PAGES,
     arch,
     as_wide_as,
     column_pairs,
     copied_keys,
+    cuda,
+    deep_gemm,
     few_chosen,
     few_experts,
+    flash_mla,
+    flashinfer,
     fp8_keys,
+    has,
     in_fours,
     large,
-    library,
     many_experts,
-    multiplies_fp8,
     not_large,
-    offer,
     quantises,
     queues,
     scaled_kv,
     scales_on_chip,
-    sixteen_bytes,
+    sgl_kernel,
     whole_pages,
 )
+from ds_runtime_cuda.software import BINDINGS, DEEP_GEMM, FLASH_MLA, FLASHINFER, SGL_KERNEL, TRITON
 
 RANK_BEHIND = (RANK_REFERENCE + RANK_PORTABLE) // 2  # before references, behind portable kernels
 RANK_BESIDE = RANK_BEHIND - 2  # for some sizes, beside a kernel that serves the others
-
-
-_FA3 = library("sgl_kernel", "flash_attn.flash_attn_varlen_func")
-_FA3_KV = library("sgl_kernel", "flash_attn.flash_attn_with_kvcache")
-_TRTLLM_MOE = library("flashinfer", "fused_moe.trtllm_fp8_block_scale_routed_moe")
-_FLASH_MLA = library("flash_mla", "flash_mla_with_kvcache", "get_mla_decoding_metadata")
-_SPARSE = library("flash_mla", "flash_mla_sparse_fwd")
-_SCALED = library("flash_mla", "flash_mla_with_kvcache", "get_mla_metadata")
-_MQA_LOGITS = library(
-    "deep_gemm", "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"
+_FA3 = has(SGL_KERNEL, "flash_attn.flash_attn_varlen_func")
+_FA3_KV = has(SGL_KERNEL, "flash_attn.flash_attn_with_kvcache")
+_TRTLLM_MOE = has(FLASHINFER, "fused_moe.trtllm_fp8_block_scale_routed_moe")
+_FLASH_MLA = has(FLASH_MLA, "flash_mla_with_kvcache", "get_mla_decoding_metadata")
+_SPARSE = has(FLASH_MLA, "flash_mla_sparse_fwd")
+_SCALED = has(FLASH_MLA, "flash_mla_with_kvcache", "get_mla_metadata")
+_MQA_LOGITS = has(
+    DEEP_GEMM, "fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata"
 )
-
-
-_TOPK = library("flashinfer", "top_k_page_table_transform", "TopKTieBreak")
+_TOPK = has(FLASHINFER, "top_k_page_table_transform", "TopKTieBreak")
 
 
 def _sparse(op: str) -> tuple[Kernel, Kernel, Kernel]:
     """FlashMLA over bfloat16 pages, and over FP8 groups; FlashAttention 3, which nobody ran yet."""
     here, common = arch("sm90", "sm100"), (BF16, LATENT, checks.heads(128))
-    plain = offer(op, "flash_mla:sparse_mla", RANK_PLATFORM, here, _SPARSE, *common, checks.same_kv)
-    scaled = offer(
+    plain = flash_mla.offer(
+        op, "flash_mla:sparse_mla", RANK_PLATFORM, here, _SPARSE, *common, checks.same_kv
+    )
+    scaled = flash_mla.offer(
         op,
         "flash_mla:scaled_sparse_mla",
         RANK_PLATFORM,
@@ -94,7 +95,7 @@ def _sparse(op: str) -> tuple[Kernel, Kernel, Kernel]:
         checks.page_sizes(64),
         layouts=SCALED_PAGES,
     )
-    flash3 = offer(
+    flash3 = sgl_kernel.offer(
         op,
         "sgl_kernel:sparse_mla",
         RANK_BEHIND,
@@ -124,13 +125,13 @@ def _few_filled(facts: Facts) -> str | None:
 def _flash_mla(name: str, rank: int, heads: Gate, note: str = "") -> Kernel:
     paged = checks.page_sizes(64)
     common = (arch("sm90"), _FLASH_MLA, quantises, HALVES, LATENT, checks.same_kv, paged)
-    return offer("mla_decode", f"flash_mla:{name}", rank, *common, heads, note=note)
+    return flash_mla.offer("mla_decode", f"flash_mla:{name}", rank, *common, heads, note=note)
 
 
 ATTENTION: tuple[Kernel, ...] = (
     *_sparse("sparse_prefill"),
     *_sparse("sparse_decode"),
-    offer(
+    deep_gemm.offer(
         "index_scores",
         "deep_gemm:index_scores",
         RANK_PLATFORM,
@@ -139,10 +140,9 @@ ATTENTION: tuple[Kernel, ...] = (
         HALVES,
         fp8_keys,
         checks.page_sizes(64),
-        layouts=INDEX_PAGES,
         workspace=copied_keys,
     ),
-    offer(
+    flashinfer.offer(
         "index_topk",
         "flashinfer:index_topk",
         RANK_BEHIND,
@@ -151,7 +151,7 @@ ATTENTION: tuple[Kernel, ...] = (
         whole_pages,
         few_chosen,
     ),
-    offer(
+    sgl_kernel.offer(
         "mla_decode",
         "sgl_kernel:MlaDecode",
         RANK_BEHIND,
@@ -162,56 +162,48 @@ ATTENTION: tuple[Kernel, ...] = (
         checks.same_kv,
         note="FlashAttention 3",
     ),
-    offer(
+    deep_gemm.offer(
         "mla_absorb",
         "deep_gemm:MlaAbsorb",
         RANK_BESIDE,
         arch("sm90"),
-        library("deep_gemm", "fp8_gemm_nt"),
+        has(DEEP_GEMM, "fp8_gemm_nt"),
         BF16,
         checks.linear_groups(BLOCK, 8),
         formats=FP8,
         packing=FP8_ROWS,
         from_rows=EXPANDED,
         ahead="deep_gemm:compile_absorb",
-        by_rows=frozenset({"expand"}),
+        by_rows={"expand"},
         copies=3,  # in FP8, and in bfloat16 for decode, if it packs
     ),
     _flash_mla("MlaDecode", RANK_PLATFORM, _most_filled),
     _flash_mla("MlaDecodeFewHeads", RANK_BEHIND, _few_filled, "computes 64 heads at once"),
-    offer(
+    flashinfer.offer(
         "mla_decode",
         "flashinfer:MlaDecode",
         RANK_BEHIND,
-        library("flashinfer", "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata"),
+        has(FLASHINFER, "mla.BatchMLAPagedAttentionWrapper", "mla.MLAPlanMetadata"),
         HALVES,
         LATENT,
         checks.same_kv,
         note="planned on the host before every step",
     ),
-    offer(
-        "mha_prefill",
-        "attention:mha_prefill",
-        RANK_PLATFORM,
-        arch("sm90"),
-        library("cuda.bindings"),
-        BF16,
-        HEADS_192,
-        note="compiled by NVRTC when it is first needed",
-        ahead="attention:compile_attention",
+    *(
+        cuda.offer(
+            op,
+            f"attention:{op}",
+            RANK_PLATFORM,
+            arch("sm90"),
+            BINDINGS.has(),
+            BF16,
+            HEADS_192,
+            note="compiled by NVRTC when it is first needed",
+            ahead="attention:compile_attention",
+        )
+        for op in ("mha_prefill", "mha_prefill_quantize")
     ),
-    offer(
-        "mha_prefill_quantize",
-        "attention:mha_prefill_quantize",
-        RANK_PLATFORM,
-        arch("sm90"),
-        library("cuda.bindings"),
-        BF16,
-        HEADS_192,
-        note="compiled by NVRTC when it is first needed",
-        ahead="attention:compile_attention",
-    ),
-    offer(
+    sgl_kernel.offer(
         "mha_prefill",
         "sgl_kernel:mha_prefill",
         RANK_BEHIND,
@@ -221,11 +213,11 @@ ATTENTION: tuple[Kernel, ...] = (
         HEADS_192,
         note="FlashAttention 3",
     ),
-    offer(
+    flashinfer.offer(
         "mha_prefill",
         "flashinfer:mha_prefill",
         RANK_BEHIND,
-        library("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper"),
+        has(FLASHINFER, "BatchPrefillWithRaggedKVCacheWrapper"),
         HALVES,
         HEADS_192,
         graph_safe=False,
@@ -235,7 +227,7 @@ ATTENTION: tuple[Kernel, ...] = (
 
 def _streamed(
     name: str,
-    formats: frozenset[str],
+    formats: set[str],
     packing: str,
     rows: tuple[int, int],
     *each: Gate,
@@ -243,12 +235,12 @@ def _streamed(
     beside: float = 0,
 ) -> Kernel:
     """Own kernels, for sizes at which they were faster than portable ones."""
-    return offer(
+    return cuda.offer(
         "experts",
         f"experts_streaming:{name}",
         rank,
         arch("sm90"),
-        library("cuda.bindings"),
+        BINDINGS.has(),
         BF16,
         EXPERT_BLOCKS,
         few_experts,
@@ -264,12 +256,12 @@ def _streamed(
 
 
 def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
-    return offer(
+    return cuda.offer(
         "linear",
         f"packed12.linear:{name}",
         RANK_BESIDE,
         arch("sm90"),
-        library("cuda.bindings"),
+        BINDINGS.has(),
         BF16,
         size,
         formats=DENSE,
@@ -283,7 +275,7 @@ def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
 
 
 MOE: tuple[Kernel, ...] = (
-    offer(
+    flashinfer.offer(
         "experts",
         "flashinfer:ExpertsTrtllm",
         RANK_SPECIALISED,
@@ -296,13 +288,13 @@ MOE: tuple[Kernel, ...] = (
         formats=FP8,
     ),
     # Bounds of both by measurement of 256 experts of 2,048 by 7,168, top 8.
-    offer(
+    cuda.offer(
         "experts",
         "grouped_fp8:ExpertsGrouped",
         RANK_BEHIND,
         arch("sm90"),
-        library("cuda.bindings"),
-        library("triton"),
+        BINDINGS.has(),
+        TRITON.has(),
         BF16,
         EXPERT_BLOCKS,
         few_experts,
@@ -314,12 +306,12 @@ MOE: tuple[Kernel, ...] = (
         below_rows=10240,
         ahead="grouped_fp8:compile_experts",
     ),
-    offer(
+    deep_gemm.offer(
         "experts",
         "deep_gemm:ExpertsFp8",
         RANK_BESIDE,
         arch("sm90"),
-        library("deep_gemm", "m_grouped_fp8_gemm_nt_contiguous"),
+        has(DEEP_GEMM, "m_grouped_fp8_gemm_nt_contiguous"),
         quantises,
         BF16,
         EXPERT_BLOCKS,
@@ -328,12 +320,12 @@ MOE: tuple[Kernel, ...] = (
         packing=FP8_EXPERTS,
         from_rows=4096,  # where it takes as long as the portable kernel
     ),
-    offer(
+    cuda.offer(
         "experts",
         "torch_ops:ExpertsGroupedMm",
         RANK_BEHIND,
         BF16,
-        sixteen_bytes,
+        checks.sixteen_bytes,
         queues,
         formats=DENSE,
     ),
@@ -357,12 +349,12 @@ MOE: tuple[Kernel, ...] = (
 LINEAR: tuple[Kernel, ...] = (
     _dense12("LinearDense12", "compile_linear", 129, large),
     _dense12("LinearFew12", "compile_few", 9, not_large),
-    offer(
+    deep_gemm.offer(
         "linear",
         "deep_gemm:LinearFp8",
         RANK_SPECIALISED,
         arch("sm90"),
-        library("deep_gemm", "fp8_gemm_nt"),
+        has(DEEP_GEMM, "fp8_gemm_nt"),
         quantises,
         BF16,
         checks.linear_groups(BLOCK, 8),
@@ -371,27 +363,28 @@ LINEAR: tuple[Kernel, ...] = (
         from_rows=2,  # one row needs no matrix unit, and no launch that quantises it
         ahead="deep_gemm:compile_linear",
     ),
-    offer(
+    flashinfer.offer(
         "linear",
         "flashinfer:LinearGroupwise",
         RANK_SPECIALISED,
         arch("sm100", "sm103"),
-        library("flashinfer", "gemm.gemm_fp8_nt_groupwise"),
+        has(FLASHINFER, "gemm.gemm_fp8_nt_groupwise"),
         quantises,
         BF16,
         checks.linear_groups(BLOCK, 128),
         formats=FP8,
     ),
-    offer(
+    cuda.offer(
         "linear",
         "torch_ops:LinearScaledMm",
         RANK_PLATFORM,
         arch("sm90"),
         quantises,
-        multiplies_fp8,
+        checks.multiplies("float8_e4m3fn"),
         BF16,
         checks.linear_groups(BLOCK, 16),
         formats=FP8,
     ),
-    offer("linear", "torch_ops:LinearCublas", RANK_BEHIND, formats=DENSE),
+    cuda.offer("linear", "torch_ops:LinearCublas", RANK_BEHIND, formats=DENSE),
 )
+OFFERS = ATTENTION + MOE + LINEAR + blackwell.ALL

@@ -1,9 +1,6 @@
-"""Which of the optional libraries are installed, and what they export. Torch-free.
+"""What kernels want beside torch: optional libraries, and nvcc, which some of them run.
 
-None of them is imported to find out: that takes seconds, and some want a GPU for it. Names are
-read from the text of a package's __init__.py, because releases of one library differ in what they
-hold. Found libraries and functions become device features: "flashinfer", "deep_gemm.fp8_gemm_nt";
-so does "nvcc", which some of them run.
+What is there becomes a feature of the device: "flashinfer", "deep_gemm.fp8_gemm_nt", "nvcc".
 """
 
 from __future__ import annotations
@@ -11,39 +8,30 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
-from ds_runtime.api import exported_names, install_command, installed, package_folder
+from ds_runtime.api import Library, exports, install_command, package_folder
 
-
-@dataclass(frozen=True, slots=True)
-class Library:
-    """An importable package, and the distributions that may bring it, best first.
-
-    parts: (module, pattern) of modules inside whose names count too, where a file of the pattern
-    lies in the package: a module may be there without its binary.
-    """
-
-    module: str
-    distributions: tuple[str, ...]
-    parts: tuple[tuple[str, str], ...] = ()
-
-
-LIBRARIES = (
-    Library("deep_gemm", ("sgl-deep-gemm",)),
-    Library("flash_mla", ("sgl-flash-mla",)),
-    Library(
-        "flashinfer",
-        ("flashinfer-python",),
-        (("mla", "*"), ("fused_moe", "*"), ("gemm", "*"), ("cute_dsl", "*")),
-    ),
-    Library("sgl_kernel", ("sglang-kernel", "sgl-kernel"), (("flash_attn", "flash_ops*"),)),
-    Library("triton", ("triton",)),
-    Library("cuda.bindings", ("cuda-bindings",)),
-)
 EXTRA = "cuda"  # that `install_command` names
+_INSTALL = partial(install_command, EXTRA)
+DEEP_GEMM = Library("deep_gemm", ("sgl-deep-gemm",), (exports.names(),), _INSTALL)
+FLASH_MLA = Library("flash_mla", ("sgl-flash-mla",), (exports.names(),), _INSTALL)
+FLASHINFER = Library(
+    "flashinfer",
+    ("flashinfer-python",),
+    tuple(map(exports.names, ("", "mla", "fused_moe", "gemm", "cute_dsl"))),
+    _INSTALL,
+)
+SGL_KERNEL = Library(
+    "sgl_kernel",
+    ("sglang-kernel", "sgl-kernel"),
+    (exports.names(), exports.names("flash_attn", beside="flash_ops*")),
+    _INSTALL,
+)
+TRITON = Library("triton", install=_INSTALL)
+BINDINGS = Library("cuda.bindings", ("cuda-bindings",), install=_INSTALL)
+LIBRARIES = (DEEP_GEMM, FLASH_MLA, FLASHINFER, SGL_KERNEL, TRITON, BINDINGS)
 NVCC = "nvcc"
 TOOLKIT = "install a CUDA toolkit with nvcc and set CUDA_HOME to it"
 JIT_CACHE = "flashinfer_jit_cache"  # kernels of FlashInfer that were compiled before
@@ -61,41 +49,25 @@ def nvcc(environ: Mapping[str, str] = os.environ, usual: str = "/usr/local/cuda"
     return file if file.is_file() else None
 
 
-def report(
-    version: Callable[[str], str | None] = installed, environ: Mapping[str, str] = os.environ
-) -> Iterator[tuple[str, str]]:
+def report(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
     """(library, which version of which package, or that it is not installed), then nvcc."""
-    for library in LIBRARIES:
-        found = [f"{d} {v}" for d in library.distributions if (v := version(d)) is not None]
-        yield library.module, ", ".join(found) or f"not installed: {install_command(EXTRA)}"
+    yield from (library.report() for library in LIBRARIES)
     yield NVCC, str(nvcc(environ) or f"not found, which {' and '.join(COMPILED)} need: {TOOLKIT}")
 
 
 @cache
 def features() -> frozenset[str]:
-    """Features of the libraries that are installed here."""
-    return frozenset(find())
+    """Features of what is installed here."""
+    return frozenset(compilers()).union(*(library.features() for library in LIBRARIES))
 
 
-def find(
-    folder: Callable[[str], Path | None] = package_folder,
-    version: Callable[[str], str | None] = installed,
+def compilers(
     environ: Mapping[str, str] = os.environ,
+    folder: Callable[[str], Path | None] = package_folder,
 ) -> Iterator[str]:
-    """Arguments stand for the environment in tests."""
+    """What gives libraries their kernels: nvcc, and those that were compiled before. Arguments
+    stand for the environment in tests."""
     if nvcc(environ) is not None:
         yield NVCC
     if folder(JIT_CACHE) is not None:
         yield JIT_CACHE
-    for library in LIBRARIES:
-        brought = [d for d in library.distributions if version(d) is not None]
-        where = folder(library.module)
-        if where is None:
-            continue
-        yield library.module
-        if len(brought) > 1:  # both wrote into one folder: neither is whole
-            yield f"{library.module}:mixed"
-        yield from (f"{library.module}.{name}" for name in exported_names(where))
-        for part, pattern in library.parts:
-            if any(where.glob(pattern)):
-                yield from (f"{library.module}.{part}.{n}" for n in exported_names(where, part))
