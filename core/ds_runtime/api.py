@@ -18,7 +18,7 @@ from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
 from ds_runtime.ops.branch import branch
 from ds_runtime.ops.linear import Groups
-from ds_runtime.ops.provider import Provider
+from ds_runtime.ops.provider import Declared, Provider
 from ds_runtime.ops.spec import (
     API_VERSION,
     DENSE_EXPERTS,
@@ -159,6 +159,7 @@ __all__ = [
     "CheckpointError",
     "Communicator",
     "ConfigError",
+    "Declared",
     "DecodePart",
     "DeviceError",
     "DeviceInfo",

@@ -1,15 +1,8 @@
-"""The CPU plugin: hooks only. Decides without torch; kernels load when they are bound."""
+"""The CPU plugin: what it brings. Decides without torch; kernels load when they are bound."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from ds_runtime.api import Facts, Kernel, Platform, Refusal, hookimpl
-
-
-def probe() -> Refusal | None:
-    """None: every machine has a CPU, and torch runs on all that it can be installed on."""
-    return None
+from ds_runtime.api import plugin
 
 
 def diagnose() -> list[tuple[str, str]]:
@@ -25,47 +18,8 @@ def diagnose() -> list[tuple[str, str]]:
     ]
 
 
-PROBE: Callable[[], Refusal | None] = probe
-DIAGNOSE: Callable[[], list[tuple[str, str]]] = diagnose
-
-
-@hookimpl
-def ds_platform() -> Platform:
-    from ds_runtime_cpu.platform import CpuPlatform
-
-    return CpuPlatform()
-
-
-@hookimpl
-def ds_attention(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cpu.kernels import ATTENTION
-
-    return ATTENTION
-
-
-@hookimpl
-def ds_moe(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cpu.kernels import MOE
-
-    return MOE
-
-
-@hookimpl
-def ds_topk(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cpu.kernels import ROUTING
-
-    return ROUTING
-
-
-@hookimpl
-def ds_quant_loaders(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cpu.kernels import LINEAR_KERNELS
-
-    return LINEAR_KERNELS
-
-
-@hookimpl
-def ds_ops(facts: Facts) -> Sequence[Kernel]:
-    from ds_runtime_cpu.kernels import SMALL_OPS
-
-    return SMALL_OPS
+hooks = plugin(  # no probe: every machine has a CPU, and torch runs on all that it is built for
+    platform="ds_runtime_cpu.platform:CpuPlatform",
+    offers="ds_runtime_cpu.kernels:OFFERS",
+    diagnose="ds_runtime_cpu:diagnose",
+)

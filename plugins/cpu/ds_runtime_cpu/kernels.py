@@ -8,29 +8,28 @@ needs the native library refuses without it, and the next rank takes over.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Unpack
 
 from ds_runtime.api import (
     FP8_GROUPS,
-    OPS,
     RANK_PLATFORM,
     RANK_PORTABLE,
     RANK_SPECIALISED,
+    Declared,
     Facts,
     Fixable,
-    Gates,
+    Gate,
     Kernel,
+    Provider,
+    checks,
     gates,
     installed,
 )
 from ds_runtime_cpu import machine, native
 
-_FORMATS = frozenset({"dense", "fp8_block", "int8_channel", "int4_group"})
-_DENSE = frozenset({"dense", "fp8_block"})
-_LAYOUTS = {"kv": frozenset({"latent_pages.v1"}), "index": frozenset({"index_pages.v1"})}
-_SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
-# The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
+_FORMATS = {"dense", "fp8_block", "int8_channel", "int4_group"}
+_DENSE = {"dense", "fp8_block"}
+_SCALED_PAGES, _EXPANDED_PAGES = {"latent_fp8_groups.v1"}, {"expanded_pages.v1"}
 _FP8 = "fp8 weights are converted to the compute dtype when packed: twice the bytes for bfloat16"
 _TIGHT = "bfloat16 weights take 12 bits, without loss, where the processor multiplies their pairs"
 _PANELS = f"fp8 weights stay fp8 unless a shard cuts their blocks below 32 columns; {_TIGHT}"
@@ -71,13 +70,6 @@ def _scaled(facts: Facts) -> str | None:
     if facts.kv_dtype == FP8_GROUPS:
         return None
     return f"knows a cache of {FP8_GROUPS}, not of {facts.kv_dtype}"
-
-
-def _same_kv(facts: Facts) -> str | None:
-    if facts.kv_dtype == facts.dtype:
-        return None
-    said = f"reads a cache of the compute dtype {facts.dtype}, not {facts.kv_dtype}"
-    return Fixable(said, "pass --kv-cache-dtype auto")
 
 
 def _index(facts: Facts) -> str | None:
@@ -140,26 +132,18 @@ _native_cache = gates(_kv_dtype, _needs_native)
 _native_scaled = gates(_scaled, _needs_native)
 _native_index = gates(_index, _needs_native)
 _native_route = gates(_experts, _needs_native)
-_matmul_decode = gates(_same_kv, _torch_only)
+_matmul_decode = gates(checks.same_kv, _torch_only)
 _onednn = gates(_x86, _packs, _torch_only)
 _zen = gates(_zentorch, _bfloat16, _avx512, _on_cpu)
 
 
-def _offer(op: str, fn: str, rank: int, refuse: Gates, note: str = "") -> Kernel:
-    owns_weights = op in ("linear", "experts", "mla_absorb")
-    return Kernel(
-        op=OPS[op],
-        fn=f"ds_runtime_cpu.{fn}",
-        provider="cpu",
-        rank=rank,
-        refuse=refuse,
-        formats=_FORMATS if owns_weights else frozenset(),
-        layouts=_LAYOUTS.get(OPS[op].layout, frozenset()),
-        phases=frozenset({"prefill", "decode", "verify", "tree"}),
-        contract=_CONTRACTS.get(op, 1),
-        note=_FP8 if owns_weights and not note else note,
-        copies=2 if op == "mla_absorb" else 1,  # whole for the expansion, per head for decode
-    )
+cpu = Provider(
+    "cpu",
+    "ds_runtime_cpu",
+    phases={"prefill", "decode", "verify", "tree"},
+    contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2},
+    numerics={"int8_channel": "int8_w8a8", "int4_group": "int4_w4a8"},
+)
 
 
 def _nothing(facts: Facts, rows: int) -> int:
@@ -173,96 +157,101 @@ def _reads(facts: Facts) -> float:
     return 0.75 if tight and dense else 1.0
 
 
-def _by_row(op: str, fn: str, refuse: Gates = _needs_native) -> Kernel:
+def _native(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
+    return cpu.offer(op, fn, RANK_SPECIALISED, *(each or (_needs_native,)), **declared)
+
+
+def _by_row(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
     """Native: each element of a result is summed by one thread, in the order that any other number
     of rows would have, and nothing is allocated beside results."""
-    base = _offer(op, fn, RANK_SPECIALISED, refuse)
-    return replace(base, batch_invariant=True, workspace=_nothing)
+    says: Declared = {"batch_invariant": True, "workspace": _nothing, **declared}
+    return _native(op, fn, *each, **says)
 
 
-def _by_host(kernel: Kernel) -> Kernel:
-    """It looks at values to decide what to call: no recording of that would serve another step."""
-    return replace(kernel, graph_safe=False)
-
-
-def _of_scaled(kernel: Kernel) -> Kernel:
-    """The kernel for latent_fp8_groups."""
-    return replace(kernel, layouts=_SCALED_PAGES)
-
-
-def _integers(op: str, fn: str, fmt: str, numerics: str) -> Kernel:
-    """A kernel for one format that rounds activations to 8 bits."""
-    own = frozenset({fmt})
-    base = _offer(op, fn, RANK_SPECIALISED, _needs_native, _A8)
-    return replace(base, formats=own, keeps=own, numerics=numerics)
-
-
-def _panels(op: str, fn: str) -> Kernel:
+def _panels(op: str, fn: str, **declared: Unpack[Declared]) -> Kernel:
     """A kernel that keeps fp8 blocks as they are."""
-    base = _offer(op, fn, RANK_SPECIALISED, _needs_native, _PANELS)
-    return replace(base, formats=_DENSE, keeps=frozenset({"fp8_block"}), reads=_reads)
+    kept: Declared = {"formats": _DENSE, "keeps": {"fp8_block"}, "reads": _reads, "note": _PANELS}
+    says: Declared = {**kept, **declared}
+    return _native(op, fn, **says)
+
+
+def _by_host(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
+    """It looks at values to decide what to call: no recording of that would serve another step."""
+    says: Declared = {"graph_safe": False, **declared}
+    return cpu.offer(op, fn, RANK_PLATFORM, *each, **says)
 
 
 ATTENTION: tuple[Kernel, ...] = (
-    _offer("mha_prefill", "attention:mha_prefill_native", RANK_SPECIALISED, _needs_native),
-    _offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
-    _offer("mla_decode", "attention:mla_decode_native", RANK_SPECIALISED, _native_cache),
-    _by_host(_offer("mla_decode", "attention:mla_decode_matmul", RANK_PLATFORM, _matmul_decode)),
-    replace(
-        _by_host(
-            _offer("mha_decode", "attention:mha_decode_matmul", RANK_PLATFORM, _matmul_decode)
-        ),
-        layouts=frozenset({"expanded_pages.v1"}),
-    ),
-    replace(
-        _by_row("mla_absorb", "absorb:mla_absorb_native"),
-        keeps=frozenset({"fp8_block"}),
+    _native("mha_prefill", "attention:mha_prefill_native"),
+    cpu.offer("mha_prefill", "attention:mha_prefill_matmul", RANK_PLATFORM, _torch_only),
+    _native("mla_decode", "attention:mla_decode_native", _native_cache),
+    _by_host("mla_decode", "attention:mla_decode_matmul", _matmul_decode),
+    _by_host("mha_decode", "attention:mha_decode_matmul", _matmul_decode, layouts=_EXPANDED_PAGES),
+    _by_row(
+        "mla_absorb",
+        "absorb:mla_absorb_native",
+        formats=_FORMATS,
+        keeps={"fp8_block"},
         copies=1.5,
         reads=_reads,
         note="W_UK is kept twice: by rows to expand keys, by columns for the queries of decode; "
         f"{_TIGHT}",
     ),
-    _offer("mla_absorb", "absorb:mla_absorb_matmul", RANK_PLATFORM, _onednn, _KV_B),
-    _offer("cache_write", "prologue:cache_write", RANK_SPECIALISED, _native_cache),
-    _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
-    _offer("index_prologue", "sparse:index_prologue", RANK_SPECIALISED, _native_index),
-    _offer("index_scores", "sparse:index_scores", RANK_SPECIALISED, _native_index),
-    _offer("index_topk", "sparse:index_topk", RANK_SPECIALISED, _needs_native),
-    _offer("sparse_prefill", "sparse:sparse_mla", RANK_SPECIALISED, _native_cache),
-    _offer("sparse_decode", "sparse:sparse_mla", RANK_SPECIALISED, _native_cache),
-    _of_scaled(
-        _offer("cache_write", "prologue:scaled_cache_write", RANK_SPECIALISED, _native_scaled)
+    cpu.offer(
+        "mla_absorb",
+        "absorb:mla_absorb_matmul",
+        RANK_PLATFORM,
+        _onednn,
+        formats=_FORMATS,
+        copies=2,  # whole for the expansion, per head for decode
+        note=_KV_B,
     ),
-    _of_scaled(_by_row("mla_prologue", "prologue:scaled_mla_prologue", _native_scaled)),
+    _native("cache_write", "prologue:cache_write", _native_cache),
+    _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
+    _native("index_prologue", "sparse:index_prologue", _native_index),
+    _native("index_scores", "sparse:index_scores", _native_index),
+    _native("index_topk", "sparse:index_topk"),
+    _native("sparse_prefill", "sparse:sparse_mla", _native_cache),
+    _native("sparse_decode", "sparse:sparse_mla", _native_cache),
+    _native("cache_write", "prologue:scaled_cache_write", _native_scaled, layouts=_SCALED_PAGES),
+    _by_row("mla_prologue", "prologue:scaled_mla_prologue", _native_scaled, layouts=_SCALED_PAGES),
     *(
-        _of_scaled(_offer(op, "sparse:scaled_sparse_mla", RANK_SPECIALISED, _native_scaled))
+        _native(op, "sparse:scaled_sparse_mla", _native_scaled, layouts=_SCALED_PAGES)
         for op in ("sparse_prefill", "sparse_decode")
     ),
 )
 MOE: tuple[Kernel, ...] = (
     _panels("experts", "experts:experts_native"),
-    _integers("experts", "experts:experts_int8", "int8_channel", "int8_w8a8"),
-    _integers("experts", "experts:experts_int4", "int4_group", "int4_w4a8"),
-    replace(
-        _offer("experts", "zen:experts_zentorch_int8", RANK_PLATFORM + 1, _zen, _A8),
-        formats=frozenset({"int8_channel"}),
-        keeps=frozenset({"int8_channel"}),
-        numerics="int8_w8a8",
+    _native("experts", "experts:experts_int8", formats={"int8_channel"}, note=_A8),
+    _native("experts", "experts:experts_int4", formats={"int4_group"}, note=_A8),
+    cpu.offer(
+        "experts",
+        "zen:experts_zentorch_int8",
+        RANK_PLATFORM + 1,
+        _zen,
+        formats={"int8_channel"},
+        note=_A8,
     ),
-    replace(_offer("experts", "zen:experts_zentorch", RANK_PLATFORM + 1, _zen), formats=_DENSE),
-    _by_host(_offer("experts", "experts:experts_prepacked", RANK_PLATFORM, _onednn)),
+    cpu.offer(
+        "experts", "zen:experts_zentorch", RANK_PLATFORM + 1, _zen, formats=_DENSE, note=_FP8
+    ),
+    _by_host("experts", "experts:experts_prepacked", _onednn, formats=_FORMATS, note=_FP8),
 )
 ROUTING: tuple[Kernel, ...] = (
     _by_row("router_logits", "routing:router_logits"),
     _by_row("route", "routing:route", _native_route),
 )
 LINEAR_KERNELS: tuple[Kernel, ...] = (
-    replace(_panels("linear", "linear:linear_native"), batch_invariant=True, workspace=_nothing),
-    _integers("linear", "linear:linear_int8", "int8_channel", "int8_w8a8"),
-    _integers("linear", "linear:linear_int4", "int4_group", "int4_w4a8"),
-    _offer("linear", "linear:linear_prepacked", RANK_PLATFORM, _onednn),
-    _offer("linear", "linear:linear_plain", RANK_PORTABLE, _torch_only),
-    _by_host(_offer("lora_delta", "lora:lora_delta", RANK_PLATFORM, _torch_only)),
+    _panels("linear", "linear:linear_native", batch_invariant=True, workspace=_nothing),
+    _native("linear", "linear:linear_int8", formats={"int8_channel"}, note=_A8),
+    _native("linear", "linear:linear_int4", formats={"int4_group"}, note=_A8),
+    cpu.offer(
+        "linear", "linear:linear_prepacked", RANK_PLATFORM, _onednn, formats=_FORMATS, note=_FP8
+    ),
+    cpu.offer(
+        "linear", "linear:linear_plain", RANK_PORTABLE, _torch_only, formats=_FORMATS, note=_FP8
+    ),
+    _by_host("lora_delta", "lora:lora_delta", _torch_only),
 )
 SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("rms_norm", "small:rms_norm"),
@@ -275,3 +264,4 @@ SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("mask_logits", "sampling:mask_logits"),
     _by_row("logprobs", "sampling:logprobs"),
 )
+OFFERS = ATTENTION + MOE + ROUTING + LINEAR_KERNELS + SMALL_OPS

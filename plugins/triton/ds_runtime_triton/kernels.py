@@ -8,7 +8,7 @@ they are (docs/formats.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Unpack
 
 from ds_runtime.api import (
     DENSE_EXPERTS,
@@ -16,34 +16,27 @@ from ds_runtime.api import (
     FP8_EXPERTS,
     FP8_GROUPS,
     FP8_ROWS,
-    OPS,
     RANK_PORTABLE,
+    Declared,
     Facts,
     Fixable,
-    Gates,
+    Gate,
     Kernel,
+    Provider,
+    checks,
     gates,
 )
 from ds_runtime_triton import workspace as held
 from ds_runtime_triton.launch import MATRIX_LEAST, halves, pow2
 
-PROVIDER = "triton"
 FEATURE = "triton"
 DTYPES = ("float32", "bfloat16", "float16")
 FP8 = "float8_e4m3fn"
-_LATENT_PAGES = frozenset({"latent_pages.v1"})
-_SCALED_PAGES = frozenset({"latent_fp8_groups.v1"})
-_EXPANDED_PAGES = frozenset({"expanded_pages.v1"})
-_LAYOUTS = {"": frozenset[str](), "kv": _LATENT_PAGES, "index": frozenset({"index_pages.v1"})}
-# The version of the contract that each op's kernels are written for; else 1.
-_CONTRACTS = {"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2}
-_BOTH = frozenset({"dense", "fp8_block"})
-_BLOCKS = frozenset({"fp8_block"})
-_INT8 = frozenset({"int8_channel", "int8_block"})
-_W4AFP8 = frozenset({"w4afp8"})
-_BY_ROW = frozenset({"fp8_channel", "fp8_tensor"})
-_GROUPED = frozenset({"int8_group", "int4_group", "mxfp8", "mxfp4", "nvfp4"})
-_CODED = _GROUPED | _W4AFP8 | _BY_ROW
+_SCALED_PAGES, _EXPANDED_PAGES = {"latent_fp8_groups.v1"}, {"expanded_pages.v1"}
+_BOTH, _BLOCKS = {"dense", "fp8_block"}, {"fp8_block"}
+_INT8, _W4AFP8 = {"int8_channel", "int8_block"}, {"w4afp8"}
+_GROUPED = {"int8_group", "int4_group", "mxfp8", "mxfp4", "nvfp4"}
+_CODED = _GROUPED | _W4AFP8 | {"fp8_channel", "fp8_tensor"}
 _MAX_HEAD = 256  # of a query or value head that prefill keeps on chip
 _MAX_LATENT, _MAX_ROPE = 512, 128  # of a cached token that decode keeps on chip
 
@@ -121,12 +114,6 @@ def _heads_on_chip(facts: Facts) -> str | None:
     return None
 
 
-def _multiplies_fp8(facts: Facts) -> str | None:
-    if FP8 not in facts.device.fast_dtypes:
-        return f"{facts.device.name} does not multiply {FP8}"
-    return None
-
-
 def _converts_fp8(facts: Facts) -> str | None:
     if FP8 not in facts.device.fast_dtypes:
         return f"{facts.device.name} does not convert to {FP8}"
@@ -139,112 +126,74 @@ def _rounds(facts: Facts) -> str | None:
     return None
 
 
-_anywhere = gates(_compiles, _dtype)
-_latent_pages = gates(_kv_dtype, _anywhere)
-_mla_decode = gates(_tokens_on_chip, _latent_pages)
-_mha_decode = gates(_heads_on_chip, _latent_pages)
-_mha_prefill = gates(_heads_on_chip, _anywhere)
-_converts = gates(_converts_fp8, _anywhere)
-_quantises = gates(_rounds, _converts)
-_int8 = gates(_rounds, _anywhere)
-_fp8 = gates(_multiplies_fp8, _rounds, _anywhere)
-_scaled_pages = gates(_scaled_kv, _anywhere)
-_index_pages = gates(_index_dtype, _index_width, _anywhere)
+_latent = gates(_tokens_on_chip, _kv_dtype)
+_scaled = gates(_tokens_on_chip, _scaled_kv)
+_quantises = gates(_rounds, _converts_fp8)
+_fp8 = gates(checks.multiplies(FP8), _rounds)
+_index = gates(_index_dtype, _index_width)
+triton = Provider(
+    "triton",
+    "ds_runtime_triton",
+    phases={"prefill", "decode", "verify", "tree"},
+    contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2},
+    numerics={"fp8_block": "fp8_w8a8", "w4afp8": "fp8_w8a8"},
+    declared={"rehearsal": "rehearsal:rehearsal"},
+)
 
 
-def _offer(
-    op: str,
-    fn: str,
-    refuse: Gates = _anywhere,
-    note: str = "",
-    layouts: frozenset[str] | None = None,
-    workspace: Callable[[Facts, int], int] | None = None,
-    packing: str = "",
-) -> Kernel:
-    return Kernel(
-        op=OPS[op],
-        fn=f"ds_runtime_triton.{fn}",
-        provider=PROVIDER,
-        rank=RANK_PORTABLE,
-        refuse=refuse,
-        formats=_BOTH if op in ("linear", "experts", "mla_absorb") else frozenset(),
-        layouts=_LAYOUTS[OPS[op].layout] if layouts is None else layouts,
-        contract=_CONTRACTS.get(op, 1),
-        keeps=_BLOCKS if op == "mla_absorb" else frozenset(),
-        phases=frozenset({"prefill", "decode", "verify", "tree"}),
-        rehearsal="ds_runtime_triton.rehearsal:rehearsal",
-        note=note,
-        workspace=workspace,
-        packing=packing,
-    )
+def _offer(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
+    return triton.offer(op, fn, RANK_PORTABLE, *each, _compiles, _dtype, **declared)
 
 
-def _offer_sparse(op: str) -> tuple[Kernel, Kernel]:
-    """Over latent_pages, and over latent_fp8_groups."""
-    chosen, split = gates(_tokens_on_chip, _latent_pages), held.sparse_mla
-    scaled = gates(_tokens_on_chip, _scaled_pages)
-    return (
-        _offer(op, "sparse:sparse_mla", chosen, workspace=split),
-        _offer(op, "sparse:scaled_sparse_mla", scaled, layouts=_SCALED_PAGES, workspace=split),
-    )
-
-
-def _offer_kept(
-    op: str,
-    fn: str,
-    formats: frozenset[str],
-    refuse: Gates = _anywhere,
-    numerics: str = "",
-    packing: str = "",
-) -> Kernel:
+def _keeping(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
     """Of weights that stay as they are: one rank above the kernel that converts."""
-    return Kernel(
-        op=OPS[op],
-        fn=f"ds_runtime_triton.{fn}",
-        provider=PROVIDER,
-        rank=RANK_PORTABLE + 1,
-        refuse=refuse,
-        formats=formats,
-        keeps=formats,
-        phases=frozenset({"prefill", "decode", "verify", "tree"}),
-        rehearsal="ds_runtime_triton.rehearsal:rehearsal",
-        numerics=numerics,
-        packing=packing,
-    )
+    return triton.offer(op, fn, RANK_PORTABLE + 1, *each, _compiles, _dtype, **declared)
 
 
 ATTENTION: tuple[Kernel, ...] = (
-    _offer("mha_prefill", "mha:mha_prefill", _mha_prefill),
+    _offer("mha_prefill", "mha:mha_prefill", _heads_on_chip),
     _offer("merge_state", "small:merge_state"),
-    _offer("mla_decode", "mla:mla_decode", _mla_decode),
-    _offer("mha_decode", "expanded:mha_decode", _mha_decode, layouts=_EXPANDED_PAGES),
-    _offer("mla_absorb", "absorb:mla_absorb", packing=FP8_ROWS),
-    _offer("mla_prologue", "cache:mla_prologue", _latent_pages),
-    _offer("cache_write", "cache:cache_write", _latent_pages),
-    _offer("cache_write", "expanded:expanded_write", _latent_pages, layouts=_EXPANDED_PAGES),
-    _offer("cache_gather", "cache:cache_gather", _latent_pages),
-    _offer("cache_move", "cache:cache_move", _latent_pages),
-    _offer("cache_write", "scaled:scaled_cache_write", _scaled_pages, layouts=_SCALED_PAGES),
-    _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_pages, layouts=_SCALED_PAGES),
-    _offer("cache_move", "scaled:scaled_cache_move", _scaled_pages, layouts=_SCALED_PAGES),
-    _offer("index_prologue", "index:index_prologue", _index_pages),
-    _offer("index_scores", "index:index_scores", gates(_index_sums, _index_pages)),
+    _offer("mla_decode", "mla:mla_decode", _latent),
+    _offer("mha_decode", "expanded:mha_decode", _heads_on_chip, _kv_dtype, layouts=_EXPANDED_PAGES),
+    _offer("mla_absorb", "absorb:mla_absorb", formats=_BOTH, keeps=_BLOCKS, packing=FP8_ROWS),
+    _offer("mla_prologue", "cache:mla_prologue", _kv_dtype),
+    _offer("cache_write", "cache:cache_write", _kv_dtype),
+    _offer("cache_write", "expanded:expanded_write", _kv_dtype, layouts=_EXPANDED_PAGES),
+    _offer("cache_gather", "cache:cache_gather", _kv_dtype),
+    _offer("cache_move", "cache:cache_move", _kv_dtype),
+    _offer("cache_write", "scaled:scaled_cache_write", _scaled_kv, layouts=_SCALED_PAGES),
+    _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_kv, layouts=_SCALED_PAGES),
+    _offer("cache_move", "scaled:scaled_cache_move", _scaled_kv, layouts=_SCALED_PAGES),
+    _offer("index_prologue", "index:index_prologue", _index),
+    _offer("index_scores", "index:index_scores", _index_sums, _index),
     _offer("index_topk", "index:index_topk", workspace=held.index_topk),
-    *_offer_sparse("sparse_prefill"),
-    *_offer_sparse("sparse_decode"),
+    *(
+        _offer(op, f"sparse:{fn}", fits, layouts=layouts, workspace=held.sparse_mla)
+        for op in ("sparse_prefill", "sparse_decode")
+        for fn, fits, layouts in (
+            ("sparse_mla", _latent, {"latent_pages.v1"}),
+            ("scaled_sparse_mla", _scaled, _SCALED_PAGES),
+        )
+    ),
 )
 MOE: tuple[Kernel, ...] = (
-    _offer_kept("experts", "experts:experts_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_EXPERTS),
-    _offer_kept("experts", "experts:experts_int8", _INT8, _int8, "int8_w8a8"),
-    _offer_kept("experts", "coded_experts:experts_w4afp8", _W4AFP8, _fp8, "fp8_w8a8"),
-    _offer_kept("experts", "coded_experts:experts_weight_only", _CODED),
-    _offer("experts", "experts:experts_dense", packing=DENSE_EXPERTS),
+    _keeping(
+        "experts",
+        "experts:experts_fp8",
+        _fp8,
+        formats=_BLOCKS,
+        packing=FP8_EXPERTS,
+    ),
+    _keeping("experts", "experts:experts_int8", _rounds, formats=_INT8, numerics="int8_w8a8"),
+    _keeping("experts", "coded_experts:experts_w4afp8", _fp8, formats=_W4AFP8),
+    _keeping("experts", "coded_experts:experts_weight_only", formats=_CODED),
+    _offer("experts", "experts:experts_dense", formats=_BOTH, packing=DENSE_EXPERTS),
 )
 LINEAR: tuple[Kernel, ...] = (
-    _offer_kept("linear", "linear:linear_fp8", _BLOCKS, _fp8, "fp8_w8a8", FP8_ROWS),
-    _offer_kept("linear", "linear:linear_int8", _INT8, _int8, "int8_w8a8"),
-    _offer_kept("linear", "weight_only:linear_weight_only", _CODED),
-    _offer("linear", "linear:linear_dense", packing=DENSE_ROWS),
+    _keeping("linear", "linear:linear_fp8", _fp8, formats=_BLOCKS, packing=FP8_ROWS),
+    _keeping("linear", "linear:linear_int8", _rounds, formats=_INT8, numerics="int8_w8a8"),
+    _keeping("linear", "weight_only:linear_weight_only", formats=_CODED),
+    _offer("linear", "linear:linear_dense", formats=_BOTH, packing=DENSE_ROWS),
 )
 TOPK: tuple[Kernel, ...] = (
     _offer("router_logits", "router:router_logits"),
@@ -259,7 +208,7 @@ SMALL: tuple[Kernel, ...] = (
     _offer("rope", "cache:rope"),
     _offer("silu_mul", "small:silu_mul"),
     _offer("silu_mul_quantize", "small:silu_mul_quantize", _quantises),
-    _offer("quantize_group", "quant:quantize_group", _converts),
+    _offer("quantize_group", "quant:quantize_group", _converts_fp8),
     _offer("lora_delta", "lora:lora_delta"),
     _offer("mask_logits", "sampling:mask_logits"),
     _offer("sample", "sampling:sample"),
