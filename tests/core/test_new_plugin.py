@@ -25,6 +25,18 @@ def test_the_package_is_named_throughout() -> None:
     assert {"pyproject.toml", "README.md", ".github/workflows/ci.yml"} <= written.keys()
 
 
+def test_a_platforms_package_has_a_linear_that_packs_and_described_devices(
+    tmp_path: Path,
+) -> None:
+    assert main(["new-plugin", NAME, "--platform", "--into", str(tmp_path)]) == 0
+    code = tmp_path / f"ds-runtime-{NAME}" / f"ds_runtime_{NAME}"
+    linear = (code / "linear.py").read_text()
+    assert "def pack(self, weight: Weight" in linear and "def apply(self, x: Tensor" in linear
+    assert len(json.loads((code / "devices.json").read_text())["devices"]) == 2
+    written = {p.relative_to(code.parent).as_posix() for p in code.parent.rglob("*") if p.is_file()}
+    assert written == dict(files(NAME)).keys()
+
+
 def test_a_loaders_package_has_its_own_files_and_those_of_all() -> None:
     written = dict(files(NAME, "loader"))
     assert not [p for p, text in written.items() if "acme" in (p + text).lower()]
@@ -82,31 +94,43 @@ def test_a_loaders_package_passes_as_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"),
+    ("file", "right", "wrong", "says"),
     [
-        (("RANK_SPECIALISED, Facts", "RANK_SPECIALIZED, Facts"), "cannot import name"),
-        pytest.param(*(("def ds_ops(facts", "def ds_opz(facts"), "ds_opz"), marks=pytest.mark.slow),
+        ("__init__", "import plugin", "import plugins", "cannot import name"),
         pytest.param(
-            *(("def ds_ops(facts: Facts)", "def ds_ops(fact: Facts)"), "asks for the argument"),
+            *(
+                "__init__",
+                "hooks = plugin(",
+                "hooks = plugin(ds_opz=print,",
+                "'ds_opz', which is no",
+            ),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(('OPS["silu_mul"]', 'OPS["silu_mull"]'), "silu_mull"), marks=pytest.mark.slow
+            *("__init__", "kernels:OFFERS", "kernels:OFFER", "has no attribute 'OFFER'"),
+            marks=pytest.mark.slow,
         ),
-        (('"septima", RANK', '"cpu", RANK'), "belongs to plugin cpu"),
-        (("return refused() or SeptimaPlatform()", "return 7"), "ds_platform returned 7"),
+        pytest.param(
+            *("kernels", '"silu_mul", "small', '"silu_mull", "small', "silu_mull"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("kernels", "workspace=", "workspaces=", "workspaces"), marks=pytest.mark.slow
+        ),
+        ("kernels", 'Provider("septima"', 'Provider("cpu"', "belongs to plugin cpu"),
+        ("__init__", "platform:SeptimaPlatform", "platform:NODE", "ds_platform raised TypeError"),
     ],
 )
 def test_a_broken_plugin_is_a_sentence_and_others_serve(
-    broken: tuple[str, str], says: str, tmp_path: Path
+    file: str, right: str, wrong: str, says: str, tmp_path: Path
 ) -> None:
     package = tmp_path / "package"
     write_plugin(NAME, tmp_path).rename(package)
     place(package, package / "metadata")
     scored(package)
-    source = package / f"ds_runtime_{NAME}" / "__init__.py"
-    assert broken[0] in source.read_text()
-    source.write_text(source.read_text().replace(*broken))
+    source = package / f"ds_runtime_{NAME}" / f"{file}.py"
+    assert right in source.read_text()
+    source.write_text(source.read_text().replace(right, wrong))
     done = command(package, "ds_runtime", "plan", "--platform", "cpu")
     assert done.returncode == 0, done.stderr
     assert f"plugin {NAME} is left out" in done.stderr and says in done.stderr
@@ -118,7 +142,7 @@ def test_a_broken_plugin_is_a_sentence_and_others_serve(
 def test_the_pytest_plugin_fails_with_the_sentence(tmp_path: Path) -> None:
     package = write_plugin(NAME, tmp_path)
     place(package, package / "metadata")
-    source = package / f"ds_runtime_{NAME}" / "kernels.py"
+    source = package / f"ds_runtime_{NAME}" / "small.py"
     source.write_text(source.read_text().replace("silu(gate) * up", "silu(up) * gate"))
     settings = ("-c", str(package / "pyproject.toml"), "-p", "no:cacheprovider")
     done = command(package, "pytest", "-q", *settings, "-k", "samples", str(package / "tests"))

@@ -168,7 +168,7 @@ def test_the_package_of_the_page_is_the_one_that_new_plugin_writes() -> None:
     page = (ROOT / "docs" / "writing-a-plugin.md").read_text()
     shown = re.findall(r"^### `([\w./]+)`\n\n```\w+\n(.*?)```", page, re.DOTALL | re.MULTILINE)
     written = dict(files("acme"))
-    assert len(shown) == 7
+    assert len(shown) == 9
     for path, text in shown:
         assert text == written[path], f"{path} differs from what ds-runtime new-plugin writes"
     code = {p for p, text in written.items() if p.endswith((".py", ".toml", ".json")) and text}

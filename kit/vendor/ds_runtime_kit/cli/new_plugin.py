@@ -13,11 +13,12 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subcommands.add_parser(
         "new-plugin",
-        help="write a complete plugin package: platform and kernel, or loader; tests, CI",
+        help="write a complete plugin package: platform and kernels, or loader; tests, CI",
         description="Write a package that installs and passes its tests as it is. A platform: it "
-        "takes the host for its device, and is used where it is named; one kernel, conformance "
-        "tests, CI. A loader: it reads a checkpoint format of its own, on every platform; samples, "
-        "conformance tests, a model that is served, CI.",
+        "takes the host for its device, and is used where it is named; a linear that packs "
+        "weights, a small op, described devices, conformance tests, CI. A loader: it reads a "
+        "checkpoint format of its own, on every platform; samples, conformance tests, a model that "
+        "is served, CI.",
     )
     parser.add_argument("name", help="of the plugin, such as acme")
     parser.add_argument(
@@ -26,6 +27,13 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         choices=tuple(KINDS),
         default=PLATFORM,
         help="what it brings (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--platform",
+        dest="kind",
+        action="store_const",
+        const=PLATFORM,
+        help="as --with platform, which is the default",
     )
     parser.add_argument("--into", default=".", metavar="DIR", help="(default: here)")
     parser.set_defaults(run=run)
