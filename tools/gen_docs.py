@@ -121,9 +121,10 @@ All hooks are called at start-up, never during a step. A plugin is a module name
 entry-point group `ds_runtime`. It has functions of these names marked `@hookimpl`
 (`from ds_runtime.api import hookimpl`), or an object `hooks` that `plugin` makes
 ([writing a plugin](writing-a-plugin.md#what-plugins-share)). The five hooks of offers differ for
-readers alone: the runtime puts together what they return. A function may take fewer arguments than listed, so that
-an argument added here later breaks nobody. A plugin that raises, misspells a hook or an argument,
-or returns something else is dropped whole: `ds-runtime plugins --verbose` shows its traceback.
+readers alone: the runtime puts together what they return. A function may take fewer arguments than
+listed, so that an argument added here later breaks nobody. A plugin that raises, misspells a hook
+or an argument, or returns something else is dropped whole: `ds-runtime plugins --verbose` shows
+its traceback.
 
 `ds_platform`, the offers and `ds_defaults` are called once per process for the same arguments, and
 their answers are kept; each runtime gets a copy of the platform. A call above 1 s is a line in the

@@ -4,8 +4,9 @@ The answers of `ds_platform`, of the offers and of `ds_defaults` depend on their
 with the same ones each is called once per process.
 
 A plugin is a module (entry-point group `ds_runtime`) with functions of these names marked
-`@hookimpl`, or with an object `hooks` (`hooks.plugin`). It may take fewer arguments than the spec lists. A plugin that raises becomes a
-refusal with its traceback, and nothing of it stays registered.
+`@hookimpl`, or with an object `hooks` that `hooks.plugin` makes. A function may take fewer
+arguments than the spec lists. A plugin that raises becomes a refusal with its traceback, and
+nothing of it stays registered.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def package_folder(module: str) -> Path | None:
 
 
 def torch_built_for(software: str, folder: Callable[[str], Path | None] = package_folder) -> str:
-    """The version of a vendor's software, named as in torch's version.py ("hip"), that the
-    installed torch was built for, or "". One built from source has a commit in its own version.
+    """The version of a vendor's software, named as in torch's version.py, that the installed torch
+    was built for, or "". A torch built from source has a commit in its own version.
     """
     where = folder("torch")
     text = read_file(where / "version.py") if where is not None else ""
