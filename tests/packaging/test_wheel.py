@@ -44,11 +44,14 @@ def test_a_wheel_has_libraries_demo_and_licence(tmp_path):
     for plugin in ("cpu", "cuda", "rocm", "npu", "xpu", "triton"):
         assert f"ds_runtime_{plugin}/__init__.py" in held
         assert f"ds_runtime_{plugin}/py.typed" in held
+    for tool in ("bench", "convert", "kit"):
+        assert {f"ds_runtime_{tool}/__init__.py", f"ds_runtime_{tool}/py.typed"} <= set(held)
+    assert "ds_runtime/testing/pytest_plugin.py" in held
     sources = ("experts_streaming.cu", "attention.cu", "hopper.cuh")  # compiled where they run
     assert {f"ds_runtime_cuda/csrc/{n}" for n in sources} <= set(held)
     assert "ds_runtime_kit/templates/platform/tests/test_acme.py.tmpl" in held
     assert "ds_runtime_kit/templates/loader/ds_runtime_acme/loader.py.tmpl" in held
-    outside = ("tests/", "csrc/", "benchmarks/", "tools/")
+    outside = ("tests/", "csrc/", "kit/", "benchmarks/", "tools/")
     assert not [n for n in held if n.startswith(outside) or n.endswith(".cpp")]
     (metadata,) = [n for n in held if n.endswith(".dist-info/METADATA")]
     text = zipfile.ZipFile(path).read(metadata).decode()
