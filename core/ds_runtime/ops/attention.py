@@ -221,8 +221,6 @@ MHA_PREFILL = Op(
     reference=f"{_REF}:mha_prefill",
     samples=f"{_REF}:mha_prefill_samples",
     tolerance=_TOLERANCE,
-    version=2,
-    adapter="ds_runtime.ops.adapters:mha_prefill",
     heavy=True,
     summary="variable-length attention with log-sum-exp",
 )
@@ -255,7 +253,6 @@ MLA_DECODE = Op(
     # Queries and probabilities in e4m3, each 2.6e-2 in the mean square, of scores that add up.
     tolerance={**_TOLERANCE, "fp8_queries": 6e-2},
     kind="object",
-    version=2,
     adapter="ds_runtime.ops.adapters:mla_decode",
     heavy=True,
     layout="kv",
@@ -281,8 +278,6 @@ MLA_ABSORB = Op(
     samples=f"{_REF}:mla_absorb_samples",
     tolerance={**_TOLERANCE, "fp8_w8a8": 6e-2},  # as in linear.py
     kind="object",
-    version=2,
-    adapter="ds_runtime.ops.adapters:mla_absorb",
     heavy=True,
     summary="kv_b: expansion for prefill, absorption for decode",
 )

@@ -79,8 +79,6 @@ ROUTE = Op(
     reference=f"{_REF}:route",
     samples=f"{_REF}:route_samples",
     tolerance={"float32": 1e-5, "bfloat16": 1e-5, "float16": 1e-5},
-    version=2,
-    adapter="ds_runtime.ops.adapters:route",
     summary="grouped top-k expert choice",
 )
 

@@ -141,7 +141,6 @@ cpu = Provider(
     "cpu",
     "ds_runtime_cpu",
     phases={"prefill", "decode", "verify", "tree"},
-    contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2},
     numerics={"int8_channel": "int8_w8a8", "int4_group": "int4_w4a8"},
 )
 

@@ -14,7 +14,6 @@ cuda, deep_gemm, flash_mla, flashinfer, flashinfer_cutlass, sgl_kernel = (
         name,
         "ds_runtime_cuda",
         gpu,
-        contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2},
         numerics={"fp8_block": "fp8_w8a8"},
     )
     for name in (

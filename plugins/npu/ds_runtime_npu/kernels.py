@@ -32,7 +32,7 @@ def _bytes_per_token(facts: Facts) -> int:
 
 LATENT_SPLIT = Layout(
     name="latent_split",
-    version=2,
+    version=1,
     allocate="ds_runtime_npu.cache:allocate",
     bytes_per_token=_bytes_per_token,
 )
@@ -43,7 +43,6 @@ npu = Provider(
     "ds_runtime_npu",
     gates(checks.devices("ascend", "Ascend NPUs", "ascend910b", "ascend910_93"), TORCH_NPU.has()),
     layouts={"kv": LATENT_SPLIT.tag, "index": "index_pages.v1"},
-    contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2},
     numerics={"int8_channel": "int8_w8a8"},
 )
 

@@ -26,7 +26,6 @@ rocm, aiter, tilelang = (
         name,
         "ds_runtime_rocm",
         checks.devices("gfx", "AMD Instinct", "gfx942", "gfx950"),
-        contracts={"mha_prefill": 2, "mla_decode": 2, "route": 2},
         numerics={"fp8_block": "fp8_w8a8", "mxfp4": "mxfp4_w4a4"},
     )
     for name in ("rocm", "aiter", "tilelang")

@@ -135,7 +135,6 @@ triton = Provider(
     "triton",
     "ds_runtime_triton",
     phases={"prefill", "decode", "verify", "tree"},
-    contracts={"mha_prefill": 2, "mla_absorb": 2, "mla_decode": 2, "route": 2},
     numerics={"fp8_block": "fp8_w8a8", "w4afp8": "fp8_w8a8"},
     declared={"rehearsal": "rehearsal:rehearsal"},
 )

@@ -26,7 +26,6 @@ xpu, vllm_xpu, sgl_xpu = (  # names that no other plugin has
         name,
         "ds_runtime_xpu",
         checks.devices("xe", "Intel GPUs"),
-        contracts={"mla_decode": 2},
     )
     for name in ("xpu", "vllm_xpu", "sgl_xpu")
 )

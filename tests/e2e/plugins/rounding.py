@@ -84,5 +84,5 @@ def ds_quant_loaders(facts):
 @hookimpl
 def ds_ops(facts):
     parts = (offer(name, name) for name in ("rms_norm", "add_rms_norm", "silu_mul"))
-    attention = offer("mha_prefill", "mha_prefill", contract=2)
+    attention = offer("mha_prefill", "mha_prefill")
     return [attention, *parts, *(offer(name, name) for name in FUSED)]

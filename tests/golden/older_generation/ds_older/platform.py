@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 _MEMORY = 4 << 30
 
 
-class GoldenPlatform(Platform):
-    name = "golden_1"
+class OlderPlatform(Platform):
+    name = "older"
     api_version = 1
     score = -5
 
     def info(self, rank: int = 0) -> DeviceInfo:
-        return DeviceInfo("cpu", "Golden One", "golden1", memory=_MEMORY, cores=2)
+        return DeviceInfo("cpu", "Older One", "older1", memory=_MEMORY, cores=2)
 
     def device(self, rank: int = 0) -> torch.device:
         import torch

@@ -1,4 +1,5 @@
-"""A vendor's plugin of the first contracts: a platform, and kernels of every kind."""
+"""A vendor's plugin of an older generation: a platform, kernels of every kind, and one of them for
+version 0 of its contract."""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ from ds_runtime.api import (
 
 
 def _refuse(facts: Facts) -> str | None:
-    if facts.device.arch != "golden1":
-        return f"made for golden1, not for {facts.device.arch}"
+    if facts.device.arch != "older1":
+        return f"made for older1, not for {facts.device.arch}"
     return None
 
 
 def _offer(op: str, formats: frozenset[str] = frozenset()) -> Kernel:
     return Kernel(
         OPS[op],
-        f"ds_golden_1.kernels:{op}",
-        "golden_1",
+        f"ds_older.kernels:{op}",
+        "older",
         RANK_SPECIALISED,
         _refuse,
         formats=formats,
-        layouts=frozenset({"golden_rows.v1"}) if OPS[op].layout else frozenset(),
+        layouts=frozenset({"older_rows.v1"}) if OPS[op].layout else frozenset(),
         note="frozen",
+        contract=0 if op == "mla_decode" else 1,
     )
 
 
@@ -37,14 +39,14 @@ def _bytes_per_token(facts: Facts) -> int:
     return 4 * (facts.dims["kv_lora"] + facts.dims["qk_rope"])
 
 
-LAYOUT = Layout("golden_rows", 1, "ds_golden_1.kernels:allocate", _bytes_per_token)
+LAYOUT = Layout("older_rows", 1, "ds_older.kernels:allocate", _bytes_per_token)
 
 
 @hookimpl
 def ds_platform() -> Platform:
-    from ds_golden_1.platform import GoldenPlatform
+    from ds_older.platform import OlderPlatform
 
-    return GoldenPlatform()
+    return OlderPlatform()
 
 
 @hookimpl
@@ -64,6 +66,6 @@ def ds_ops(facts: Facts) -> list[Kernel]:
 
 @hookimpl
 def ds_defaults(facts: Facts) -> list[Change]:
-    if facts.device.arch != "golden1":
+    if facts.device.arch != "older1":
         return []
     return [Change("page_size", 32, "its pages are larger")]

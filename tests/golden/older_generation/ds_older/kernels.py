@@ -1,4 +1,4 @@
-"""Kernels by the first contracts: a decoding sequence has one row."""
+"""Kernels of an older generation: a decoding sequence has one row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Linear:
-    tag = "golden_1.linear"
+    tag = "older.linear"
 
     def __init__(self, facts: Facts) -> None:
         self.dtype = torch_dtype(facts.dtype)
