@@ -23,6 +23,7 @@ FORMS = ("auto", "off", "all")
 _WORDS = {"bf16": "bfloat16", "half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 QUANTIZE = ("none", "int8", "int4")
 MOST_REQUESTS = 1 << 16  # that run at once
+MAX_ITL = 50.0  # milliseconds between tokens, of a server
 PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
 
 
@@ -138,6 +139,12 @@ class EngineConfig:
     max_step_tokens: int = _f(2048, "most tokens that one step computes")
     chunked_prefill_size: int = _f(
         512, "most prompt tokens of one request in one step", also={"-1": 1 << 30}
+    )
+    max_itl: float | None = _f(
+        None,
+        "most milliseconds between tokens that the prompts in a step may cause, 0 for any: their "
+        "chunks are sized by what steps took (default: 50 in serve; elsewhere, and with "
+        "--deterministic, 0)",
     )
     prefix_chunk: int = _f(4096, "cached tokens that one prefill expansion handles at a time")
     policy: str = _f("fifo", "order of waiting requests", choices=("fifo", "priority"))
@@ -276,6 +283,15 @@ class EngineConfig:
             raise ConfigError(
                 f"--prefill-graph-sizes {said}: must be numbers of at least 1; "
                 "--disable-prefill-graph captures nothing"
+            )
+        if self.max_itl is not None and not 0 <= self.max_itl < 1e6:
+            raise ConfigError(
+                f"--max-itl {self.max_itl:g}: must be milliseconds, at least 0 (which is no limit)"
+            )
+        if self.max_itl and self.deterministic:
+            raise ConfigError(
+                f"--max-itl {self.max_itl:g} with --deterministic: chunks that are sized by time "
+                "differ from run to run, and so may bits: leave one of them out"
             )
         if self.context_length == 1:
             raise ConfigError(

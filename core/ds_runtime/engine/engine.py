@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, Requ
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.model.config import ModelConfig
-from ds_runtime.platform.compilations import counted
+from ds_runtime.platform.compilations import counted, num_compiled
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
 _MASK_WAIT = 0.002  # and for a mask
@@ -67,6 +68,8 @@ class Engine:
             drafts=runner.width - 1,
             draft_room=runner.speculation.room if runner.speculation else 0,
             pace=Pace(runner.speculation) if runner.speculation else None,
+            max_itl=(config.max_itl or 0.0) / 1000,
+            prefill_sizes=runner.capturing.prefill_sizes if runner.capturing.on else (),
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
@@ -75,7 +78,8 @@ class Engine:
         )
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
-        self._launched: deque[tuple[StepPlan, Handle]] = deque()  # results not collected yet
+        self._launched: deque[_Launched] = deque()  # results not collected yet
+        self._since: float | None = None  # the last result came, and there was work ever since
         overlaps = assembly.platform.asynchronous and not config.disable_overlap_schedule
         self._ahead = int(overlaps)  # steps launched before the oldest is collected
         self._step_seconds = 0.0
@@ -161,23 +165,30 @@ class Engine:
         if plan is not None:
             if self.leader is not None:
                 self.leader.send(plan)
-            self._launched.append((plan, self.runner.launch(plan)))
+            compiled, begin = num_compiled(), time.perf_counter()
+            self._launched.append(_Launched(plan, self.runner.launch(plan), begin, compiled))
         stepped = bool(self._launched) and (plan is None or len(self._launched) > self._ahead)
         if stepped:
             messages += self._collect()
         elif plan is None:
             messages += self.scheduler.followed(_MASK_WAIT)
+        if not self._launched and (plan is None or not self.has_work):
+            self._since = None
         self._step_seconds += time.perf_counter() - start
         if stepped:
             self._observers.tell(self, messages)
         return messages
 
     def _collect(self) -> list[Tokens | Failed]:
-        done, handle = self._launched.popleft()
-        result = self.runner.collect(handle)
+        step = self._launched.popleft()
+        result = self.runner.collect(step.handle)
+        now, begin = time.perf_counter(), step.begin if self._since is None else self._since
+        self._since = now
         if (pace := self.scheduler.limits.pace) is not None:
-            pace.note(done, result, time.perf_counter())
-        return self.scheduler.update(done, result)
+            pace.note(step.plan, result, now)
+        # A step that compiled says nothing of the next.
+        seconds = now - begin if num_compiled() == step.compiled else None
+        return self.scheduler.update(step.plan, result, seconds)
 
     def _compiled(self) -> list[Tokens | Failed]:
         """Queue what has its grammar; with nothing else to do, wait a little for the next."""
@@ -229,6 +240,16 @@ class Engine:
         self.scheduler.close()
         if self.leader is not None:
             self.leader.part(self.runner)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step under way: when its launch began, and how many kernels had been compiled by then."""
+
+    plan: StepPlan
+    handle: Handle
+    begin: float
+    compiled: int
 
 
 def _pages(config: EngineConfig, count: int) -> Pages:

@@ -19,7 +19,9 @@ class SchedulerLimits:
     """What one engine can hold. Lengths in tokens; `policy` is "fifo" or "priority".
 
     `drafts`: tokens that are drafted behind a sampled one; `draft_room`: places behind it that
-    drafting them takes; `pace`: how many a step drafts, where that varies.
+    drafting them takes; `pace`: how many a step drafts, where that varies. `max_itl`: seconds of a
+    step that decodes and carries prompts, 0 for any; `prefill_sizes`: tokens of the steps with
+    prompts that are captured, rising.
     """
 
     context_length: int
@@ -34,6 +36,8 @@ class SchedulerLimits:
     drafts: int = 0
     draft_room: int = 0
     pace: Pace | None = None
+    max_itl: float = 0.0
+    prefill_sizes: tuple[int, ...] = ()
 
 
 def check_prompt(prompt: Sequence[int], limits: SchedulerLimits, pool_tokens: int) -> None:

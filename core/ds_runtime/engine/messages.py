@@ -167,7 +167,10 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     `draft_tokens` were verified, `verified` times one request's at once, and `accepted_tokens` of
     them were right. `broken`: choices that ended because the model's logits were not finite. Of
     structured output: processor seconds that masks took, how often a choice sat a step out because
-    its mask was not there, and rules that wait to be compiled. `compilations`: kernels that were
+    its mask was not there, and rules that wait to be compiled. Of steps with prompts: their number,
+    the prompts' new tokens in them, how many carried less of prompts than they could for
+    --max-itl, and of those since their cost is known, what they took and were expected to take.
+    `compilations`: kernels that were
     compiled in rank 0's process, by "compiler kernel".
     """
 
@@ -190,6 +193,11 @@ class Stats(msgspec.Struct, tag=True, kw_only=True):
     mask_seconds: float = 0.0
     late_masks: int = 0
     rules_waiting: int = 0
+    prefill_steps: int = 0
+    prefill_tokens: int = 0
+    prefill_steps_cut: int = 0
+    prefill_seconds: float = 0.0
+    prefill_seconds_expected: float = 0.0
     compilations: dict[str, int] = {}
 
 

@@ -21,6 +21,7 @@ from ds_runtime.engine.holdings import Holdings, Pages
 from ds_runtime.engine.limits import SchedulerLimits, check_params, check_prompt
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.request import Request, State
+from ds_runtime.engine.sizing import Room, Sizing
 from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import FieldPath, QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
@@ -45,6 +46,8 @@ class Scheduler:
         self._num_guided = 0
         self._underway = Underway()
         self._drafts = limits.drafts  # of the step that is planned
+        chunk, most = limits.prefill_chunk, limits.max_step_tokens
+        self._sizing = Sizing(limits.max_itl, most, chunk, limits.prefill_sizes)
         self._pool_tokens = self.holdings.most_pages * limits.page_size  # of one request at most
         self._stats = Stats(pages_total=self.holdings.num_pages)
 
@@ -147,28 +150,32 @@ class Scheduler:
                 planned.append(request)
                 spare -= length - 1
         budget = spare + len(decodes) - len(planned)
+        room = self._sizing.open(plan)
         for request in self.running:
-            if budget and request.can_prefill:
-                budget -= self._prefill(request, budget, plan, planned)
-        for request in self._admissions() if budget else ():
+            if budget and request.can_prefill and not room.is_full:
+                budget -= self._prefill(request, budget, plan, planned, room)
+        for request in self._admissions() if budget and not room.is_full else ():
             plan.init.append(request.row_init())
-            budget -= self._prefill(request, budget, plan, planned)
-            if not budget:
+            budget -= self._prefill(request, budget, plan, planned, room)
+            if not budget or room.is_full:
                 break
         if not plan.works:
             return None
+        self._sizing.launched(room)
         self._stats.steps += 1
         self._in_flight.append((plan.step, planned))
         return plan
 
     def _prefill(
-        self, request: Request, budget: int, plan: StepPlan, planned: list[Request]
+        self, request: Request, budget: int, plan: StepPlan, planned: list[Request], room: Room
     ) -> int:
-        """Plan the next chunk of known tokens; how many that are."""
+        """Plan the next chunk of known tokens; how many that are, 0 where the step is full."""
         left = request.total_len - request.num_computed
-        length = min(left, budget, self.limits.prefill_chunk)
-        plan.works.append(self._work(request, length))
-        planned.append(request)
+        most = min(left, budget, self.limits.prefill_chunk)
+        others = bool(self.waiting) or any(r.can_prefill for r in self.running if r is not request)
+        if length := room.take(request.num_computed, most, others):
+            plan.works.append(self._work(request, length))
+            planned.append(request)
         return length
 
     def _work(self, request: Request, length: int) -> Work:
@@ -275,10 +282,15 @@ class Scheduler:
 
     # ---- after a step ----
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[Tokens | Failed]:
-        """Take a step's result, in the order of the plans; what each request is to be told."""
+    def update(
+        self, plan: StepPlan, result: StepResult, seconds: float | None = None
+    ) -> list[Tokens | Failed]:
+        """Take a step's result, in the order of the plans; what each request is to be told.
+        seconds: that it took, where that is known.
+        """
         step, requests = self._in_flight.popleft()
         assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
+        self._sizing.note(seconds, self._stats)
         messages = list[Tokens | Failed]()
         fresh = list[Guided]()
         for request, work, outcome in zip(requests, plan.works, result.works, strict=True):

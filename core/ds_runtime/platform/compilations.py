@@ -47,3 +47,9 @@ def counted() -> Mapping[tuple[str, str], int]:
     """How many kernels were compiled since the process began, by compiler and kernel."""
     with _LOCK:
         return dict(_COUNTS)
+
+
+def num_compiled() -> int:
+    """How many kernels were compiled since the process began."""
+    with _LOCK:
+        return _COUNTS.total()

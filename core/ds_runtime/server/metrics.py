@@ -115,6 +115,36 @@ _STATS: tuple[tuple[str, str, type[Metric], str], ...] = (
         GaugeMetricFamily,
         "rules for the output that wait to be compiled",
     ),
+    (
+        "prefill_steps",
+        "prefill_steps",
+        CounterMetricFamily,
+        "engine steps that carried tokens of prompts",
+    ),
+    (
+        "prefill_tokens",
+        "prefill_chunk_tokens",
+        CounterMetricFamily,
+        "tokens of prompts in these steps; over the steps: the mean chunk",
+    ),
+    (
+        "prefill_steps_cut",
+        "prefill_steps_cut",
+        CounterMetricFamily,
+        "of these steps those that carried less of prompts, for --max-itl",
+    ),
+    (
+        "prefill_seconds",
+        "prefill_step_seconds",
+        CounterMetricFamily,
+        "time of these steps since their cost is known",
+    ),
+    (
+        "prefill_seconds_expected",
+        "prefill_step_expected_seconds",
+        CounterMetricFamily,
+        "time that these steps were expected to take; chunks are sized by it",
+    ),
     ("steps", "engine_steps", CounterMetricFamily, "engine steps"),
     ("step_seconds", "engine_step_seconds", CounterMetricFamily, "time in engine steps"),
 )

@@ -14,6 +14,7 @@ import ssl
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import uvloop
 from fastapi import FastAPI
 
-from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.model.peft import AdapterSpec
@@ -66,6 +67,8 @@ def serve(
     anything is started.
     """
     start = _launcher(server_config) if launch is None else launch
+    if engine_config.max_itl is None and not engine_config.deterministic:
+        engine_config = replace(engine_config, max_itl=MAX_ITL)
     check_tls(server_config)
     _check_dp(engine_config, server_config)
     address = server_config.host, server_config.port

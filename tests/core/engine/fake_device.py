@@ -7,6 +7,7 @@ stale page, a wrong position or a lost token cannot pass unseen. Free pages are 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_runtime.engine.holdings import Pages
@@ -183,6 +184,7 @@ class Rig:
         self.scheduler = Scheduler(self.limits, self.ranks)
         self.device = FakeDevice(num_pages, page_size, self.limits.max_running, ranks)
         self.overlap = overlap
+        self.seconds: Callable[[StepPlan], float | None] = lambda plan: None
         self.submits: dict[str, Submit] = {}
         self.answers: dict[str, Answer] = {}
         self.cached: dict[str, int] = {}
@@ -240,7 +242,8 @@ class Rig:
         return plan
 
     def receive(self) -> list[Tokens]:
-        messages = self.scheduler.update(*self.launched.pop(0))
+        plan, result = self.launched.pop(0)
+        messages = self.scheduler.update(plan, result, self.seconds(plan))
         for message in messages:
             self._take(message)
         return messages

@@ -19,6 +19,7 @@ const TILES = [
   ["Answers ended by NaN", (c) => read(c.now, "corrupted_requests_total"), whole],
   ["Prompt tokens from cache", cached, (v) => (v === null ? "–" : share(v))],
   ["Waited for a shared beginning", (c) => read(c.now, "prefix_waits_total"), whole],
+  ["Prompt tokens per step that has some", chunk, (v) => (v === null ? "–" : whole(v))],
   ["Kernels compiled", (c) => read(c.now, "kernel_compilations_total"), whole],
 ];
 
@@ -30,6 +31,11 @@ function latency(name) {
 function cached(c) {
   const asked = grown(c.now, c.past, "prefix_cache_queries_total");
   return asked ? grown(c.now, c.past, "prefix_cache_hits_total") / asked : null;
+}
+
+function chunk(c) {
+  const steps = grown(c.now, c.past, "prefill_steps_total");
+  return steps ? grown(c.now, c.past, "prefill_chunk_tokens_total") / steps : null;
 }
 
 function tile(name) {
