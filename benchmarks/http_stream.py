@@ -61,7 +61,7 @@ def engine_main(to_engine: str, from_engine: str, rate: float) -> None:
         page_size=16,
         queue_limit=4096,
     )
-    push.send(encoder.encode(ready))
+    push.send(encoder.encode([ready]))
     running: dict[str, tuple[cycle[int], int]] = {}
     while True:
         begin = time.perf_counter()
@@ -73,15 +73,15 @@ def engine_main(to_engine: str, from_engine: str, rate: float) -> None:
                         running[rid] = own
                 case Stop():
                     return
-        frames = []
+        messages = []
         for rid, (script, left) in list(running.items()):
             finish = "length" if left == 1 else None
-            frames.append(encoder.encode(Tokens(rid=rid, tokens=[next(script)], finish=finish)))
+            messages.append(Tokens(rid=rid, tokens=[next(script)], finish=finish))
             running[rid] = script, left - 1
             if finish:
                 del running[rid]
-        if frames:
-            push.send_multipart(frames)
+        if messages:
+            push.send(encoder.encode(messages))
         time.sleep(max(0.0, 1 / rate - (time.perf_counter() - begin)))
 
 

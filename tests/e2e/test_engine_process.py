@@ -65,7 +65,7 @@ class Front:
                 if isinstance(message, kinds):
                     return message
             if self.inbox.poll(100):
-                self.pending += map(decode_from_engine.decode, self.inbox.recv_multipart())
+                self.pending += decode_from_engine.decode(self.inbox.recv())
             elif self.engine.poll() is not None and not self.inbox.poll(300):
                 raise AssertionError(f"the engine died: {self.engine.poll()}")
         raise AssertionError(f"no {kinds} within {timeout} s")
@@ -249,7 +249,7 @@ def test_a_rank_that_is_killed_under_load_is_the_reason_and_no_other(tiny, capfd
             time.sleep(0.02)
         assert "rank 1 was ended by SIGKILL" in end.engine.poll()
         while end.inbox.poll(300):
-            end.pending += map(decode_from_engine.decode, end.inbox.recv_multipart())
+            end.pending += decode_from_engine.decode(end.inbox.recv())
         assert not [m for m in end.pending if isinstance(m, Dead)]  # it would be believed first
 
 

@@ -217,7 +217,7 @@ class Front:
         deadline = time.monotonic() + 60
         while self.engine.poll() is None and time.monotonic() < deadline:
             if self.inbox.poll(50):
-                found = map(decode_from_engine.decode, self.inbox.recv_multipart())
+                found = decode_from_engine.decode(self.inbox.recv())
                 if any(isinstance(m, kinds) for m in found):
                     return True
         return False

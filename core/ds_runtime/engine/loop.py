@@ -55,12 +55,12 @@ class EngineLoop:
             self._receive()
             messages = self.engine.step()
             if messages:  # one write for a whole step
-                self._outbox.send_multipart([encoder.encode(m) for m in messages])
+                self._outbox.send(encoder.encode(messages))
             self._tell_stats()
 
     def emit(self, message: FromEngine) -> None:
         """Send one message to the front end."""
-        self._outbox.send(encoder.encode(message))
+        self._outbox.send(encoder.encode([message]))
 
     def _receive(self) -> None:
         """Take every message that is here; wait for one when there is nothing to compute."""
@@ -141,7 +141,7 @@ def serve(spec: RankSpec) -> None:
         # Of several ranks, one meets only the broken connection of the one that fell: the watcher
         # in the front end's process knows which was first and why.
         if spec.size == 1:
-            outbox.send(encoder.encode(Dead(described(e, spec.rank))))
+            outbox.send(encoder.encode([Dead(described(e, spec.rank))]))
         raise
     finally:
         context.destroy(linger=500)

@@ -252,4 +252,4 @@ FromEngine = Tokens | Failed | Stats | Flushed | Profiled | Adapted | Ready | De
 
 encoder = msgspec.msgpack.Encoder()
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine)
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine)
+decode_from_engine = msgspec.msgpack.Decoder(list[FromEngine])  # what a step gave is one frame

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import zmq
@@ -33,7 +34,7 @@ from ds_runtime.errors import DsRuntimeError, EngineDeadError, RequestError
 from ds_runtime.server.errors import DrainingError, NotReadyError
 
 _LEAVING = "the server is shutting down"
-_DRAIN = 256  # messages handled before other callbacks of the event loop get a turn
+_DRAIN = 256  # steps' messages handled before other callbacks of the event loop get a turn
 
 
 class Flight:
@@ -41,7 +42,8 @@ class Flight:
 
     def __init__(self) -> None:
         self._running: dict[str, EngineClient] = {}
-        self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
+        self._came: deque[Tokens | Exception] = deque()
+        self._awaited: asyncio.Future[None] | None = None
 
     async def next(self) -> Tokens:
         """The next tokens of any choice, in order per choice.
@@ -49,7 +51,10 @@ class Flight:
         Raises QueueFullError or RequestError as the engine refuses, LogitsError where one choice
         cannot go on, EngineDeadError when the engine dies.
         """
-        item = await self._queue.get()
+        while not self._came:
+            self._awaited = asyncio.get_running_loop().create_future()
+            await self._awaited
+        item = self._came.popleft()
         if isinstance(item, Exception):
             raise item
         return item
@@ -64,7 +69,7 @@ class Flight:
         """End what runs here and in the engine: it finishes with "abort" and the text so far."""
         for rid in sorted(self._running):
             self.drop(rid)
-            self._queue.put_nowait(Tokens(rid=rid, tokens=[], finish="abort"))
+            self._hand_over(Tokens(rid=rid, tokens=[], finish="abort"))
 
     def close(self) -> None:
         """Abort everything that has not finished. May be called twice."""
@@ -80,7 +85,13 @@ class Flight:
         """For the client: hand over one message."""
         if isinstance(message, Tokens) and message.finish is not None:
             self._running.pop(message.rid, None)
-        self._queue.put_nowait(message)
+        self._hand_over(message)
+
+    def _hand_over(self, message: Tokens | Exception) -> None:
+        self._came.append(message)
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
 
     def lose(self, rid: str) -> None:
         """For the client: the engine refused this choice; there is nothing to abort."""
@@ -303,10 +314,10 @@ class EngineClient:
             return
         with contextlib.suppress(zmq.Again):
             for _ in range(_DRAIN):
-                frames = self._pull.recv_multipart(zmq.NOBLOCK)
+                frame = self._pull.recv(zmq.NOBLOCK)
                 self.heard += 1
-                for frame in frames:
-                    self._receive(decode_from_engine.decode(frame))
+                for message in decode_from_engine.decode(frame):
+                    self._receive(message)
             self._loop.call_soon(self._drain)
 
     def _receive(self, message: FromEngine) -> None:

@@ -30,7 +30,7 @@ current_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 @dataclass(slots=True)
 class Exchange:
     """What is known of a request. `run` is set by routes that generate; `status` 0: no answer.
-    `is_foreign`: a page of an origin sends it that --cors-origins lets in without naming it.
+    `write`: the server's own `send`, for what no middleware needs to see. `is_foreign`: a page of an origin sends it that --cors-origins lets in without naming it.
 
     `route` is the pattern, such as /v1/models/{name}, or "other". `began` is in ns since 1970,
     `begin` and `end` are of `time.perf_counter`.
@@ -41,6 +41,7 @@ class Exchange:
     path: str
     client: str
     headers: Headers
+    write: Send
     began: int = field(default_factory=time.time_ns)
     begin: float = field(default_factory=time.perf_counter)
     end: float = 0.0
@@ -88,6 +89,7 @@ class Observe:
             scope["path"],
             (scope.get("client") or ("",))[0],
             headers,
+            send,
         )
         current_id.set(exchange.request_id)  # the task is this request's own
         done = False

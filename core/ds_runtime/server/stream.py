@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from ds_runtime.server.bodies import Bodies
 from ds_runtime.server.choice import Choice, Piece
 from ds_runtime.server.errors import ClientGoneError, as_api_error
+from ds_runtime.server.exchange import exchange_of
 from ds_runtime.server.formats import Format
 from ds_runtime.server.run import Run
 from ds_runtime.server.translate import ClientNames
@@ -50,11 +51,15 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A response of server-sent events that ends `events` and calls `on_close`, come what may."""
+    """A response of server-sent events that ends `events` and calls `on_close`, come what may.
+    write: the server's own `send`, past everything in between, which sees begin and end alone.
+    """
 
-    def __init__(self, events: AsyncGenerator[bytes], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes], on_close: Callable[[], None], write: Send
+    ) -> None:
         super().__init__()
-        self._events, self._on_close = events, on_close
+        self._events, self._on_close, self._write = events, on_close, write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the events end or the client leaves."""
@@ -66,9 +71,10 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        write = self._write
         async with contextlib.aclosing(self._events) as events:
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await write({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -79,38 +85,33 @@ async def stream_response(
     request's fields, for errors inside the stream."""
     pieces = run.pieces()
     first = await until_disconnect(request.receive, anext(pieces))
-    events = _events(run, form, _chain(first, pieces), names, request.app.state.bodies)
-    return EventStream(events, run.close)
+    events = _events(run, form, first, pieces, names, request.app.state.bodies)
+    return EventStream(events, run.close, exchange_of(request.scope).write)
 
 
-async def _chain(
-    first: tuple[Choice, Piece], rest: AsyncGenerator[tuple[Choice, Piece]]
-) -> AsyncIterator[tuple[Choice, Piece]]:
-    yield first
-    async for item in rest:
-        yield item
-
-
-def _worded(run: Run, form: Format, choice: Choice, piece: Piece) -> list[bytes]:
-    return [form.event(chunk) for chunk in form.chunks(run, choice, piece)]
+def _worded(run: Run, form: Format, choice: Choice, piece: Piece) -> bytes:
+    return b"".join([form.event(chunk) for chunk in form.chunks(run, choice, piece)])
 
 
 async def _events(
     run: Run,
     form: Format,
-    pieces: AsyncIterator[tuple[Choice, Piece]],
+    item: tuple[Choice, Piece] | None,
+    rest: AsyncGenerator[tuple[Choice, Piece]],
     names: ClientNames,
     bodies: Bodies,
 ) -> AsyncGenerator[bytes]:
+    """All of a piece at a time; nothing where it has nothing to tell yet."""
     try:
-        async for choice, piece in pieces:
+        while item is not None:
+            choice, piece = item
             if (numbers := choice.num_logprobs(piece, form.cumulative)) == 0:  # nearly always
-                for chunk in form.chunks(run, choice, piece):
-                    yield form.event(chunk)
+                worded = _worded(run, form, choice, piece)
             else:
-                made = partial(_worded, run, form, choice, piece)
-                for event in await bodies.word(numbers, made):
-                    yield event
+                worded = await bodies.word(numbers, partial(_worded, run, form, choice, piece))
+            if worded:
+                yield worded
+            item = await anext(rest, None)
         for chunk in form.last(run):
             yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream

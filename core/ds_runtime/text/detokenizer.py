@@ -27,6 +27,8 @@ class TextDecoder:
         """Text that became complete with `token`; often empty."""
         if token in self._skipped:
             return ""
+        if not self._utf8.buffer and (whole := self._tokenizer.whole_text(token)) is not None:
+            return whole
         return self._utf8.decode(self._tokenizer.token_bytes(token))
 
     def flush(self) -> str:
@@ -70,6 +72,10 @@ class OutputState:
         if self.finished:
             return TextDelta("", True)
         params = self._params
+        if finish is None and not params.stop:  # nearly always
+            self.count += len(tokens)
+            push = self._decoder.push
+            return Delta("".join([push(token) for token in tokens]), False, used=len(tokens))
         out: list[str] = []
         for used, token in enumerate(tokens, start=1):
             self.count += 1

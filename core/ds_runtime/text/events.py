@@ -56,13 +56,28 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """The events of one choice, in order, and added up."""
+    """The events of one choice, in order, and added up: text that goes on is one event."""
 
-    events: list[Event] = field(default_factory=list)
+    _over: list[Event] = field(default_factory=list)
+    _last: Reasoning | Content | CallArguments | None = None
+    _texts: list[str] = field(default_factory=list)  # of the last event
 
     def add(self, events: Iterable[Event]) -> None:
         """Take more events, in order."""
-        self.events += events
+        for event in events:
+            if isinstance(event, CallBegin | CallEnd):
+                self._over, self._last = [*self.events, event], None
+            elif event[:-1] == (self._last or ())[:-1] and type(event) is type(self._last):
+                self._texts.append(event.text)
+            else:
+                self._over, self._last, self._texts = self.events, event, [event.text]
+
+    @property
+    def events(self) -> list[Event]:
+        """All so far."""
+        if self._last is None:
+            return self._over.copy()
+        return [*self._over, self._last._replace(text="".join(self._texts))]
 
     @property
     def reasoning(self) -> str:

@@ -49,6 +49,7 @@ class Tokenizer:
         own_eos = self._id_of("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *(() if own_eos is None else (own_eos,))]))
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._split = self.split if split is None else split
 
     @classmethod
@@ -120,6 +121,15 @@ class Tokenizer:
             text = self.backend.id_to_token(token)
             known = self._bytes[token] = b"" if text is None else _to_bytes(text)
         return known
+
+    def whole_text(self, token: int) -> str | None:
+        """The text that `token` stands for; None where its bytes are no whole characters."""
+        if token not in self._texts:
+            try:
+                self._texts[token] = self.token_bytes(token).decode()
+            except UnicodeDecodeError:
+                self._texts[token] = None
+        return self._texts[token]
 
     def token_id(self, text: str) -> int | None:
         """The id of the one token that is `text`; None if there is none."""

@@ -99,7 +99,7 @@ class FakeEngine:
         context.destroy(linger=500)
 
     def send(self, *messages) -> None:
-        self.push.send_multipart([encoder.encode(m) for m in messages])
+        self.push.send(encoder.encode(messages))
 
     def receive(self, data) -> None:
         match message := decode_to_engine.decode(data):
