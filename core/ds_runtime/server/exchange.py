@@ -30,7 +30,8 @@ current_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 @dataclass(slots=True)
 class Exchange:
     """What is known of a request. `run` is set by routes that generate; `status` 0: no answer.
-    `write`: the server's own `send`, for what no middleware needs to see. `is_foreign`: a page of an origin sends it that --cors-origins lets in without naming it.
+    `write`: the server's own `send`, for what no middleware needs to see.
+    `is_foreign`: a page of an origin sends it that --cors-origins lets in without naming it.
 
     `route` is the pattern, such as /v1/models/{name}, or "other". `began` is in ns since 1970,
     `begin` and `end` are of `time.perf_counter`.

@@ -136,13 +136,22 @@ class ChatFormat(Chunks):
         return out
 
     def _chunk(self, run: Run, choices: list[Json], usage: Json | None) -> Json:
-        out = self._head(run, "chat.completion.chunk") | {"choices": choices}
-        return out if self._usage is UsageChunks.NONE else out | {"usage": usage}
+        out = self._head(run, "chat.completion.chunk")
+        out["choices"] = choices
+        if self._usage is not UsageChunks.NONE:
+            out["usage"] = usage
+        return out
 
     def chunks(self, run: Run, choice: Choice, piece: Piece) -> Iterator[Json]:
         """The role first, then text, then the finish reason."""
         entry: Json = {"index": choice.index, "logprobs": None, "finish_reason": None}
         used = run.usage(choice) if self._usage is UsageChunks.EACH else None
+        more = piece.first or piece.finish_reason or self._logprobs or self._ids
+        if len(piece.events) == 1 and not more:  # nearly always
+            if (delta := _delta(piece.events[0])) is not None:
+                entry["delta"] = delta
+                yield self._chunk(run, [entry], used)
+            return
         if piece.first:
             begin = {"role": "assistant", "content": ""}
             prompt = {"prompt_token_ids": choice.prompt.ids} if self._ids else {}

@@ -128,7 +128,8 @@ class Run:
             if message.rid not in self._running:
                 continue  # sent before the engine saw the abort
             choice = self._by_rid[message.rid]
-            self._spread(choice, message)
+            if message.prompt_logprobs is not None:
+                self._spread(choice, message)
             piece = choice.take(message)
             self.timer.tokens(choice.rid, len(piece.tokens), message.prefill_seconds)
             if piece.finish_reason is not None:
@@ -141,10 +142,9 @@ class Run:
 
     def _spread(self, choice: Choice, message: Tokens) -> None:
         """Every choice of a prompt shows the prompt's log-probabilities; one message has them."""
-        if message.prompt_logprobs is not None:
-            for other in self.choices:
-                if other.prompt is choice.prompt:
-                    other.prompt_logprobs = message.prompt_logprobs
+        for other in self.choices:
+            if other.prompt is choice.prompt:
+                other.prompt_logprobs = message.prompt_logprobs
 
     def abort(self) -> None:
         """End now: every choice that runs finishes with "abort" and what it has."""

@@ -96,14 +96,14 @@ def _worded(run: Run, form: Format, choice: Choice, piece: Piece) -> bytes:
 async def _events(
     run: Run,
     form: Format,
-    item: tuple[Choice, Piece] | None,
+    item: tuple[Choice, Piece],
     rest: AsyncGenerator[tuple[Choice, Piece]],
     names: ClientNames,
     bodies: Bodies,
 ) -> AsyncGenerator[bytes]:
     """All of a piece at a time; nothing where it has nothing to tell yet."""
     try:
-        while item is not None:
+        while True:
             choice, piece = item
             if (numbers := choice.num_logprobs(piece, form.cumulative)) == 0:  # nearly always
                 worded = _worded(run, form, choice, piece)
@@ -111,7 +111,10 @@ async def _events(
                 worded = await bodies.word(numbers, partial(_worded, run, form, choice, piece))
             if worded:
                 yield worded
-            item = await anext(rest, None)
+            try:
+                item = await anext(rest)
+            except StopAsyncIteration:
+                break
         for chunk in form.last(run):
             yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream

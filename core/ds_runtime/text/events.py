@@ -41,6 +41,7 @@ class CallEnd(NamedTuple):
     complete: bool
 
 
+_BOUNDS = (CallBegin, CallEnd)
 Event: TypeAlias = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
@@ -65,7 +66,7 @@ class Answer:
     def add(self, events: Iterable[Event]) -> None:
         """Take more events, in order."""
         for event in events:
-            if isinstance(event, CallBegin | CallEnd):
+            if isinstance(event, _BOUNDS):
                 self._over, self._last = [*self.events, event], None
             elif event[:-1] == (self._last or ())[:-1] and type(event) is type(self._last):
                 self._texts.append(event.text)
