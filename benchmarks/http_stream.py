@@ -189,7 +189,7 @@ def main() -> int:
     wait_until_up(args.port)
     stream_all(args.port, 4, 64)
     process = psutil.Process(server.pid)
-    found = []
+    found, shares = [], []
     for _ in range(args.rounds):
         before, begin = process.cpu_times(), time.perf_counter()
         first = stream_all(args.port, args.streams, args.tokens)
@@ -198,8 +198,10 @@ def main() -> int:
         number = args.streams * args.tokens
         chunks = first.count(b"data: ")
         found.append(round((user + system) / number * 1e6, 1))
+        shares.append(round((user + system) / seconds, 3))
         print(
             f"{args.streams} streams x {args.tokens} tokens in {seconds:.1f} s: "
+            f"{shares[-1]:.0%} of a core, "
             f"{(user + system) / number * 1e6:.1f} us of CPU per token "
             f"({user / number * 1e6:.1f} user, {system / number * 1e6:.1f} system), "
             f"{chunks} events and {len(first)} bytes in the first stream"
@@ -209,7 +211,13 @@ def main() -> int:
     if not (args.no_record or args.profile):
         command = f"python benchmarks/http_stream.py {' '.join(sys.argv[1:])}".rstrip()
         asked = {"streams": args.streams, "tokens": args.tokens, "rate": args.rate}
-        row = {"bench": "http_stream", **asked, "us_per_token": found, "command": command}
+        row = {
+            "bench": "http_stream",
+            **asked,
+            "us_per_token": found,
+            "core_share": shares,
+            "command": command,
+        }
         append(RESULTS, row | environment())
     return 0
 

@@ -85,6 +85,11 @@ def create_app(
     app.state.service = service
     bodies = app.state.bodies = Bodies(config.max_body, lambda: _context(client))
     metrics.watch("body_bytes", "bytes of bodies that are read or worked on", lambda: bodies.held)
+    metrics.watch(
+        "stream_turn_seconds",
+        "time for which tokens gather in a busy front end before they are sent; 0: none",
+        lambda: max(engine.turns.pause for engine in client.clients),
+    )
     keys = Keys.of(config)
     if keys.any or keys.has_admin:
         app.add_middleware(Guard, keys=keys)

@@ -32,6 +32,7 @@ from ds_runtime.engine.messages import (
 from ds_runtime.engine.transport import bind_pull, connect_push
 from ds_runtime.errors import DsRuntimeError, EngineDeadError, RequestError
 from ds_runtime.server.errors import DrainingError, NotReadyError
+from ds_runtime.server.turns import Turns, joined
 
 _LEAVING = "the server is shutting down"
 _DRAIN = 256  # steps' messages handled before other callbacks of the event loop get a turn
@@ -88,7 +89,15 @@ class Flight:
         self._hand_over(message)
 
     def _hand_over(self, message: Tokens | Exception) -> None:
-        self._came.append(message)
+        last = self._came[-1] if self._came else None
+        if (
+            isinstance(message, Tokens)
+            and isinstance(last, Tokens)
+            and (last.rid, last.finish) == (message.rid, None)
+        ):
+            self._came[-1] = joined(last, message)
+        else:
+            self._came.append(message)
         awaited, self._awaited = self._awaited, None
         if awaited is not None and not awaited.done():
             awaited.set_result(None)
@@ -107,7 +116,7 @@ class EngineClient:
     restarted is brought to it. `ready` is None while the engine loads; `dead` holds the reason once
     it is gone, and `outlook` tells what then happens. `restarting`: why another is on its way.
     `draining`: the server takes no request any more. `adapters`: the names of those that are
-    loaded. `heard` counts messages.
+    loaded. `heard` counts messages. `turns`: how often they are taken.
     """
 
     def __init__(self, to_engine: str, from_engine: str, think_id: int | None = None) -> None:
@@ -123,6 +132,8 @@ class EngineClient:
         self.adapters: list[str] = []
         self.heard = 0
         self.adapted: dict[str, str | None] = {}
+        self.turns = Turns()
+        self._turn: asyncio.TimerHandle | None = None  # the next, where one waits for it
         self._changed = asyncio.Event()
         self._flights: dict[str, Flight] = {}
         self._answers: dict[str, asyncio.Future[Flushed | Profiled | Adapted]] = {}
@@ -159,6 +170,9 @@ class EngineClient:
         context, self._context = self._context, None
         if context is not None:
             self._loop.remove_reader(self._fd)
+            if self._turn is not None:
+                self._turn.cancel()
+                self._turn = None
             context.destroy()
 
     async def wait(self) -> None:
@@ -319,6 +333,15 @@ class EngineClient:
                 for message in decode_from_engine.decode(frame):
                     self._receive(message)
             self._loop.call_soon(self._drain)
+            return
+        if self._turn is None and (pause := self.turns.over()) > 0:
+            self._loop.remove_reader(self._fd)
+            self._turn = self._loop.call_later(pause, self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._turn = None
+        self._loop.add_reader(self._fd, self._drain)
+        self._drain()
 
     def _receive(self, message: FromEngine) -> None:
         match message:
