@@ -26,13 +26,13 @@ import uvloop
 from bench_server import served
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.bench.record import append, environment, load_format
-from ds_runtime.bench.serving.client import Target
-from ds_runtime.bench.serving.load import Load
-from ds_runtime.bench.serving.measure import Asked, measure
-from ds_runtime.bench.serving.prompts import Prompt
-from ds_runtime.bench.serving.sessions import Session
 from ds_runtime.model.hub import resolve_model
+from ds_runtime_bench.record import append, environment, load_format
+from ds_runtime_bench.serving.client import Target
+from ds_runtime_bench.serving.load import Load
+from ds_runtime_bench.serving.measure import Asked, measure
+from ds_runtime_bench.serving.prompts import Prompt
+from ds_runtime_bench.serving.sessions import Session
 
 RESULTS = Path(__file__).with_name("results") / "served_offline.jsonl"
 PARTS = ("throughput", "first", "gaps")
