@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from ds_runtime_triton.jit import expanded
 
 HALF = "*bf16"
-DECODE = {"PAGE": 64, "SPLITS": 4, "NOPE": 128, "ROPE": 64, "V": 128, "BLOCK_N": 32, "PDL": 0}
+DECODE = {"PAGE": 64, "SPLIT": True, "NOPE": 128, "ROPE": 64, "V": 128, "BLOCK_N": 32, "PDL": 0}
 name, arch, warp = sys.argv[1:]
 target = GPUTarget(name, int(arch) if arch.isdigit() else arch, int(warp))
 

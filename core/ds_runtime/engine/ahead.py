@@ -17,6 +17,7 @@ from tempfile import TemporaryFile
 
 import torch
 
+from ds_runtime.engine.variants import served
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import Facts, load_attr
 from ds_runtime.platform.cores import cores_per_device
@@ -26,52 +27,57 @@ _PIECES = 2  # for each at least
 _MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than 1 GiB of them
 
 
+Task = tuple[str, Facts, range]
+"""`Kernel.ahead`, facts of a place, rows of the calls there."""
+
+
 @dataclass(frozen=True)
 class CompileJob:
-    """What one process compiles. tasks: (`Kernel.ahead`, facts of a place, rows). index: the
-    device's."""
+    """What one process compiles. index: the device's."""
 
-    tasks: tuple[tuple[str, Facts, tuple[int, ...]], ...]
+    tasks: tuple[Task, ...]
     index: int | None
 
 
-def tasks_of(bound: BoundOps) -> list[tuple[str, Facts]]:
-    """Of all kernels that are bound, once per shape, the largest first."""
-    found: dict[tuple[str, tuple[int, ...], str, str], Facts] = {}
+def tasks_of(bound: BoundOps, most: int) -> list[Task]:
+    """Of all kernels that are bound, once per shape, the largest first. most: rows of a call."""
+    found: dict[tuple[str, tuple[int, ...], str, str], Task] = {}
     for kernel, facts in bound.kernels():
-        if kernel.ahead:
-            found.setdefault((kernel.ahead, facts.shape, facts.weight_format, facts.dtype), facts)
-    ordered = sorted(found.items(), key=lambda item: -prod(item[1].shape))
-    return [(key[0], facts) for key, facts in ordered]
+        rows = served(kernel, most)
+        if kernel.ahead and rows:
+            key = kernel.ahead, facts.shape, facts.weight_format, facts.dtype
+            held = found.get(key, (kernel.ahead, facts, rows))[2]
+            both = range(min(held.start, rows.start), max(held.stop, rows.stop))
+            found[key] = kernel.ahead, facts, both
+    return sorted(found.values(), key=lambda task: -prod(task[1].shape))
 
 
-def divided(
-    tasks: Sequence[tuple[str, Facts]], rows: Sequence[int], processes: int
-) -> list[list[tuple[str, Facts, tuple[int, ...]]]]:
+def divided(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
     """What each process compiles. A task's rows are cut where tasks are few: rows that lie together
     are often served by one kernel.
     """
-    cuts = max(1, min(len(rows), -(-_PIECES * processes // max(1, len(tasks)))))
-    parts = [tuple(rows[len(rows) * i // cuts : len(rows) * (i + 1) // cuts]) for i in range(cuts)]
-    pieces = [(path, facts, part) for path, facts in tasks for part in parts]
+    cuts = max(1, -(-_PIECES * processes // max(1, len(tasks))))
+    pieces = [
+        (path, facts, part)
+        for path, facts, rows in tasks
+        for i in range(cuts)
+        if (part := rows[len(rows) * i // cuts : len(rows) * (i + 1) // cuts])
+    ]
     count = min(processes, len(pieces))
     return [pieces[first::count] for first in range(count)]
 
 
 class Ahead:
     """The processes at work, from construction on; leaving the context waits for them, since they
-    hold memory of the device. rows: of the calls that must not compile any more; none: no process.
-    memory: of the device, in bytes.
+    hold memory of the device. most: rows of the calls that must not compile any more; 0: no
+    process. memory: of the device, in bytes.
     """
 
-    def __init__(
-        self, bound: BoundOps, device: torch.device, rows: Sequence[int], memory: int = 0
-    ) -> None:
-        tasks = tasks_of(bound) if rows else []
+    def __init__(self, bound: BoundOps, device: torch.device, most: int, memory: int = 0) -> None:
+        tasks = tasks_of(bound, most)
         processes = max(2, min(memory // _MEMORY, int(cores_per_device() / _CORES)))
         self._running = [
-            _Process(CompileJob(tuple(own), device.index))
-            for own in divided(tasks, rows, processes)
+            _Process(CompileJob(tuple(own), device.index)) for own in divided(tasks, processes)
         ]
 
     def __enter__(self) -> None:

@@ -17,7 +17,6 @@ from ds_runtime.engine.pieces import PiecewiseModel, PrefillGraphs
 from ds_runtime.engine.sampler import Sampler
 from ds_runtime.engine.speculate import Speculator
 from ds_runtime.engine.tree import Trees
-from ds_runtime.engine.warm import early_rows, prompt_length
 from ds_runtime.platform.spec import GraphBackend
 
 Checking = Callable[[], AbstractContextManager[None]]
@@ -54,15 +53,6 @@ class Capturing:
         none = off or not platform.captures_prefill
         self.prefill_sizes = () if none else prefill_graph_sizes(config)
         self.prefills_at_start = config.prefill_graph_sizes is not None or ranks > 1
-
-    def early_rows(self, context_length: int, width: int) -> tuple[int, ...]:
-        """Rows of the steps before the first request. width: tokens of a decode work, at most."""
-        config, at_start = self._assembly.config, self.on and not self.late
-        sizes = graph_sizes(config) if at_start else ()
-        prefills = self.prefill_sizes if at_start and self.prefills_at_start else ()
-        if at_start:
-            prefills = *prefills, prompt_length(config, context_length)
-        return early_rows(config, context_length, width, sizes, prefills)
 
     def _backend(self) -> GraphBackend:
         platform = self._assembly.platform

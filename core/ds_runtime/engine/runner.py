@@ -36,8 +36,10 @@ from ds_runtime.engine.spread import Spreading, by_rank, logit_places
 from ds_runtime.engine.step import PutAdapter, StepPlan, StepResult, Work
 from ds_runtime.engine.transfer import Upload, put
 from ds_runtime.engine.tree import Trees
+from ds_runtime.engine.variants import PAGES, covering_steps
+from ds_runtime.engine.variants import Limits as StepLimits
 from ds_runtime.engine.verify import Branch, Claims, claim, fronts, moves, verify
-from ds_runtime.engine.warm import prompt_length, warm_up_length, warm_up_steps
+from ds_runtime.engine.warm import warm_up_length, warm_up_steps
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Batch, Limits
@@ -83,8 +85,8 @@ class Runner:
         comm.gather_objects(None)  # nobody loads before all have looked
         captures = self.bound.base.graph_capture
         self.capturing = Capturing(assembly, comm.size, local_rank, captures, self.checking)
-        early = self.capturing.early_rows(self.context_length, self.width) if rank == 0 else ()
-        with Ahead(self.bound, self.device, early, idle.total), self.checking():
+        most = self.config.max_step_tokens if rank == 0 else 0
+        with Ahead(self.bound, self.device, most, idle.total), self.checking():
             self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
@@ -506,19 +508,23 @@ class Runner:
 
     @torch.inference_mode()
     def _rehearse(self) -> None:
-        """Have kernels that compile when they first run compiled together, those of the warm-up, of
-        a longer prompt and of all steps that will be captured.
+        """Have kernels that compile when they first run compiled together, for all that a step can
+        be, op by op and captured.
         """
-        if self.capturing.late or not self.capturing.on:
-            return
         with rehearsing(self.bound) as anything:
             if not anything:
                 return
-            for length in (None, prompt_length(self.config, self.context_length)):
-                plans, count = warm_up_steps(self.config, self.context_length, self.width, length)
-                caches = self._allocate(count, poison=False, quiet=True)
-                for plan in plans:
-                    self._launch(plan, caches)
+            model = self.assembly.model
+            limits = StepLimits(
+                self.context_length,
+                self.width,
+                model.indexing is not None,
+                model.vocab_size,
+                self.assembly.lora is not None,
+            )
+            caches = self._allocate(PAGES, poison=False, quiet=True)
+            for plan in covering_steps(self.bound, self.config, limits):
+                self._launch(plan, caches)
             self.captured.rehearse()
         self.platform.synchronize()
         self.sampler.clear()

@@ -1,17 +1,12 @@
-"""The two steps that a runner runs before it serves: a prefill and a decode step; and those for
-whose sizes kernels are made ready besides.
-"""
+"""The two steps that a runner runs before it serves: a prefill and a decode step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.step import RowInit, StepPlan, Work
 from ds_runtime.sampling_params import SamplingParams
-
-_PROMPT = 512  # tokens of a prompt that compiles nothing any more
 
 
 class WarmUp(NamedTuple):
@@ -30,30 +25,6 @@ def warm_up_length(config: EngineConfig, context_length: int) -> int:
     """Tokens of each sequence's prompt."""
     length = min(context_length - 1, config.chunked_prefill_size, 2 * config.page_size)
     return max(1, min(length, config.max_step_tokens // _ranks(config)))
-
-
-def prompt_length(config: EngineConfig, context_length: int) -> int:
-    """Tokens of each sequence's prompt whose kernels are ready at the start."""
-    length = min(context_length - 1, config.chunked_prefill_size, _PROMPT)
-    return max(1, min(length, config.max_step_tokens // _ranks(config)))
-
-
-def early_rows(
-    config: EngineConfig,
-    context_length: int,
-    width: int,
-    sizes: Sequence[int],
-    prefills: Sequence[int] = (),
-) -> tuple[int, ...]:
-    """Rows of the calls before the first request. sizes: of captured decode steps, in sequences;
-    prefills: of steps with prompts, in tokens.
-    """
-    ranks = _ranks(config)
-    length = warm_up_length(config, context_length)
-    counts = {length, min(width, context_length - length), *prefills}
-    counts |= {size * tokens for size in sizes for tokens in {1, width}}
-    most = config.max_step_tokens
-    return tuple(sorted({n for count in counts for n in {count, count * ranks} if 0 < n <= most}))
 
 
 def warm_up_steps(

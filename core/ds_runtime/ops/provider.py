@@ -16,7 +16,7 @@ LAYOUTS = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
 class Declared(TypedDict, total=False):
     """What an offer may say of its kernel beside op, function, rank and gates: fields of `Kernel`.
 
-    The functions that `ahead` and `rehearsal` name lie below the provider's package.
+    The functions that `ahead`, `rehearsal` and `variant` name lie below the provider's package.
     """
 
     formats: Collection[str]
@@ -38,13 +38,14 @@ class Declared(TypedDict, total=False):
     ahead: str
     below_rows: int
     rehearsal: str
+    variant: str
     by_rows: Collection[str]
     beside: float
     reads: Callable[[Facts], float] | None
 
 
 _SETS = frozenset({"formats", "layouts", "phases", "keeps", "by_rows"})
-_LAZY = ("ahead", "rehearsal")
+_LAZY = ("ahead", "rehearsal", "variant")
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,12 +294,15 @@ class Kernel:
     packed)`, which says whether a call within its bounds is one for it. Where memory has no room,
     it is refused.
     `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
-    `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, without
-    weights, into a cache on disk. Other processes call it while weights are loaded, with the
-    device as torch's current one. `rehearsal`, of such a kernel, is the `"module:attr"` of a
-    function that gives a context, whose value says whether it works here: within, calls of all
-    kernels that name it compile and do not run, their results are zeros, and leaving it waits
-    until all have compiled. Where steps are captured at start, they run in it before.
+    `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, all that a
+    step can have, without weights, into a cache on disk. Other processes call it while weights
+    are loaded, with the device as torch's current one. `rehearsal`, of such a kernel, is the
+    `"module:attr"` of a function that gives a context, whose value says whether it works here:
+    within, calls of all kernels that name it compile and do not run, their results are zeros, and
+    leaving it waits until all have compiled. `variant`, of such a kernel, is the `"module:attr"`
+    of a function `(facts, rows) -> Hashable`: calls of numbers of rows for which it is the same
+    are served by what one of them had compiled (rows of attention over prompts: the longest
+    sequence's). It is asked of every number that a step can have; empty: one call serves for all.
     `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the share of
     that format's bytes that its calls read then. It says what a step must read; the estimate of
     memory does not count on it.
@@ -329,6 +332,7 @@ class Kernel:
     ahead: str = ""
     below_rows: int = 0
     rehearsal: str = ""
+    variant: str = ""
     by_rows: frozenset[str] = frozenset()
     beside: float = 0
     reads: Callable[[Facts], float] | None = None

@@ -75,7 +75,7 @@ class OutputState:
         if finish is None and not params.stop:  # nearly always
             self.count += len(tokens)
             push = self._decoder.push
-            return Delta("".join([push(token) for token in tokens]), False, used=len(tokens))
+            return TextDelta("".join([push(token) for token in tokens]), False, used=len(tokens))
         out: list[str] = []
         for used, token in enumerate(tokens, start=1):
             self.count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,11 +11,20 @@ from torch import Tensor
 
 from ds_runtime.api import FP8_ROWS, Facts, Packed, Weight, torch_dtype
 from ds_runtime_triton.blocks import BLOCK, FP8, Blocks, read_blocks, wide_values
-from ds_runtime_triton.config import folder, part_of, tuned
+from ds_runtime_triton.config import Sizes, folder, part_of, tuned
 from ds_runtime_triton.jit.absorb import absorb_kernel, widen_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
 _FP8 = "float8_e4m3fn"
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant`."""
+    return _sizes(facts).number(rows)
+
+
+def _sizes(facts: Facts) -> Sizes:
+    return tuned(folder(facts.device.arch, facts.dtype), "absorb", f"H={facts.dims['heads']}")
 
 
 class MlaAbsorb:
@@ -28,7 +38,7 @@ class MlaAbsorb:
         self.heads, self.nope, self.v = dims["heads"], dims["qk_nope"], dims["v"]
         self.latent = dims["kv_lora"]
         self.keeps_fp8 = _FP8 in facts.device.fast_dtypes and facts.dtype != "float32"
-        self.sizes = tuned(folder(facts.device.arch, facts.dtype), "absorb", f"H={self.heads}")
+        self.sizes = _sizes(facts)
 
     def pack(self, weight: Weight, facts: Facts) -> Packed:
         blocks = read_blocks(weight) if self.keeps_fp8 else None

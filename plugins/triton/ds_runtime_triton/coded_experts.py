@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +22,11 @@ from ds_runtime_triton.config import Config, Sizes, folder, tuned
 from ds_runtime_triton.experts import (
     ExpertsDense,
     Tiles,
+    dense_variant,
     part_of_config,
     sorted_pairs,
     sum_of_pairs,
+    variant,
 )
 from ds_runtime_triton.jit.coded import coded_experts_kernel
 from ds_runtime_triton.launch import cdiv
@@ -77,6 +80,16 @@ class CodedLayer:
     gate_up: CodedStack  # rows of gate and up in turns: [experts, 2 · intermediate, hidden]
     down: CodedStack  # [experts, hidden, intermediate]
     sizes: Sizes
+
+
+def weight_only_variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of ExpertsWeightOnly, which may have to keep weights dense."""
+    return variant(facts, "experts_weight_only", rows), dense_variant(facts, rows)
+
+
+def w4afp8_variant(facts: Facts, rows: int) -> Hashable:
+    """Of ExpertsW4AFp8."""
+    return variant(facts, "experts_w4afp8", rows), dense_variant(facts, rows)
 
 
 class _Replayed:

@@ -6,6 +6,7 @@ configs/README.md documents the files. What an architecture's folder lacks comes
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,10 +29,11 @@ class Sizes:
 
     def at(self, size: int) -> Config:
         """The configuration of the smallest bound that is not below `size`."""
-        for bound, config in zip(self.bounds, self.configs, strict=True):
-            if size <= bound:
-                return config
-        return self.configs[-1]
+        return self.configs[self.number(size)]
+
+    def number(self, size: int) -> int:
+        """Which one that is."""
+        return min(bisect_left(self.bounds, size), len(self.configs) - 1)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import e, log2
 
 import torch
@@ -10,10 +11,15 @@ from torch import Tensor
 from ds_runtime.api import Facts
 from ds_runtime_triton.jit.expanded import expanded_write_kernel, mha_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
-from ds_runtime_triton.mla import DecodeState, MlaDecode, combine
+from ds_runtime_triton.mla import DecodeState, MlaDecode, combine, fills
 
 _TOKENS, _WAVES = 32, 4  # of a tile, and programs of a core
 _VALUES = 1024  # of a token that one program writes
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of MhaDecode."""
+    return fills(facts.device.cores, rows * facts.dims["heads"], _WAVES)
 
 
 class MhaDecode(MlaDecode):
@@ -37,9 +43,9 @@ class MhaDecode(MlaDecode):
         mha_decode_kernel[(heads, splits, rows)](
             q, q_rope, cache, state.table, state.owner, state.lens, state.bits, out, partial, sums,
             heads, nope, rope, self.v, scale * log2(e), *q.stride()[:2], *q_rope.stride()[:2],
-            *cache.stride()[:2], state.table.stride(0), PAGE=cache.shape[1], SPLITS=splits,
-            NOPE=pow2(nope), ROPE=pow2(rope), V=pow2(self.v), BLOCK_N=_TOKENS, TREE=state.tree,
-            num_warps=4,
+            *cache.stride()[:2], state.table.stride(0), splits, PAGE=cache.shape[1],
+            SPLIT=splits > 1, NOPE=pow2(nope), ROPE=pow2(rope), V=pow2(self.v), BLOCK_N=_TOKENS,
+            TREE=state.tree, num_warps=4,
         )  # fmt: skip
         if splits > 1:
             combine(partial, sums, state.lens, out, splits, _TOKENS)

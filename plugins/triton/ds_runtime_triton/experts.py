@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from ds_runtime_triton.jit.experts import (
 )
 from ds_runtime_triton.jit.narrow import narrow_experts_kernel
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters, pow2
-from ds_runtime_triton.quant import quantise_by_group
+from ds_runtime_triton.quant import block_of, quantise_by_group
 
 _CHUNK = 4096  # pairs that a program of the sort looks at together
 _COLUMNS = 1024  # of one program of the sum
@@ -141,6 +142,58 @@ class Layer:
 
     def __post_init__(self) -> None:
         self.scaled = bool(self.gate_up.group_k)
+
+
+def sort_chunk(pairs: int) -> int:
+    """Pairs that a program of the sort looks at together."""
+    return min(_CHUNK, pow2(pairs, 16))
+
+
+def sort_rows(tokens: int) -> tuple[int, int]:
+    """(rows that a program beside the sort quantises, its warps)."""
+    return next((rows, warps) for least, rows, warps in _SORT if tokens >= least)
+
+
+def down_split(low: Config, n: int, tokens: int) -> int:
+    """Pieces of the inner dimension in a product of few tokens."""
+    tiles = cdiv(n, low["BLOCK_N"])
+    return low.get("SPLIT", 1) if tiles * tokens <= COUNTERS else 1
+
+
+def pairs_of(facts: Facts, tokens: int) -> int:
+    """Of a call: every token takes the slots behind the routed experts, too."""
+    return tokens * (facts.dims["top_k"] + facts.shape[0] - facts.dims["experts"])
+
+
+def variant(facts: Facts, op: str, tokens: int) -> Hashable:
+    """What a call is compiled for, over weights of facts.shape in whole blocks or in others."""
+    if not tokens:
+        return None
+    (experts, inter, hidden), pairs = facts.shape, pairs_of(facts, tokens)
+    arch, found = folder(facts.device.arch, facts.dtype), list[Hashable]()
+    for key in (f"E={experts},N={inter},K={hidden}", "*"):
+        sizes = tuned(arch, op, key)
+        config = sizes.at(pairs)
+        low = part_of_config(config, "DN_")
+        direct = config.get("DIRECT") and not config.get("VECTOR")
+        split = down_split(low, hidden, tokens) if direct else 0
+        found.append((sizes.number(pairs), split))
+    return *found, sort_chunk(pairs), sort_rows(tokens), block_of(tokens), block_of(pairs)
+
+
+def dense_variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of ExpertsDense."""
+    return variant(facts, "experts_dense", rows)
+
+
+def fp8_variant(facts: Facts, rows: int) -> Hashable:
+    """Of ExpertsFp8, which may have to keep weights dense."""
+    return variant(facts, "experts_fp8", rows), dense_variant(facts, rows)
+
+
+def int8_variant(facts: Facts, rows: int) -> Hashable:
+    """Of ExpertsInt8."""
+    return variant(facts, "experts_int8", rows), dense_variant(facts, rows)
 
 
 class _Experts:
@@ -305,7 +358,7 @@ def _direct(x: Tensor, weights: Tensor, ids: Tensor, layer: Layer, config: Confi
     low = _tile_k(stack, part_of_config(config, "DN_"))
     low.pop("GROUP")
     tiles = cdiv(n, low["BLOCK_N"])
-    low["SPLIT"] = split = low.get("SPLIT", 1) if tiles * tokens <= COUNTERS else 1
+    low["SPLIT"] = split = down_split(low, n, tokens)
     pieces = torch.empty(
         tokens * tiles * split * low["BLOCK_N"], dtype=torch.float32, device=out.device
     )
@@ -388,7 +441,7 @@ def _arranged(
     tokens, pairs, experts = x.shape[0], ids.numel(), layer.down.values.shape[0]
     tiles = _tiles(pairs, experts, block, x.device)
     q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
-    rows, warps = next(some[1:] for some in _SORT if tokens >= some[0])
+    rows, warps = sort_rows(tokens)
     if layer.scaled:
         groups = cdiv(x.shape[1], group)
         q = torch.empty(x.shape, dtype=layer.gate_up.values.dtype, device=x.device)
@@ -396,7 +449,7 @@ def _arranged(
         tasks = cdiv(tokens, rows) * groups
     sort_pairs_kernel[(cdiv(experts, 2) + tasks,)](
         ids, *tiles[:3], pairs, experts, x, q, x_scale, tokens, x.shape[1], x.stride(0),
-        EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)),
+        EXPERTS=pow2(experts, 2), BLOCK_M=block, CHUNK=sort_chunk(pairs),
         GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=warps,
     )  # fmt: skip
     return tiles, q, x_scale
@@ -416,7 +469,7 @@ def sorted_pairs(ids: Tensor, experts: int, block: int) -> Tiles:
     tiles = _tiles(pairs, experts, block, ids.device)
     sort_pairs_kernel[(cdiv(experts, 2),)](
         ids, *tiles[:3], pairs, experts, ids, ids, ids, 0, 0, 0, EXPERTS=pow2(experts, 2),
-        BLOCK_M=block, CHUNK=min(_CHUNK, pow2(pairs, 16)), GROUP_K=0, UE8M0=False, ROWS=1,
+        BLOCK_M=block, CHUNK=sort_chunk(pairs), GROUP_K=0, UE8M0=False, ROWS=1,
         num_warps=4,
     )  # fmt: skip
     return tiles

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
-from ds_runtime_triton.config import folder, tuned
+from ds_runtime.api import Facts
+from ds_runtime_triton.config import Sizes, folder, tuned
 from ds_runtime_triton.jit.index import index_prologue_kernel, index_scores_kernel
 from ds_runtime_triton.jit.topk import count_kernel, finish_kernel, gather_kernel, row_kernel
 from ds_runtime_triton.launch import cdiv, pow2
@@ -59,6 +62,22 @@ def index_prologue(
     return q_out, scale
 
 
+def scores_variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of IndexScores, of one sequence or of one row of each."""
+    return _scores_sizes(facts.index_dtype).number(rows)
+
+
+def topk_variant(facts: Facts, rows: int) -> Hashable:
+    """Of IndexTopk."""
+    return tuned(architecture(), "index_topk").number(rows)
+
+
+def _scores_sizes(dtype: str) -> Sizes:
+    """dtype: of keys and queries."""
+    kind = "fp8" if dtype == "float8_e4m3fn" else "float"
+    return tuned(folder(architecture(), dtype), "index_scores", kind)
+
+
 def index_scores(
     q: Tensor, weights: Tensor, cache: Tensor, page_table: Tensor, owners: Tensor, lens: Tensor
 ) -> Tensor:
@@ -69,10 +88,8 @@ def index_scores(
     if rows:
         fp8 = cache.dtype == torch.uint8
         keys, scales, key_row, scale_page = _parts(cache)
-        kind = "fp8" if fp8 else "float"
-        arch = folder(architecture(), str(q.dtype).removeprefix("torch."))
         each = cdiv(rows, max(1, page_table.shape[0]))
-        config = dict(tuned(arch, "index_scores", kind).at(each))
+        config = dict(_scores_sizes(str(q.dtype).removeprefix("torch.")).at(each))
         block = config["ROWS"]
         index_scores_kernel[(cdiv(width, config["CHUNK"]), cdiv(rows, block))](
             q, weights, keys, scales, page_table, owners, lens, out, rows, heads,
@@ -110,11 +127,11 @@ def index_topk(
         chunks = cdiv(width, chunk)
         counts = torch.empty(COUNTED, rows, chunks, BINS, dtype=torch.int32, device=scores.device)
         listed = torch.empty(rows, LISTED, dtype=torch.int32, device=scores.device)
-        given = scores, lens, counts, totals, rows, chunks, k, scores.stride(0)
+        given = scores, lens, counts, totals, rows, chunks, chunk, k, scores.stride(0)
         for digit in range(COUNTED):
-            count_kernel[(chunks, rows)](*given, DIGIT=digit, CHUNK=chunk, **config)
+            count_kernel[(chunks, rows)](*given, DIGIT=digit, **config)
         gather_kernel[(chunks, rows)](
-            *given, listed, *pages[:-1], LISTED=LISTED, CHUNK=chunk, CHUNKS=pow2(chunks), **config
+            *given, listed, *pages[:-1], LISTED=LISTED, CHUNKS=CHUNKS, **config
         )
         finish_kernel[(rows,)](*whole, listed, *pages, LISTED, num_warps=row_warps)
     return out

@@ -150,11 +150,25 @@ def _keeping(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Ker
 
 
 ATTENTION: tuple[Kernel, ...] = (
-    _offer("mha_prefill", "mha:mha_prefill", _heads_on_chip),
+    _offer("mha_prefill", "mha:mha_prefill", _heads_on_chip, variant="mha:variant"),
     _offer("merge_state", "small:merge_state"),
-    _offer("mla_decode", "mla:mla_decode", _latent),
-    _offer("mha_decode", "expanded:mha_decode", _heads_on_chip, _kv_dtype, layouts=_EXPANDED_PAGES),
-    _offer("mla_absorb", "absorb:mla_absorb", formats=_BOTH, keeps=_BLOCKS, packing=FP8_ROWS),
+    _offer("mla_decode", "mla:mla_decode", _latent, variant="mla:variant"),
+    _offer(
+        "mha_decode",
+        "expanded:mha_decode",
+        _heads_on_chip,
+        _kv_dtype,
+        layouts=_EXPANDED_PAGES,
+        variant="expanded:variant",
+    ),
+    _offer(
+        "mla_absorb",
+        "absorb:mla_absorb",
+        formats=_BOTH,
+        keeps=_BLOCKS,
+        packing=FP8_ROWS,
+        variant="absorb:variant",
+    ),
     _offer("mla_prologue", "cache:mla_prologue", _kv_dtype),
     _offer("cache_write", "cache:cache_write", _kv_dtype),
     _offer("cache_write", "expanded:expanded_write", _kv_dtype, layouts=_EXPANDED_PAGES),
@@ -164,10 +178,21 @@ ATTENTION: tuple[Kernel, ...] = (
     _offer("cache_gather", "scaled:scaled_cache_gather", _scaled_kv, layouts=_SCALED_PAGES),
     _offer("cache_move", "scaled:scaled_cache_move", _scaled_kv, layouts=_SCALED_PAGES),
     _offer("index_prologue", "index:index_prologue", _index),
-    _offer("index_scores", "index:index_scores", _index_sums, _index),
-    _offer("index_topk", "index:index_topk", workspace=held.index_topk),
+    _offer(
+        "index_scores", "index:index_scores", _index_sums, _index, variant="index:scores_variant"
+    ),
+    _offer(
+        "index_topk", "index:index_topk", workspace=held.index_topk, variant="index:topk_variant"
+    ),
     *(
-        _offer(op, f"sparse:{fn}", fits, layouts=layouts, workspace=held.sparse_mla)
+        _offer(
+            op,
+            f"sparse:{fn}",
+            fits,
+            layouts=layouts,
+            workspace=held.sparse_mla,
+            variant="sparse:variant",
+        )
         for op in ("sparse_prefill", "sparse_decode")
         for fn, fits, layouts in (
             ("sparse_mla", _latent, {"latent_pages.v1"}),
@@ -182,20 +207,69 @@ MOE: tuple[Kernel, ...] = (
         _fp8,
         formats=_BLOCKS,
         packing=FP8_EXPERTS,
+        variant="experts:fp8_variant",
     ),
-    _keeping("experts", "experts:experts_int8", _rounds, formats=_INT8, numerics="int8_w8a8"),
-    _keeping("experts", "coded_experts:experts_w4afp8", _fp8, formats=_W4AFP8),
-    _keeping("experts", "coded_experts:experts_weight_only", formats=_CODED),
-    _offer("experts", "experts:experts_dense", formats=_BOTH, packing=DENSE_EXPERTS),
+    _keeping(
+        "experts",
+        "experts:experts_int8",
+        _rounds,
+        formats=_INT8,
+        numerics="int8_w8a8",
+        variant="experts:int8_variant",
+    ),
+    _keeping(
+        "experts",
+        "coded_experts:experts_w4afp8",
+        _fp8,
+        formats=_W4AFP8,
+        variant="coded_experts:w4afp8_variant",
+    ),
+    _keeping(
+        "experts",
+        "coded_experts:experts_weight_only",
+        formats=_CODED,
+        variant="coded_experts:weight_only_variant",
+    ),
+    _offer(
+        "experts",
+        "experts:experts_dense",
+        formats=_BOTH,
+        packing=DENSE_EXPERTS,
+        variant="experts:dense_variant",
+    ),
 )
 LINEAR: tuple[Kernel, ...] = (
-    _keeping("linear", "linear:linear_fp8", _fp8, formats=_BLOCKS, packing=FP8_ROWS),
-    _keeping("linear", "linear:linear_int8", _rounds, formats=_INT8, numerics="int8_w8a8"),
-    _keeping("linear", "weight_only:linear_weight_only", formats=_CODED),
-    _offer("linear", "linear:linear_dense", formats=_BOTH, packing=DENSE_ROWS),
+    _keeping(
+        "linear",
+        "linear:linear_fp8",
+        _fp8,
+        formats=_BLOCKS,
+        packing=FP8_ROWS,
+        variant="linear:fp8_variant",
+    ),
+    _keeping(
+        "linear",
+        "linear:linear_int8",
+        _rounds,
+        formats=_INT8,
+        numerics="int8_w8a8",
+        variant="linear:int8_variant",
+    ),
+    _keeping(
+        "linear", "weight_only:linear_weight_only", formats=_CODED, variant="weight_only:variant"
+    ),
+    _offer(
+        "linear",
+        "linear:linear_dense",
+        formats=_BOTH,
+        packing=DENSE_ROWS,
+        variant="linear:dense_variant",
+    ),
 )
 TOPK: tuple[Kernel, ...] = (
-    _offer("router_logits", "router:router_logits"),
+    _offer(
+        "router_logits", "router:router_logits", variant="router:variant", variant="router:variant"
+    ),
     _offer("route", "router:route"),
 )
 SMALL: tuple[Kernel, ...] = (
@@ -207,7 +281,7 @@ SMALL: tuple[Kernel, ...] = (
     _offer("rope", "cache:rope"),
     _offer("silu_mul", "small:silu_mul"),
     _offer("silu_mul_quantize", "small:silu_mul_quantize", _quantises),
-    _offer("quantize_group", "quant:quantize_group", _converts_fp8),
+    _offer("quantize_group", "quant:quantize_group", _converts_fp8, variant="quant:variant"),
     _offer("lora_delta", "lora:lora_delta"),
     _offer("mask_logits", "sampling:mask_logits"),
     _offer("sample", "sampling:sample"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +28,7 @@ from ds_runtime_triton.jit.gemm import (
     fp8_wide_kernel,
 )
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters
-from ds_runtime_triton.quant import quantise_by_group
+from ds_runtime_triton.quant import block_of, quantise_by_group
 
 _NARROW = frozenset({"WIDE", "SPLIT", "SWAP", "QUANTISED"})  # not of the kernel for many tokens
 
@@ -36,6 +38,32 @@ def grid_of(config: Config, m: int, n: int) -> tuple[tuple[int, int], int]:
     tiles = cdiv(m, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
     split = config["SPLIT"] if tiles <= COUNTERS else 1
     return (tiles, split), split
+
+
+def variant(facts: Facts, op: str, rows: int) -> Hashable:
+    """What a product with a weight of facts.shape is compiled for."""
+    n, k = facts.shape
+    sizes = tuned(folder(facts.device.arch, facts.dtype), op, f"N={n},K={k}")
+    if not rows or sizes.at(rows).get("TORCH"):
+        return None
+    # SPLIT is read by the kernel for one token, too, of which there is one kind
+    split = 0 if sizes.at(rows).get("VECTOR") else grid_of(sizes.at(rows), rows, n)[1]
+    return sizes.number(rows), split, block_of(rows)
+
+
+def dense_variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of LinearDense."""
+    return variant(facts, "linear_dense", rows)
+
+
+def fp8_variant(facts: Facts, rows: int) -> Hashable:
+    """Of LinearFp8, which may have to keep a weight dense."""
+    return variant(facts, "linear_fp8", rows), dense_variant(facts, rows)
+
+
+def int8_variant(facts: Facts, rows: int) -> Hashable:
+    """Of LinearInt8."""
+    return variant(facts, "linear_int8", rows), dense_variant(facts, rows)
 
 
 def pieces(config: Config, tiles: int, split: int, like: Tensor) -> Tensor:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import e, log2
 
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Segments
-from ds_runtime_triton.config import folder, tuned
+from ds_runtime.api import Facts, Segments
+from ds_runtime_triton.config import Sizes, folder, tuned
 from ds_runtime_triton.jit.mha import mha_prefill_kernel
 from ds_runtime_triton.launch import MATRIX_LEAST, cdiv, halves, pow2
 from ds_runtime_triton.machine import architecture
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant`, of a sequence of so many new tokens."""
+    dims = facts.dims
+    return _sizes(facts.dtype, dims["qk_nope"] + dims["qk_rope"], dims["v"]).number(rows)
+
+
+def _sizes(dtype: str, qk: int, v: int) -> Sizes:
+    return tuned(folder(architecture(), dtype), "mha_prefill", f"QK={qk},V={v}")
 
 
 def mha_prefill(
@@ -31,8 +42,8 @@ def mha_prefill(
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     longest = q_segs.longest
     if longest:
-        arch = folder(architecture(), str(q.dtype).removeprefix("torch."))
-        config = tuned(arch, "mha_prefill", f"QK={nope + rope},V={d_v}").at(longest)
+        dtype = str(q.dtype).removeprefix("torch.")
+        config = _sizes(dtype, nope + rope, d_v).at(longest)
         first, rest = halves(nope)
         rotated, wide = pow2(rope, MATRIX_LEAST), pow2(d_v, MATRIX_LEAST)
         mha_prefill_kernel[(cdiv(longest, config["BLOCK_M"]), heads, len(q_segs.lens))](

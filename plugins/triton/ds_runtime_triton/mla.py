@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from math import e, log2
 
@@ -9,19 +10,19 @@ import torch
 from torch import Tensor
 
 from ds_runtime.api import Batch, Facts, Limits, RowOwners
-from ds_runtime_triton.config import folder, tuned
+from ds_runtime_triton.config import Sizes, folder, tuned
 from ds_runtime_triton.jit.mla import mla_combine_kernel, mla_decode_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 
-_AT_ONCE = 8  # splits of a row whose sums are read together
+_MOST = 64  # splits of a row, a power of two
+_AT_ONCE = 8  # whose sums are read together
 
 
 @dataclass
 class DecodeState:
     """Of a step: pages by sequence; by row its sequence and the tokens it sees."""
 
-    pages: Tensor  # [sequences, pages] int32, for narrower tables: kernels are compiled by strides
-    table: Tensor  # likewise: the step's
+    table: Tensor  # [sequences, pages] int32
     owner: Tensor  # [rows] int32
     lens: Tensor  # [rows] int32
     each: Tensor  # [rows] int32, 0 … rows − 1: the owners where every sequence has one row
@@ -29,6 +30,25 @@ class DecodeState:
     owners: RowOwners
     tokens: int  # that a sequence can have
     tree: bool = False
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of MlaDecode."""
+    sizes = _sizes(facts)
+    config = sizes.at(rows)
+    programs = rows * cdiv(facts.dims["heads"], config["BLOCK_H"])
+    return sizes.number(rows), fills(facts.device.cores, programs, config["WAVES"])
+
+
+def fills(cores: int, programs: int, waves: int) -> bool:
+    """Whether so many programs leave no room for another split of each row: few tokens split
+    none, either, and are not asked."""
+    return cores * waves // max(1, programs) <= 1
+
+
+def _sizes(facts: Facts) -> Sizes:
+    arch = folder(facts.device.arch, facts.dtype)
+    return tuned(arch, "mla_decode", f"H={facts.dims['heads']}")
 
 
 class MlaDecode:
@@ -40,8 +60,7 @@ class MlaDecode:
         dims = facts.dims
         self.latent, self.rope = dims["kv_lora"], dims["qk_rope"]
         self.cores = facts.device.cores
-        arch = folder(facts.device.arch, facts.dtype)
-        self.sizes = tuned(arch, "mla_decode", f"H={dims['heads']}")
+        self.sizes = _sizes(facts)
 
     def state(self, limits: Limits) -> DecodeState:
         rows, device = limits.max_sequences * limits.max_queries, limits.device
@@ -49,7 +68,6 @@ class MlaDecode:
         pages = torch.zeros(limits.max_sequences, most, dtype=torch.int32, device=device)
         each = torch.arange(rows, dtype=torch.int32, device=device)
         return DecodeState(
-            pages,
             pages,
             each,
             torch.ones(rows, dtype=torch.int32, device=device),
@@ -64,9 +82,6 @@ class MlaDecode:
         if part is None or part.size == 0:
             return
         state.table, state.owner, state.lens = part.page_table, state.each, part.kv_lens
-        if state.table.shape[1] < state.pages.shape[1]:
-            state.table = state.pages[: part.size]
-            state.table[:, : part.page_table.shape[1]].copy_(part.page_table)
         if part.q_lens:
             state.owner, behind = state.owners.of(part.q_lens)
             state.lens = state.lens.index_select(0, state.owner)
@@ -93,8 +108,8 @@ class MlaDecode:
         mla_decode_kernel[(blocks, splits, rows)](
             q, cache, state.table, state.owner, state.lens, state.bits, out, partial, sums, heads,
             self.latent, self.rope, scale * log2(e), *q.stride()[:2],
-            *cache.stride()[:2], state.table.stride(0), PAGE=cache.shape[1], SPLITS=splits,
-            LATENT=wide, ROPE=high, TREE=state.tree,
+            *cache.stride()[:2], state.table.stride(0), splits, PAGE=cache.shape[1],
+            SPLIT=splits > 1, LATENT=wide, ROPE=high, TREE=state.tree,
             EXACT=wide == self.latent and high == self.rope, **config,
         )  # fmt: skip
         if splits > 1:
@@ -104,7 +119,7 @@ class MlaDecode:
     def _splits(self, state: DecodeState, programs: int, waves: int, config: dict[str, int]) -> int:
         """Pieces of a row. Lengths change under a captured step, so only bounds decide."""
         most = cdiv(state.tokens, 2 * config["BLOCK_N"])
-        return max(1, min(self.cores * waves // programs, most, 64))
+        return max(1, min(self.cores * waves // programs, most, _MOST))
 
 
 def combine(
@@ -114,10 +129,9 @@ def combine(
     heads, splits], see store_heads. lens [rows]: then only the splits with a block of tokens count.
     """
     rows, heads, latent = out.shape
-    most = pow2(splits)
     mla_combine_kernel[(rows, heads)](
-        partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), most,
-        min(most, _AT_ONCE), num_warps=4,
+        partial, sums, lens, out, heads, latent, splits, block, pow2(latent, 16), _MOST, _AT_ONCE,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
+from ds_runtime.api import Facts
 from ds_runtime_triton.blocks import FP8
 from ds_runtime_triton.jit.quant import quantise_kernel
 from ds_runtime_triton.launch import cdiv, pow2
+
+
+def block_of(rows: int) -> int:
+    """Rows of one program."""
+    return 1 if rows <= 64 else 8
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of QuantizeGroup."""
+    return block_of(rows)
 
 
 def _quantise(
@@ -23,7 +36,7 @@ def _quantise(
     q = torch.empty(rows, n, dtype=dtype, device=x.device)
     if rows and n:
         strides = scale.stride() if not by_group else scale.stride()[::-1]
-        block = 1 if rows <= 64 else 8
+        block = block_of(rows)
         quantise_kernel[(cdiv(rows, block), cdiv(n, group))](
             x, q, scale, scale if less is None else less, rows, n, x.stride(0), *strides, group,
             pow2(group), ue8m0, less is not None, block, num_warps=1 if block == 1 else 4,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ds_runtime.api import Routing
+from ds_runtime.api import Facts, Routing
 from ds_runtime_triton.config import tuned
 from ds_runtime_triton.jit.router import (
     route_kernel,
@@ -26,36 +29,77 @@ _MANY, _PROGRAMS_OF_64 = 512, 224
 _SUM = 1024  # columns that the matrix unit sums by itself
 
 
+class Streamed(NamedTuple):
+    """Programs that stream rows of the weight: `each` of them for `few` tokens."""
+
+    few: int
+    each: int
+    block: int
+    warps: int
+
+
+class Tiled(NamedTuple):
+    """Tiles of the matrix unit, of `block` tokens, `each` experts and `columns` columns at once, in
+    pieces of the row; looks: experts of whose values it is asked whether x's dtype holds them."""
+
+    block: int
+    each: int
+    columns: int
+    warps: int
+    stages: int
+    span: int
+    pieces: int
+    looks: int
+
+
+def _way(tokens: int, n: int, experts: int, size: int) -> Streamed | Tiled:
+    """How a call is made, of values of `size` bytes."""
+    if tokens <= (_FEW if n >= _SHORT else _ROWS_LIMIT):
+        few = min(4 if tokens <= 32 else 8, pow2(tokens))
+        each = 1 if tokens == 1 else 2
+        values, warps = (_LONG_VALUES, 8) if n >= _SHORT else (_VALUES, 4)
+        return Streamed(few, each, min(values // (few * each), pow2(n, 16)), warps)
+    if tokens <= 64:
+        block, each, columns, warps, stages = pow2(tokens, 16), 64, 128, 4, 2
+        programs = _PROGRAMS_OF_64
+    else:
+        each = 64 if cdiv(tokens, 128) * cdiv(experts, 64) >= 8 else 32  # few tiles: narrow ones
+        stages = 3 if size == 2 else 2  # wider values would not fit on many chips
+        block, columns, warps = 128, 64, 8
+        programs = _PROGRAMS * (2 if tokens >= _MANY else 1)
+    tiles = cdiv(tokens, block) * cdiv(experts, each)
+    span = cdiv(cdiv(n, columns), max(1, programs // tiles)) * columns
+    looks = pow2(experts) if size == 2 and _narrows(tokens) else 0
+    return Tiled(block, each, columns, warps, stages, span, cdiv(n, span), looks)
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of RouterLogits."""
+    dims, size = facts.dims, 4 if facts.dtype == "float32" else 2
+    counts = [dims[name] for name in ("experts", "index_heads") if dims.get(name)]
+    ways = [_way(rows, dims["hidden"], count, size) for count in counts]
+    return tuple(way._replace(span=0, pieces=pow2(way.pieces)) if isinstance(way, Tiled) else way
+                 for way in ways)  # fmt: skip
+
+
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """RouterLogits: exact products, fp32 sums."""
     (tokens, n), experts = x.shape, weight.shape[0]
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens == 0:
         return logits
-    if tokens <= (_FEW if n >= _SHORT else _ROWS_LIMIT):
-        few = min(4 if tokens <= 32 else 8, pow2(tokens))
-        each = 1 if tokens == 1 else 2
-        values, warps = (_LONG_VALUES, 8) if n >= _SHORT else (_VALUES, 4)
-        block = min(values // (few * each), pow2(n, 16))
+    way = _way(tokens, n, experts, x.dtype.itemsize)
+    if isinstance(way, Streamed):
+        few, each, block, warps = way
         router_rows_kernel[(cdiv(experts, each), cdiv(tokens, few))](
             x, weight, logits, tokens, experts, n, x.stride(0), weight.stride(0), few, each, block,
             num_warps=warps,
         )  # fmt: skip
         return logits
-    if tokens <= 64:
-        block, each, columns, warps, stages = pow2(tokens, 16), 64, 128, 4, 2
-        programs = _PROGRAMS_OF_64
-    else:
-        each = 64 if cdiv(tokens, 128) * cdiv(experts, 64) >= 8 else 32  # few tiles: narrow ones
-        stages = 3 if x.dtype.itemsize == 2 else 2  # wider values would not fit on many chips
-        block, columns, warps = 128, 64, 8
-        programs = _PROGRAMS * (2 if tokens >= _MANY else 1)
+    block, each, columns, warps, stages, span, pieces, looks = way
     tiles = cdiv(tokens, block), cdiv(experts, each)
-    span = cdiv(cdiv(n, columns), max(1, programs // (tiles[0] * tiles[1]))) * columns
-    pieces = cdiv(n, span)
     out = logits if pieces == 1 else logits.new_empty(pieces, tokens, experts)
     lost = out  # not read
-    looks = pow2(experts) if x.dtype.itemsize == 2 and _narrows(tokens) else 0
     if looks:
         narrow = torch.empty(experts, n, dtype=x.dtype, device=x.device)
         lost = torch.empty(experts, dtype=torch.int32, device=x.device)

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import e, log2
 
 import torch
 from torch import Tensor
 
-from ds_runtime_triton.config import folder, tuned
+from ds_runtime.api import Facts
+from ds_runtime_triton.config import Config, Sizes, folder, tuned
 from ds_runtime_triton.jit.sparse import sparse_mla_kernel
 from ds_runtime_triton.launch import cdiv, pow2
 from ds_runtime_triton.machine import architecture, cores
 from ds_runtime_triton.mla import combine
 from ds_runtime_triton.scaled import Scaled
 from ds_runtime_triton.workspace import SPLITS
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of either: `_sizes` and `_splits` of the kind that has more."""
+    size = rows * facts.dims["heads"]
+    found = [_sizes(facts.dtype, kind) for kind in ("plain", "grouped")]
+    # of one, of two or more pieces: between these only numbers change
+    held = [min(_splits(rows, facts.dims["heads"], facts.dims["index_topk"], s.at(size))[1], 2)
+            for s in found]  # fmt: skip
+    return *(sizes.number(size) for sizes in found), *held
+
+
+def _sizes(dtype: str, kind: str) -> Sizes:
+    return tuned(folder(architecture(), dtype), "sparse_mla", kind)
+
+
+def _splits(rows: int, heads: int, count: int, config: Config) -> tuple[int, int]:
+    """(slots of a piece of a row, pieces)."""
+    step = config["BLOCK_N"]
+    free = cores() * config["WAVES"] // (rows * cdiv(heads, config["BLOCK_H"]))
+    share = cdiv(cdiv(count, max(1, min(free, SPLITS))), step) * step
+    return share, cdiv(count, share)
 
 
 def sparse_mla(q: Tensor, cache: Tensor, slots: Tensor, kv_lora: int, scale: float) -> Tensor:
@@ -47,23 +71,19 @@ def _attend(
     if rows == 0:
         return out
     rope = width - kv_lora
-    arch = folder(architecture(), str(q.dtype).removeprefix("torch."))
-    config = dict(tuned(arch, "sparse_mla", kind).at(rows * heads))
-    blocks = cdiv(heads, config["BLOCK_H"])
-    step = config["BLOCK_N"]
-    free = cores() * config.pop("WAVES") // (rows * blocks)
-    share = cdiv(cdiv(count, max(1, min(free, SPLITS))), step) * step
-    splits = cdiv(count, share)
+    config = dict(_sizes(str(q.dtype).removeprefix("torch."), kind).at(rows * heads))
+    blocks, (share, splits) = cdiv(heads, config["BLOCK_H"]), _splits(rows, heads, count, config)
+    del config["WAVES"]
     size = rows * heads * splits if splits > 1 else 1
     partial = torch.empty(size, kv_lora, dtype=torch.float32, device=q.device)
     sums = torch.empty(size, dtype=torch.float32, device=q.device)
     low, high = pow2(kv_lora, 16), pow2(rope, 16)
     sparse_mla_kernel[(blocks, splits, rows)](
         q, *parts, slots, out, partial, sums, heads, kv_lora, rope, count, share,
-        scale * log2(e), *q.stride(), slots.stride(0), *strides, PAGE=cache.shape[1],
-        SPLITS=splits, LATENT=low, ROPE=high, GROUPED=kind == "grouped",
+        scale * log2(e), *q.stride(), slots.stride(0), *strides, splits, PAGE=cache.shape[1],
+        SPLIT=splits > 1, LATENT=low, ROPE=high, GROUPED=kind == "grouped",
         EXACT=low == kv_lora and high == rope, **config,
     )  # fmt: skip
     if splits > 1:
-        combine(partial, sums, None, out, splits, step)
+        combine(partial, sums, None, out, splits, config["BLOCK_N"])
     return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,8 @@ from ds_runtime_triton.coded import CODES, INT4, INT8, Coded, Form, coded, form_
 from ds_runtime_triton.config import Config, folder, tuned
 from ds_runtime_triton.jit.coded import coded_gemm_kernel
 from ds_runtime_triton.launch import counters
-from ds_runtime_triton.linear import LinearDense, grid_of, pieces
+from ds_runtime_triton.linear import LinearDense, dense_variant, grid_of, pieces
+from ds_runtime_triton.linear import variant as products
 
 
 def ptx(config: Config, form: Form, dtype: torch.dtype) -> bool:
@@ -18,6 +21,11 @@ def ptx(config: Config, form: Form, dtype: torch.dtype) -> bool:
     large: only those that are relative to their row's do not overflow. It has no int8."""
     fits = form.codes != INT8 and (form.codes == INT4 or form.scales < 2 or form.shift > 0)
     return bool(config.get("PTX")) and dtype == torch.bfloat16 and fits
+
+
+def variant(facts: Facts, rows: int) -> Hashable:
+    """`Kernel.variant` of LinearWeightOnly, which may have to keep a weight dense."""
+    return products(facts, "linear_weight_only", rows), dense_variant(facts, rows)
 
 
 class LinearWeightOnly:

@@ -46,28 +46,44 @@ def fails(facts, rows):
 def test_each_shape_is_compiled_once_for_all_rows(compiler, capfd):
     place = "compilers:compiled"
     ops = bound((place, (64, 32)), (place, (64, 32)), ("", (9, 9)), (place, (128, 256)))
-    assert [facts.shape for _, facts in tasks_of(ops)] == [(128, 256), (64, 32)]
-    with Ahead(ops, CPU, (1, 8)):
+    assert [facts.shape for _, facts, _ in tasks_of(ops, 2)] == [(128, 256), (64, 32)]
+    with Ahead(ops, CPU, 2):
         pass
     made = {p.name for p in compiler.iterdir() if "x" in p.name}
-    assert made == {"128x256-1", "128x256-8", "64x32-1", "64x32-8"}
+    assert made == {"128x256-1", "128x256-2", "64x32-1", "64x32-2"}
     assert capfd.readouterr().err == ""
 
 
 def test_rows_are_cut_where_there_are_more_processes_than_tasks():
-    tasks, rows = [("a:b", FACTS), ("c:d", FACTS), ("e:f", FACTS)], (1, 2, 4, 8, 16)
+    tasks = [("a:b", FACTS, range(1, 6)), ("c:d", FACTS, range(3, 9)), ("e:f", FACTS, range(1, 2))]
     for processes in (1, 2, 3, 4, 7, 100):
-        found = divided(tasks, rows, processes)
+        found = divided(tasks, processes)
         assert 1 <= len(found) <= processes and all(found)
-        for path, _ in tasks:
+        for path, _, rows in tasks:
             own = [piece for pieces in found for piece in pieces if piece[0] == path]
             assert sorted(row for *_, part in own for row in part) == list(rows)
-    assert divided([], rows, 4) == divided([], rows, 1)
-    assert len(divided(tasks, rows, 3)) == 3 and len(divided(tasks, rows, 7)) == 7
+    assert divided([], 4) == divided([], 1)
+    assert len(divided(tasks, 3)) == 3 and len(divided(tasks, 7)) == 7
+
+
+def test_a_kernel_compiles_for_the_rows_that_it_serves():
+    def rows_of(*kernels):
+        held = [(replace(Kernel(OPS["linear"], "m:k", "me", ahead="a:b"), **k), FACTS)
+                for k in kernels]  # fmt: skip
+        ops = SimpleNamespace(kernels=lambda: iter(held))
+        return [task[2] for task in tasks_of(ops, 100)]
+
+    assert rows_of({}) == [range(1, 101)]
+    assert rows_of({"from_rows": 9}) == [range(9, 101)]
+    assert rows_of({"below_rows": 9}) == [range(1, 9)]
+    assert rows_of({"from_rows": 5, "below_rows": 9}) == [range(5, 9)]
+    assert rows_of({"from_rows": 5, "by_rows": frozenset({"expand"})}) == [range(1, 101)]
+    assert rows_of({"from_rows": 101}) == [], "no step has so many"
+    assert rows_of({"below_rows": 9}, {"from_rows": 50}) == [range(1, 101)], "one compiler"
 
 
 def test_one_that_fails_is_a_line_and_stops_nothing(compiler, capfd):
-    with Ahead(bound(("compilers:fails", (64, 32))), CPU, (1,)):
+    with Ahead(bound(("compilers:fails", (64, 32))), CPU, 1):
         pass
     said = capfd.readouterr().err
     assert "no compiler here" in said and said.count("\n") == 1
@@ -75,7 +91,7 @@ def test_one_that_fails_is_a_line_and_stops_nothing(compiler, capfd):
 
 def test_nothing_is_started_where_nothing_compiles(monkeypatch):
     monkeypatch.setattr("subprocess.Popen", None)
-    with Ahead(bound(("", (64, 32))), CPU, (1,)), Ahead(bound(("a:b", (1, 1))), CPU, ()):
+    with Ahead(bound(("", (64, 32))), CPU, 1), Ahead(bound(("a:b", (1, 1))), CPU, 0):
         pass
 
 
@@ -83,7 +99,7 @@ def test_an_error_while_loading_ends_them(compiler, capfd):
     (compiler / "compilers.py").write_text("import time\ndef sleeps(*_):\n    time.sleep(600)\n")
     with (
         pytest.raises(ValueError, match="damaged"),
-        Ahead(bound(("compilers:sleeps", (64, 32))), CPU, (1,)),
+        Ahead(bound(("compilers:sleeps", (64, 32))), CPU, 1),
     ):
         raise ValueError("damaged")
     assert capfd.readouterr().err == ""

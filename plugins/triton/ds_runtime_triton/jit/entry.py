@@ -8,6 +8,7 @@ the end of one is the end of all before it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +22,58 @@ import ds_runtime_triton.jit.heard  # noqa: F401 - tells what is compiled
 from ds_runtime_triton.config import tuned
 from ds_runtime_triton.machine import architecture
 
+# A kernel is compiled anew where an integer is 1 or a multiple of 16 and was not before, and where
+# a tensor begins at a multiple of 16 bytes and did not. Arguments of these names follow the shape
+# of a step: one compilation serves all. All others are the same for every step of a model.
+_COUNTS = frozenset(
+    [
+        "tokens",
+        "pairs",
+        "rows",
+        "M",
+        "size",
+        "count",
+        "splits",
+        "chunks",
+        "top_n",
+        "x_step",
+        "stride_scale_group",
+        "table_row",
+        "source_row",
+        "target_row",
+        "lse_token_a",
+        "lse_head_a",
+        "lse_token_b",
+        "lse_head_b",
+    ]
+)
+_SLICES = frozenset(
+    [
+        "positions",
+        "slots",
+        "table",
+        "page_table",
+        "starts",
+        "cu",
+        "q_cu",
+        "k_cu",
+        "owner",
+        "owners",
+        "lens",
+        "bits",
+        "adapters",
+        "sources",
+        "targets",
+        "which",
+        "temperatures",
+        "top_ks",
+        "top_ps",
+        "min_ps",
+        "uniforms",
+        "lse_a",
+        "lse_b",
+    ]
+)
 _only_compiled = ContextVar("only_compiled", default=False)
 
 
@@ -37,7 +90,12 @@ class Entry:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.__doc__ = fn.__doc__
         self.fn = fn
-        self.compiled = triton.jit(fn)
+        names = list(inspect.signature(fn).parameters)
+        self.compiled = triton.jit(
+            fn,
+            do_not_specialize=[name for name in names if name in _COUNTS],
+            do_not_specialize_on_alignment=[name for name in names if name in _SLICES],
+        )
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _only_compiled.get():

@@ -33,8 +33,9 @@ def mha_decode_kernel(
     cache_page,
     cache_row,
     table_row,
+    splits,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     V: tl.constexpr,
@@ -43,14 +44,14 @@ def mha_decode_kernel(
     PDL: tl.constexpr,
 ):
     """One head of one row over its share of the tokens: out [rows, heads, width], or of several
-    splits partial [rows, heads, SPLITS, width] float32 and sums [rows, heads, SPLITS], the log2 of
+    splits partial [rows, heads, splits, width] float32 and sums [rows, heads, splits], the log2 of
     the sums of weights. `scale` holds log2(e). TREE: as in mla_decode_kernel.
     """
     follow(PDL)
     head, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lens + row)
-    first, last, _ = span(length, split, SPLITS, BLOCK_N)
+    first, last, _ = span(length, split, splits, BLOCK_N)
     if first < last:
         low, high, side = tl.arange(0, NOPE), tl.arange(0, ROPE), tl.arange(0, V)
         q_low = tl.load(q + row * q_row + head * q_head + low, mask=low < nope, other=0.0)
@@ -88,11 +89,11 @@ def mha_decode_kernel(
             total = total * fade + tl.sum(weights, 0)
             top = above
         place = row * heads + head
-        if SPLITS == 1:
+        if not SPLIT:
             to = out + place * width + side
             tl.store(to, (acc / total).to(out.dtype.element_ty), mask=side < width)
         else:
-            place = place * SPLITS + split
+            place = place * splits + split
             tl.store(partial + place * width + side, acc / total, mask=side < width)
             tl.store(sums + place, top + tl.log2(total))
 

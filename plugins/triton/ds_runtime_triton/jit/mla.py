@@ -14,10 +14,10 @@ from ds_runtime_triton.jit.gemm import product, row_side, token_side
 
 
 @triton.jit
-def span(length, split, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def span(length, split, splits, BLOCK_N: tl.constexpr):
     """(first token, token behind the last, number of splits that have any) of a split."""
     blocks = tl.cdiv(length, BLOCK_N)
-    each = tl.cdiv(blocks, SPLITS)
+    each = tl.cdiv(blocks, splits)
     first = split * each * BLOCK_N
     return first, tl.minimum(first + each * BLOCK_N, length), tl.cdiv(blocks, each)
 
@@ -146,21 +146,22 @@ def store_heads(
     split,
     heads,
     latent,
+    splits,
     LATENT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     SWAP: tl.constexpr,
 ):
-    """Some heads of one row: one split writes out [rows, heads, latent]; several write partial
-    [rows, heads, SPLITS, latent] float32 and sums [rows, heads, SPLITS], the log2 of the sums of
-    weights."""
+    """Some heads of one row: one split writes out [rows, heads, latent]; with SPLIT several write
+    partial [rows, heads, splits, latent] float32 and sums [rows, heads, splits], the log2 of the
+    sums of weights."""
     at_head, at_low = token_side(head, SWAP), row_side(tl.arange(0, LATENT), SWAP)
     inside = (at_head < heads) & (at_low < latent)
     place = row * heads + at_head
-    if SPLITS == 1:
+    if not SPLIT:
         tl.store(out + place * latent + at_low, acc.to(out.dtype.element_ty), mask=inside)
     else:
-        tl.store(partial + (place * SPLITS + split) * latent + at_low, acc, mask=inside)
-        to = sums + (row * heads + head) * SPLITS + split
+        tl.store(partial + (place * splits + split) * latent + at_low, acc, mask=inside)
+        to = sums + (row * heads + head) * splits + split
         tl.store(to, log_total, mask=head < heads)
 
 
@@ -184,8 +185,9 @@ def mla_decode_kernel(
     cache_page,
     cache_row,
     table_row,
+    splits,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -204,7 +206,7 @@ def mla_decode_kernel(
     block, split = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length = tl.load(lens + row)
-    first, last, _ = span(length, split, SPLITS, BLOCK_N)
+    first, last, _ = span(length, split, splits, BLOCK_N)
     if first < last:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)
         low, high = tl.arange(0, LATENT), tl.arange(0, ROPE)
@@ -244,7 +246,7 @@ def mla_decode_kernel(
         total = tl.sum(total, 0 if SWAP else 1)
         store_heads(
             acc * token_side(1.0 / total, SWAP), top + tl.log2(total), out, partial, sums, row,
-            head, split, heads, latent, LATENT, SPLITS, SWAP,
+            head, split, heads, latent, splits, LATENT, SPLIT, SWAP,
         )  # fmt: skip
 
 
@@ -256,7 +258,7 @@ def mla_combine_kernel(
     out,
     heads,
     latent,
-    SPLITS: tl.constexpr,
+    splits,
     BLOCK_N: tl.constexpr,
     LATENT: tl.constexpr,
     MOST: tl.constexpr,
@@ -264,14 +266,14 @@ def mla_combine_kernel(
     PDL: tl.constexpr,
 ):
     """One head of one row: the mean of the splits that saw a token, or of all without lens. MOST:
-    SPLITS, rounded up to a power of two, as AT_ONCE is."""
+    of splits, a power of two, as AT_ONCE is."""
     follow(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if lens is None:
-        used = SPLITS
+        used = splits
     else:
-        _, _, used = span(tl.load(lens + row), 0, SPLITS, BLOCK_N)
-    place = (row * heads + head) * SPLITS
+        _, _, used = span(tl.load(lens + row), 0, splits, BLOCK_N)
+    place = (row * heads + head) * splits
     cols = tl.arange(0, LATENT)
     every = tl.arange(0, MOST)
     log_totals = tl.load(sums + place + every, mask=every < used, other=float("-inf"))

@@ -159,16 +159,16 @@ def router_sum_kernel(
     partial,
     logits,
     size,
-    COUNT: tl.constexpr,
+    count,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The sum of COUNT pieces of `size` values each. PIECES ≥ COUNT."""
+    """The sum of `count` pieces of `size` values each. PIECES ≥ count."""
     follow(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     piece = tl.arange(0, PIECES)[:, None]
-    mask = (piece < COUNT) & (at < size)[None, :]
+    mask = (piece < count) & (at < size)[None, :]
     found = tl.load(partial + piece.to(tl.int64) * size + at[None, :], mask=mask, other=0.0)
     tl.store(logits + at, tl.sum(found, 0), mask=at < size)
 

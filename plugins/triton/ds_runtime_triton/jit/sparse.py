@@ -43,7 +43,7 @@ def sparse_mla_kernel(
     cache,
     scales,
     keys,
-    slots,
+    picked,
     out,
     partial,
     sums,
@@ -63,8 +63,9 @@ def sparse_mla_kernel(
     scale_row,
     key_page,
     key_row,
+    splits,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -75,7 +76,7 @@ def sparse_mla_kernel(
     APART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_H heads of one row over `share` of its `count` slots. `scale` holds log2(e).
+    """BLOCK_H heads of one row over `share` of its `count` slots, `picked`. `scale` holds log2(e).
 
     cache, scales, keys: where the latents, the scales (if GROUPED) and the rotated keys of slot 0
     begin, each with its own strides. Results are those of `store_heads`. EXACT: LATENT and ROPE
@@ -101,7 +102,7 @@ def sparse_mla_kernel(
     last = tl.minimum(split * share + share, count)
     for start in range(split * share, last, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
-        slot = tl.load(slots + line * slot_row + place, mask=place < last, other=-1)
+        slot = tl.load(picked + line * slot_row + place, mask=place < last, other=-1)
         real = slot >= 0
         slot = tl.maximum(slot, 0)
         page, row = (slot // PAGE).to(tl.int64), slot % PAGE
@@ -124,5 +125,5 @@ def sparse_mla_kernel(
     inverse = tl.where(some, 1.0 / total, 0.0)
     store_heads(
         acc * token_side(inverse, SWAP), tl.where(some, top + tl.log2(total), NOTHING), out,
-        partial, sums, line, head, split, heads, latent, LATENT, SPLITS, SWAP,
+        partial, sums, line, head, split, heads, latent, splits, LATENT, SPLIT, SWAP,
     )  # fmt: skip

@@ -159,23 +159,23 @@ def count_kernel(
     totals,
     rows,
     chunks,
+    span,
     k,
     score_row,
     DIGIT: tl.constexpr,
     ALONE: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Counts one digit in one chunk of a row, BLOCK scores at a time."""
+    """Counts one digit in one chunk, `span` tokens of a row, BLOCK scores at a time."""
     follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
-    if (length > k) & (length > ALONE) & (chunk * CHUNK < length):
+    if (length > k) & (length > ALONE) & (chunk * span < length):
         known, _ = border_digits(totals, row, rows, k, DIGIT)
         total = tl.zeros((BINS,), tl.int32)
-        end = tl.minimum(chunk * CHUNK + CHUNK, length)
-        for start in range(chunk * CHUNK, end, BLOCK):
+        end = tl.minimum(chunk * span + span, length)
+        for start in range(chunk * span, end, BLOCK):
             token = start + tl.arange(0, BLOCK)
             at = scores + row.to(tl.int64) * score_row + token
             value = rising(tl.load(at, mask=token < end, other=0.0))
@@ -194,6 +194,7 @@ def gather_kernel(
     totals,
     rows,
     chunks,
+    span,
     k,
     score_row,
     listed,
@@ -205,7 +206,6 @@ def gather_kernel(
     PAGE: tl.constexpr,
     ALONE: tl.constexpr,
     LISTED: tl.constexpr,
-    CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -215,12 +215,12 @@ def gather_kernel(
     follow(PDL)
     chunk, row = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + row)
-    if (length > ALONE) & (chunk * CHUNK < length):
+    if (length > ALONE) & (chunk * span < length):
         to = out + row.to(tl.int64) * k
         if chunk == 0:
             blank(to, length, k, WIDE)
         pages = table + tl.load(owners + row).to(tl.int64) * table_row
-        above = chunk * CHUNK  # tokens before this chunk that are chosen, or agree
+        above = chunk * span  # tokens before this chunk that are chosen, or agree
         equal, border = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
         if length > k:
             border, _ = border_digits(totals, row, rows, k, 2)
@@ -232,8 +232,8 @@ def gather_kernel(
             within = tl.load(at - 1, mask=before < tl.where(second > 0, chunk, 0), other=0)
             above = tl.sum(beyond + within, 0)
             equal = tl.sum(tl.load(at, mask=before < chunk, other=0) - within, 0)
-        end = tl.minimum(chunk * CHUNK + CHUNK, length)
-        for start in range(chunk * CHUNK, end, BLOCK):
+        end = tl.minimum(chunk * span + span, length)
+        for start in range(chunk * span, end, BLOCK):
             token = start + tl.arange(0, BLOCK)
             real = token < end
             at = scores + row.to(tl.int64) * score_row + token

@@ -1,0 +1,49 @@
+"""Nothing is compiled once an engine has warmed up, whatever requests come: random_requests.py.
+
+Where no accelerator is, launches are recorded. On one, the engine's own count is held.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+PROGRAM = Path(__file__).with_name("random_requests.py")
+CASES = ("dense", "lora", "expanded", "op by op", "fp8", "chain", "tree", "sparse")
+SEED = random.SystemRandom().randrange(1 << 30)
+
+
+def served(folder: Path, case: str, *given: str, timeout: float = 280) -> None:
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(PROGRAM), str(folder), "--case", case, *given]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, (given, done.stdout[-3000:], done.stderr[-3000:])
+    assert "new: 0" in done.stdout
+    print(done.stdout)
+
+
+@pytest.mark.parametrize("case", ["dense", "chain"])
+def test_a_few_random_requests_compile_nothing(tmp_path, case):
+    served(tmp_path, case, "--requests", "30", "--longest", "1500", "--seed", str(SEED))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("case", CASES)
+def test_random_requests_compile_nothing(tmp_path, case):
+    """10,000 of all cases together."""
+    served(tmp_path, case, "--requests", "1250", "--seed", str(SEED), timeout=2300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["lora", "sparse", "chain"])
+def test_random_requests_compile_nothing_on_the_accelerator(tmp_path, case):
+    served(tmp_path, case, "--real", "--requests", "3500", "--seed", str(SEED))
