@@ -16,7 +16,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from ds_runtime.api import DeviceInfo, MemoryInfo, Platform, hookimpl
+from ds_runtime.api import DeviceInfo, MemoryInfo, Platform, compiled, hookimpl
 from ds_runtime.ops.reference import sampling as reference
 from ds_runtime_triton.kernels import SMALL
 
@@ -53,6 +53,7 @@ def _compile(*, key, fn, **told):
     COMPILED[fn.name, str(key)] = (
         f"{fn.name}: {', '.join(said)}, warps={told['compile']['num_warps']}"
     )
+    compiled("triton", fn.name, 0.0)
     cache = fn.jit_function.device_caches[0][0]
     cache[key] = _NOTHING
     _CACHES.append(cache)

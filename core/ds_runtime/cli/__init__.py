@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from ds_runtime._version import __version__
-from ds_runtime.cli import chat, doctor, generate, ops, plan, plugins, serve
+from ds_runtime.cli import chat, doctor, generate, ops, plan, plugins, serve, warm
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
@@ -31,7 +31,7 @@ from ds_runtime.spelling import add_spellings, engines
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it
 _ASKED = ("PROBE", "DIAGNOSE")  # by these
-VERBS = (serve, chat, generate, plan, ops, plugins, doctor)
+VERBS = (serve, warm, chat, generate, plan, ops, plugins, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ What they compile lies in caches on disk, where this process finds it. Such a pr
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import subprocess
 import sys
@@ -20,10 +21,12 @@ import torch
 from ds_runtime.engine.variants import served
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import Facts, load_attr
+from ds_runtime.platform.compilations import counted, heard
 from ds_runtime.platform.cores import cores_per_device
 
 _CORES = 1.5  # of the host, for each process
 _PIECES = 2  # for each at least
+_TOLD = "compiled: "  # what the last line of such a process begins with
 _MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than 1 GiB of them
 
 
@@ -86,6 +89,8 @@ class Ahead:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         for process in self._running:
             why = process.end(kill=kind is not None)
+            for (compiler, kernel), count in process.compiled.items():
+                heard(compiler, kernel, count)
             if why and kind is None:
                 print(
                     f"kernels could not be compiled while weights were loaded ({why}); they are "
@@ -99,6 +104,7 @@ class _Process:
     """What it writes is kept for the case that it fails."""
 
     def __init__(self, work: CompileJob) -> None:
+        self.compiled: dict[tuple[str, str], int] = {}
         self._said = TemporaryFile()  # noqa: SIM115 (open until `end`)
         command = [sys.executable, "-P", "-m", "ds_runtime.engine.ahead"]
         self._process = subprocess.Popen(
@@ -116,6 +122,9 @@ class _Process:
         with self._said as said:
             said.seek(0)
             lines = [line.strip() for line in said.read().decode(errors="replace").split("\n")]
+        if code == 0 and lines[-2:-1] and lines[-2].startswith(_TOLD):
+            told = json.loads(lines[-2].removeprefix(_TOLD))
+            self.compiled = {(compiler, kernel): count for compiler, kernel, count in told}
         return next((line for line in reversed(lines) if line), f"exit {code}") if code else ""
 
 
@@ -127,6 +136,7 @@ def main() -> None:
         torch.accelerator.set_device_index(work.index)
     for path, facts, rows in work.tasks:
         load_attr(path)(facts, rows)
+    print(_TOLD + json.dumps([(*key, count) for key, count in counted().items()]), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,12 @@ def compiled(compiler: str, kernel: str, seconds: float, shape: str = "") -> Non
         )
 
 
+def heard(compiler: str, kernel: str, count: int) -> None:
+    """So many were compiled by a process that this one started."""
+    with _LOCK:
+        _COUNTS[compiler, kernel] += count
+
+
 def serving(now: bool) -> None:
     """Whether from now on requests wait for what is compiled: an engine serves, or one starts."""
     if now:

@@ -88,6 +88,13 @@ class LinearFp8:
         return out
 
 
+def _edge(count: int) -> bool:
+    """Whether another kind of tile may serve so many rows than one fewer, or one more. Tiles have
+    64, 128 or 256 rows, of few rows 16 or 32; what is chosen follows how many there are, and from
+    512 rows on they are fetched together."""
+    return count % 64 < 2 or (count < 64 and count % 16 < 2)
+
+
 def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
     """`Kernel.ahead` of LinearFp8: it compiles per shape of the weight and kind of tile."""
     n, k = facts.shape
@@ -95,7 +102,7 @@ def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
     scale = torch.empty(-(-n // 128), -(-k // 128), dtype=torch.float32, device="cuda")
     packed = Packed(FP8_ROWS, (n, k), {"weight": values, "scale": scale}, 0)
     kernel = LinearFp8(facts)
-    for count in rows:
+    for count in filter(_edge, rows):
         kernel.apply(torch.zeros(count, k, dtype=torch.bfloat16, device="cuda"), packed)
     torch.cuda.synchronize()
     del values, scale, packed

@@ -267,9 +267,7 @@ LINEAR: tuple[Kernel, ...] = (
     ),
 )
 TOPK: tuple[Kernel, ...] = (
-    _offer(
-        "router_logits", "router:router_logits", variant="router:variant", variant="router:variant"
-    ),
+    _offer("router_logits", "router:router_logits", variant="router:variant"),
     _offer("route", "router:route"),
 )
 SMALL: tuple[Kernel, ...] = (

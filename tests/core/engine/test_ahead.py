@@ -12,6 +12,7 @@ import torch
 from ds_runtime.engine.ahead import Ahead, divided, tasks_of
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
+from ds_runtime.platform.compilations import counted
 from ds_runtime_kit.checks.conformance import facts_for
 
 FACTS = facts_for(DeviceInfo("cpu", "host", "any"), "bfloat16")
@@ -103,3 +104,12 @@ def test_an_error_while_loading_ends_them(compiler, capfd):
     ):
         raise ValueError("damaged")
     assert capfd.readouterr().err == ""
+
+
+def test_what_they_compile_is_counted_here(compiler):
+    text = "from ds_runtime.api import compiled\n"
+    text += "def counts(facts, rows):\n    compiled('ahead', f'kernel{len(rows)}', 0.1)\n"
+    (compiler / "compilers.py").write_text(text)
+    with Ahead(bound(("compilers:counts", (64, 32))), CPU, 1):
+        pass
+    assert counted()["ahead", "kernel1"] == 1
