@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+from ds_runtime.engine import variants
 
 pytest.importorskip("triton")
 
@@ -31,3 +35,11 @@ def test_representatives_of_variants_compile_all_that_any_call_launches(rows):
     said = run(PROGRAM, str(rows), timeout=1500)
     assert said.count(" variants, ") == 60, "a place without a line"
     assert "v3 experts:experts_fp8 (257, 2048, 7168): " in said
+
+
+def test_a_long_sequence_of_a_rehearsal_is_long_for_every_configuration():
+    """Rows of more tokens than one program keeps have launches of their own."""
+    folder = files("ds_runtime_triton") / "configs"
+    found = [json.loads(file.read_text()) for file in Path(str(folder)).glob("*/index_topk.json")]
+    kept = [c["ALONE"] for held in found for s in held["shapes"].values() for c in s.values()]
+    assert kept and max(kept) < variants._LONG

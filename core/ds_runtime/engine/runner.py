@@ -518,14 +518,15 @@ class Runner:
             limits = StepLimits(
                 self.context_length,
                 self.width,
-                model.indexing is not None,
+                0 if model.indexing is None else model.indexing.top_k,
                 model.vocab_size,
                 self.assembly.lora is not None,
             )
             caches = self._allocate(PAGES, poison=False, quiet=True)
             for plan in covering_steps(self.bound, self.config, limits):
                 self._launch(plan, caches)
-            self.captured.rehearse()
+            if not self.capturing.late:
+                self.captured.rehearse()
         self.platform.synchronize()
         self.sampler.clear()
 

@@ -15,6 +15,7 @@ from ds_runtime.ops.spec import Facts, Kernel, load_attr
 from ds_runtime.sampling_params import SamplingParams
 
 _DECODE = frozenset({"any", "decode", "verify", "tree"})
+_LONG = 8192  # tokens from which on no kernel does otherwise for more
 PAGES = 2  # that all sequences of these steps share
 
 Variant = Callable[[int], Hashable]
@@ -53,13 +54,13 @@ def _variant(kernel: Kernel, facts: Facts) -> Variant:
 
 
 class Limits(NamedTuple):
-    """Of steps. context: tokens of a sequence. width: of a decode work, at most. sparse: attention
-    chooses tokens where a sequence is long. vocab: tokens of a mask. adapts: there are slots of
-    adapters."""
+    """Of steps. context: tokens of a sequence. width: of a decode work, at most. sparse: how many
+    tokens attention chooses where a sequence has more; 0: it does not. vocab: tokens of a mask.
+    adapts: there are slots of adapters."""
 
     context: int
     width: int
-    sparse: bool
+    sparse: int
     vocab: int
     adapts: bool
 
@@ -71,11 +72,12 @@ def covering_steps(bound: BoundOps, config: EngineConfig, limits: Limits) -> Ite
     every = representatives(_variants(bound, {"any", "prefill"}, steps.rows))
     prompts = representatives(_variants(bound, {"prefill"}, steps.rows))
     decoded = representatives(_variants(bound, _DECODE, steps.decoded))
-    starts = (config.page_size, limits.context) if limits.sparse else (config.page_size,)
+    long = max(_LONG, 2 * limits.sparse)
+    starts = (config.page_size, long) if limits.sparse else (config.page_size,)
     for rows in sorted({*every, 1, steps.rows}):
         yield from steps.prompts(rows, 0)
     for start in starts:
-        for rows in every if start == limits.context else sorted({*prompts, 1}):
+        for rows in every if start == long else sorted({*prompts, 1}):
             yield from steps.prompts(rows, start)
         for rows in sorted({*decoded, 1, steps.decoded}):
             for width in {1, limits.width}:

@@ -55,7 +55,7 @@ def bound():
     context=st.integers(2, 300),
     width=st.integers(1, 5),
     ranks=st.sampled_from((1, 2, 4)),
-    sparse=st.booleans(),
+    sparse=st.sampled_from((0, 8)),
 )
 def test_steps_are_those_of_a_scheduler_and_have_every_variant(
     bound, steps, chunk, running, context, width, ranks, sparse
