@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -60,3 +61,20 @@ def test_nobody_gets_them_unasked(served, path):
         assert "token_ids" not in said
     reply = served.http.post(path, json=ask(path, "[say a]") | {"return_token_ids": 1})
     assert reply.status_code == 400 and "return_token_ids" in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_of_ids_asks_no_tokenizer(served, monkeypatch, stream):
+    """Nor a template: nothing of a text process is on its way to the first token."""
+    ids, kind = served.tokenizer.encode("[say so]"), type(served.tokenizer)
+    encode, asked = kind.encode, []
+
+    def spy(*args, **kwargs):
+        if threading.current_thread() is not served.engine.thread:
+            asked.append(args)
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(kind, "encode", spy)
+    reply = served.http.post(PLAIN, json={"prompt": ids, "max_tokens": 8, "stream": stream})
+    assert reply.status_code == 200 and "so" in reply.text and not asked
+    assert served.post(PLAIN, prompt="[say so]").status_code == 200 and asked
