@@ -31,7 +31,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     add_flags(parser, EngineConfig, spaces=True)
     add_flags(parser, ServerConfig, spaces=True)
     add_config_file(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, looks=True)
 
 
 def run(args: Namespace) -> int:
