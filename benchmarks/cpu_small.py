@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.rankspec import RankSpec
-from ds_runtime.engine.start import start_engine
+from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.engine.process.start import start_engine
 from ds_runtime.ops.reference import attention as ref_attention
 from ds_runtime.ops.reference import linear as ref_linear
 from ds_runtime.ops.reference import moe as ref_moe

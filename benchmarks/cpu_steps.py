@@ -36,7 +36,7 @@ class Steps:
     ) -> None:
         from ds_runtime.assemble import assemble
         from ds_runtime.config import EngineConfig
-        from ds_runtime.engine.memory import FULL_CONTEXTS
+        from ds_runtime.kv.budget import FULL_CONTEXTS
 
         page = EngineConfig(model=model, **settings).page_size
         self._pages = -(-tokens // page)
@@ -45,7 +45,7 @@ class Steps:
         config = EngineConfig(model=model, **given)
         assembly = assemble(config, tuple(given))
         as_served(assembly.platform)
-        from ds_runtime.engine.runner import Runner
+        from ds_runtime.engine.device.runner import Runner
         from ds_runtime.parallel.group import SoloCommunicator
 
         assembly.platform.init_worker(0, 1, config.threads)
@@ -56,7 +56,7 @@ class Steps:
 
     def begin(self, count: int) -> None:
         """New requests, with their prompts computed."""
-        from ds_runtime.engine.step import RowInit, StepPlan, Work
+        from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
         from ds_runtime.sampling_params import SamplingParams
 
         self.works, greedy = [], SamplingParams(temperature=0.0)
@@ -71,7 +71,7 @@ class Steps:
 
     def step(self) -> float:
         """Seconds of one decode step of all."""
-        from ds_runtime.engine.step import StepPlan
+        from ds_runtime.engine.step.plan import StepPlan
 
         for work in self.works:
             work.start += 1

@@ -33,8 +33,8 @@ def mark(what):
     marks[what] = round(time.time() - began, 2)
 import torch
 mark("torch imported")
-import ds_runtime.engine.capturing as capturing
-import ds_runtime.engine.runner as runner
+import ds_runtime.engine.capture.registry as capturing
+import ds_runtime.engine.device.runner as runner
 from ds_runtime import LLM, SamplingParams
 mark("runtime imported")
 def timed(owner, name, what):

@@ -25,7 +25,7 @@ import zmq
 
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.messages import Ready, Stop, SubmitGroup, Tokens, decode_to_engine, encoder
-from ds_runtime.engine.transport import ipc
+from ds_runtime.engine.process.transport import ipc
 from ds_runtime.model.hub import resolve_model
 from ds_runtime.server.serve import serve
 from ds_runtime.text.tokenizer import Tokenizer

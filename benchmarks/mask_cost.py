@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from grammar_schemas import TIMED
 
-from ds_runtime.engine.sampler import Draw, Sampler
-from ds_runtime.engine.step import RowInit
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.step.plan import RowInit
+from ds_runtime.engine.step.sampler import Draw, Sampler
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.grammar.followers import Followers, Following
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars

@@ -34,7 +34,7 @@ COPIED = (
     "README.md",
     "ARCHITECTURE.md",
 )
-GRAPHS = "core/ds_runtime/engine/graphs.py"
+GRAPHS = "core/ds_runtime/engine/capture/decode.py"
 TIMEOUT = 900.0  # seconds for one selection
 
 
@@ -56,14 +56,14 @@ class MutationError(Exception):
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "logits that nobody looks at",
-        "core/ds_runtime/engine/finite.py",
+        "core/ds_runtime/engine/step/finite.py",
         "(total - total) == 0",
         "total.new_ones(total.shape).bool()",
         ("tests/e2e/test_broken_logits.py",),
     ),
     Fault(
         "pages of a broken answer that stay cached",
-        "core/ds_runtime/engine/prefix.py",
+        "core/ds_runtime/kv/prefix.py",
         "if i >= known or not n.is_proved",
         "if not n.is_proved",
         ("tests/core/engine/test_pages_prefix.py",),
@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "decode page off by one",
-        "core/ds_runtime/engine/batch.py",
+        "core/ds_runtime/engine/step/inputs.py",
         "slots = [w.pages[w.start // page_size]",
         "slots = [w.pages[max(w.start - 1, 0) // page_size]",
         ("tests/core/engine/test_batch.py",),
@@ -182,14 +182,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "stale prefix",
-        "core/ds_runtime/engine/prefix.py",
+        "core/ds_runtime/kv/prefix.py",
         "        if not node.is_cut:\n            del parent.children[node.key]\n",
         "",
         ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),
     ),
     Fault(
         "shared seed",
-        "core/ds_runtime/engine/sampler.py",
+        "core/ds_runtime/engine/step/sampler.py",
         "return _mix((_mix((seed + _GOLDEN) & _MASK) + (choice + 1) * _GOLDEN) & _MASK)",
         "return _mix((seed + _GOLDEN) & _MASK)",
         ("tests/core/engine/test_sampler.py",),
@@ -203,7 +203,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "abort leaks a page",
-        "core/ds_runtime/engine/holdings.py",
+        "core/ds_runtime/engine/schedule/ledger.py",
         "self.pool.free(request.pages[request.num_shared :])",
         "self.pool.free(request.pages[request.num_shared : -1])",
         ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),
@@ -231,14 +231,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "spare rows of prompts write to a page",
-        "core/ds_runtime/engine/pieces.py",
+        "core/ds_runtime/engine/capture/prefill.py",
         "self.slots[n:].fill_(-1)",
         "self.slots[n:].fill_(0)",
         ("tests/e2e/test_prefill_graphs.py",),
     ),
     Fault(
         "captures between steps write to pages",
-        "core/ds_runtime/engine/pieces.py",
+        "core/ds_runtime/engine/capture/prefill.py",
         "self._rows.spare()",
         "self._rows.spare(self.size)",
         ("tests/e2e/test_prefill_graphs.py",),
@@ -259,7 +259,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a recorded chain of drafts attends by an older plan",
-        "core/ds_runtime/engine/chain_cycle.py",
+        "core/ds_runtime/engine/speculate/chain.py",
         "prepare_kernels(self._kernels, batch.states, batch, self._kernels)",
         "pass",
         ("tests/e2e/test_speculation_captured.py",),
@@ -273,21 +273,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "logits of another rank's rows",
-        "core/ds_runtime/engine/spread.py",
+        "core/ds_runtime/engine/step/row_order.py",
         "free = [rank * wanted for rank in range(ranks)]",
         "free = [(ranks - 1 - rank) * wanted for rank in range(ranks)]",
         ("tests/e2e/test_dp_attention_kv.py",),
     ),
     Fault(
         "every rank computes attention of all sequences",
-        "core/ds_runtime/engine/spread.py",
+        "core/ds_runtime/engine/step/row_order.py",
         "        found[work.rank].append(work)",
         "        [some.append(work) for some in found]",
         ("tests/e2e/test_dp_attention_kv.py",),
     ),
     Fault(
         "a rank preempts the requests of another",
-        "core/ds_runtime/engine/scheduler.py",
+        "core/ds_runtime/engine/schedule/scheduler.py",
         "victim = next(r for r in reversed(self.running) if r.rank == request.rank)",
         "victim = self.running[-1]",
         ("tests/core/engine/test_scheduler_ranks.py",),
@@ -301,7 +301,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "tokens beyond the end reach the client",
-        "core/ds_runtime/engine/scheduler.py",
+        "core/ds_runtime/engine/schedule/scheduler.py",
         "if request.is_finished:  # aborted, or ended by the step before",
         "if False:",
         ("tests/e2e/test_overlap.py",),

@@ -24,14 +24,14 @@ from msgspec.structs import replace
 
 from ds_runtime import interrupt
 from ds_runtime.config import EngineConfig, parse_size
-from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.failure import described
-from ds_runtime.engine.launch import RankGroup
 from ds_runtime.engine.messages import Stats
-from ds_runtime.engine.rankspec import RankSpec
-from ds_runtime.engine.start import start_engine
-from ds_runtime.engine.transport import make_private_folder
+from ds_runtime.engine.process.banner import banner
+from ds_runtime.engine.process.failure import described
+from ds_runtime.engine.process.launch import RankGroup
+from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.engine.process.start import start_engine
+from ds_runtime.engine.process.transport import make_private_folder
 from ds_runtime.errors import ConfigError, EngineDeadError, RequestError
 from ds_runtime.jobs import PendingCall, Registry
 from ds_runtime.outputs import Completion, PendingChoice, RequestOutput, Usage

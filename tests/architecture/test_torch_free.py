@@ -24,8 +24,8 @@ NEEDS_TORCH = {
 ALWAYS = """
     ds_runtime ds_runtime.api ds_runtime.assemble ds_runtime.config ds_runtime.errors
     ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
-    ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.launch
-    ds_runtime.platform.spec ds_runtime.assembly.result ds_runtime.engine.worker
+    ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.process.launch
+    ds_runtime.platform.spec ds_runtime.assembly.result ds_runtime.engine.process.worker
     ds_runtime.platform.select ds_runtime.model.hf ds_runtime.model.sites ds_runtime.cli
     ds_runtime.ops.reference ds_runtime.testing
     ds_runtime_bench ds_runtime_convert ds_runtime_convert.cli ds_runtime_kit

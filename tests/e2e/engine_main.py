@@ -8,8 +8,8 @@ import time
 import zmq
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.launch import EngineProcesses
-from ds_runtime.engine.transport import bind_pull, private_folder
+from ds_runtime.engine.process.launch import EngineProcesses
+from ds_runtime.engine.process.transport import bind_pull, private_folder
 
 
 def main(model: str) -> None:

@@ -16,11 +16,11 @@ import torch
 from ds_runtime import SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.ranks import join
-from ds_runtime.engine.rankspec import RankSpec
-from ds_runtime.engine.runner import Runner
+from ds_runtime.engine.process.ranks import join
+from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.estimate import lora_bytes, needed_bytes
 from ds_runtime.model.manifest import adaptable_modules

@@ -20,7 +20,6 @@ from served import rests
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.launch import EngineProcesses
 from ds_runtime.engine.messages import (
     Abort,
     Dead,
@@ -35,7 +34,8 @@ from ds_runtime.engine.messages import (
     decode_from_engine,
     encoder,
 )
-from ds_runtime.engine.transport import bind_pull, connect_push, private_folder
+from ds_runtime.engine.process.launch import EngineProcesses
+from ds_runtime.engine.process.transport import bind_pull, connect_push, private_folder
 from ds_runtime.errors import CheckpointError
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "threads": 1}
@@ -128,9 +128,9 @@ def test_what_its_processes_write_is_told_and_where_they_are_on_request(running)
     assert said("loading weights")
     running.engine.trace()  # by the C library: Python's own streams are not asked
     deadline = time.monotonic() + 30
-    while not said("engine/loop.py") and time.monotonic() < deadline:
+    while not said("engine/process/loop.py") and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert said("most recent call first") and said("engine/loop.py"), running.written
+    assert said("most recent call first") and said("engine/process/loop.py"), running.written
     running.send(submit("goes on", 2))
     running.tokens("goes on")
 
@@ -255,7 +255,7 @@ def test_a_rank_that_is_killed_under_load_is_the_reason_and_no_other(tiny, capfd
 
 MAKE = """
 import os, sys, time
-from ds_runtime.engine.transport import make_private_folder
+from ds_runtime.engine.process.transport import make_private_folder
 print(make_private_folder(), flush=True)
 time.sleep(60)
 """

@@ -16,8 +16,8 @@ from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.capture_sizes import graph_sizes
 from ds_runtime.config import EngineConfig, check_graph_sizes
-from ds_runtime.engine.runner import Runner
-from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.parallel.group import SoloCommunicator
@@ -59,7 +59,7 @@ def set_up(recorded, monkeypatch, how):
     """How steps are captured: see test_answers_are_those_of_eager_steps."""
     monkeypatch.setattr(recorded.MlaDecode, "prepares_on_device", how != "prepared in front")
     if how == "rehearsed":
-        monkeypatch.setattr("ds_runtime.engine.runner.rehearsing", in_earnest)
+        monkeypatch.setattr("ds_runtime.engine.device.runner.rehearsing", in_earnest)
 
 
 def make(tiny, recorded, poison=True, **settings):

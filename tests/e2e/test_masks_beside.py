@@ -14,8 +14,8 @@ from test_structured import SETTINGS, engine, run, submits
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Submit
-from ds_runtime.engine.runner import Runner
 from ds_runtime.errors import RequestError
 from ds_runtime.grammar import compile as compile_rules
 from ds_runtime.grammar import guide

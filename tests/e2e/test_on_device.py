@@ -15,10 +15,10 @@ import torch
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.masked import MaskedDraw
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.runner import Runner
+from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins

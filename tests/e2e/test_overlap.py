@@ -10,9 +10,9 @@ import pytest
 from ds_runtime import SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.runner import Runner
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime_cpu.platform import CpuPlatform
 

@@ -13,7 +13,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.capture_sizes import prefill_graph_sizes
 from ds_runtime.config import EngineConfig, check_graph_sizes
-from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.platform.graphs import borrowed
 from ds_runtime.platform.recording import CaptureError

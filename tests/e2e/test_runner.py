@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine, eos_tokens
 from ds_runtime.engine.messages import Failed, Submit
-from ds_runtime.engine.runner import Runner
-from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.parallel.group import SoloCommunicator
 

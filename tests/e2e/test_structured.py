@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Failed, Submit
-from ds_runtime.engine.runner import Runner
 from ds_runtime.errors import RequestError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime_cpu.platform import CpuPlatform

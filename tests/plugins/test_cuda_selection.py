@@ -12,8 +12,8 @@ import pytest
 
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.memory import Room, kv_memory
 from ds_runtime.errors import ConfigError, UnsupportedError
+from ds_runtime.kv.budget import Room, kv_memory
 from ds_runtime.model.estimate import sparse_bytes
 from ds_runtime.model.room import reserve
 from ds_runtime.ops.bind import refusal

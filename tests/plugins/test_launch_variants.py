@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.engine import variants
+from ds_runtime.engine.device import variants
 
 pytest.importorskip("triton")
 

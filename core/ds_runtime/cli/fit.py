@@ -19,7 +19,7 @@ def shortfall(assembly: Assembly) -> str | None:
     """What does not fit in one rank's device, as starting would find; None if all does. Raises
     ConfigError where it is --kv-memory that does not.
     """
-    from ds_runtime.engine.memory import Room, context_length, kv_memory
+    from ds_runtime.kv.budget import Room, context_length, kv_memory
     from ds_runtime.model.estimate import needed_bytes
 
     memory = assembly.platform.memory()

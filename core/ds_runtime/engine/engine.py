@@ -1,6 +1,6 @@
 """Scheduler and runner together: requests in, messages out, one step at a time.
 
-Used in process by the offline API and, behind sockets, by `engine/loop.py`.
+Used in process by the offline API and, behind sockets, by `engine/process/loop.py`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ds_runtime.asking import SLOW
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.base import part_of
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.adapters import Adapters
-from ds_runtime.engine.failure import during
-from ds_runtime.engine.handle import Handle
-from ds_runtime.engine.holdings import Pages
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
-from ds_runtime.engine.pace import Pace
-from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache
-from ds_runtime.engine.ranks import Leader
-from ds_runtime.engine.runner import Runner
-from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.engine.step import PutAdapter, StepPlan
+from ds_runtime.engine.process.failure import during
+from ds_runtime.engine.process.ranks import Leader
+from ds_runtime.engine.schedule.adapters import Adapters
+from ds_runtime.engine.schedule.ledger import Pages
+from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.speculate.draft_length import Pace
+from ds_runtime.engine.step.plan import PutAdapter, StepPlan
+from ds_runtime.engine.step.result import Handle
 from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.model.config import ModelConfig
 from ds_runtime.platform.compilations import counted, num_compiled
 

@@ -29,7 +29,7 @@ from ds_runtime.engine.messages import (
     decode_from_engine,
     encoder,
 )
-from ds_runtime.engine.transport import bind_pull, connect_push
+from ds_runtime.engine.process.transport import bind_pull, connect_push
 from ds_runtime.errors import DsRuntimeError, EngineDeadError, RequestError
 from ds_runtime.server.errors import DrainingError, NotReadyError
 from ds_runtime.server.turns import Turns, joined

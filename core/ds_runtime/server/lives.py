@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.engine.transport import private_folder
+from ds_runtime.engine.process.transport import private_folder
 
 _FIRST_DELAY = 0.5  # seconds before the first restart; doubled for each that follows
 _LONGEST_DELAY = 30.0

@@ -21,7 +21,7 @@ from ds_runtime.server.exchange import Exchange, current_id
 
 if TYPE_CHECKING:
     from ds_runtime.config import ServerConfig
-    from ds_runtime.engine.rankspec import RankSpec
+    from ds_runtime.engine.process.rankspec import RankSpec
 
 _WAITING = 10_000  # lines
 _CLOSE_SECONDS = 1.0

@@ -120,7 +120,7 @@ def serve(
 
 
 def _launcher(server: ServerConfig) -> Launch:
-    from ds_runtime.engine.launch import EngineProcesses
+    from ds_runtime.engine.process.launch import EngineProcesses
 
     tell = engine_output if server.log_format == "json" else None
 

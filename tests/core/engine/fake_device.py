@@ -10,12 +10,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ds_runtime.engine.holdings import Pages
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
-from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache
-from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.engine.step import RowInit, StepPlan, StepResult, Work, WorkResult
+from ds_runtime.engine.schedule.ledger import Pages
+from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.step.plan import RowInit, StepPlan, StepResult, Work, WorkResult
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.sampling_params import SamplingParams
 
 VOCAB = 40

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_runtime.engine.ahead import Ahead, divided, tasks_of
+from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
 from ds_runtime.ops.spec import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.compilations import counted

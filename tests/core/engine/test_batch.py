@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.engine.batch import build_batch, num_logit_rows
-from ds_runtime.engine.step import StepPlan, Work
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.step.inputs import build_batch, num_logit_rows
+from ds_runtime.engine.step.plan import StepPlan, Work
+from ds_runtime.engine.step.transfer import Upload
 from examples import examples
 
 ROWS = 16

@@ -7,14 +7,14 @@ import time
 
 import torch
 
-from ds_runtime.engine.batch import build_batch
-from ds_runtime.engine.holdings import Pages
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache
-from ds_runtime.engine.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.engine.step import StepResult, WorkResult
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.schedule.ledger import Pages
+from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from ds_runtime.engine.step.inputs import build_batch
+from ds_runtime.engine.step.plan import StepResult, WorkResult
+from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.sampling_params import SamplingParams
 
 

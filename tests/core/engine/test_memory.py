@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.memory import Room, context_length
-from ds_runtime.engine.memory import kv_memory as of_room
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.budget import Room, context_length
+from ds_runtime.kv.budget import kv_memory as of_room
 from ds_runtime.model.estimate import activation_bytes
 
 PER_TOKEN = 100 * 3  # bytes over three layers

@@ -8,8 +8,8 @@ import statistics
 
 import pytest
 
-from ds_runtime.engine.pace import Pace
-from ds_runtime.engine.step import StepPlan, StepResult, Work, WorkResult
+from ds_runtime.engine.speculate.draft_length import Pace
+from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.speculation import Speculation
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.engine.graphs import PageTable
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.capture.decode import PageTable
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import RowOwners
 
 CPU = torch.device("cpu")

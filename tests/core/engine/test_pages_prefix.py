@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from ds_runtime.engine.pages import PagePool
-from ds_runtime.engine.prefix import PrefixCache, Realm
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import PrefixCache, Realm
 from examples import examples
 
 SIZE = 2

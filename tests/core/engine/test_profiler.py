@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from ds_runtime.engine.profiler import Profiler
+from ds_runtime.engine.process.profiler import Profiler
 from ds_runtime.errors import RequestError
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.launch import _events
-from ds_runtime.engine.ranks import join
-from ds_runtime.engine.rankspec import RankSpec
+from ds_runtime.engine.process.launch import _events
+from ds_runtime.engine.process.ranks import join
+from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.engine.sampler import Draw, Sampler, stream_key, uniforms
-from ds_runtime.engine.step import RowInit
-from ds_runtime.engine.transfer import Upload
+from ds_runtime.engine.step.plan import RowInit
+from ds_runtime.engine.step.sampler import Draw, Sampler, stream_key, uniforms
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fake_device import EOS, VOCAB, Rig
 
-from ds_runtime.engine import scheduler
-from ds_runtime.engine.limits import check_prompt
-from ds_runtime.engine.step import StepResult, WorkResult
+from ds_runtime.engine.schedule import scheduler
+from ds_runtime.engine.schedule.limits import check_prompt
+from ds_runtime.engine.step.plan import StepResult, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.cost import Load, StepCost
 from ds_runtime.engine.messages import Stats
-from ds_runtime.engine.sizing import Sizing
-from ds_runtime.engine.step import StepPlan, Work
+from ds_runtime.engine.schedule.chunk_sizes import Sizing
+from ds_runtime.engine.schedule.step_cost import Load, StepCost
+from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ds_runtime.engine import transfer
-from ds_runtime.engine.transfer import Buffer, Download, Upload, put
+from ds_runtime.engine.step import transfer
+from ds_runtime.engine.step.transfer import Buffer, Download, Upload, put
 
 CPU = torch.device("cpu")
 ARRAYS = (

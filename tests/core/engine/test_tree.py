@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import CPU, LIMIT, ROWS, VOCAB, draw
 
-from ds_runtime.engine.handle import sort_rows
-from ds_runtime.engine.sampler import Sampler, stream_key
-from ds_runtime.engine.step import RowInit, StepPlan, Work
-from ds_runtime.engine.transfer import Upload
-from ds_runtime.engine.tree import Drafted, Growth, Trees, seen_by
-from ds_runtime.engine.verify import Branch, claim, fronts, moves, verify
+from ds_runtime.engine.speculate.acceptance import Branch, claim, fronts, moves, verify
+from ds_runtime.engine.speculate.tree import Drafted, Growth, Trees, seen_by
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
+from ds_runtime.engine.step.result import sort_rows
+from ds_runtime.engine.step.sampler import Sampler, stream_key
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from ds_runtime.engine.handle import sort_rows
-from ds_runtime.engine.sampler import Sampler, stream_key, uniforms
-from ds_runtime.engine.step import RowInit, StepPlan, Work
-from ds_runtime.engine.transfer import Upload
-from ds_runtime.engine.verify import claim, judge
+from ds_runtime.engine.speculate.acceptance import claim, judge
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
+from ds_runtime.engine.step.result import sort_rows
+from ds_runtime.engine.step.sampler import Sampler, stream_key, uniforms
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.runner import Runner
+from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
 from ds_runtime.model import loader
 from ds_runtime.model.checkpoint import EXPORTED

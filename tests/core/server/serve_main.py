@@ -17,7 +17,7 @@ from pathlib import Path
 from fake_engine import FakeEngine
 
 from ds_runtime.config import EngineConfig, ServerConfig
-from ds_runtime.engine.transport import ipc
+from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.server.serve import serve
 from ds_runtime.text.tokenizer import Tokenizer

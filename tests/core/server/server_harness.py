@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from fastapi import FastAPI
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.engine.transport import ipc, private_folder
+from ds_runtime.engine.process.transport import ipc, private_folder
 from ds_runtime.server.app import create_app
 from ds_runtime.server.client import EngineClient
 from ds_runtime.server.prepare import ModelInfo

@@ -16,7 +16,7 @@ from server_harness import serving, until
 from test_server_bad_input import error
 
 from ds_runtime.engine.messages import SubmitGroup
-from ds_runtime.engine.transport import bind_pull, ipc, private_folder
+from ds_runtime.engine.process.transport import bind_pull, ipc, private_folder
 from ds_runtime.errors import CheckpointError
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.client import EngineClient

@@ -22,7 +22,7 @@ from server_harness import until
 
 from ds_runtime import hookimpl, plugins
 from ds_runtime.config import EngineConfig, ServerConfig
-from ds_runtime.engine.transport import ipc
+from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
 from ds_runtime.server import serve as serve_module
 from ds_runtime.server.serve import add_routes, listen, model_name

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.runner import Runner
-from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Spread
 from ds_runtime.parallel.group import SoloCommunicator

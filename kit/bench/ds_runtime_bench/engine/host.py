@@ -56,8 +56,8 @@ def run(
         if value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1")
     from ds_runtime.engine.messages import Submit
-    from ds_runtime.engine.rankspec import RankSpec
-    from ds_runtime.engine.start import start_engine
+    from ds_runtime.engine.process.rankspec import RankSpec
+    from ds_runtime.engine.process.start import start_engine
 
     engine = start_engine(
         RankSpec(_config(settings, num_running), (*settings, *_FIXED), (), Path(), 0)

@@ -15,8 +15,8 @@ from types import ModuleType
 from ds_runtime.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
-from ds_runtime.engine.runner import Runner
-from ds_runtime.engine.step import RowInit, StepPlan, Work
+from ds_runtime.engine.device.runner import Runner
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.prompts import JobMaker

@@ -1,0 +1,224 @@
+"""Steps with prompts, captured but for attention, one per number of tokens.
+
+What a step's sequences are shows in attention alone: there a graph would hold for one division of
+its tokens only. So the forward is captured in pieces between the attentions, which run op by op. A
+step of n tokens takes the next larger graph: its spare rows write to no page, and are all alike, so
+that they reach few experts. Where few rows are wanted, these alone are computed behind the last
+attention, op by op.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ds_runtime.engine.capture.decode import captured, made_ready
+from ds_runtime.errors import DsRuntimeError
+from ds_runtime.model.deepseek import Cut
+from ds_runtime.model.indexer import Selection
+from ds_runtime.ops.batch import Batch
+from ds_runtime.platform.graphs import borrowed
+from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+class PiecewiseModel(Protocol):
+    """What a step asks of the model: see DeepSeekModel."""
+
+    dtype: torch.dtype
+
+    def pieces(
+        self, batch: Batch, caches: Sequence[Tensor], attended: Tensor
+    ) -> Generator[Cut, None, Tensor]: ...
+
+    def attend(self, cut: Cut, batch: Batch, selection: Selection | None, out: Tensor) -> None: ...
+
+    def few(self, batch: Batch) -> Tensor | None: ...
+
+    def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor: ...
+
+    def selection(self, batch: Batch) -> Selection | None: ...
+
+    def attended_width(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Where all graphs find a step, each in as many rows as it has: ids, positions and slots [rows]
+    int64, adapters [rows] int32 if there are any, and what attention gives.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attended: Tensor
+    adapters: Tensor | None
+
+    @staticmethod
+    def of(model: PiecewiseModel, size: int, device: torch.device, adapts: bool) -> StepRows:
+        ids, positions, slots = torch.zeros(3, size, dtype=torch.int64, device=device)
+        width = model.attended_width()
+        return StepRows(
+            ids,
+            positions,
+            slots.fill_(-1),
+            torch.zeros(size, width, dtype=model.dtype, device=device),
+            torch.full((size,), -1, dtype=torch.int32, device=device) if adapts else None,
+        )
+
+    def first(self, size: int) -> StepRows:
+        """Of a graph."""
+        return StepRows(
+            self.ids[:size],
+            self.positions[:size],
+            self.slots[:size],
+            self.attended[:size],
+            None if self.adapters is None else self.adapters[:size],
+        )
+
+    def fill(self, batch: Batch) -> None:
+        """With a step, and spare rows behind it."""
+        n = batch.num_tokens
+        self.ids[:n].copy_(batch.input_ids)
+        self.positions[:n].copy_(batch.positions)
+        self.slots[:n].copy_(batch.slots)
+        if self.adapters is not None:
+            self.adapters[:n] = -1 if batch.adapters is None else batch.adapters
+        self.spare(n)
+
+    def spare(self, n: int = 0) -> None:
+        """Make rows from n on spare ones."""
+        if self.adapters is not None:
+            self.adapters[n:].fill_(-1)
+        if n < self.ids.shape[0]:
+            self.ids[n:].zero_()
+            self.positions[n:].zero_()
+            self.slots[n:].fill_(-1)
+            self.attended[n:].zero_()
+
+
+class PrefillGraph:
+    """One captured step of as many tokens as `rows` has."""
+
+    def __init__(self, model: PiecewiseModel, caches: Sequence[Tensor], rows: StepRows) -> None:
+        self.size = rows.ids.shape[0]
+        self._model, self._caches, self._rows = model, caches, rows
+        self._pieces: list[tuple[Callable[[], None], Cut]] = []
+        self._last: Callable[[], None] | None = None
+        self._hidden: Tensor | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._last is not None
+
+    def _forward(self) -> Generator[Cut, None, Tensor]:
+        rows = self._rows
+        none = rows.ids[:0]  # all rows are wanted
+        batch = Batch(rows.ids, rows.positions, rows.slots, none, adapters=rows.adapters)
+        return self._model.pieces(batch, self._caches, rows.attended)
+
+    def capture(self, backend: GraphBackend) -> None:
+        """Run a step of spare rows alone, then record it."""
+        self._rows.spare()  # they may hold a step of another size
+        what, remedy = f"a step of {self.size} tokens", "--disable-prefill-graph"
+        forward, found = self._forward(), list[Cut | Tensor]()
+
+        def piece() -> None:
+            try:
+                found.append(next(forward))
+            except StopIteration as end:
+                found.append(end.value)
+
+        def whole() -> None:
+            while not found or not isinstance(found[-1], Tensor):
+                piece()
+
+        made_ready(whole, what, remedy)
+        forward, pieces = self._forward(), list[tuple[Callable[[], None], Cut]]()
+        while True:
+            found.clear()
+            replay = captured(piece, backend, what, remedy, ready=True)
+            made = found[-1]
+            if isinstance(made, Tensor):
+                break
+            pieces.append((replay, made.each(borrowed)))
+        self._pieces, self._last, self._hidden = pieces, replay, borrowed(made)
+
+    def replay(self, batch: Batch, every: bool) -> Tensor:
+        """Final hidden states of a step's logit rows, [rows, hidden], or of every token. Where rows
+        are few, what follows the last attention is computed op by op, of them alone.
+        """
+        assert self._last is not None and self._hidden is not None, "replayed before its capture"
+        self._rows.fill(batch)
+        n = batch.num_tokens
+        out, selection = self._rows.attended[:n], self._model.selection(batch)
+        for replay, cut in self._pieces:
+            replay()
+            self._model.attend(cut, batch, selection, out)
+        if not every and (few := self._model.few(batch)) is not None:
+            return self._model.finish(self._pieces[-1][1], out, few, batch)
+        self._last()
+        hidden = self._hidden[:n]  # the next replay of any graph overwrites it
+        return hidden.clone() if every else hidden[batch.logit_rows]
+
+
+class PrefillGraphs:
+    """The captured steps of a runner: those of sizes that the user gave at start, others each when
+    a step first needs it, as most servers see few of them and kernels may have to be compiled.
+    """
+
+    def __init__(
+        self,
+        model: PiecewiseModel,
+        caches: Sequence[Tensor],
+        sizes: Sequence[int],
+        backend: GraphBackend,
+        adapts: bool,
+    ) -> None:
+        """caches: as `pieces` takes them. adapts: rows may have adapters."""
+        self.sizes = tuple(sizes)
+        self._backend = backend
+        self._ready = False
+        self._failed: set[int] = set()
+        rows = StepRows.of(model, max(sizes), caches[0].device, adapts)
+        self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
+
+    @torch.inference_mode()
+    def capture(self, progress: bool = False) -> None:
+        """Capture every size, the largest first: the others find their memory in its pool. Raises
+        PluginError where a kernel cannot be captured.
+        """
+        total = len(self._graphs)
+        with Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar:
+            for graph in reversed(self._graphs):
+                graph.capture(self._backend)
+                bar.advance(1)
+        self.serve()
+
+    def serve(self) -> None:
+        """From now on there may be graphs that fit."""
+        self._ready = True
+
+    def graph_for(self, tokens: int) -> PrefillGraph | None:
+        """For a step: none if it has more tokens than any, or none itself. Captured now if need be;
+        where that fails, a warning says why, and steps of this size go on op by op.
+        """
+        index = bisect_left(self.sizes, tokens)
+        if not self._ready or not tokens or index == len(self.sizes):
+            return None
+        graph = self._graphs[index]
+        if not graph.is_captured and index not in self._failed:
+            try:
+                graph.capture(self._backend)
+            except DsRuntimeError as e:
+                self._failed.add(index)
+                log.warning("steps with prompts go on op by op: %s", e)
+        return graph if graph.is_captured else None

@@ -1,0 +1,1 @@
+"""One rank's device: load, warm up, launch and collect."""

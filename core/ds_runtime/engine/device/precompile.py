@@ -1,0 +1,143 @@
+"""Kernels that compile when they first run, compiled beside loading by processes of their own.
+
+What they compile lies in caches on disk, where this process finds it. Such a process is
+`python -m ds_runtime.engine.device.precompile`; it reads a `CompileJob` from its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from tempfile import TemporaryFile
+
+import torch
+
+from ds_runtime.engine.device.variants import served
+from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.spec import Facts, load_attr
+from ds_runtime.platform.compilations import counted, heard
+from ds_runtime.platform.cores import cores_per_device
+
+_CORES = 1.5  # of the host, for each process
+_PIECES = 2  # for each at least
+_TOLD = "compiled: "  # what the last line of such a process begins with
+_MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than 1 GiB of them
+
+
+Task = tuple[str, Facts, range]
+"""`Kernel.ahead`, facts of a place, rows of the calls there."""
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """What one process compiles. index: the device's."""
+
+    tasks: tuple[Task, ...]
+    index: int | None
+
+
+def tasks_of(bound: BoundOps, most: int) -> list[Task]:
+    """Of all kernels that are bound, once per shape, the largest first. most: rows of a call."""
+    found: dict[tuple[str, tuple[int, ...], str, str], Task] = {}
+    for kernel, facts in bound.kernels():
+        rows = served(kernel, most)
+        if kernel.ahead and rows:
+            key = kernel.ahead, facts.shape, facts.weight_format, facts.dtype
+            held = found.get(key, (kernel.ahead, facts, rows))[2]
+            both = range(min(held.start, rows.start), max(held.stop, rows.stop))
+            found[key] = kernel.ahead, facts, both
+    return sorted(found.values(), key=lambda task: -prod(task[1].shape))
+
+
+def divided(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
+    """What each process compiles. A task's rows are cut where tasks are few: rows that lie together
+    are often served by one kernel.
+    """
+    cuts = max(1, -(-_PIECES * processes // max(1, len(tasks))))
+    pieces = [
+        (path, facts, part)
+        for path, facts, rows in tasks
+        for i in range(cuts)
+        if (part := rows[len(rows) * i // cuts : len(rows) * (i + 1) // cuts])
+    ]
+    count = min(processes, len(pieces))
+    return [pieces[first::count] for first in range(count)]
+
+
+class Ahead:
+    """The processes at work, from construction on; leaving the context waits for them, since they
+    hold memory of the device. most: rows of the calls that must not compile any more; 0: no
+    process. memory: of the device, in bytes.
+    """
+
+    def __init__(self, bound: BoundOps, device: torch.device, most: int, memory: int = 0) -> None:
+        tasks = tasks_of(bound, most)
+        processes = max(2, min(memory // _MEMORY, int(cores_per_device() / _CORES)))
+        self._running = [
+            _Process(CompileJob(tuple(own), device.index)) for own in divided(tasks, processes)
+        ]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        for process in self._running:
+            why = process.end(kill=kind is not None)
+            for (compiler, kernel), count in process.compiled.items():
+                heard(compiler, kernel, count)
+            if why and kind is None:
+                print(
+                    f"kernels could not be compiled while weights were loaded ({why}); they are "
+                    "compiled when they first run",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+class _Process:
+    """What it writes is kept for the case that it fails."""
+
+    def __init__(self, work: CompileJob) -> None:
+        self.compiled: dict[tuple[str, str], int] = {}
+        self._said = TemporaryFile()  # noqa: SIM115 (open until `end`)
+        command = [sys.executable, "-P", "-m", "ds_runtime.engine.device.precompile"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=self._said, stderr=self._said
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # `end` tells
+            pickle.dump(work, pipe)
+
+    def end(self, kill: bool) -> str:
+        """The last line of one that failed, after waiting for it."""
+        if kill:
+            self._process.kill()
+        code = self._process.wait()
+        with self._said as said:
+            said.seek(0)
+            lines = [line.strip() for line in said.read().decode(errors="replace").split("\n")]
+        if code == 0 and lines[-2:-1] and lines[-2].startswith(_TOLD):
+            told = json.loads(lines[-2].removeprefix(_TOLD))
+            self.compiled = {(compiler, kernel): count for compiler, kernel, count in told}
+        return next((line for line in reversed(lines) if line), f"exit {code}") if code else ""
+
+
+@torch.inference_mode()
+def main() -> None:
+    """The life of such a process."""
+    work: CompileJob = pickle.load(sys.stdin.buffer)
+    if work.index is not None:
+        torch.accelerator.set_device_index(work.index)
+    for path, facts, rows in work.tasks:
+        load_attr(path)(facts, rows)
+    print(_TOLD + json.dumps([(*key, count) for key, count in counted().items()]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

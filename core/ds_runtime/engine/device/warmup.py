@@ -1,0 +1,52 @@
+"""The two steps that a runner runs before it serves: a prefill and a decode step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
+from ds_runtime.sampling_params import SamplingParams
+
+
+class WarmUp(NamedTuple):
+    """Plans to launch one after the other, over pages of their own."""
+
+    plans: tuple[StepPlan, StepPlan]
+    num_pages: int
+
+
+def _ranks(config: EngineConfig) -> int:
+    """How many sequences there are."""
+    return min(config.attention_ranks, config.max_running_requests)
+
+
+def warm_up_length(config: EngineConfig, context_length: int) -> int:
+    """Tokens of each sequence's prompt."""
+    length = min(context_length - 1, config.chunked_prefill_size, 2 * config.page_size)
+    return max(1, min(length, config.max_step_tokens // _ranks(config)))
+
+
+def warm_up_steps(
+    config: EngineConfig, context_length: int, width: int, length: int | None = None
+) -> WarmUp:
+    """For a sequence, or one on each rank that has sequences of its own. width: most tokens of a
+    decode work; length: tokens of each prompt.
+    """
+    ranks, size = _ranks(config), config.page_size
+    length = warm_up_length(config, context_length) if length is None else length
+    verified, drafts = min(width, context_length - length), width - 1
+    pages = list(range(-(-min(length + verified + drafts, context_length) // size)))
+    prompt, init = [0] * length, list[RowInit]()
+    prefill, decode = StepPlan(step=-2, works=[], init=init), StepPlan(step=-1, works=[])
+    prefill.drafts = decode.drafts = drafts
+    for rank in range(ranks):
+        init.append(RowInit(row=rank, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
+        for plan, start, count, tokens in (
+            (prefill, 0, length, prompt),
+            (decode, length, verified, None),
+        ):
+            work = Work(rid="", row=rank, rank=rank, start=start, length=count, pages=pages)
+            work.tokens, work.logprobs = tokens, 1  # whose kernel is to be warm, too
+            plan.works.append(work)
+    return WarmUp((prefill, decode), len(pages))

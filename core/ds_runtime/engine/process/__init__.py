@@ -1,0 +1,1 @@
+"""The processes of an engine: started, connected, watched and ended."""

@@ -1,0 +1,104 @@
+"""What the operator sees at start: where it runs, what it holds, which kernel serves each op."""
+
+from __future__ import annotations
+
+import math
+
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.engine.device.runner import Runner
+from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.manifest import stored_modules
+from ds_runtime.model.room import expanded_said
+from ds_runtime.plan import PlanRow
+from ds_runtime.progress import amount
+
+DUMMY = "weights   DUMMY: random numbers made on the device; answers mean nothing"
+
+
+def banner(assembly: Assembly, runner: Runner) -> str:
+    """The start-up text of a loaded engine."""
+    device, model, plan = assembly.device, assembly.model, assembly.plan
+    memory = assembly.platform.memory(runner.local_rank)
+    config = assembly.config
+    ranks = f", {config.tp} ranks" if config.tp > 1 else ""
+    per_rank = " per rank" if config.tp > 1 else ""
+    places = f"{runner.num_pages} pages of {plan.page_size}"
+    if config.enable_dp_attention:
+        places = f"{places} on each of {config.tp} ranks"
+    lines = [
+        f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
+        f"model     {plan.model}: {model.architecture}, {model.layers} layers, "
+        f"{count(parameters(model))} parameters, {config.dtype}, "
+        f"{amount(runner.model.packed_bytes)} packed{per_rank}",
+        *([DUMMY] if config.load_format == "dummy" else ()),
+        f"memory    {amount(memory.total)}, {amount(memory.free)} free",
+        f"KV cache  {runner.kv_tokens} tokens in {places}, "
+        f"{amount(runner.memory.total)}{per_rank} ({runner.memory.total / memory.total:.0%} of the "
+        f"device), {plan.kv_layout}",
+        f"contexts  {runner.context_length} tokens each; the KV cache holds "
+        f"{runner.kv_tokens / runner.context_length:.1f} full ones; at most "
+        f"{config.max_running_requests} requests run at once",
+        *(f"{'cache':<10}{line}" for line in expanded_said(assembly)),
+        *(f"{'copies':<10}{form}" for form in assembly.forms),
+        *(f"{'config':<10}{name}: {new} ({by}: {why})" for name, new, by, why in plan.changes),
+        *op_lines(assembly),
+        *_not_captured(runner),
+        *(f"{'not used':<10}{name}: {refusal}" for name, refusal in assembly.others),
+    ]
+    return "\n".join(lines)
+
+
+def _not_captured(runner: Runner) -> list[str]:
+    """Which steps with drafts run op by op, though steps are captured."""
+    if runner.captured.cycles is None or not (sizes := runner.captured.cycles.left_out):
+        return []
+    tokens = max(runner.captured.cycles.place.shape.choices) + 1
+    most = max(runner.captured.cycles.sizes, default=0)
+    return [
+        f"{'graphs':<10}not captured: steps of more requests than {most}, since {sizes[0]} of "
+        f"{tokens} tokens are over --max-step-tokens {runner.config.max_step_tokens}"
+    ]
+
+
+def op_lines(assembly: Assembly) -> list[str]:
+    """One line per op: its kernels, with the number of sites where there are several."""
+    chosen: dict[str, dict[str, int]] = {}
+    for decision in assembly.binding.decisions:
+        kernels = chosen.setdefault(decision.op, {})
+        kernels[decision.kernel] = kernels.get(decision.kernel, 0) + 1
+    lines = []
+    for row in assembly.plan.rows:
+        kernels = chosen.pop(row.op, {})
+        if not kernels:
+            continue  # said with the op's first row
+        said = ", ".join(f"{k} ×{n}" if len(kernels) > 1 else k for k, n in kernels.items())
+        lines.append(f"{'op':<10}{row.op:<16}{said}")
+    return lines
+
+
+def warnings(assembly: Assembly) -> list[str]:
+    """A line per broken plugin and per heavy op that no plugin serves, to be shown once."""
+    return [f"warning: {said}" for said in assembly.left_out()] + [
+        f"warning: {row.op} at {', '.join(row.sites)} runs on the slow reference{_why(row)}"
+        for row in assembly.plan.heavy_references()
+    ]
+
+
+def _why(row: PlanRow) -> str:
+    """What the first kernel said that would be faster; nothing where somebody wished it so."""
+    faster = [r for r in row.refused if not r[0].startswith("reference.")]
+    return f" ({faster[0][0]}: {faster[0][1]})" if faster else ""
+
+
+def parameters(model: ModelConfig) -> int:
+    """Logical parameters of the whole model, without MTP layers."""
+    stored = stored_modules(model, lambda module: "").values()
+    return sum(math.prod(s.shape) for s in stored)
+
+
+def count(value: int) -> str:
+    """`236.1 B`, `4.2 M`."""
+    for limit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f} {letter}"
+    return str(value)

@@ -1,0 +1,307 @@
+"""The engine's processes: one per rank, watched, and ended together.
+
+A child that fails leaves its reason in the private folder and exits; the watcher ends the others,
+whatever they wait in, and keeps the first cause. What children write goes where the parent's goes,
+or line by line to whoever asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import cast
+
+import zmq
+
+from ds_runtime import errors, interrupt, progress
+from ds_runtime.config import EngineConfig
+from ds_runtime.engine.messages import Stop, encoder
+from ds_runtime.engine.process.failure import leave_reason, reasons
+from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.engine.process.sentry import Sentry
+from ds_runtime.engine.process.transport import connect_push, ipc
+from ds_runtime.engine.process.worker import SHOW_THREADS, rank_main
+
+_GRACE = 0.3  # seconds for a dying rank's neighbours to leave their reasons
+_THEIRS = 1.0  # for the watcher to see that what failed here comes of another rank's death
+_ENDING = 2.0  # for those that are ended
+_LONGEST = 1 << 16  # bytes of a line
+
+Tell = Callable[[RankSpec, str], None]
+"""Takes one event of a rank's output: a line, or a traceback with all of its lines."""
+
+
+class RankGroup:
+    """Some ranks' processes. `failure` is the first cause, set once, when one of them fails.
+
+    `tell` gets what they write, in threads of its own; None: they write where this process does.
+    `own`: the rank that this process is itself, if it is one; it says so with `call` and `fail`.
+    """
+
+    def __init__(
+        self, specs: Sequence[RankSpec], tell: Tell | None = None, own: RankSpec | None = None
+    ) -> None:
+        self._specs = list(specs)
+        self._tell = tell
+        self._own = own
+        self._processes: list[BaseProcess] = []
+        self._stopping = threading.Event()
+        self._ending = threading.Lock()
+        self._ended = False  # by this process
+        self._failed = threading.Event()
+        self.failure: errors.DsRuntimeError | None = None
+        self._wake, self._woken = multiprocessing.Pipe()
+        self._sentry = None if own is None else Sentry(own.folder)
+
+    def start(self) -> None:
+        """Start every process (spawn) and the watcher."""
+        context = multiprocessing.get_context("spawn")
+        lives: dict[int, Connection] = {}
+        with interrupt.ignored():
+            for spec in self._specs:
+                self._processes.append(self._start(context, spec, lives))
+        threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
+        if self._sentry is not None:
+            ranks = [spec.rank for spec in self._specs]
+            self._sentry.start(lives, dict(zip(ranks, self.pids, strict=True)))
+
+    def _start(
+        self, context: SpawnContext, spec: RankSpec, lives: dict[int, Connection]
+    ) -> BaseProcess:
+        ours, theirs = (None, None) if self._tell is None else context.Pipe(duplex=False)
+        life = None
+        if self._own is not None:
+            lives[spec.rank], life = context.Pipe(duplex=False)
+        name = f"ds-runtime rank {spec.rank}"
+        args = spec, theirs, life
+        process = context.Process(target=rank_main, args=args, name=name, daemon=True)
+        process.start()
+        if life is not None:
+            life.close()
+        if ours is not None and theirs is not None:
+            theirs.close()  # the child has its own: what is read ends with it
+            reader = threading.Thread(
+                target=_pass_on, args=(ours, spec, self._tell), name=f"{name} output", daemon=True
+            )
+            reader.start()
+        return process
+
+    def trace(self) -> None:
+        """Have every process write where each of its threads is."""
+        if SHOW_THREADS is None:
+            return
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # it is gone
+                os.kill(pid, SHOW_THREADS)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, in the order of the ranks; empty before the start."""
+        return [p.pid for p in self._processes if p.pid is not None]
+
+    def poll(self) -> str | None:
+        """Why the engine ended, or None while it lives."""
+        return None if self.failure is None else str(self.failure)
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around whatever this process does as a rank: it is ended if it waits for one that died
+        and does not notice. Long work that shows its progress is not such a wait, and raises the
+        failure of another rank at its next piece.
+        """
+        if self._sentry is None:
+            yield
+            return
+        with self._sentry.call(), progress.heard(self._get_on):
+            yield
+
+    def _get_on(self) -> None:
+        assert self._sentry is not None
+        self._sentry.stir()
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: BaseException) -> errors.DsRuntimeError | None:
+        """This process, a rank itself, has failed: end the others. Their failure, if it was first:
+        what a communicator says of a rank that died hides why it did.
+        """
+        own = self._own
+        assert own is not None and self._sentry is not None
+        leave_reason(own.folder, own.rank, error)
+        if self._processes and not self._ended:
+            self._failed.wait(_THEIRS)
+            self._stopping.set()
+            self._sentry.stir()
+            if self.failure is None:
+                self.failure = self._first()
+            self._end(time.monotonic() + _ENDING)
+            self._sentry.stir()
+        return self.failure
+
+    def leave(self) -> None:
+        """The processes are about to be told to leave: from now on an end is no failure."""
+        self._stopping.set()
+
+    def stop(self, timeout: float = 5.0) -> str | None:
+        """Wait for the processes to leave, then end them; returns within about `timeout`. Why they
+        failed in leaving, if one did.
+        """
+        self.leave()
+        deadline, said = time.monotonic() + timeout, None
+        for process in self._processes:
+            process.join(max(0.0, deadline - 1.0 - time.monotonic()))
+        if self._processes and self.failure is None and not self._ended:
+            self._note_silent()
+            self.failure = self._first()
+            said = self.poll()
+        self._end(deadline)
+        with contextlib.suppress(OSError):
+            self._wake.send_bytes(b"stop")
+        if self._sentry is not None:
+            self._sentry.close()
+        return said
+
+    def _end(self, deadline: float) -> None:
+        with self._ending:
+            self._ended = True
+            for process in self._processes:
+                if process.is_alive():
+                    process.kill()
+            for process in self._processes:
+                process.join(max(1.0, deadline - time.monotonic()))
+
+    def _watch(self) -> None:
+        alive = {p.sentinel: p for p in self._processes}
+        while alive:
+            dead = wait([*alive, self._woken])
+            if self._woken in dead:
+                return
+            for one in dead:
+                alive.pop(cast(int, one)).join(1.0)  # the sentinel speaks before the exit code
+            self._note_silent()
+            if not self._stopping.is_set():
+                time.sleep(_GRACE)
+                self.failure = self._first()
+                self._failed.set()
+                self._end(time.monotonic() + _ENDING)
+                return
+
+    def _note_silent(self) -> None:
+        """Give those a reason that have ended without one: as the first, since what another's end
+        brings about leaves one.
+        """
+        leaving = self._stopping.is_set()
+        for spec, process in zip(self._specs, self._processes, strict=True):
+            code = process.exitcode
+            if code is not None and (said := _ended(code, leaving)):
+                error = errors.EngineDeadError(f"engine rank {spec.rank} {said}")
+                leave_reason(spec.folder, spec.rank, error, 0.0)
+
+    def _first(self) -> errors.DsRuntimeError | None:
+        """The first cause, unless this process, which is a rank, is it."""
+        own = () if self._own is None else (self._own,)
+        every = [*self._specs, *own]
+        found = reasons(every[0].folder, [spec.rank for spec in every])
+        if not found or found[0].rank in [spec.rank for spec in own]:
+            return None
+        return found[0].error()
+
+
+class EngineProcesses:
+    """The engine of a server: every rank in a process of its own.
+
+    `folder` is private to this engine (`transport.private_folder`). The front end binds a PULL
+    socket at `from_engine` and sends to `to_engine`, which rank 0 binds. It is number `replica` of
+    `replicas` on this machine. `tell`: as for RankGroup.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        folder: str | os.PathLike[str],
+        explicit: Iterable[str] = (),
+        plugins: Iterable[str] = (),
+        replica: int = 0,
+        replicas: int = 1,
+        tell: Tell | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.to_engine = ipc(self.folder, "to_engine")
+        self.from_engine = ipc(self.folder, "from_engine")
+        own = config, tuple(explicit), tuple(plugins), self.folder
+        specs = [RankSpec(*own, rank, replica, replicas) for rank in range(config.tp)]
+        self.group = RankGroup(specs, tell)
+
+    def start(self) -> None:
+        """Start the processes; the engine answers with Ready, or `poll` says why not."""
+        self.group.start()
+
+    def poll(self) -> str | None:
+        """Why the engine ended, as a sentence, or None while it lives."""
+        return self.group.poll()
+
+    @property
+    def failure(self) -> errors.DsRuntimeError | None:
+        """The same as an error to raise."""
+        return self.group.failure
+
+    def trace(self) -> None:
+        """Have every process write where each of its threads is."""
+        self.group.trace()
+
+    def stop(self, timeout: float = 5.0) -> str | None:
+        """Ask the engine to leave, then end what is left. Why it failed in leaving, if it did."""
+        if self.group.poll() is None:
+            self.group.leave()
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            socket = connect_push(context, self.to_engine)
+            socket.send(encoder.encode(Stop()))
+            context.destroy(linger=200)
+        return self.group.stop(timeout)
+
+
+def _ended(code: int, leaving: bool) -> str:
+    """What an exit code says that nobody asked for; leaving: they were told to leave."""
+    if code < 0 and not (leaving and code == -signal.SIGTERM):  # which may be sent to everybody
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+    if code > 0 or (code == 0 and not leaving):
+        return (
+            f"has left by itself with exit code {code} and gave no reason: something in its "
+            "process calls os._exit or exit; ds-runtime plugins lists whose code is loaded"
+        )
+    return ""
+
+
+def _pass_on(pipe: Connection, spec: RankSpec, tell: Tell) -> None:
+    with contextlib.closing(pipe), open(pipe.fileno(), "rb", closefd=False) as file:
+        lines = iter(partial(file.readline, _LONGEST), b"")
+        for event in _events(line.decode(errors="replace").rstrip("\r\n") for line in lines):
+            tell(spec, event)
+
+
+def _events(lines: Iterable[str]) -> Iterator[str]:
+    """The lines that say something; those of a traceback as one."""
+    traceback = ""
+    for line in lines:
+        if traceback:
+            traceback += "\n" + line
+            if not line.startswith(" "):
+                yield traceback
+                traceback = ""
+        elif line.startswith("Traceback "):
+            traceback = line
+        elif line.strip():
+            yield line
+    if traceback:
+        yield traceback

@@ -1,0 +1,163 @@
+"""The engine's process: receive, step, emit. Waits without spinning when there is no work."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import zmq
+
+from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.messages import (
+    Abort,
+    Adapt,
+    Adapted,
+    Dead,
+    Flush,
+    Flushed,
+    FromEngine,
+    Profile,
+    Profiled,
+    Ready,
+    Stop,
+    Submit,
+    SubmitGroup,
+    ToEngine,
+    decode_to_engine,
+    encoder,
+)
+from ds_runtime.engine.process.banner import banner
+from ds_runtime.engine.process.failure import described
+from ds_runtime.engine.process.profiler import Profiler
+from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.engine.process.start import start_engine
+from ds_runtime.engine.process.transport import bind_pull, connect_push, ipc
+from ds_runtime.errors import RequestError
+
+_STATS_SECONDS = 0.25
+
+
+class EngineLoop:
+    """Moves messages between two sockets and an engine until it is told to stop."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self.engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._stopped = False
+        self._stats_due = 0.0
+        self._told_idle = False
+        self._profiler = Profiler()
+
+    def run(self) -> None:
+        """Until a Stop message."""
+        while not self._stopped:
+            self._receive()
+            messages = self.engine.step()
+            if messages:  # one write for a whole step
+                self._outbox.send(encoder.encode(messages))
+            self._tell_stats()
+
+    def emit(self, message: FromEngine) -> None:
+        """Send one message to the front end."""
+        self._outbox.send(encoder.encode([message]))
+
+    def _receive(self) -> None:
+        """Take every message that is here; wait for one when there is nothing to compute."""
+        if not self.engine.has_work:
+            self._inbox.poll()
+        while True:
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(decode_to_engine.decode(data))
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, SubmitGroup):
+            for submit in message.choices():
+                self._submit(submit)
+        elif isinstance(message, Abort):
+            self.engine.abort(message.rids)
+        elif isinstance(message, Flush):
+            self.emit(Flushed(message.token, self.engine.flush()))
+        elif isinstance(message, Profile):
+            self._profile(message)
+        elif isinstance(message, Adapt):
+            self._adapt(message)
+        elif isinstance(message, Stop):
+            self._stopped = True
+
+    def _submit(self, submit: Submit) -> None:
+        failed = self.engine.submit(submit)
+        if failed is not None:
+            self.emit(failed)
+
+    def _profile(self, message: Profile) -> None:
+        try:
+            profiler, path = self._profiler, ""
+            if message.folder is None:
+                path = profiler.stop()
+            else:
+                profiler.start(message.folder)
+        except RequestError as e:
+            self.emit(Profiled(message.token, refused=str(e)))
+        else:
+            self.emit(Profiled(message.token, path))
+
+    def _adapt(self, message: Adapt) -> None:
+        refused = ""
+        try:
+            if message.folder is None:
+                self.engine.unload_adapter(message.name)
+            else:
+                self.engine.load_adapter(message.name, message.folder)
+        except RequestError as e:
+            refused = str(e)
+        self.emit(Adapted(message.token, self.engine.adapters.names, refused))
+
+    def _tell_stats(self) -> None:
+        """A few times a second, and once more when the last request has left."""
+        now = time.monotonic()
+        if now >= self._stats_due or not self.engine.has_work:
+            self._stats_due = now + _STATS_SECONDS
+            self.emit(self.engine.stats())
+
+
+def serve(spec: RankSpec) -> None:
+    """The life of rank 0: load, say Ready, serve. A failure is told to the front end as Dead."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox = bind_pull(context, ipc(spec.folder, "to_engine"))
+    outbox = connect_push(context, ipc(spec.folder, "from_engine"))
+    try:
+        engine = start_engine(spec)
+        loop = EngineLoop(engine, inbox, outbox)
+        loop.emit(ready(engine))
+        loop.run()
+        engine.close()
+    except BaseException as e:
+        # Of several ranks, one meets only the broken connection of the one that fell: the watcher
+        # in the front end's process knows which was first and why.
+        if spec.size == 1:
+            outbox.send(encoder.encode([Dead(described(e, spec.rank))]))
+        raise
+    finally:
+        context.destroy(linger=500)
+
+
+def ready(engine: Engine) -> Ready:
+    """What the front end needs to know of a loaded engine."""
+    runner = engine.runner
+    return Ready(
+        banner=banner(engine.assembly, runner),
+        context_length=runner.context_length,
+        vocab_size=engine.assembly.model.vocab_size,
+        kv_tokens=runner.kv_tokens,
+        page_size=engine.assembly.config.page_size,
+        queue_limit=engine.assembly.config.max_queued_requests,
+        adapters=engine.adapters.names,
+        settings=asdict(engine.assembly.config),
+        plan=engine.assembly.plan.to_dict(),
+    )

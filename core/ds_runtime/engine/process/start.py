@@ -1,0 +1,73 @@
+"""Rank 0's start: assemble, gather the other ranks, load, and build the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Protocol
+
+from ds_runtime.assemble import assemble
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.engine.engine import Engine
+from ds_runtime.engine.process.banner import warnings
+from ds_runtime.engine.process.failure import during
+from ds_runtime.engine.process.ranks import Leader, join, start_runner
+from ds_runtime.engine.process.rankspec import RankSpec
+from ds_runtime.platform.compilations import serving
+
+
+class OtherRanks(Protocol):
+    """The processes of all ranks but this one."""
+
+    def start(self) -> None:
+        """Start them."""
+        ...
+
+    def poll(self) -> str | None:
+        """Returns why one of them failed, or None."""
+        ...
+
+    def fail(self, error: BaseException) -> BaseException | None:
+        """This rank has failed: end them. Returns their failure, if it was first."""
+        ...
+
+
+def start_engine(
+    spec: RankSpec, plugins: Sequence[ModuleType] = (), others: OtherRanks | None = None
+) -> Engine:
+    """An engine, loaded and warm, with the other ranks at work.
+
+    `others`: their processes, to be started here once the settings are known to be good; None
+    when somebody else starts and watches them, or when there are none. `plugins`: modules that
+    `spec` names.
+    """
+    serving(False)
+    assembly = assemble(spec.config, spec.explicit, plugins) if plugins else spec.assemble()
+    for line in warnings(assembly):
+        print(line, file=sys.stderr, flush=True)
+    leader, comm = None, None
+    try:
+        with during("at the start"):
+            if spec.size > 1:
+                leader = Leader(spec.folder, spec.size)
+            if others is not None:
+                others.start()
+            comm = join(spec, assembly, lambda: _meet(leader, assembly, others))
+        runner = start_runner(spec, assembly, comm)
+        with during("while it built the engine"):
+            engine = Engine(assembly, runner, leader)
+    except BaseException as e:
+        if others is not None:  # else whoever watches this process ends the others
+            others.fail(e)
+            if leader is not None:
+                leader.part(comm)
+        raise
+    serving(True)
+    return engine
+
+
+def _meet(leader: Leader | None, assembly: Assembly, others: OtherRanks | None) -> None:
+    if leader is not None:
+        check = (lambda: None) if others is None else others.poll
+        leader.wait(assembly.config.dist_timeout, check)

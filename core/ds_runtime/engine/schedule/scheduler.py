@@ -1,0 +1,420 @@
+"""Which request computes what in the next step, and what its result means.
+
+Order within a step: running decodes, chunks of running prefills, admissions; each by right of
+way (FIFO, or priority and then FIFO). `schedule` for step n + 1 may run before `update` for step
+n. What a running request holds is in `engine/schedule/ledger.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import msgspec
+
+from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
+from ds_runtime.engine.schedule.adapters import Held
+from ds_runtime.engine.schedule.chunk_sizes import Room, Sizing
+from ds_runtime.engine.schedule.ledger import Holdings, Pages
+from ds_runtime.engine.schedule.limits import SchedulerLimits, check_params, check_prompt
+from ds_runtime.engine.schedule.request import Request, State
+from ds_runtime.engine.step.guided import Guided, Underway
+from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
+from ds_runtime.errors import FieldPath, QueueFullError, RequestError
+from ds_runtime.grammar.guide import Followed, Guide
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+class Scheduler:
+    """Requests in, plans out, results in, tokens out. `ranks`: the pages of all ranks together, or
+    of each where attention is divided by sequences.
+    """
+
+    def __init__(self, limits: SchedulerLimits, ranks: Sequence[Pages]) -> None:
+        self.limits = limits
+        self.holdings = Holdings(ranks, limits.max_running)
+        self.waiting: list[Request] = []  # both in right of way
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[int, list[Request]]] = deque()
+        self._num_submitted = 0
+        self._checked: list[int] | None = None  # the prompt that was found good last
+        self._num_guided = 0
+        self._underway = Underway()
+        self._drafts = limits.drafts  # of the step that is planned
+        chunk, most = limits.prefill_chunk, limits.max_step_tokens
+        self._sizing = Sizing(limits.max_itl, most, chunk, limits.prefill_sizes)
+        self._pool_tokens = self.holdings.most_pages * limits.page_size  # of one request at most
+        self._stats = Stats(pages_total=self.holdings.num_pages)
+
+    # ---- requests come and go ----
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is here, or a launched step whose result is not."""
+        return bool(self._requests or self._in_flight)
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a request that a grammar guides has a token under way, or drafts are verified:
+        it sits the next step out unless an update comes first.
+        """
+        needs = self._num_guided > 0 or self.limits.drafts > 0
+        return needs and any(r.awaits_token and not r.is_following for r in self.running)
+
+    def submit(
+        self, submit: Submit, guide: Guide | None = None, adapter: Held | None = None
+    ) -> None:
+        """Queue one choice. Raises QueueFullError, or RequestError if it can never run."""
+        if submit.prompt is not self._checked:  # choices come in a row, and share the list
+            check_prompt(submit.prompt, self.limits, self._pool_tokens)
+            self._checked = submit.prompt
+        check_params(submit.params, self.limits)
+        if submit.rid in self._requests:
+            raise RequestError(f"request id {submit.rid!r} is in use: choose another", "rid")
+        if len(self.waiting) >= self.limits.queue_limit:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting, the limit is "
+                f"{self.limits.queue_limit} (--max-queued-requests): try again later"
+            )
+        self._num_submitted += 1
+        priority = submit.priority if self.limits.policy == "priority" else 0
+        # A sequence may be one longer than the KV pool: its last token is never computed.
+        limit = min(self.limits.context_length, self._pool_tokens + 1)
+        order = (-priority, self._num_submitted)
+        request = Request.create(submit, order, self.limits.eos, limit, guide, adapter)
+        self._requests[request.rid] = request
+        self._num_guided += guide is not None
+        self._enqueue(request)
+
+    def abort(self, rids: Iterable[str]) -> None:
+        """Forget requests and free what they hold; results still under way are dropped."""
+        for rid in rids:
+            if (request := self._requests.get(rid)) is not None:
+                self._finish(request)
+
+    def uses(self, adapter: Held) -> int:
+        """How many requests are here that asked for an adapter."""
+        return sum(r.adapter is adapter for r in self._requests.values())
+
+    def flush(self) -> int:
+        """Empty the prefix caches; the number of pages freed."""
+        return self.holdings.flush()
+
+    def stats(self) -> Stats:
+        """Gauges now and counters since start; `step_seconds` is the loop's to fill."""
+        return msgspec.structs.replace(
+            self._stats,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            pages_free=self.holdings.num_free,
+            pages_cached=self.holdings.num_cached,
+        )
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=_order)
+
+    def _finish(self, request: Request) -> None:
+        if request.is_running:
+            self._release(request)
+        else:
+            _remove(self.waiting, request)
+        request.state = State.FINISHED
+        del self._requests[request.rid]
+        self._num_guided -= request.guide is not None
+
+    def _release(self, request: Request) -> None:
+        """Take everything back from a running request."""
+        _remove(self.running, request)
+        self.holdings.release(request)
+
+    # ---- before a step ----
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before an update or a submit."""
+        budget, pace = self.limits.max_step_tokens, self.limits.pace
+        planned: list[Request] = []
+        decodes = [r for r in self.running if r.can_decode][:budget]
+        coming = min(len(self.running) + len(self.waiting), self.limits.max_running)
+        self._drafts = pace.choose(len(decodes), coming) if pace else self.limits.drafts
+        plan = StepPlan(step=self._stats.steps, works=[], drafts=self._drafts)
+        spare = budget - len(decodes)  # for drafts
+        for request in decodes:
+            if request.is_running and self._grow(request):
+                length = 1 + self._num_verified(request, spare)
+                plan.works.append(self._work(request, length))
+                planned.append(request)
+                spare -= length - 1
+        budget = spare + len(decodes) - len(planned)
+        room = self._sizing.open(plan)
+        for request in self.running:
+            if budget and request.can_prefill and not room.is_full:
+                budget -= self._prefill(request, budget, plan, planned, room)
+        for request in self._admissions() if budget and not room.is_full else ():
+            plan.init.append(request.row_init())
+            budget -= self._prefill(request, budget, plan, planned, room)
+            if not budget or room.is_full:
+                break
+        if not plan.works:
+            return None
+        self._sizing.launched(room)
+        self._stats.steps += 1
+        self._in_flight.append((plan.step, planned))
+        return plan
+
+    def _prefill(
+        self, request: Request, budget: int, plan: StepPlan, planned: list[Request], room: Room
+    ) -> int:
+        """Plan the next chunk of known tokens; how many that are, 0 where the step is full."""
+        left = request.total_len - request.num_computed
+        most = min(left, budget, self.limits.prefill_chunk)
+        others = bool(self.waiting) or any(r.can_prefill for r in self.running if r is not request)
+        if length := room.take(request.num_computed, most, others):
+            plan.works.append(self._work(request, length))
+            planned.append(request)
+        return length
+
+    def _work(self, request: Request, length: int) -> Work:
+        """The next `length` tokens as a work; counts as computed what is sure to be kept."""
+        start, decodes, guide = request.num_computed, request.on_device, request.guide
+        stop = start + length
+        sample = decodes or stop == request.total_len
+        asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
+        drafts = self._drafts if sample else 0
+        if drafts:  # the draft layer goes on behind the last token
+            self._cover(request, length + self.limits.draft_room)
+        work = Work(
+            rid=request.rid,
+            rank=request.rank,
+            row=request.row,
+            start=start,
+            length=length,
+            pages=request.pages.copy(),
+            tokens=None if decodes else request.tokens(start, stop),
+            sample=sample,
+            prompt_logprobs=request.params.prompt_logprobs if asks_prompt else None,
+            logprobs=request.params.logprobs if sample else None,
+            adapter=-1 if request.adapter is None else request.adapter.slot,
+            tell_drafts=drafts > 0 and guide is not None,
+        )
+        if sample and guide is not None:
+            known = length - 1 if decodes else 0
+            work.masks = guide.masks[: known + 1]
+            while not work.masks[-1]:  # the first never is
+                work.masks.pop()
+        if self.limits.drafts and not sample:
+            (work.next_token,) = request.tokens(stop, stop + 1)
+        request.num_computed = start + 1 if decodes else stop
+        request.num_in_flight += 1
+        if sample:
+            request.num_pending += 1
+            request.on_device = True
+            request.num_drafts, request.drafts, request.draft_parents = drafts, [], []
+            request.is_verifying = decodes and length > 1
+        return work
+
+    def _num_verified(self, request: Request, spare: int) -> int:
+        """How many of its drafts the next step verifies: `spare` at most, and what pages hold."""
+        wanted = min(request.num_drafts, spare, request.limit - 1 - request.total_len)
+        return self._cover(request, 1 + wanted) - 1 if wanted > 0 else 0
+
+    def _cover(self, request: Request, count: int) -> int:
+        """Pages for the next `count` tokens, as far as they can be spared."""
+        count = min(count, request.limit - request.num_computed)
+        return self.holdings.of(request).cover(request, count)
+
+    def _grow(self, request: Request) -> bool:
+        """Room for the next token, by preempting others; False if it was preempted itself."""
+        while not self.holdings.of(request).grow(request):
+            victim = next(r for r in reversed(self.running) if r.rank == request.rank)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue; it will be computed anew, with the output that it has."""
+        assert self.holdings.of(request).num_running > 1, "one request alone always fits"
+        self._release(request)
+        request.state = State.WAITING
+        self._enqueue(request)
+        self._stats.preemptions += 1
+
+    def _admissions(self) -> Iterable[Request]:
+        """Waiting requests as they start to run, until rows or pages are out. Those whose beginning
+        another one is computing are passed over, and read it later.
+        """
+        for request in self.waiting.copy():
+            if request.is_following:
+                continue
+            if not self.holdings.rows or request.num_in_flight:  # its output is not known yet
+                return
+            if request.is_behind:
+                continue
+            waited = request.behind is not None
+            if self._admit(request):
+                yield request
+            elif request.behind is None:
+                return
+            else:
+                self._stats.prefix_waits += not waited
+
+    def _reads_cache(self, request: Request) -> bool:
+        return self.holdings.caches and not request.wants_prompt_logprobs
+
+    def _admit(self, request: Request) -> bool:
+        """Let it run, if there are pages for all that it has to compute and nobody to wait for."""
+        if not self.holdings.take(request, self._reads_cache(request)):
+            return False
+        _remove(self.waiting, request)
+        request.state = State.RUNNING
+        insort(self.running, request, key=_order)
+        if request.cached_tokens is None:
+            request.cached_tokens = request.num_computed
+            request.admitted = time.monotonic()
+            self._stats.prompt_tokens += request.prompt_len
+            self._stats.cached_tokens += request.num_computed
+        return True
+
+    # ---- after a step ----
+
+    def update(
+        self, plan: StepPlan, result: StepResult, seconds: float | None = None
+    ) -> list[Tokens | Failed]:
+        """Take a step's result, in the order of the plans; what each request is to be told.
+        seconds: that it took, where that is known.
+        """
+        step, requests = self._in_flight.popleft()
+        assert step == plan.step == result.step, f"step {result.step} came back, {step} is due"
+        self._sizing.note(seconds, self._stats)
+        messages = list[Tokens | Failed]()
+        fresh = list[Guided]()
+        for request, work, outcome in zip(requests, plan.works, result.works, strict=True):
+            assert request.rid == outcome.rid
+            if request.guide is not None and outcome.tokens and not request.is_finished:
+                fresh.append(Guided.of(request, work, outcome))
+                continue
+            request.num_in_flight -= 1
+            if request.is_finished:  # aborted, or ended by the step before
+                continue
+            if work.prompt_logprobs is not None:
+                missing = len(request.prompt_logprobs) - work.start - 1
+                request.prompt_logprobs += outcome.prompt_logprobs[missing:]
+            if work.sample:
+                messages += self._take(request, work, outcome, None)
+            elif outcome.broken is not None:
+                messages.append(self._break(request, outcome.broken))
+            else:
+                self._computed(request, work.start + work.length)
+        if fresh:
+            self._stats.late_masks += self._underway.begin(fresh)
+        return messages + self.followed()
+
+    def followed(self, seconds: float = 0.0) -> list[Tokens | Failed]:
+        """Take the results of requests whose guides have come behind their tokens; `seconds` to
+        wait for the first of them. Those of others are late: they alone sit steps out.
+        """
+        messages = list[Tokens | Failed]()
+        for one in self._underway.ready(seconds):
+            one.request.num_in_flight -= 1
+            self._stats.mask_seconds += one.following.seconds
+            if not one.request.is_finished:
+                messages += self._take(one.request, one.work, one.outcome, one.following.found)
+        return messages
+
+    def close(self) -> None:
+        """Let the threads of guides leave."""
+        self._underway.close()
+
+    def _break(self, request: Request, position: int) -> Failed:
+        """End a request: the logits for the token at `position` are not finite."""
+        self._stats.broken += 1
+        self._finish(request)
+        self.holdings.of(request).discard(request)
+        number = position - request.prompt_len
+        which = f"{number + 1} of the answer" if number >= 0 else f"{position + 1} of the prompt"
+        said = (
+            f"the model's logits for token {which} are not finite (NaN or infinity): the choice "
+            "ends here, and nothing that was computed for it stays in the prefix cache"
+        )
+        return Failed(request.rid, "broken", said)
+
+    def _computed(self, request: Request, end: int, proved: bool = False) -> None:
+        """The KV of tokens below `end` is there: others may read it, unless it was preempted.
+        proved: logits that were computed from it are finite.
+        """
+        if not request.is_running:
+            return
+        self.holdings.of(request).share(request, end, proved)
+
+    def _take(
+        self, request: Request, work: Work, outcome: WorkResult, followed: Followed | None
+    ) -> list[Tokens | Failed]:
+        """Append sampled tokens and see whether the request ends with or behind one of them.
+        followed: what its guide says of them.
+        """
+        params, stats, is_first = request.params, self._stats, not request.output
+        request.num_pending -= 1
+        message = Tokens(rid=request.rid, tokens=[], cached_tokens=request.cached_tokens or 0)
+        if is_first:
+            message.prefill_seconds = time.monotonic() - request.admitted
+        fault: tuple[str | FieldPath, ...] = ()
+        for index, token in enumerate(outcome.tokens):
+            request.append(token)
+            message.tokens.append(token)
+            num_output = len(request.output)
+            if token in request.stop_ids and num_output > params.min_tokens:
+                message.finish, message.stop_token = "stop", token
+            elif followed is not None and index == followed.end:
+                fault = followed.fault
+                if fault:
+                    break
+                message.finish = "stop"
+            elif request.prompt_len + num_output >= request.max_len:
+                message.finish = "length"
+            if message.finish:
+                break
+        kept, drafted = len(message.tokens), work.draws - 1
+        broken = None if message.finish or fault else outcome.broken
+        assert kept or broken is not None, f"a work of {request.rid} gave no token"
+        if request.is_running:
+            request.num_computed += kept - 1  # one was counted when the step was planned
+            if not request.num_pending:  # else another step was planned behind this one
+                request.is_verifying, request.drafts = False, outcome.drafts
+                request.draft_parents = outcome.draft_parents
+        if broken is None:
+            self._computed(request, work.start + work.length - drafted - 1 + kept, proved=True)
+        stats.generated_tokens += kept
+        if drafted:
+            stats.verified += 1
+            stats.draft_tokens += drafted
+            ended = message.finish == "stop" or bool(fault)
+            right = (kept if ended else len(outcome.tokens)) - (broken is None)
+            stats.accepted_tokens += right
+        if params.logprobs is not None:
+            message.logprobs = outcome.logprobs[:kept]
+        if params.prompt_logprobs is not None and is_first:
+            message.prompt_logprobs = request.prompt_logprobs
+        if fault:
+            self._finish(request)
+            assert request.guide is not None
+            return [Failed(request.rid, "invalid", fault, request.guide.param)]
+        if broken is not None:
+            failed = self._break(request, broken)
+            return [message, failed] if kept else [failed]
+        if message.finish:
+            self._finish(request)
+        return [message]
+
+
+_order = attrgetter("order")
+
+
+def _remove(ordered: list[Request], request: Request) -> None:
+    index = bisect_left(ordered, request.order, key=_order)
+    assert ordered[index] is request
+    del ordered[index]

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, and which of them were right."""

@@ -1,0 +1,1 @@
+"""One step: its plan, its input tensors, its draw and its result."""

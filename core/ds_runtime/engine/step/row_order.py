@@ -1,0 +1,83 @@
+"""Whose rows of a step lie where, once those of all ranks are gathered: index arrays on the host.
+
+Only where attention is divided by sequences. Every rank makes the same from the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_runtime.engine.step.inputs import num_logit_rows
+from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.ops.batch import Spread
+
+
+def by_rank(works: Sequence[Work], ranks: int) -> list[list[Work]]:
+    """Every rank's own works, in their order."""
+    found: list[list[Work]] = [[] for _ in range(ranks)]
+    for work in works:
+        found[work.rank].append(work)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spreading:
+    """A Spread before its transfer: numbers of arrays in the upload instead of tensors."""
+
+    rows: int
+    wanted: int
+    real: int | None
+    order: int | None
+    adapters: int | None
+    logit_adapters: int | None
+
+    @staticmethod
+    def of(works: Sequence[Work], ranks: int, upload: Upload) -> Spreading:
+        """Of a step's works on `ranks` ranks; adds to its upload."""
+        own = by_rank(works, ranks)
+        counts = [sum(w.length for w in some) for some in own]
+        rows, real = max(counts), None
+        if min(counts) < rows:
+            places = [np.arange(r * rows, r * rows + n) for r, n in enumerate(counts)]
+            real = upload.add(np.concatenate(places).astype(np.int64))
+        wanted = max(sum(num_logit_rows(w) for w in some) for some in own)
+        adapters = logit_adapters = None
+        if any(w.adapter >= 0 for w in works):
+            gathered = [w for some in own for w in some]
+            adapters = upload.add(_adapters(gathered, [w.length for w in gathered]))
+            logit_adapters = upload.add(_adapters(works, [num_logit_rows(w) for w in works]))
+        order = logit_places(works, ranks, wanted)
+        in_order = np.array_equal(order, np.arange(ranks * wanted))
+        number = None if in_order else upload.add(order)
+        return Spreading(rows, wanted, real, number, adapters, logit_adapters)
+
+    def sent(self, upload: Upload) -> Spread:
+        """Once the upload is."""
+        real, order, adapters, logit_adapters = (
+            None if number is None else upload[number]
+            for number in (self.real, self.order, self.adapters, self.logit_adapters)
+        )
+        return Spread(self.rows, self.wanted, real, order, adapters, logit_adapters)
+
+
+def logit_places(
+    works: Sequence[Work], ranks: int, wanted: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where each logit row lies among `wanted` of each rank: [rows] int64, in the works' order."""
+    free = [rank * wanted for rank in range(ranks)]
+    places: list[int] = []
+    for work in works:
+        begin = free[work.rank]
+        free[work.rank] += num_logit_rows(work)
+        places += range(begin, free[work.rank])
+    return np.array(places, np.int64)
+
+
+def _adapters(
+    works: Sequence[Work], counts: Sequence[int]
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.repeat(np.array([w.adapter for w in works], np.int32), counts)
