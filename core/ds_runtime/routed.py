@@ -1,4 +1,4 @@
-"""What a plugin's routes get of the engine. Torch-free; `server/routed.py` has it."""
+"""What a plugin's routes get of the engine. Torch-free; `server/engines/plugin_routes.py` has it."""
 
 from __future__ import annotations
 

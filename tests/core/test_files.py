@@ -14,7 +14,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime.model.hf import load_config
 from ds_runtime.model.peft import CONFIG, PeftConfig
-from ds_runtime.server.sampling import GenerationDefaults
+from ds_runtime.server.generate.sampling import GenerationDefaults
 from ds_runtime.text.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_kit.models.tiny import config_dict

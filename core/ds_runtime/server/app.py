@@ -15,29 +15,11 @@ from starlette.responses import Response
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.server.adapters import adapter_routes
-from ds_runtime.server.admin import admin_routes, open_routes, operator_routes
-from ds_runtime.server.answer import answer, as_json
-from ds_runtime.server.anthropic import (
-    CountRequest,
-    MessagesRequest,
-    count_tokens,
-    messages_job,
-)
-from ds_runtime.server.bodies import Bodies
-from ds_runtime.server.body import parse
-from ds_runtime.server.client import EngineClient
-from ds_runtime.server.dashboard import dashboard_routes
+from ds_runtime.server.engines.client import EngineClient
+from ds_runtime.server.engines.replicas import Replicas
 from ds_runtime.server.errors import ApiError, ClientGoneError, as_api_error, http_error
-from ds_runtime.server.exchange import REQUEST_ID, Exchange, Observe, exchange_of
-from ds_runtime.server.generate import GenerateRequest, generate_job
-from ds_runtime.server.guard import BrowserGuard, Guard, json_only
-from ds_runtime.server.kept import Kept, Shelf
-from ds_runtime.server.keys import Keys
-from ds_runtime.server.log import access
-from ds_runtime.server.metrics import EngineView, Metrics
-from ds_runtime.server.openapi import describe, request_body
-from ds_runtime.server.prepare import (
+from ds_runtime.server.generate.answer import answer, as_json
+from ds_runtime.server.generate.prepare import (
     ModelInfo,
     Service,
     chat_job,
@@ -46,21 +28,39 @@ from ds_runtime.server.prepare import (
     token_ids,
     tokenizer_info,
 )
-from ds_runtime.server.protocol import (
+from ds_runtime.server.generate.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from ds_runtime.server.replicas import Replicas
-from ds_runtime.server.responses import (
+from ds_runtime.server.http.bodies import Bodies
+from ds_runtime.server.http.body import parse
+from ds_runtime.server.http.guard import BrowserGuard, Guard, json_only
+from ds_runtime.server.http.keys import Keys
+from ds_runtime.server.http.openapi import describe, request_body
+from ds_runtime.server.metrics import EngineView, Metrics
+from ds_runtime.server.observe.log import access
+from ds_runtime.server.observe.request_record import REQUEST_ID, Exchange, Observe, exchange_of
+from ds_runtime.server.operate.adapters import adapter_routes
+from ds_runtime.server.operate.admin import admin_routes, open_routes, operator_routes
+from ds_runtime.server.operate.dashboard import dashboard_routes
+from ds_runtime.server.protocols.anthropic import (
+    CountRequest,
+    MessagesRequest,
+    count_tokens,
+    messages_job,
+)
+from ds_runtime.server.protocols.native import GenerateRequest, generate_job
+from ds_runtime.server.protocols.responses import (
     InputTokensRequest,
     ResponsesRequest,
     count_input,
     kept_response,
     responses_job,
 )
-from ds_runtime.server.responses_format import as_stream
+from ds_runtime.server.protocols.responses_format import as_stream
+from ds_runtime.server.protocols.store import Kept, Shelf
 from ds_runtime.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

@@ -28,17 +28,17 @@ from ds_runtime.model.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.model.peft import AdapterSpec
 from ds_runtime.routed import RoutedEngine
 from ds_runtime.server.app import create_app
-from ds_runtime.server.client import EngineClient
-from ds_runtime.server.guard import loopback
-from ds_runtime.server.keep import End, Keeper
-from ds_runtime.server.lives import Lives, RunningEngine
-from ds_runtime.server.log import engine_output, logging_to
-from ds_runtime.server.prepare import ModelInfo
-from ds_runtime.server.replicas import Replicas
-from ds_runtime.server.routed import ServedEngine
-from ds_runtime.server.sampling import GenerationDefaults
-from ds_runtime.server.tracing import Tracing, start_tracing
-from ds_runtime.server.web import web
+from ds_runtime.server.engines.client import EngineClient
+from ds_runtime.server.engines.plugin_routes import ServedEngine
+from ds_runtime.server.engines.replicas import Replicas
+from ds_runtime.server.engines.restarts import Lives, RunningEngine
+from ds_runtime.server.engines.supervisor import End, Keeper
+from ds_runtime.server.generate.prepare import ModelInfo
+from ds_runtime.server.generate.sampling import GenerationDefaults
+from ds_runtime.server.http.guard import loopback
+from ds_runtime.server.http.web import web
+from ds_runtime.server.observe.log import engine_output, logging_to
+from ds_runtime.server.observe.tracing import Tracing, start_tracing
 from ds_runtime.text.apart import Text
 from ds_runtime.text.families import find_family
 from ds_runtime.text.parsers import choose_parsers

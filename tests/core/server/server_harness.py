@@ -17,12 +17,12 @@ from fastapi import FastAPI
 from ds_runtime.config import ServerConfig
 from ds_runtime.engine.process.transport import ipc, private_folder
 from ds_runtime.server.app import create_app
-from ds_runtime.server.client import EngineClient
-from ds_runtime.server.prepare import ModelInfo
-from ds_runtime.server.replicas import Replicas
-from ds_runtime.server.sampling import GenerationDefaults
+from ds_runtime.server.engines.client import EngineClient
+from ds_runtime.server.engines.replicas import Replicas
+from ds_runtime.server.generate.prepare import ModelInfo
+from ds_runtime.server.generate.sampling import GenerationDefaults
+from ds_runtime.server.http.web import web as make_web
 from ds_runtime.server.serve import listen
-from ds_runtime.server.web import web as make_web
 from ds_runtime.text.parsers import Parsers
 from ds_runtime.text.template import Template, load_template
 from ds_runtime.text.tokenizer import Tokenizer

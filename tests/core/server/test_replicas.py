@@ -17,8 +17,8 @@ from test_server_serve import read_errors, read_until, started
 from ds_runtime.config import ServerConfig
 from ds_runtime.engine.messages import Stats
 from ds_runtime.errors import ConfigError
-from ds_runtime.server.keep import Watchdog
-from ds_runtime.server.replicas import Replicas
+from ds_runtime.server.engines.replicas import Replicas
+from ds_runtime.server.engines.supervisor import Watchdog
 
 PROMPT = "a beginning that many requests share " * 20
 

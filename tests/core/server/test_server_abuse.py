@@ -16,8 +16,8 @@ import pytest
 from server_harness import serving, until
 from test_server_serve import read_until, started
 
-from ds_runtime.server import bodies, web
-from ds_runtime.server.guard import OPEN_PATHS
+from ds_runtime.server.http import bodies, web
+from ds_runtime.server.http.guard import OPEN_PATHS
 
 CHAT = {"messages": [{"role": "user", "content": "[say fine]"}]}
 HEAD = (

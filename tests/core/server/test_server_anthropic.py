@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 from server_harness import serving
 
-from ds_runtime.server.kept import Shelf
+from ds_runtime.server.protocols.store import Shelf
 from ds_runtime.text.parsers import Parsers
 
 CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ds_runtime.engine.messages import Failed
 from ds_runtime.errors import FieldPath, RequestError
-from ds_runtime.server.blocks import Blocks, blocks_of
-from ds_runtime.server.bodies import Bodies
 from ds_runtime.server.errors import ApiError
-from ds_runtime.server.stream import _events
-from ds_runtime.server.translate import ClientNames
+from ds_runtime.server.http.bodies import Bodies
+from ds_runtime.server.http.stream import _events
+from ds_runtime.server.protocols.blocks import Blocks, blocks_of
+from ds_runtime.server.protocols.translate import ClientNames
 from ds_runtime.text.events import (
     Answer,
     CallArguments,

@@ -20,9 +20,9 @@ from server_harness import serving, until
 from test_server_bad_input import error
 from test_server_serve import read_until, started
 
-from ds_runtime.server import body as module
 from ds_runtime.server import serve
-from ds_runtime.server.bodies import LARGE, Bodies, Shape
+from ds_runtime.server.http import body as module
+from ds_runtime.server.http.bodies import LARGE, Bodies, Shape
 
 sys.path.append(str(Path(__file__).parents[2] / "slow"))
 from attackers_bodies import bodies

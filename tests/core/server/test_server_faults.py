@@ -16,9 +16,9 @@ from test_server_serve import read_errors, read_until, started
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.server.client import EngineClient
+from ds_runtime.server.engines.client import EngineClient
+from ds_runtime.server.engines.restarts import Lives
 from ds_runtime.server.errors import DrainingError
-from ds_runtime.server.lives import Lives
 
 
 def chat(order, **body):

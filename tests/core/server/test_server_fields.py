@@ -9,9 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_server_nulls import KINDS, least
 
-from ds_runtime.server.body import nested_bodies, validate
 from ds_runtime.server.errors import ApiError
-from ds_runtime.server.fields import (
+from ds_runtime.server.generate.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from ds_runtime.server.http.body import nested_bodies, validate
+from ds_runtime.server.protocols.fields import (
     ANTHROPIC,
     ENGINES,
     NATIVE,
@@ -20,13 +26,7 @@ from ds_runtime.server.fields import (
     is_neutral,
     neutral_values,
 )
-from ds_runtime.server.generate import GenerateParams, GenerateRequest
-from ds_runtime.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
+from ds_runtime.server.protocols.native import GenerateParams, GenerateRequest
 from peer_fields import OPERATORS
 from peer_fields import SGLANG as SGLANG_TYPES
 from peer_fields import SGLANG_SAMPLING as SGLANG_PARAMS

@@ -8,9 +8,9 @@ import re
 import pytest
 from server_harness import serving
 
-from ds_runtime.server.body import validate
-from ds_runtime.server.fields import NATIVE
-from ds_runtime.server.generate import GenerateRequest
+from ds_runtime.server.http.body import validate
+from ds_runtime.server.protocols.fields import NATIVE
+from ds_runtime.server.protocols.native import GenerateRequest
 
 TEXT = "native 你"
 

@@ -16,11 +16,11 @@ from test_server_serve import read_until, started
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.server import kept as shelves
-from ds_runtime.server.guard import OPEN_PATHS
-from ds_runtime.server.kept import Kept
-from ds_runtime.server.keys import Keys
-from ds_runtime.server.prepare import Service
+from ds_runtime.server.generate.prepare import Service
+from ds_runtime.server.http.guard import OPEN_PATHS
+from ds_runtime.server.http.keys import Keys
+from ds_runtime.server.protocols import store as shelves
+from ds_runtime.server.protocols.store import Kept
 
 OPERATING = {
     ("/flush_cache", "POST"),

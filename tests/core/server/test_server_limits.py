@@ -19,9 +19,9 @@ from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.engine.process.transport import bind_pull, ipc, private_folder
 from ds_runtime.errors import CheckpointError
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.server.client import EngineClient
-from ds_runtime.server.replicas import Replicas
-from ds_runtime.server.sampling import GenerationDefaults
+from ds_runtime.server.engines.client import EngineClient
+from ds_runtime.server.engines.replicas import Replicas
+from ds_runtime.server.generate.sampling import GenerationDefaults
 
 CHAT = '{"messages": [{"role": "user", "content": "[say ok]"}], %s}'
 ROUTES = {

@@ -18,8 +18,8 @@ from server_harness import serving, until
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.server.exchange import current_id
-from ds_runtime.server.log import logging_to
+from ds_runtime.server.observe.log import logging_to
+from ds_runtime.server.observe.request_record import current_id
 
 MAIN = Path(__file__).with_name("serve_main.py")
 SECRET = "the-secret-of-7391"
@@ -174,7 +174,7 @@ def test_a_failure_comes_with_its_request_and_traceback(capfd):
 SLOW_READER = """
 import logging, os, time
 from ds_runtime.config import ServerConfig
-from ds_runtime.server.log import logging_to
+from ds_runtime.server.observe.log import logging_to
 log = logging.getLogger("ds_runtime.test")
 with logging_to(ServerConfig()):
     begin = time.monotonic()

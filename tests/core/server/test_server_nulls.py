@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from ds_runtime.server import anthropic, generate, protocol, responses
-from ds_runtime.server.body import validate
 from ds_runtime.server.errors import ApiError
-from ds_runtime.server.protocol import Body
+from ds_runtime.server.generate import protocol
+from ds_runtime.server.generate.protocol import Body
+from ds_runtime.server.http.body import validate
+from ds_runtime.server.protocols import anthropic, responses
+from ds_runtime.server.protocols import native as generate
 
 CHAT = [{"role": "user", "content": "[say ok]"}]
 REQUIRED = {

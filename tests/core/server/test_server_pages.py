@@ -11,7 +11,7 @@ from test_server_serve import read_errors, started
 
 from ds_runtime.config import ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.server.guard import OPEN_PATHS
+from ds_runtime.server.http.guard import OPEN_PATHS
 
 EVIL = "https://evil.example"
 SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "")

@@ -10,7 +10,7 @@ import pytest
 from server_harness import serving
 
 from ds_runtime.api import SamplingParams
-from ds_runtime.server.routed import ServedEngine
+from ds_runtime.server.engines.plugin_routes import ServedEngine
 
 PAGE = Path(__file__).parents[3] / "docs" / "writing-a-plugin.md"
 LONG = SamplingParams(max_tokens=200)

@@ -10,9 +10,9 @@ import pytest
 from server_harness import serving
 
 import ds_runtime.server
-from ds_runtime.server import bodies
-from ds_runtime.server.guard import OPEN_PATHS
-from ds_runtime.server.statuses import MEANING, TABLE, statuses
+from ds_runtime.server.http import bodies
+from ds_runtime.server.http.guard import OPEN_PATHS
+from ds_runtime.server.http.statuses import MEANING, TABLE, statuses
 
 KEY = {"x-api-key": "secret"}
 CHAT = {"messages": [{"role": "user", "content": "[say on]"}]}

@@ -12,7 +12,8 @@ import jinja2
 import pytest
 from server_harness import serving, until
 
-from ds_runtime.server import formats, generate, logprobs
+from ds_runtime.server.generate import formats, logprobs
+from ds_runtime.server.protocols import native as generate
 
 NAMED = {"bos_token", "eos_token", "pad_token", "unk_token", "chat_template"}
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.config import ServerConfig
-from ds_runtime.server.web import web
+from ds_runtime.server.http.web import web
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
 GET = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"

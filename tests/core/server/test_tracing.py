@@ -20,7 +20,7 @@ from server_harness import serving, until
 
 from ds_runtime.errors import ConfigError
 from ds_runtime.platform.probe import install_command
-from ds_runtime.server.tracing import Tracing, start_tracing
+from ds_runtime.server.observe.tracing import Tracing, start_tracing
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SECRET = "kept-out-of-traces"
@@ -148,7 +148,8 @@ def test_an_endpoint_that_is_none(endpoint):
 CODE = """
 import sys
 SDK = ("opentelemetry.sdk", "opentelemetry.exporter")  # the API may be there for others
-from ds_runtime.server import serve, tracing
+from ds_runtime.server.observe import tracing
+from ds_runtime.server import serve
 assert not [name for name in sys.modules if name.startswith(SDK)]
 class Missing:
     def find_spec(self, name, path=None, target=None):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from server_harness import serving
 
 from ds_runtime.engine.messages import TokenLogprob, Tokens
-from ds_runtime.server import turns
-from ds_runtime.server.client import Flight
-from ds_runtime.server.turns import Turns, joined
+from ds_runtime.server.engines.client import Flight
+from ds_runtime.server.http import turns
+from ds_runtime.server.http.turns import Turns, joined
 
 
 class Clock:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.errors import RequestError
-from ds_runtime.server.protocol import ChatRequest
-from ds_runtime.server.rules import chat_rules
+from ds_runtime.server.generate.protocol import ChatRequest
+from ds_runtime.server.generate.rules import chat_rules
 from ds_runtime.text.events import Answer, CallArguments
 from ds_runtime.text.families import GLM, find_family, tool_format
 from ds_runtime.text.parsers import Parsers, choose_parsers

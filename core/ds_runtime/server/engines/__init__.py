@@ -1,0 +1,1 @@
+"""The engines behind a server: clients, replicas, restarts."""

@@ -1,0 +1,1 @@
+"""One generating request: from its body to prompts, and from tokens to an answer."""

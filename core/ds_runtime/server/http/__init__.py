@@ -1,0 +1,1 @@
+"""HTTP itself: connections, bodies, keys, statuses and event streams."""

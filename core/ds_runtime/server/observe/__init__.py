@@ -1,0 +1,1 @@
+"""What a server tells: log, traces, and a record of each request."""
