@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_bench.engine import accuracy
 from ds_runtime_bench.record import append
 from ds_runtime_convert.run import convert

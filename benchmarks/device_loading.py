@@ -78,9 +78,9 @@ def load(folder: str) -> dict[str, float]:
     """One load, in this process."""
     from ds_runtime.assemble import assemble
     from ds_runtime.config import EngineConfig
-    from ds_runtime.model import weights
     from ds_runtime.ops.bound import BoundOps
     from ds_runtime.parallel.group import SoloCommunicator
+    from ds_runtime.weights import load as weights
 
     assembly = assemble(EngineConfig(model=folder, context_length=2048))
     bound = BoundOps(assembly.binding)

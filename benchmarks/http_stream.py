@@ -23,10 +23,10 @@ from pathlib import Path
 import psutil
 import zmq
 
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.messages import Ready, Stop, SubmitGroup, Tokens, decode_to_engine, encoder
 from ds_runtime.engine.process.transport import ipc
-from ds_runtime.model.hub import resolve_model
 from ds_runtime.server.serve import serve
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_bench.record import append, environment

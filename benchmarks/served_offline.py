@@ -26,7 +26,7 @@ import uvloop
 from bench_server import served
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_bench.record import append, environment, load_format
 from ds_runtime_bench.serving.client import Target
 from ds_runtime_bench.serving.load import Load

@@ -70,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "negative NaN in weights",
-        "core/ds_runtime/model/nan.py",
+        "core/ds_runtime/checkpoint/nan.py",
         'pairs = (("i", last), ("u", last | 1 << (8 * size - 1)))',
         'pairs = (("i", last),)',
         ("tests/core/model/test_nan_weights.py",),
@@ -91,7 +91,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "softmax scale without mscale squared",
-        "core/ds_runtime/model/config.py",
+        "core/ds_runtime/model/description/config.py",
         "scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2",
         "scale *= 1.0",
         ("tests/core/model/test_parity.py::test_whole_prompts",),
@@ -119,21 +119,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "nibbles swapped",
-        "core/ds_runtime/model/layouts.py",
+        "core/ds_runtime/weights/layouts.py",
         "torch.stack((data & 15, data >> 4), dim=-1)",
         "torch.stack((data >> 4, data & 15), dim=-1)",
         ("tests/core/model/test_published_formats.py",),
     ),
     Fault(
         "AWQ's order taken backwards",
-        "core/ds_runtime/model/layouts.py",
+        "core/ds_runtime/weights/layouts.py",
         "_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",
         "_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)",
         ("tests/core/model/test_published_formats.py",),
     ),
     Fault(
         "a global scale that divides multiplies",
-        "core/ds_runtime/model/layouts.py",
+        "core/ds_runtime/weights/layouts.py",
         "self.sent(1 / value if self.encoding.divides else value)",
         "self.sent(value)",
         ("tests/core/model/test_published_formats.py",),
@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "swapped shard",
-        "core/ds_runtime/model/loader.py",
+        "core/ds_runtime/weights/loader.py",
         "rows = _share(shard, stored.shape[0],",
         "rows = _share(Shard(shard.size - 1 - shard.rank, shard.size), stored.shape[0],",
         ("tests/core/model/test_parity.py::test_tensor_parallel",),

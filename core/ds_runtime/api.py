@@ -49,7 +49,7 @@ from ds_runtime.ops.spec import (
     load_attr,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.parallel.accelerator import TorchPlatform
+from ds_runtime.parallel.torch_platform import TorchPlatform
 from ds_runtime.plan import read_plan
 from ds_runtime.platform import exports
 from ds_runtime.platform.library import Library
@@ -70,8 +70,6 @@ from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, Memor
 from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
 
 if TYPE_CHECKING:
-    from ds_runtime.model.place import LoaderSample, PartRequest, Place
-    from ds_runtime.model.quant import read_part
     from ds_runtime.ops.batch import (
         Batch,
         DecodePart,
@@ -95,6 +93,8 @@ if TYPE_CHECKING:
     from ds_runtime.platform.recording import CaptureError, Recorded, Recording
     from ds_runtime.routed import Generated, RoutedEngine
     from ds_runtime.sampling_params import SamplingParams
+    from ds_runtime.weights.place import LoaderSample, PartRequest, Place
+    from ds_runtime.weights.quant import read_part
 
 _LAZY = {  # where what needs torch comes from, and what routes alone need
     "Batch": "ds_runtime.ops.batch",
@@ -103,11 +103,11 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "ExpertSource": "ds_runtime.ops.weight",
     "Generated": "ds_runtime.routed",
     "Limits": "ds_runtime.ops.batch",
-    "LoaderSample": "ds_runtime.model.place",
+    "LoaderSample": "ds_runtime.weights.place",
     "MlaWeights": "ds_runtime.ops.weight",
     "Packed": "ds_runtime.ops.weight",
-    "PartRequest": "ds_runtime.model.place",
-    "Place": "ds_runtime.model.place",
+    "PartRequest": "ds_runtime.weights.place",
+    "Place": "ds_runtime.weights.place",
     "PrefillPart": "ds_runtime.ops.batch",
     "PrefixChunk": "ds_runtime.ops.batch",
     "RowOwners": "ds_runtime.ops.batch",
@@ -127,7 +127,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "decode_scale": "ds_runtime.ops.dtypes",
     "float32_product": "ds_runtime.ops.reference.linear",
     "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
-    "read_part": "ds_runtime.model.quant",
+    "read_part": "ds_runtime.weights.quant",
     "route": "ds_runtime.ops.reference.moe",
     "rows_of": "ds_runtime.ops.reference.attention",
     "seen_of": "ds_runtime.ops.reference.attention",

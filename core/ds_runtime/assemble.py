@@ -13,14 +13,15 @@ from typing import Any
 
 from ds_runtime.asking import check_outside
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
-from ds_runtime.model.config import ModelConfig
+from ds_runtime.lora.plan import LoraPlan
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.nextn import HEAD, find_nextn, nextn_sites
+from ds_runtime.model.description.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.model.estimate import packed_bytes
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.hub import resolve_model
-from ds_runtime.model.nextn import HEAD, find_nextn, nextn_sites
-from ds_runtime.model.peft import LoraPlan
 from ds_runtime.model.requantise import (
     DRAFT_EXPERTS,
     DRAFT_FORMAT,
@@ -36,7 +37,6 @@ from ds_runtime.model.room import (
     requests_that_fit,
     settle_forms,
 )
-from ds_runtime.model.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.bind import Binding, Pin, decide_all
 from ds_runtime.ops.spec import (

@@ -40,7 +40,7 @@ from ds_runtime.trust import Allowlist, read_allowlist
 
 ALWAYS = {  # part of every process
     "reference": "ds_runtime.ops.reference",
-    "checkpoints": "ds_runtime.model.loaders",
+    "checkpoints": "ds_runtime.weights.loaders",
     "compiled": "ds_runtime.ops.compiled",
 }
 ON_REQUEST = {"null": "ds_runtime_kit.devices.null"}  # loaded only when named

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.base import part_of
+from ds_runtime.checkpoint.base import part_of
+from ds_runtime.checkpoint.hub import text_folder
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
-from ds_runtime.model.hub import text_folder
 from ds_runtime.outputs import Completion, PendingChoice, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.apart import Text

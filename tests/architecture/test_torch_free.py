@@ -26,7 +26,7 @@ ALWAYS = """
     ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
     ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.process.launch
     ds_runtime.platform.spec ds_runtime.assembly.result ds_runtime.engine.process.worker
-    ds_runtime.platform.select ds_runtime.model.hf ds_runtime.model.sites ds_runtime.cli
+    ds_runtime.platform.select ds_runtime.model.description.hf ds_runtime.model.description.sites ds_runtime.cli
     ds_runtime.ops.reference ds_runtime.testing
     ds_runtime_bench ds_runtime_convert ds_runtime_convert.cli ds_runtime_kit
 """

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ds_runtime.base import base_of, part_of
+from ds_runtime.checkpoint.base import base_of, part_of
+from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.checkpoint import Checkpoint
 
 
 def folder(path, name, **config):

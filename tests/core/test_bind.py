@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.sites import INPUTS, model_sites
 from ds_runtime.model.estimate import beside_of
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.sites import INPUTS, model_sites
 from ds_runtime.ops.bind import Binding, Pin, decide_all, refusal
 from ds_runtime.ops.bound import BoundOps, _say_plain
 from ds_runtime.ops.reference import LATENT_PAGES

@@ -14,8 +14,8 @@ from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
+from ds_runtime.model.description.sites import joined
 from ds_runtime.model.estimate import needed_bytes, packed_bytes
-from ds_runtime.model.sites import joined
 from ds_runtime.ops.bind import Binder, Pin
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.spec import (

@@ -20,7 +20,7 @@ from ds_runtime.testing.tiny import config_dict
 
 from conftest import write_tokenizer
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model.hf import load_config
+from ds_runtime.model.description.hf import load_config
 from ds_runtime.output_rules import OutputRules
 from ds_runtime.platform import compilations
 

@@ -16,9 +16,9 @@ import torch
 from served import serving
 
 from ds_runtime import LLM, OutputRules, SamplingParams
+from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.errors import LogitsError
-from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.hub import resolve_model
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import load_plugins
 from ds_runtime.text.tokenizer import Tokenizer

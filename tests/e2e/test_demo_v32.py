@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model.checkpoint import SINGLE, read_header
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.checkpoint.shards import SINGLE, read_header
 from ds_runtime_bench.engine import accuracy
 
 FOLDER = resolve_model("demo-v32")

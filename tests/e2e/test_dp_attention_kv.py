@@ -22,8 +22,8 @@ from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime.model.estimate import lora_bytes, needed_bytes
-from ds_runtime.model.manifest import adaptable_modules
 from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime.plan import difference, render
 

@@ -101,7 +101,7 @@ def test_one_that_cannot_be_captured_late_is_named_in_the_log(tiny, wrong, monke
 
 LOADERS = """
 from ds_runtime.api import QuantLoader, hookimpl
-from ds_runtime.model.loaders.native import plain
+from ds_runtime.weights.loaders.native import plain
 
 
 class Stray(BaseException):

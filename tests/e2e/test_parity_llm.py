@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_kit.models.oracle import TIE, Oracle
 from ds_runtime_kit.models.tiny import SHAPES
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_runtime import LLM
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime_bench.engine import accuracy
 from ds_runtime_convert.run import convert
 

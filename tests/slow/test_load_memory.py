@@ -18,7 +18,7 @@ import json, resource, sys, torch
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.model.estimate import needed_bytes
-from ds_runtime.model.weights import load_model
+from ds_runtime.weights.load import load_model
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 

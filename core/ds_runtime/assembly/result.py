@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ds_runtime._version import __version__
 from ds_runtime.config import EngineConfig
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.nextn import NextN
-from ds_runtime.model.peft import LoraPlan
+from ds_runtime.lora.plan import LoraPlan
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.nextn import NextN
 from ds_runtime.ops.bind import Binding
 from ds_runtime.ops.spec import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.plan import Plan, make_rows

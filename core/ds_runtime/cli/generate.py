@@ -13,7 +13,7 @@ from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.peft import AdapterSpec
+from ds_runtime.lora.plan import AdapterSpec
 
 if TYPE_CHECKING:
     from ds_runtime.sampling_params import SamplingParams

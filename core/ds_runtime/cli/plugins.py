@@ -99,8 +99,8 @@ def describe(plugins: Plugins) -> list[dict[str, Any]]:
 
 def _facts(works: list[Platform]) -> Facts:
     """The demo model on the best device here, or on none."""
-    from ds_runtime.model.hf import load_config
-    from ds_runtime.model.hub import resolve_model
+    from ds_runtime.checkpoint.hub import resolve_model
+    from ds_runtime.model.description.hf import load_config
     from ds_runtime.ops.spec import DeviceInfo, Facts
 
     device = DeviceInfo("none", "no device", "none")

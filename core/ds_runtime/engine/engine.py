@@ -17,7 +17,8 @@ from typing import Any
 
 from ds_runtime.asking import SLOW
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.base import part_of
+from ds_runtime.checkpoint.base import part_of
+from ds_runtime.checkpoint.eos import eos_ids
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
@@ -29,13 +30,12 @@ from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.engine.step.result import Handle
-from ds_runtime.eos import eos_ids
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
-from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.platform.compilations import counted, num_compiled
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar

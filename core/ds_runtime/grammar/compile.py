@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from ds_runtime.base import part_of
+from ds_runtime.checkpoint.base import part_of
+from ds_runtime.checkpoint.files import LISTS, read_object
 from ds_runtime.errors import FieldPath, RequestError, shown
-from ds_runtime.files import LISTS, read_object
 from ds_runtime.grammar.guide import MASK_SECONDS, Start, too_slow, words
 from ds_runtime.grammar.source import Source, json_schema
 from ds_runtime.output_rules import MAX_CHOICES, OutputRules, ToolRules

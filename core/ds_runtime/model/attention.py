@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_runtime.model.config import ModelConfig
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.sites import INDEXER, TREE, VERIFY
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
-from ds_runtime.model.sites import INDEXER, TREE, VERIFY
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
 
 if TYPE_CHECKING:
-    from ds_runtime.model.loader import Loader
     from ds_runtime.ops.linear import Groups
+    from ds_runtime.weights.loader import Loader
 
 AT = "self_attn"
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ds_runtime.model.attention import Attention, Projected
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.exchange import gathered, gathered_wanted, summed
+from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.expanded import ExpandedAttention
 from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.parallel.exchange import gathered, gathered_wanted, summed
 
 if TYPE_CHECKING:
-    from ds_runtime.model.loader import Loader
+    from ds_runtime.weights.loader import Loader
 
 
 class DecoderLayer:

@@ -20,7 +20,7 @@ from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
 if TYPE_CHECKING:
-    from ds_runtime.model.loader import Loader
+    from ds_runtime.weights.loader import Loader
 
 
 class DraftModel:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.sites import INDEXER, INDEXER_TREE
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.sites import INDEXER, INDEXER_TREE
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, PrefillPart
 from ds_runtime.ops.sparse import scored_rows
 
 if TYPE_CHECKING:
-    from ds_runtime.model.loader import Loader
+    from ds_runtime.weights.loader import Loader
 
 NORM_EPS = 1e-6  # of the key's LayerNorm
 

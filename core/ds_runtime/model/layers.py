@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_runtime.ops.spec import Facts
 
 if TYPE_CHECKING:
-    from ds_runtime.model.lora import AbsorbDelta, Delta
+    from ds_runtime.lora.slots import AbsorbDelta, Delta
     from ds_runtime.ops import attention, linear, moe
     from ds_runtime.ops.table import Ops
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight

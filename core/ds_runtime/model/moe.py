@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.exchange import gathered, summed
+from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.branch import branch
+from ds_runtime.parallel.exchange import gathered, summed
 
 if TYPE_CHECKING:
-    from ds_runtime.model.loader import Loader
+    from ds_runtime.weights.loader import Loader
 
 
 class SwiGlu:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ds_runtime.assembly.result import Assembly, SecondForm
 from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.config import EngineConfig
+from ds_runtime.model.description.sites import vocab_rows
 from ds_runtime.model.estimate import (
     ITEM_BYTES,
     activation_bytes,
@@ -24,7 +25,6 @@ from ds_runtime.model.estimate import (
     sparse_bytes,
     step_bytes,
 )
-from ds_runtime.model.sites import vocab_rows
 from ds_runtime.ops.bind import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.progress import amount

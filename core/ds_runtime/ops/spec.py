@@ -356,7 +356,7 @@ class Encoding:
     """How a checkpoint stores one Linear, as its config and the module's name say.
 
     format: the weight format (`ops/formats.py`, or a plugin's own) that reading it gives. layout:
-    how its codes lie in the files; the core reads those of `model/layouts.py`, any other is for
+    how its codes lie in the files; the core reads those of `weights/layouts.py`, any other is for
     the loader's own `read`. tensors: component of `WeightPart` → the tensor's name below the
     module; "../NAME" lies beside it. optional: components that may be missing. unread: tensors
     that may be there and say nothing. block: (rows, columns) that share a scale, 0 for all of
@@ -393,7 +393,7 @@ class QuantLoader:
     name: str
     accepts: Callable[[Mapping[str, Any]], bool]
     encodings: Callable[[Mapping[str, Any]], Callable[[str], Encoding]]
-    read: str = "ds_runtime.model.quant:read_part"
+    read: str = "ds_runtime.weights.quant:read_part"
     provider: str = ""
     refuse: Callable[[Mapping[str, Any]], str | None] | None = None
     samples: str = ""

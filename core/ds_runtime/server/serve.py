@@ -22,10 +22,10 @@ from typing import Any
 import uvloop
 from fastapi import FastAPI
 
+from ds_runtime.checkpoint.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.hub import EMBEDDED, resolve_model, text_folder
-from ds_runtime.model.peft import AdapterSpec
+from ds_runtime.lora.plan import AdapterSpec
 from ds_runtime.routed import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.engines.client import EngineClient

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.base import base_of
-from ds_runtime.files import read_settings
+from ds_runtime.checkpoint.base import base_of
+from ds_runtime.checkpoint.files import read_settings
 
 Tools = Sequence[Mapping[str, Any]]
 _CALLS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜>"

@@ -17,9 +17,9 @@ import jinja2
 import jinja2.meta
 import jinja2.sandbox
 
-from ds_runtime.base import part_of
+from ds_runtime.checkpoint.base import part_of
+from ds_runtime.checkpoint.files import read_text
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError, named, shown
-from ds_runtime.files import read_text
 from ds_runtime.text.dsml import DsmlEncoding
 from ds_runtime.text.families import Family, tool_format
 from ds_runtime.text.tokenizer import Tokenizer

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer as Backend
 
-from ds_runtime.base import part_of
-from ds_runtime.eos import eos_ids
+from ds_runtime.checkpoint.base import part_of
+from ds_runtime.checkpoint.eos import eos_ids
+from ds_runtime.checkpoint.files import LISTS, read_settings, read_text
 from ds_runtime.errors import CheckpointError, RequestError, UnsupportedError
-from ds_runtime.files import LISTS, read_settings, read_text
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 Split: TypeAlias = Callable[[str, bool], list[int]]

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.model.checkpoint import DTYPES
-from ds_runtime.model.layouts import Expected, expected
+from ds_runtime.checkpoint.shards import DTYPES
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
+from ds_runtime.weights.layouts import Expected, expected
 
 _PACK = 8  # codes in an int32
 

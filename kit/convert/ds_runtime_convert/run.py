@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.base import KEY, base_of
+from ds_runtime.checkpoint.base import KEY, base_of
+from ds_runtime.checkpoint.files import HEADER, read_object
+from ds_runtime.checkpoint.gguf.folder import LINK
+from ds_runtime.checkpoint.shards import DTYPES, INDEX
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
-from ds_runtime.files import HEADER, read_object
-from ds_runtime.model.checkpoint import DTYPES, INDEX
-from ds_runtime.model.gguf.folder import LINK
-from ds_runtime.model.hf import QUANT_FILE, from_hf, with_quant_file
-from ds_runtime.model.quant import Quant
+from ds_runtime.model.description.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.progress import Progress, amount
+from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.layout import Item, ShardPlan, copied, fingerprint, linear, shards
 from ds_runtime_convert.source import Source, quant_of
 from ds_runtime_convert.targets import Target, find_target

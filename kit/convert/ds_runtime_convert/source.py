@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime.assemble import find_loader
-from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.manifest import Stored, stored_modules
-from ds_runtime.model.nextn import SHARED, draft_modules
-from ds_runtime.model.quant import PartRequest, Place, Quant
-from ds_runtime.model.verify import check_checkpoint, ignorable
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.manifest import Stored, stored_modules
+from ds_runtime.model.description.nextn import SHARED, draft_modules
 from ds_runtime.ops.spec import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.plugins import load_plugins
+from ds_runtime.weights.check import check_checkpoint, ignorable
+from ds_runtime.weights.quant import PartRequest, Place, Quant
 
 
 def quant_of(config: ModelConfig, where: str, offers: Offers | None = None) -> Quant:

@@ -16,9 +16,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ds_runtime.checkpoint.shards import DTYPES, Checkpoint
 from ds_runtime.errors import CheckpointError, ConfigError
-from ds_runtime.model.checkpoint import DTYPES, Checkpoint
-from ds_runtime.model.quant import Quant
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.rounding import (
@@ -29,6 +28,7 @@ from ds_runtime.ops.reference.rounding import (
 )
 from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
+from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.layout import Item, ShardPlan
 from ds_runtime_convert.packing import packed, planned, stored_scale
 from ds_runtime_convert.source import Source, read_whole

@@ -11,9 +11,9 @@ import transformers
 from safetensors import safe_open
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.cli import main
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.checkpoint import Checkpoint
 from ds_runtime_bench.checkpoints.checkpoint import Pools, make_checkpoint, plan_tensors
 from ds_runtime_bench.record import load_format
 from ds_runtime_bench.shapes import DTYPES, config_of

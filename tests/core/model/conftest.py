@@ -8,9 +8,10 @@ import pytest
 import torch
 from late_device import LateDevice
 
-from ds_runtime.model import checkpoint, staging
-from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.staging import Staging
+from ds_runtime.checkpoint import shards as checkpoint
+from ds_runtime.checkpoint import staging
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.staging import Staging
 
 
 @pytest.fixture(autouse=True, scope="module")

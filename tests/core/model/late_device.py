@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_runtime.model import staging
+from ds_runtime.checkpoint import staging
 
 
 class LateDevice:

@@ -15,13 +15,13 @@ import ds_runtime_cpu
 from ds_runtime.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
-from ds_runtime.model.adapter import Adapter
+from ds_runtime.lora.read import Adapter
 from ds_runtime.model.deepseek import DeepSeekModel
-from ds_runtime.model.weights import load_model
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.ops.spec import load_attr
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.weights.load import load_model
 
 CPU = torch.device("cpu")
 HEAVY = ("linear", "mla_absorb", "mha_prefill", "mla_decode", "experts", "mla_prologue", "embed")
@@ -45,9 +45,9 @@ def decide(folder: Path, kernels: str = "reference", **settings: object) -> Asse
 
 
 def _has_site(config: EngineConfig, op: str) -> bool:
-    from ds_runtime.model.hf import load_config
-    from ds_runtime.model.peft import LoraPlan
-    from ds_runtime.model.sites import model_sites
+    from ds_runtime.lora.plan import LoraPlan
+    from ds_runtime.model.description.hf import load_config
+    from ds_runtime.model.description.sites import model_sites
 
     always = ("rope", "cache_write")  # parts of the composed prologue
     model = load_config(Path(config.model))

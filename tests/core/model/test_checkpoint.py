@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ds_runtime.checkpoint import shards as module
+from ds_runtime.checkpoint.gguf.folder import LINK
+from ds_runtime.checkpoint.shards import DTYPES, INDEX, SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model import checkpoint as module
-from ds_runtime.model.checkpoint import DTYPES, INDEX, SINGLE, Checkpoint
-from ds_runtime.model.gguf.folder import LINK
 
 
 def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_any_part(data):
 
 
 def test_columns_in_strips(tmp_path, monkeypatch):
-    monkeypatch.setattr("ds_runtime.model.checkpoint._STRIP", 100)
+    monkeypatch.setattr("ds_runtime.checkpoint.shards._STRIP", 100)
     values = torch.randn(50, 9)
     save_file({"t": values}, tmp_path / SINGLE)
     checkpoint = Checkpoint(tmp_path)

@@ -17,9 +17,9 @@ from published_kinds import KINDS, hold, write_kind
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.cli import main
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.model.hub import resolve_model
 from ds_runtime_convert import run, write
 from ds_runtime_convert.run import convert
 from ds_runtime_convert.source import Source
@@ -405,7 +405,7 @@ def test_it_is_killed_for_real(tmp_path):
         "    seen.append(a); real(*a)\n"
         "    if len(seen) == 60: os.kill(os.getpid(), signal.SIGKILL)\n"
         "write._append = append\n"
-        "from ds_runtime.model.hub import resolve_model\n"
+        "from ds_runtime.checkpoint.hub import resolve_model\n"
         "convert(resolve_model('demo'), 'mxfp8', Path(sys.argv[1]))\n"
     )
     out = tmp_path / "out"

@@ -15,18 +15,18 @@ from published_kinds import KINDS, write_kind
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import find_loader
+from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.dummy import DummyCheckpoint
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.manifest import stored_modules
-from ds_runtime.model.quant import PartRequest, Quant
-from ds_runtime.model.verify import check_checkpoint
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.manifest import stored_modules
 from ds_runtime.ops.reference import moe
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
+from ds_runtime.weights.check import check_checkpoint
+from ds_runtime.weights.dummy import DummyCheckpoint
+from ds_runtime.weights.quant import PartRequest, Quant
 from ds_runtime_bench.checkpoints.checkpoint import plan_tensors
 from ds_runtime_bench.record import environment
 from ds_runtime_bench.shapes import config_of

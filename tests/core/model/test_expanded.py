@@ -15,7 +15,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.hf import load_config
+from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.room import page_bytes
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.oracle import Oracle, compare

@@ -20,11 +20,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.checkpoint.gguf.header import read_header
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.cli import main
 from ds_runtime.errors import CheckpointError, UnsupportedError
-from ds_runtime.model.gguf.header import read_header
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.hub import resolve_model
+from ds_runtime.model.description.hf import load_config
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
 from ds_runtime_bench.checkpoints.gguf import metadata, plan_targets
 from ds_runtime_convert.run import convert
@@ -182,7 +182,7 @@ def test_every_tensor_is_what_the_gguf_package_reads(files, name):
 
 
 def cut_of(it, module, rows, cols):
-    from ds_runtime.model.quant import PartRequest
+    from ds_runtime.weights.quant import PartRequest
 
     quant = it.quant
     return quant.read(

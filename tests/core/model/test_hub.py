@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.hub import resolve_model
 
 COMMIT = "0" * 40
 

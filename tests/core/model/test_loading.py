@@ -11,15 +11,15 @@ import torch
 from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
+from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.estimate import page_table_bytes
-from ds_runtime.model.loader import Loader
-from ds_runtime.model.weights import load_model, needed_bytes, quant_of
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.spec import MemoryInfo
+from ds_runtime.weights.load import load_model, needed_bytes, quant_of
+from ds_runtime.weights.loader import Loader
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
 PROMPTS = [[5, 17, 3, 90, 41, 7, 8, 120], [1, 2, 3]]

@@ -10,13 +10,13 @@ import torch
 from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.errors import CheckpointError, ConfigError
-from ds_runtime.model.adapter import Adapter
+from ds_runtime.lora.read import Adapter
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime.model.estimate import lora_bytes
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.manifest import adaptable_modules
-from ds_runtime.model.weights import load_model
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.weights.load import load_model
 from ds_runtime_kit.models.adapters import change_adapter, merge, some_modules, write_adapter
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from model_harness import Harness, decide
 from safetensors.torch import load_file, save_file
 
+from ds_runtime.checkpoint import shards as module
+from ds_runtime.checkpoint.nan import KINDS, any_nan, first_nan
+from ds_runtime.checkpoint.shards import DTYPES, Checkpoint
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model import checkpoint as module
-from ds_runtime.model.checkpoint import DTYPES, Checkpoint
-from ds_runtime.model.nan import KINDS, any_nan, first_nan
 from ds_runtime_kit.models.tiny import write_tiny
 
 FLOATS = sorted(KINDS)

@@ -19,7 +19,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.cli import main
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.hf import load_config
+from ds_runtime.model.description.hf import load_config
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime_convert.source import Source

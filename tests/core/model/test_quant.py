@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.checkpoint import SINGLE, Checkpoint
-from ds_runtime.model.loaders.encodings import FP8_BLOCK
-from ds_runtime.model.quant import PartRequest, Place, read_part
+from ds_runtime.weights.loaders.encodings import FP8_BLOCK
+from ds_runtime.weights.quant import PartRequest, Place, read_part
 from examples import examples
 
 SCALES = ("F32", "BF16", "U8", "F8_E8M0")

@@ -9,12 +9,12 @@ import pytest
 
 from ds_runtime.assemble import find_loader
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.hf import QUANT_FILE, from_hf, with_quant_file
-from ds_runtime.model.layouts import expected
-from ds_runtime.model.loaders.compressed import compressed
-from ds_runtime.model.manifest import stored_modules
+from ds_runtime.model.description.hf import QUANT_FILE, from_hf, with_quant_file
+from ds_runtime.model.description.manifest import stored_modules
 from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.plugins import load_plugins
+from ds_runtime.weights.layouts import expected
+from ds_runtime.weights.loaders.compressed import compressed
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}))

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from ds_runtime.errors import DsRuntimeError, UnsupportedError
-from ds_runtime.model.hf import from_hf
+from ds_runtime.model.description.hf import from_hf
 from ds_runtime.model.rope import amplitude, cos_sin_table, inverse_frequencies
 from ds_runtime_kit.models.tiny import config_dict
 

@@ -11,13 +11,13 @@ import torch
 from model_harness import CPU, Harness, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
+from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.checkpoint import SINGLE, Checkpoint
 from ds_runtime.model.estimate import packed_bytes
-from ds_runtime.model.loader import Loader
-from ds_runtime.model.weights import load_model, needed_bytes, quant_of
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.weights.load import load_model, needed_bytes, quant_of
+from ds_runtime.weights.loader import Loader
 from ds_runtime_convert.run import convert
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8

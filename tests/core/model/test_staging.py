@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from late_device import LateDevice
 from safetensors.torch import save_file
 
+from ds_runtime.checkpoint import shards as checkpoint
+from ds_runtime.checkpoint import staging
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.staging import Staging
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model import checkpoint, staging
-from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.loader import LayerExperts
-from ds_runtime.model.staging import Staging
 from ds_runtime.ops.weight import WeightPart
+from ds_runtime.weights.loader import LayerExperts
 
 
 @pytest.fixture(scope="module")

@@ -41,12 +41,12 @@ from ds_runtime.engine.step.transfer import Upload, put
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate
-from ds_runtime.model.weights import load_draft, load_model
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.bound import BoundOps
 from ds_runtime.platform.spec import Communicator
 from ds_runtime.progress import Progress
 from ds_runtime.speculation import Speculation
+from ds_runtime.weights.load import load_draft, load_model
 
 
 class Runner:

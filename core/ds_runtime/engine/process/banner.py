@@ -6,8 +6,8 @@ import math
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.manifest import stored_modules
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.manifest import stored_modules
 from ds_runtime.model.room import expanded_said
 from ds_runtime.plan import PlanRow
 from ds_runtime.progress import amount

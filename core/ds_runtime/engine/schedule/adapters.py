@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from ds_runtime.errors import RequestError, shown
-from ds_runtime.model.peft import LoraPlan, check_name
+from ds_runtime.lora.plan import LoraPlan, check_name
 
 
 @dataclass(frozen=True, slots=True)

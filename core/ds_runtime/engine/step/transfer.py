@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.model.staging import shares_memory
+from ds_runtime.checkpoint.staging import shares_memory
 
 Array = npt.NDArray[Any]
 _ALIGN = 64  # bytes: kernels choose wide loads by the alignment of what they get

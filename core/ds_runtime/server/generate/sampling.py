@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ds_runtime.base import part_of
+from ds_runtime.checkpoint.base import part_of
+from ds_runtime.checkpoint.files import read_settings
 from ds_runtime.engine.messages import Ready
 from ds_runtime.errors import CheckpointError, FieldPath, RequestError, Said, shown
-from ds_runtime.files import read_settings
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.errors import ApiError
 from ds_runtime.server.generate.protocol import Sampling

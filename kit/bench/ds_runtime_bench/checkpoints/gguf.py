@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from ds_runtime.assemble import find_loader
+from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.model.checkpoint import Checkpoint
-from ds_runtime.model.config import ModelConfig
-from ds_runtime.model.hf import load_config
-from ds_runtime.model.manifest import Stored, stored_modules
-from ds_runtime.model.quant import PartRequest, Quant
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.manifest import Stored, stored_modules
 from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.ops.spec import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
+from ds_runtime.weights.quant import PartRequest, Quant
 
 _FLOAT32 = ("mlp.gate", "mlp.gate.e_score_correction_bias")
 

@@ -247,7 +247,7 @@ def run_host(args: Namespace) -> int:
 def run_compare(args: Namespace) -> int:
     """Let both engines take turns, and print."""
     given = settings(args)
-    from ds_runtime.model.hub import resolve_model
+    from ds_runtime.checkpoint.hub import resolve_model
     from ds_runtime_bench.engine import compare
 
     cases = compare.cases_of(args.batch_size, args.input_len, args.output_len, args.prefill)

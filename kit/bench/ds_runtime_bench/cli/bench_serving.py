@@ -337,7 +337,7 @@ def sessions_of(args: Namespace, chat: bool, seed: int) -> list[Session]:
         return [Session(prompt) for prompt in found]
     tokenizer = None
     if args.tokenizer is not None:
-        from ds_runtime.model.hub import resolve_model
+        from ds_runtime.checkpoint.hub import resolve_model
         from ds_runtime.text.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.load(resolve_model(args.tokenizer))

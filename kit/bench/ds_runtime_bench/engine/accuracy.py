@@ -179,9 +179,9 @@ def run(
     if bad := [n for n in planted if n < 1]:
         raise ConfigError(f"--planted {bad[0]}: must be at least 1 token")
     from ds_runtime import LLM
-    from ds_runtime.base import part_of
-    from ds_runtime.model.hf import load_config
-    from ds_runtime.model.hub import resolve_model
+    from ds_runtime.checkpoint.base import part_of
+    from ds_runtime.checkpoint.hub import resolve_model
+    from ds_runtime.model.description.hf import load_config
 
     model = str(settings.get("model", "demo"))
     folder = resolve_model(model)

@@ -53,8 +53,8 @@ class Ours:
         self._assembly = assemble(EngineConfig(**wanted), tuple(wanted))
         as_served(self._assembly.platform)
         from ds_runtime import LLM
-        from ds_runtime.model.hf import load_config
-        from ds_runtime.model.hub import resolve_model
+        from ds_runtime.checkpoint.hub import resolve_model
+        from ds_runtime.model.description.hf import load_config
         from ds_runtime_bench.ops.measure import step_bytes
 
         start = time.perf_counter()

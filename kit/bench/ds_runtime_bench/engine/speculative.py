@@ -71,7 +71,7 @@ def run(
     if simulated is not None and not 0.0 <= simulated <= 1.0:
         raise ConfigError(f"--simulate-acceptance {simulated:g}: must be a probability, 0 to 1")
     from ds_runtime import LLM
-    from ds_runtime.model.hub import resolve_model
+    from ds_runtime.checkpoint.hub import resolve_model
 
     impossible = _impossible(steps, topks, nodes)
     folder = resolve_model(str(settings.get("model", "demo")))

@@ -18,16 +18,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
-from ds_runtime.model.checkpoint import SINGLE, Checkpoint
-from ds_runtime.model.layouts import with_rows
-from ds_runtime.model.manifest import ROWS, Stored
-from ds_runtime.model.place import LoaderSample, PartRequest, Place
-from ds_runtime.model.quant import Quant
+from ds_runtime.model.description.manifest import ROWS, Stored
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.spec import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.parallel.layout import Shard
+from ds_runtime.weights.layouts import with_rows
+from ds_runtime.weights.place import LoaderSample, PartRequest, Place
+from ds_runtime.weights.quant import Quant
 from ds_runtime_kit.checks.conformance import CaseResult
 from ds_runtime_kit.loaders.forms import wrong_form
 

@@ -11,7 +11,7 @@ from ds_runtime.ops.formats import FORMATS, WeightFormat
 from ds_runtime.ops.weight import WeightPart
 
 if TYPE_CHECKING:
-    from ds_runtime.model.place import PartRequest
+    from ds_runtime.weights.place import PartRequest
 
 _ACT_ORDER, _GLOBAL = "int4_actorder", "nvfp4"
 

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: found, checked and read."""

@@ -1,0 +1,159 @@
+"""Geometry and constants of one model, as everything else reads them. Torch-free.
+
+`model/description/hf.py` makes a ModelConfig from config.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ds_runtime.errors import ConfigError
+from ds_runtime.ops.spec import Dims, Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN rope scaling (arXiv 2309.00071) as DeepSeek configures it.
+
+    mscale: 0 where config.json states mscale_all_dim alone, which then counts for softmax only.
+    """
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def multiplier(self, scale: float) -> float:
+        """0.1 · scale · ln(factor) + 1, and 1 where factor ≤ 1."""
+        return 1.0 if self.factor <= 1.0 else 0.1 * scale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Indexing:
+    """The lightning indexer of sparse attention.
+
+    interleaved: rotates pairs rather than halves. computes: per layer, whether it has an indexer
+    of its own; the others attend what the last one before them chose (arXiv 2603.12201). because:
+    the key of config.json that says so, with its value.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    interleaved: bool
+    computes: tuple[bool, ...]
+    because: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Geometry and constants of one checkpoint; names follow the literature."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    q_lora: int | None
+    kv_lora: int
+    qk_nope: int
+    qk_rope: int
+    v_head: int
+    intermediate: int
+    moe_intermediate: int
+    experts: int  # 0: every layer is dense
+    shared_experts: int
+    first_dense: int
+    moe_every: int
+    routing: Routing | None
+    eps: float
+    rope_theta: float
+    yarn: Yarn | None
+    rope_interleave: bool
+    max_positions: int
+    tie_embeddings: bool
+    mtp_layers: int
+    dtype: Literal["bfloat16", "float16", "float32"]
+    quantization: Mapping[str, Any]
+    eos_tokens: tuple[int, ...]
+    indexing: Indexing | None = None  # attention is dense without
+    left_over: str = field(default="", compare=False)  # a quantization_config that is not used
+    expanded: bool = False  # the KV cache holds keys and values of all heads, no latents
+
+    @property
+    def qk_head(self) -> int:
+        """Width of one query head: nope + rope."""
+        return self.qk_nope + self.qk_rope
+
+    @property
+    def latent(self) -> int:
+        """Cached elements per token and layer: latent + rope key."""
+        return self.kv_lora + self.qk_rope
+
+    @property
+    def softmax_scale(self) -> float:
+        """(nope + rope)^-½, times m(mscale_all_dim)² under YaRN (V2 and V3 reference code)."""
+        scale: float = self.qk_head**-0.5
+        if self.yarn is not None and self.yarn.mscale_all_dim:
+            scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2
+        return scale
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether this layer's MLP is routed."""
+        return self.experts > 0 and layer >= self.first_dense and layer % self.moe_every == 0
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether this layer chooses the tokens that it attends. Draft layers always do."""
+        if self.indexing is None:
+            return False
+        return layer >= self.layers or self.indexing.computes[layer]
+
+    @property
+    def indexers(self) -> int:
+        """Layers that choose the tokens that they attend: these have an index cache."""
+        return sum(self.indexing.computes) if self.indexing is not None else 0
+
+    def dims(self, tp: int = 1, attention_tp: int | None = None) -> Dims:
+        """Geometry for Facts; heads and expert widths are those of one rank. attention_tp: ranks
+        that divide the heads (default: all).
+        """
+        index: dict[str, int] = {}
+        if (i := self.indexing) is not None:
+            index = {"index_heads": i.heads, "index_dim": i.dim, "index_topk": i.top_k}
+        return Dims(
+            {
+                **index,
+                "hidden": self.hidden,
+                "layers": self.layers,
+                "heads": self.heads // (attention_tp or tp),
+                "q_lora": self.q_lora or 0,
+                "kv_lora": self.kv_lora,
+                "qk_nope": self.qk_nope,
+                "qk_rope": self.qk_rope,
+                "v": self.v_head,
+                "intermediate": self.intermediate // tp,
+                "moe_intermediate": self.moe_intermediate // tp,
+                "experts": self.experts,
+                "top_k": self.routing.top_k if self.routing else 0,
+                "vocab": self.vocab_size,
+            }
+        )
+
+    def check_tp(self, tp: int, attention_tp: int | None = None) -> None:
+        """Raise ConfigError if the model cannot be cut into `tp` ranks, and its heads by
+        `attention_tp` (default: all).
+        """
+        shared = self.shared_experts * self.moe_intermediate
+        cuts = {"intermediate_size": self.intermediate}
+        if (attention_tp or tp) == tp:
+            cuts = {"num_attention_heads": self.heads, **cuts}
+        if self.experts:
+            cuts |= {"moe_intermediate_size": self.moe_intermediate, "shared expert width": shared}
+        for name, value in cuts.items():
+            if value % tp:
+                raise ConfigError(f"--tp {tp}: {name} {value} of this model is not divisible by it")

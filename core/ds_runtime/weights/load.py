@@ -1,0 +1,160 @@
+"""Load a checkpoint into a model: check it, check memory, then read and pack layer by layer."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from contextlib import closing
+from typing import Any
+
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.errors import ConfigError
+from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.description.manifest import stored_modules
+from ds_runtime.model.description.nextn import NextN, nextn_modules
+from ds_runtime.model.draft import DraftModel
+from ds_runtime.model.estimate import (
+    beside_of,
+    needed_bytes,
+    page_table_bytes,
+    positions_of,
+    rotation_bytes,
+)
+from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.dtypes import torch_dtype
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.platform.spec import Communicator
+from ds_runtime.progress import Progress, amount
+from ds_runtime.weights.check import unread_indexers
+from ds_runtime.weights.dummy import DummyCheckpoint
+from ds_runtime.weights.loader import Loader
+from ds_runtime.weights.quant import Quant
+
+__all__ = ["Checkpoint", "check_memory", "load_draft", "load_model", "needed_bytes"]
+
+
+def load_model(
+    assembly: Assembly,
+    bound: BoundOps,
+    comm: Communicator,
+    device: Any,
+    progress: bool = False,
+) -> DeepSeekModel:
+    """The model of this rank, packed on `device`. `progress` shows a bar, and what is not read.
+
+    Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
+    the packed weights would not fit, both before any weight is read.
+    """
+    config = assembly.model
+    quant, lora = quant_of(assembly), assembly.lora
+    checkpoint = _opened(assembly, quant)
+    dtype = torch_dtype(assembly.config.dtype)
+    try:
+        alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
+        load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora, head_comm=alone)
+        check_memory(assembly, comm, device)
+        unread = (*assembly.left_over(), unread_indexers(checkpoint, config))
+        for said in filter(None, unread) if progress else ():
+            print(f"warning: {said}", file=sys.stderr, flush=True)
+        with (
+            closing(load),
+            Progress("loading weights", load.total_bytes(), enabled=progress) as bar,
+        ):
+            checkpoint.on_read = bar.advance
+            made = DeepSeekModel(config, load, positions_of(assembly))
+            checkpoint.finish()
+            return made
+    finally:
+        checkpoint.close()
+
+
+def load_draft(
+    assembly: Assembly, model: DeepSeekModel, bound: BoundOps, device: Any, progress: bool = False
+) -> DraftModel | None:
+    """The draft layer behind `model`, if the assembly has one. CheckpointError as in load_model."""
+    nextn = assembly.nextn
+    if nextn is None:
+        return None
+    quant = quant_of(assembly, nextn)
+    checkpoint = _opened(assembly, quant, nextn)
+    dtype = torch_dtype(assembly.config.dtype)
+    try:
+        alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
+        own = (bound, model.comm, device, dtype)
+        load = Loader(model.config, quant, checkpoint, *own, nextn=nextn, head_comm=alone)
+        with (
+            closing(load),
+            Progress("loading the draft layer", load.total_bytes(), enabled=progress) as bar,
+        ):
+            checkpoint.on_read = bar.advance
+            made = DraftModel(model, load)
+            checkpoint.finish()
+            return made
+    finally:
+        checkpoint.close()
+
+
+def quant_of(assembly: Assembly, nextn: NextN | None = None) -> Quant:
+    """The loader that assembly chose; nextn: for that layer."""
+    if nextn is None:
+        return Quant.open(assembly.loader, assembly.model.quantization)
+    assert assembly.nextn_loader is not None
+    return Quant.open(assembly.nextn_loader, nextn.config.quantization)
+
+
+def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Checkpoint:
+    """The checkpoint of the model or of its draft layer, or random tensors in its place."""
+    folder = assembly.folder if nextn is None else nextn.folder
+    if assembly.config.load_format != "dummy":
+        return Checkpoint(folder, allow_nan=assembly.config.allow_nan_weights)
+    if nextn is None:
+        modules = stored_modules(assembly.model, quant.format_of)
+    else:
+        modules = nextn_modules(assembly.model, nextn, quant.format_of)
+    return DummyCheckpoint(folder, assembly.model, quant, modules.values())
+
+
+def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:
+    """ConfigError, on every rank alike, if the ranks of some device do not fit in its memory."""
+    needed, tables = needed_bytes(assembly), page_table_bytes(assembly)
+    free = assembly.platform.memory(comm.rank).free
+    ranks = comm.gather_objects((socket.gethostname(), str(device), free))
+    for host, place, _ in ranks:
+        together = [f for h, d, f in ranks if (h, d) == (host, place)]
+        count, have = len(together), min(together)
+        if needed * count > have:
+            each = f"{count} ranks of {amount(needed)}" if count > 1 else ""
+            raise ConfigError(
+                f"the weights need {amount(needed * count)} in {assembly.config.dtype}"
+                f"{f' ({each})' if each else ''}, and {amount(have)} are free on {place}: "
+                f"{_remedy(assembly, needed)}"
+            )
+        if (needed + tables) * count > have:
+            raise ConfigError(
+                f"--max-running-requests {assembly.config.max_running_requests}: page tables for "
+                f"so many requests of {positions_of(assembly)} tokens need "
+                f"{amount(tables * count)}, and {amount(have - needed * count)} are free on "
+                f"{place} beside the weights: give less, or lower --context-length"
+            )
+
+
+def _remedy(assembly: Assembly, needed: int) -> str:
+    config, positions = assembly.config, positions_of(assembly)
+    table = rotation_bytes(assembly.model, positions)
+    if 2 * table > needed:  # no weight is as large: config.json claims an enormous context
+        return (
+            f"{amount(table)} of that is the rotation table of {positions} positions "
+            "(max_position_embeddings): give a smaller --context-length"
+        )
+    shorter = "" if config.dtype != "float32" else "--dtype bfloat16 halves that, "
+    if config.enable_dp_attention:
+        shorter += "without --enable-dp-attention weights of attention are divided, too, "
+    binding = assembly.binding
+    twice = sorted({site.op for site, k in binding.choices if beside_of(binding, site, k)})
+    if twice:
+        shorter += f"--memory-for-speed off leaves second forms of {', '.join(twice)} out, "
+    return (
+        f"{shorter}--tp {config.tp * 2} divides it where every rank has memory of its own "
+        "(--kv-memory comes on top and does not help)"
+    )
