@@ -36,7 +36,7 @@ import json, sys, time, torch
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.weights.load import load_model
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 
 torch.set_num_threads(int(sys.argv[2]))

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import FP8_GROUPS, Dims, Facts, Kernel, load_attr
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import FP8_GROUPS, Dims, Facts, Kernel, load_attr
 from ds_runtime.ops.weight import Weight, WeightPart
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.platform.select import select_platform
-from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.plugins import load_plugins
 from ds_runtime_bench.ops.place import Memory, Place
 from ds_runtime_bench.ops.sparse_inputs import INPUTS

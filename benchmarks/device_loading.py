@@ -78,7 +78,7 @@ def load(folder: str) -> dict[str, float]:
     """One load, in this process."""
     from ds_runtime.assemble import assemble
     from ds_runtime.config import EngineConfig
-    from ds_runtime.ops.bound import BoundOps
+    from ds_runtime.ops.binding.bound import BoundOps
     from ds_runtime.parallel.group import SoloCommunicator
     from ds_runtime.weights import load as weights
 

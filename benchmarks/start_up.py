@@ -22,7 +22,7 @@ from ds_runtime_bench.record import environment
 RUNS = 15
 LAYER = """
 import sys, time
-from ds_runtime.ops.spec import Dims, Facts
+from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.platform.isolate import look
 from ds_runtime.plugins import installed_plugins, load_plugins
 begin = time.perf_counter()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.weight import Packed
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -25,7 +25,7 @@ from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.hooks import of as hooks_of
 from ds_runtime.ops.backends import NAMES
-from ds_runtime.ops.spec import Op, load_attr
+from ds_runtime.ops.contract import Op, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
 from ds_runtime.routed import RoutedEngine

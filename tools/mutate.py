@@ -84,7 +84,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "bounds of rows that hold for every method",
-        "core/ds_runtime/ops/bound.py",
+        "core/ds_runtime/ops/binding/bound.py",
         "and method in (kernel.by_rows or (method,))",
         "",
         ("tests/core/test_bind.py",),
@@ -140,7 +140,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a conversion is not said",
-        "core/ds_runtime/ops/bind.py",
+        "core/ds_runtime/ops/binding/bind.py",
         "converts = str(conversion)",
         'converts = ""',
         ("tests/core/test_conversions.py",),
@@ -196,7 +196,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "refusal ignored",
-        "core/ds_runtime/ops/bind.py",
+        "core/ds_runtime/ops/binding/bind.py",
         "        if (said := _asked(check, facts)) is not None:\n",
         "        if (said := _asked(check, facts)) is not None and not said:\n",
         ("tests/core/test_bind.py",),
@@ -217,7 +217,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "pin beats a refusal",
-        "core/ds_runtime/ops/bind.py",
+        "core/ds_runtime/ops/binding/bind.py",
         "if all(sentence is not None for _, sentence in said):",
         "if not said:",
         ("tests/core/test_bind.py",),

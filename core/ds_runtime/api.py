@@ -16,10 +16,8 @@ from ds_runtime.errors import CheckpointError, ConfigError, PluginError, Unsuppo
 from ds_runtime.hooks import plugin
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
-from ds_runtime.ops.branch import branch
-from ds_runtime.ops.linear import Groups
-from ds_runtime.ops.provider import Declared, Provider
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.binding.branch import branch
+from ds_runtime.ops.contract import (
     API_VERSION,
     DENSE_EXPERTS,
     DENSE_ROWS,
@@ -48,10 +46,13 @@ from ds_runtime.ops.spec import (
     gates,
     load_attr,
 )
+from ds_runtime.ops.contracts.linear import Groups
+from ds_runtime.ops.provider import Declared, Provider
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.torch_platform import TorchPlatform
 from ds_runtime.plan import read_plan
 from ds_runtime.platform import exports
+from ds_runtime.platform.contract import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 from ds_runtime.platform.library import Library
 from ds_runtime.platform.probe import (
     DeviceError,
@@ -66,7 +67,6 @@ from ds_runtime.platform.probe import (
     torch_built_for,
     visible,
 )
-from ds_runtime.platform.spec import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
 
 if TYPE_CHECKING:

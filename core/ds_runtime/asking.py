@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from ds_runtime.errors import PluginError
 from ds_runtime.hookspecs import OFFER_HOOKS
-from ds_runtime.platform.spec import Platform
+from ds_runtime.platform.contract import Platform
 
 SLOW = 1.0  # seconds of one question, from which a line says whose they were
 LISTS = (*OFFER_HOOKS, "ds_defaults")  # hooks that return sequences

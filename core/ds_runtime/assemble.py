@@ -38,8 +38,8 @@ from ds_runtime.model.room import (
     settle_forms,
 )
 from ds_runtime.ops.backends import backend_pins, refuse_sparse
-from ds_runtime.ops.bind import Binding, Pin, decide_all
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.binding.bind import Binding, Pin, decide_all
+from ds_runtime.ops.contract import (
     FP8_GROUPS,
     Change,
     DeviceInfo,
@@ -51,9 +51,9 @@ from ds_runtime.ops.spec import (
 )
 from ds_runtime.ops.table import OPS
 from ds_runtime.plan import Plan, check_against
+from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.select import select_platform
-from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import Plugins, load_plugins
 from ds_runtime.speculation import Speculation
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ds_runtime import hookspecs
 from ds_runtime.hookspecs import hookimpl
-from ds_runtime.ops.spec import Change, Facts, Kernel, Layout, QuantLoader, Refusal, load_attr
-from ds_runtime.platform.spec import Platform
+from ds_runtime.ops.contract import Change, Facts, Kernel, Layout, QuantLoader, Refusal, load_attr
+from ds_runtime.platform.contract import Platform
 
 NAME = "hooks"  # of a module's attribute
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from ds_runtime.config import EngineConfig
-    from ds_runtime.ops.spec import Change, Facts, Kernel, Layout, QuantLoader, Refusal
-    from ds_runtime.platform.spec import Platform
+    from ds_runtime.ops.contract import Change, Facts, Kernel, Layout, QuantLoader, Refusal
+    from ds_runtime.platform.contract import Platform
     from ds_runtime.routed import RoutedEngine
 
 hookspec = pluggy.HookspecMarker("ds_runtime")

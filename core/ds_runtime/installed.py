@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
 
-from ds_runtime.ops.spec import Refusal
+from ds_runtime.ops.contract import Refusal
 from ds_runtime.trust import hidden_by, search_path
 
 GROUP = "ds_runtime"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.spec import Decision
+from ds_runtime.ops.contract import Decision
 from ds_runtime.ops.table import OPS
 
 FORMAT = 1

@@ -24,7 +24,7 @@ from ds_runtime._version import __version__
 from ds_runtime.asking import Misuse, ask, asking, check_outside
 from ds_runtime.errors import ConfigError, blaming
 from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, InstalledPlugin, find
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.contract import (
     API_VERSION,
     Encoding,
     Facts,
@@ -35,7 +35,7 @@ from ds_runtime.ops.spec import (
     Refusal,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import Platform
+from ds_runtime.platform.contract import Platform
 from ds_runtime.trust import Allowlist, read_allowlist
 
 ALWAYS = {  # part of every process

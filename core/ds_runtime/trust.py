@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ds_runtime.code_of import foreign_code
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.spec import Refusal
+from ds_runtime.ops.contract import Refusal
 
 FORMAT = 1
 _FIELDS = {"distribution", "version", "digest"}

@@ -92,7 +92,7 @@ def snapshot():
         for name in names
     }
 
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 before = snapshot()
 plugins = load_plugins(extra=[importlib.import_module(n) for n in json.loads(sys.argv[1])])

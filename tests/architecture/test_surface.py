@@ -42,7 +42,7 @@ def test_a_plugin_of_the_tree_uses_the_surface_only(plugin: Path) -> None:
     ("source", "found"),
     [
         ("from ds_runtime.api import Kernel", ["ds_runtime.api"]),
-        ("def f():\n    from ds_runtime.ops.spec import Facts", ["ds_runtime.ops.spec"]),
+        ("def f():\n    from ds_runtime.ops.contract import Facts", ["ds_runtime.ops.contract"]),
         ("import ds_runtime.plugins as p", ["ds_runtime.plugins"]),
         ("from ds_runtime import LLM", ["ds_runtime"]),
         (

@@ -25,7 +25,7 @@ ALWAYS = """
     ds_runtime ds_runtime.api ds_runtime.assemble ds_runtime.config ds_runtime.errors
     ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
     ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.process.launch
-    ds_runtime.platform.spec ds_runtime.assembly.result ds_runtime.engine.process.worker
+    ds_runtime.platform.contract ds_runtime.assembly.result ds_runtime.engine.process.worker
     ds_runtime.platform.select ds_runtime.model.description.hf ds_runtime.model.description.sites ds_runtime.cli
     ds_runtime.ops.reference ds_runtime.testing
     ds_runtime_bench ds_runtime_convert ds_runtime_convert.cli ds_runtime_kit
@@ -55,8 +55,8 @@ for name in json.loads(sys.argv[1]):
 print(json.dumps(failed))
 """
 DECIDE = """
-from ds_runtime.ops.bind import Binder
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Site
+from ds_runtime.ops.binding.bind import Binder
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Site
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import load_plugins
 

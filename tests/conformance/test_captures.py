@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Facts, Kernel, Offers
 from ds_runtime.ops.reference import norm
-from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Facts, Kernel, Offers
 from ds_runtime.ops.table import OPS
+from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.select import select_platform
-from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import load_plugins
 from ds_runtime_kit.checks.captures import check_captures
 from ds_runtime_kit.checks.conformance import SMALL_DIMS, TRUE_DIMS, facts_for

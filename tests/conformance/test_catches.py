@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, Segments
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Routing
 from ds_runtime.ops.reference import attention, cache, linear, moe, norm, sampling
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Routing
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch
+from ds_runtime.ops.contract import RANK_PORTABLE, DeviceInfo, Facts, Kernel, Offers
 from ds_runtime.ops.reference import attention, linear, moe, norm, sampling
 from ds_runtime.ops.reference.cache import cache_write as reference_write
-from ds_runtime.ops.spec import RANK_PORTABLE, DeviceInfo, Facts, Kernel, Offers
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight
 from ds_runtime_kit.checks.conformance import CaseResult, facts_for

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel
+from ds_runtime.ops.contract import FP8_GROUPS, Facts, Kernel
 from ds_runtime.plugins import load_plugins
 from ds_runtime_cpu import native
 from ds_runtime_cpu.platform import CpuPlatform

@@ -22,7 +22,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.engine import _Observers
 from ds_runtime.hookspecs import HOOKS
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import Plugins, load_plugins
 
 FACTS = Facts(DeviceInfo("cpu", "any", "any"), Dims({"hidden": 64}))

@@ -17,11 +17,11 @@ from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.sites import INPUTS, model_sites
 from ds_runtime.model.estimate import beside_of
-from ds_runtime.ops.bind import Binding, Pin, decide_all, refusal
-from ds_runtime.ops.bound import BoundOps, _say_plain
+from ds_runtime.ops.binding.bind import Binding, Pin, decide_all, refusal
+from ds_runtime.ops.binding.bound import BoundOps, _say_plain
+from ds_runtime.ops.binding.by_rows import shares_of
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
 from ds_runtime.ops.reference import LATENT_PAGES
-from ds_runtime.ops.shares import shares_of
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
 from ds_runtime.plan import Plan, check_against, difference, make_rows
@@ -471,7 +471,7 @@ class _Absorb:
 def test_bounds_may_hold_for_one_method_alone() -> None:
     import torch
 
-    from ds_runtime.ops.bound import _ByRows
+    from ds_runtime.ops.binding.bound import _ByRows
     from ds_runtime.ops.weight import Packed
 
     few = kernel("mla_absorb", "few", 30, packing="rows.v9")

@@ -16,9 +16,8 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.hookspecs import hookimpl
 from ds_runtime.model.description.sites import joined
 from ds_runtime.model.estimate import needed_bytes, packed_bytes
-from ds_runtime.ops.bind import Binder, Pin
-from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.binding.bind import Binder, Pin
+from ds_runtime.ops.contract import (
     RANK_PLATFORM,
     DeviceInfo,
     Dims,
@@ -26,6 +25,7 @@ from ds_runtime.ops.spec import (
     Kernel,
     Site,
 )
+from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
 from ds_runtime.plan import render
 from ds_runtime.plugins import load_plugins

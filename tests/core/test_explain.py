@@ -17,8 +17,8 @@ from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.explain import Explained
-from ds_runtime.ops.bind import refusals
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Fixable, Gates, gates
+from ds_runtime.ops.binding.bind import refusals
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Fixable, Gates, gates
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import load_plugins

@@ -30,7 +30,7 @@ def spent():
 MEASURE_LAYER = (
     SPENT
     + """
-from ds_runtime.ops.spec import Dims, Facts
+from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.platform.isolate import look
 from ds_runtime.plugins import installed_plugins, load_plugins
 begin = spent()

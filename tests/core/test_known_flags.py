@@ -15,7 +15,7 @@ from ds_runtime.cli.serve import configs
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.backends import backend_pins
-from ds_runtime.ops.spec import Kernel
+from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.spelling import Known, Spelling, add_spellings, engines, refused
 

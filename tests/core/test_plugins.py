@@ -13,7 +13,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.process.banner import warnings
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.hookspecs import HOOKS
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.platform.select import select_platform
 from ds_runtime.plugins import Plugins, load_plugins
 

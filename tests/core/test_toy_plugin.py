@@ -17,9 +17,9 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 PROBE = """
 import json, sys
-from ds_runtime.ops.bind import Binder
-from ds_runtime.ops.spec import Site
-from ds_runtime.platform.spec import DeviceInfo
+from ds_runtime.ops.binding.bind import Binder
+from ds_runtime.ops.contract import Site
+from ds_runtime.platform.contract import DeviceInfo
 from ds_runtime.plugins import load_plugins
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 

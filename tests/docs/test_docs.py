@@ -192,7 +192,7 @@ def test_the_plugin_shown_wins_its_op(
 
     import torch
 
-    from ds_runtime.ops.bound import BoundOps
+    from ds_runtime.ops.binding.bound import BoundOps
 
     run = BoundOps(found.binding).at(0, "mlp").silu_mul
     x = torch.randn(5, 64, dtype=torch.float32)

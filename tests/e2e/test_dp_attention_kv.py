@@ -24,7 +24,7 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime.model.estimate import lora_bytes, needed_bytes
-from ds_runtime.ops.spec import DeviceInfo
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.plan import difference, render
 
 

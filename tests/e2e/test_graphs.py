@@ -19,7 +19,7 @@ from ds_runtime.config import EngineConfig, check_graph_sizes
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
-from ds_runtime.ops.spec import DeviceInfo
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for

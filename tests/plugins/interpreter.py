@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_runtime.ops.spec import DeviceInfo
+from ds_runtime.ops.contract import DeviceInfo
 
 WHY_NOT = ""
 if not find_spec("triton"):

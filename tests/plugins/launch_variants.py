@@ -15,7 +15,7 @@ import torch
 
 from ds_runtime.api import Dims, Facts, Packed, Segments
 from ds_runtime.engine.device.variants import representatives
-from ds_runtime.ops.spec import load_attr
+from ds_runtime.ops.contract import load_attr
 from ds_runtime_triton import absorb, experts, index, linear, mha, mla, quant, router, sparse
 from ds_runtime_triton.blocks import Blocks
 from ds_runtime_triton.config import folder, tuned

@@ -16,8 +16,8 @@ from vendor_doubles.blackwell import packed_words
 from vendor_doubles.served import INDEXED, TRUE, demo, on_host, serve
 
 from ds_runtime.api import fp8_blocks, install_command
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import Dims
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import Dims
 from ds_runtime_cuda import blackwell, deep_gemm_packed, defaults, quant
 from ds_runtime_kit.checks.conformance import TRUE_DIMS, facts_for
 from ds_runtime_kit.devices import fake

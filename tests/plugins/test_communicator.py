@@ -11,7 +11,7 @@ import torch
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel import group as groups
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.platform.spec import Platform
+from ds_runtime.platform.contract import Platform
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_cuda.platform import CudaPlatform
 from ds_runtime_npu.platform import NpuPlatform

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
-from ds_runtime.ops.spec import Dims
+from ds_runtime.ops.contract import Dims
 from ds_runtime_cpu import attention, native
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.conformance import facts_for

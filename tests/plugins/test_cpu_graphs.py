@@ -20,7 +20,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.capture.lazy import LateGraphs
-from ds_runtime.ops.spec import FP8_GROUPS
+from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.plugins import load_plugins
 from ds_runtime_cpu import kernels, native, small

@@ -14,7 +14,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.platform.spec import Platform
+from ds_runtime.platform.contract import Platform
 from ds_runtime_cpu import native
 from ds_runtime_cpu.isa import ISAS, missing
 from ds_runtime_cpu.machine import processor

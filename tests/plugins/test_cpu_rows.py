@@ -10,7 +10,7 @@ import pytest
 import torch
 from narrowing import using
 
-from ds_runtime.ops.spec import Dims, Facts
+from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime_cpu import linear, native
 from ds_runtime_cpu.kernels import LINEAR_KERNELS

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.ops.spec import Routing
+from ds_runtime.ops.contract import Routing
 from ds_runtime_cpu import kernels, native, prologue, routing, small
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.conformance import SMALL_DIMS, facts_for

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.spec import Routing
+from ds_runtime.ops.contract import Routing
 from ds_runtime_cpu import native, prologue, routing, sampling, small
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no native library")

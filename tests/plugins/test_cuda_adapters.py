@@ -11,8 +11,8 @@ from vendor_doubles import cuda, install
 from vendor_doubles.compiled import standing_in
 
 from ds_runtime import api
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.probe import install_command
 from ds_runtime.plugins import load_plugins

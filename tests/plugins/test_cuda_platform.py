@@ -8,7 +8,7 @@ import pytest
 
 from ds_runtime.api import DeviceInfo, Facts, Refusal
 from ds_runtime.config import EngineConfig
-from ds_runtime.ops.spec import Dims
+from ds_runtime.ops.contract import Dims
 from ds_runtime_cuda import defaults, platform, software
 from ds_runtime_cuda.driver import DriverError, Gpu, gpu, memory
 

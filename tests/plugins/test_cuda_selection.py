@@ -16,8 +16,8 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.kv.budget import Room, kv_memory
 from ds_runtime.model.estimate import sparse_bytes
 from ds_runtime.model.room import reserve
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.sparse import SCORES
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contracts.sparse import SCORES
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import load_plugins
 

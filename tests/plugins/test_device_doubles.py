@@ -13,7 +13,7 @@ import torch.distributed as dist
 from vendor_doubles import RefusedError, device
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.ops.branch import branch
+from ds_runtime.ops.binding.branch import branch
 from ds_runtime.platform.graphs import TorchGraphs
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime_kit.models import tiny

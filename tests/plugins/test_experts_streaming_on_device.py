@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_runtime.ops.spec import DeviceInfo
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.ops.weight import Packed
 from ds_runtime_cuda import experts_streaming, grouped_fp8, nvrtc
 from ds_runtime_kit.checks.conformance import facts_for

@@ -16,8 +16,8 @@ from vendor_doubles.served import platform as served_platform
 
 from ds_runtime.api import Routing, install_command, route
 from ds_runtime.config import EngineConfig
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import Dims, Offers
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import Dims, Offers
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.bisect.search import bisect

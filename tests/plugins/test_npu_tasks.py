@@ -19,7 +19,7 @@ from vendor_doubles.served import INDEXED, TRUE, Told, _errors, on_host
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.api import hookimpl
-from ds_runtime.ops.spec import Dims, Offers
+from ds_runtime.ops.contract import Dims, Offers
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.checks.captures import check_captures

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from vendor_doubles import packed12 as double
 from vendor_doubles.compiled import standing_in
 
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.ops.reference.cases import Maker
-from ds_runtime.ops.spec import DeviceInfo
 from ds_runtime_cuda.gates import COLUMNS, ROWS, TILE
 from ds_runtime_cuda.packed12 import format as packed12
 from ds_runtime_cuda.packed12 import linear

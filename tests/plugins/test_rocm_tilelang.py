@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_runtime.ops.spec import DeviceInfo, Dims, Offers
+from ds_runtime.ops.contract import DeviceInfo, Dims, Offers
 from ds_runtime_kit.checks.conformance import TRUE_DIMS, check_kernel, facts_for
 from ds_runtime_rocm import kernels, tilelang_dsa
 

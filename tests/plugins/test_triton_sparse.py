@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from interpreter import faithful, needs_triton
 
-from ds_runtime.ops.spec import RANK_PORTABLE
+from ds_runtime.ops.contract import RANK_PORTABLE
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import write_tiny
 from ds_runtime_triton.kernels import ALL

@@ -13,7 +13,7 @@ import torch
 from vendor_doubles import aiter, cuda, device, install, xpu
 from vendor_doubles.served import on_host
 
-from ds_runtime.ops.spec import Dims, Offers
+from ds_runtime.ops.contract import Dims, Offers
 from ds_runtime.platform.graphs import TorchGraphs
 from ds_runtime_cuda import blackwell
 from ds_runtime_kit.checks.captures import check_captures

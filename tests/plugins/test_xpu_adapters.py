@@ -9,8 +9,8 @@ import pytest
 import torch.nn.functional as F
 from vendor_doubles import install, xpu
 
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import DeviceInfo, Dims, Offers
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import DeviceInfo, Dims, Offers
 from ds_runtime.platform.described import describe
 from ds_runtime.platform.probe import install_command
 from ds_runtime.plugins import load_plugins

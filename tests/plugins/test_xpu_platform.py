@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_runtime.api import DeviceInfo, Facts, exports
-from ds_runtime.ops.spec import Dims
+from ds_runtime.ops.contract import Dims
 from ds_runtime_xpu import defaults, platform, software
 from ds_runtime_xpu.level_zero import Gpu, LoaderError, gpu, gpus
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ds_runtime.cli import main
-from ds_runtime.ops.spec import DeviceInfo
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.plugins import load_plugins
 from ds_runtime_kit.kit import Subject, by_kernel, check_all, subjects
 

@@ -19,7 +19,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.model.estimate import needed_bytes
 from ds_runtime.weights.load import load_model
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 
 config = EngineConfig(model=sys.argv[1], platform="cpu", dtype="bfloat16", context_length=4096)

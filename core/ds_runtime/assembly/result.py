@@ -12,10 +12,10 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.lora.plan import LoraPlan
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.nextn import NextN
-from ds_runtime.ops.bind import Binding
-from ds_runtime.ops.spec import DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.ops.binding.bind import Binding
+from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.plan import Plan, make_rows
-from ds_runtime.platform.spec import Platform
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import Plugins
 from ds_runtime.progress import amount
 

@@ -22,7 +22,7 @@ from ds_runtime.cli.leaving import never_unseen
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.ops.spec import Refusal
+from ds_runtime.ops.contract import Refusal
 from ds_runtime.platform.isolate import look
 from ds_runtime.platform.select import asked_for, stopped
 from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins, load_tools

@@ -10,8 +10,8 @@ from argparse import Namespace, _SubParsersAction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_runtime.ops.spec import Facts, Refusal
-    from ds_runtime.platform.spec import Platform
+    from ds_runtime.ops.contract import Facts, Refusal
+    from ds_runtime.platform.contract import Platform
     from ds_runtime.plugins import Plugins
 
 
@@ -101,7 +101,7 @@ def _facts(works: list[Platform]) -> Facts:
     """The demo model on the best device here, or on none."""
     from ds_runtime.checkpoint.hub import resolve_model
     from ds_runtime.model.description.hf import load_config
-    from ds_runtime.ops.spec import DeviceInfo, Facts
+    from ds_runtime.ops.contract import DeviceInfo, Facts
 
     device = DeviceInfo("none", "no device", "none")
     for platform in sorted(works, key=lambda p: (p.score, p.name)):
@@ -122,7 +122,7 @@ def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | Non
         with asking(name, "PROBE"):
             found: Refusal | None = probe()
     except (Exception, SystemExit) as e:
-        from ds_runtime.ops.spec import Refusal
+        from ds_runtime.ops.contract import Refusal
 
         return Refusal("broken", f"PROBE raised {type(e).__name__}: {e}", traceback.format_exc())
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, device
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.spec import load_attr
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.contract import load_attr
 from ds_runtime.progress import Progress
 
 

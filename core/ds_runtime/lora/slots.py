@@ -21,9 +21,9 @@ from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.manifest import COLS, ROWS, VOCAB, Stored
 from ds_runtime.model.description.sites import vocab_rows
 from ds_runtime.model.rope import paired_rows
-from ds_runtime.ops.lora import LoraDelta
+from ds_runtime.ops.contracts.lora import LoraDelta
 from ds_runtime.parallel.layout import Shard
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.platform.contract import Communicator
 
 Staged = dict[str, tuple[Tensor, Tensor]]  # module → this rank's (A [r, in], B [out, r])
 

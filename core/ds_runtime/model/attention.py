@@ -18,7 +18,7 @@ from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
 
 if TYPE_CHECKING:
-    from ds_runtime.ops.linear import Groups
+    from ds_runtime.ops.contracts.linear import Groups
     from ds_runtime.weights.loader import Loader
 
 AT = "self_attn"

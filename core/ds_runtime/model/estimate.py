@@ -10,10 +10,10 @@ from ds_runtime.lora.plan import LoraPlan
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
 from ds_runtime.model.description.sites import INDEXER, vocab_rows
-from ds_runtime.ops.bind import Binding, site_facts
+from ds_runtime.ops.binding.bind import Binding, site_facts
+from ds_runtime.ops.contract import Kernel, Site
+from ds_runtime.ops.contracts.sparse import scored_rows
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.sparse import scored_rows
-from ds_runtime.ops.spec import Kernel, Site
 from ds_runtime.ops.table import OPS
 
 _GROUP = 128  # columns that share a scale, of which kernels keep at most one per row

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ds_runtime.ops.spec import Facts
+from ds_runtime.ops.contract import Facts
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
-    from ds_runtime.ops import attention, linear, moe
+    from ds_runtime.ops.contracts import attention, linear, moe
     from ds_runtime.ops.table import Ops
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
-from ds_runtime.ops.branch import branch
+from ds_runtime.ops.binding.branch import branch
 from ds_runtime.parallel.exchange import gathered, summed
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ds_runtime.model.estimate import (
     sparse_bytes,
     step_bytes,
 )
-from ds_runtime.ops.bind import Pin
+from ds_runtime.ops.binding.bind import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.progress import amount
 from ds_runtime.speculation import Speculation

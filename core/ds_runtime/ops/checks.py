@@ -6,7 +6,7 @@ here know no library: a plugin adds what its own wants beyond them. Torch-free.
 
 from __future__ import annotations
 
-from ds_runtime.ops.spec import FP8_GROUPS, Facts, Fixable, Gate
+from ds_runtime.ops.contract import FP8_GROUPS, Facts, Fixable, Gate
 
 _FP8 = frozenset({"float8_e4m3fn", FP8_GROUPS})  # kv_dtypes
 

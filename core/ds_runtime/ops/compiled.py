@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ds_runtime.hookspecs import hookimpl
-from ds_runtime.ops.spec import RANK_SPECIALISED, Facts, Kernel
+from ds_runtime.ops.contract import RANK_SPECIALISED, Facts, Kernel
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "compiled"

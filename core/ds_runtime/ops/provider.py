@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, Unpack
 
-from ds_runtime.ops.spec import Facts, Gate, Kernel, gates
+from ds_runtime.ops.contract import Facts, Gate, Kernel, gates
 from ds_runtime.ops.table import OPS
 
 PHASES = frozenset({"prefill", "decode", "verify"})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.ops.spec import Facts
+    from ds_runtime.ops.contract import Facts
 
 Form = tuple[tuple[int, ...], str]
 _F32, _I32, _I64, _FP8 = "float32", "int32", "int64", "float8_e4m3fn"

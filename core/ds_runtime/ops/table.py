@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from ds_runtime.ops import (
+from ds_runtime.ops.contract import Op
+from ds_runtime.ops.contracts import (
     activation,
     attention,
     cache,
@@ -17,10 +18,9 @@ from ds_runtime.ops import (
     sampling,
     sparse,
 )
-from ds_runtime.ops.spec import Op
 
 if TYPE_CHECKING:
-    from ds_runtime.ops.attention import (
+    from ds_runtime.ops.contracts.attention import (
         MergeState,
         MhaDecode,
         MhaPrefill,
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
         MlaInputs,
         MlaPrologue,
     )
-    from ds_runtime.ops.cache import CacheGather, CacheMove, CacheWrite
-    from ds_runtime.ops.linear import Embed, Linear, QuantizeGroup
-    from ds_runtime.ops.lora import LoraDelta
-    from ds_runtime.ops.moe import Experts, Route, RouterLogits
+    from ds_runtime.ops.contracts.cache import CacheGather, CacheMove, CacheWrite
+    from ds_runtime.ops.contracts.linear import Embed, Linear, QuantizeGroup
+    from ds_runtime.ops.contracts.lora import LoraDelta
+    from ds_runtime.ops.contracts.moe import Experts, Route, RouterLogits
 
 OPS: dict[str, Op] = {
     op.name: op

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.dtypes import E2M1, decode_scale, wide
 from ds_runtime.ops.formats import BLOCKED
-from ds_runtime.ops.spec import load_attr
 
 _SLAB_ELEMENTS = 1 << 22  # decoded at once, so that no second copy of a matrix is in float32
 _FOUR_BIT_FLOATS = frozenset({"nvfp4", "mxfp4"})

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, Spread
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.platform.contract import Communicator
 
 
 def gathered(comm: Communicator, x: Tensor, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.platform.spec import Communicator, GraphBackend, MemoryInfo, Platform
+from ds_runtime.platform.contract import Communicator, GraphBackend, MemoryInfo, Platform
 
 if TYPE_CHECKING:
     import torch

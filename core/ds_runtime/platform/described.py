@@ -23,8 +23,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.ops.spec import DeviceInfo, load_attr
-from ds_runtime.platform.spec import MemoryInfo, Platform
+from ds_runtime.ops.contract import DeviceInfo, load_attr
+from ds_runtime.platform.contract import MemoryInfo, Platform
 from ds_runtime.plugins import Plugins
 
 if TYPE_CHECKING:

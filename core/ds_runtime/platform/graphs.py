@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.ops.branch import branching
+from ds_runtime.ops.binding.branch import branching
 
 if TYPE_CHECKING:
     import torch

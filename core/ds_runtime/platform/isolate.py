@@ -18,8 +18,8 @@ from importlib import import_module
 from typing import IO, Any
 
 from ds_runtime.installed import InstalledPlugin
-from ds_runtime.ops.spec import Refusal
-from ds_runtime.platform.spec import Platform
+from ds_runtime.ops.contract import Refusal
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import ALWAYS, Plugins, importable, load_plugins
 from ds_runtime.readable import readable
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ds_runtime.ops.spec import Facts, Fixable, Gate
+from ds_runtime.ops.contract import Facts, Fixable, Gate
 from ds_runtime.platform.exports import Export
 from ds_runtime.platform.probe import installed, package_folder
 

@@ -8,8 +8,8 @@ import difflib
 import os
 
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.ops.spec import Refusal
-from ds_runtime.platform.spec import Platform
+from ds_runtime.ops.contract import Refusal
+from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import Plugins
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from ds_runtime.checkpoint.gguf.blocks import BLOCKS
 from ds_runtime.checkpoint.staging import shares_memory
 from ds_runtime.errors import CheckpointError, UnsupportedError
+from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from ds_runtime.model.estimate import (
     positions_of,
     rotation_bytes,
 )
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.platform.contract import Communicator
 from ds_runtime.progress import Progress, amount
 from ds_runtime.weights.check import unread_indexers
 from ds_runtime.weights.dummy import DummyCheckpoint

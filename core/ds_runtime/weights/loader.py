@@ -30,12 +30,12 @@ from ds_runtime.model.description.nextn import HEAD, SHARED, NextN, nextn_module
 from ds_runtime.model.description.sites import INPUTS, MLA_INPUTS, vocab_rows
 from ds_runtime.model.layers import Absorb, Embedding, ExpertsLayer, LinearLayer, MlaInputsLayer
 from ds_runtime.model.rope import paired_rows
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.reference.rounding import convert_part
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.parallel.layout import Shard
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.platform.contract import Communicator
 from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.layouts import with_order, with_rows
 from ds_runtime.weights.quant import PartRequest, Place, Quant

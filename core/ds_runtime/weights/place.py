@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.checkpoint.shards import Checkpoint, StoredTensor
-from ds_runtime.ops.spec import Encoding
+from ds_runtime.ops.contract import Encoding
 
 
 @dataclass(frozen=True, slots=True)

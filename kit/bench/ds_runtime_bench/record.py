@@ -17,7 +17,7 @@ from ds_runtime._version import __version__
 from ds_runtime.platform.cores import cores
 
 if TYPE_CHECKING:
-    from ds_runtime.platform.spec import Platform
+    from ds_runtime.platform.contract import Platform
 
 
 def as_served(platform: Platform) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_runtime.checkpoint.shards import DTYPES, StoredTensor
-from ds_runtime.ops.spec import Encoding
+from ds_runtime.ops.contract import Encoding
 from ds_runtime.weights.quant import Place, Quant
 from ds_runtime_convert.packing import planned
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_runtime.checkpoint.shards import DTYPES
+from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale
-from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.weights.layouts import Expected, expected
 

@@ -15,7 +15,7 @@ from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import Stored, stored_modules
 from ds_runtime.model.description.nextn import SHARED, draft_modules
-from ds_runtime.ops.spec import DeviceInfo, Facts, Offers
+from ds_runtime.ops.contract import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.plugins import load_plugins
 from ds_runtime.weights.check import check_checkpoint, ignorable

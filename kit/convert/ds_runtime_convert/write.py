@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ds_runtime.checkpoint.shards import DTYPES, Checkpoint
 from ds_runtime.errors import CheckpointError, ConfigError
+from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.rounding import (
@@ -26,7 +27,6 @@ from ds_runtime.ops.reference.rounding import (
     same_codes,
     worst_error,
 )
-from ds_runtime.ops.spec import Encoding
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.layout import Item, ShardPlan

@@ -15,10 +15,10 @@ import torch
 
 from ds_runtime._version import __version__
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import DeviceInfo, Kernel, Offers, QuantLoader
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import DeviceInfo, Kernel, Offers, QuantLoader
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import GraphBackend, Platform
+from ds_runtime.platform.contract import GraphBackend, Platform
 from ds_runtime.plugins import PluginReport, Plugins
 from ds_runtime.receipts import FORMAT, code_digest
 from ds_runtime_kit.bisect import repro_case

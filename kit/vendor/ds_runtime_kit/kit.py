@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, Kernel, Offers
 from ds_runtime.ops.reference.cases import Case
-from ds_runtime.ops.spec import FP8_GROUPS, DeviceInfo, Dims, Facts, Kernel, Offers
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.plugins import Plugins
 from ds_runtime_kit.checks import rows
 from ds_runtime_kit.checks.captures import check_captures

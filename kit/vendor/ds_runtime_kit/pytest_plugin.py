@@ -19,10 +19,10 @@ from typing import TypeAlias
 
 import pytest
 
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import QuantLoader
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import QuantLoader
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.platform.select import select_platform
-from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.plugins import load_plugins
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend

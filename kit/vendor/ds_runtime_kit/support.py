@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.spec import Dims, Facts, Kernel
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import Dims, Facts, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.described import described
 from ds_runtime.plugins import Plugins

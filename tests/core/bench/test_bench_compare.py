@@ -12,7 +12,7 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.platform.spec import Ceilings
+from ds_runtime.platform.contract import Ceilings
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_bench.engine import compare, interleaved
 from ds_runtime_bench.engine.compare import Case, Child, LlamaCpp, cases_of

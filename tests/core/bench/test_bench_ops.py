@@ -15,7 +15,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.reference.linear import ReferenceLinear
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform import ceilings
-from ds_runtime.platform.spec import Ceilings, Platform
+from ds_runtime.platform.contract import Ceilings, Platform
 from ds_runtime_bench import record
 from ds_runtime_bench.ops import measure, report, work
 from ds_runtime_bench.ops.op_subjects import MAKERS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
-from ds_runtime.ops.spec import DeviceInfo, Kernel
+from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.compilations import counted
 from ds_runtime_kit.checks.conformance import facts_for

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import DeviceInfo, Facts, load_attr
 from ds_runtime.ops.reference.cases import PagedCache, Saved
-from ds_runtime.ops.spec import DeviceInfo, Facts, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
 from ds_runtime.platform.select import select_platform

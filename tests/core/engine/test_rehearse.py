@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_runtime.engine.capture.rehearse import Rehearsed, rehearsing
-from ds_runtime.ops.spec import DeviceInfo, Kernel
+from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime_kit.checks.conformance import facts_for
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.variants import Limits, covering_steps, representatives
-from ds_runtime.ops.spec import DeviceInfo, Kernel
+from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.testing.conformance import facts_for
 

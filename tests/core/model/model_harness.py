@@ -18,8 +18,8 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.lora.read import Adapter
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
-from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.spec import load_attr
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.contract import load_attr
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights.load import load_model
 

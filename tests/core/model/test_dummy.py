@@ -21,8 +21,8 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import stored_modules
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.reference import moe
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.dummy import DummyCheckpoint

@@ -22,7 +22,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, UnsupportedError
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime_kit import conform
 from ds_runtime_kit.loaders.checkpoints import write_checkpoint

@@ -15,9 +15,9 @@ from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.estimate import page_table_bytes
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.platform.spec import MemoryInfo
+from ds_runtime.platform.contract import MemoryInfo
 from ds_runtime.weights.load import load_model, needed_bytes, quant_of
 from ds_runtime.weights.loader import Loader
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8

@@ -14,7 +14,7 @@ from ds_runtime.lora.read import Adapter
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime.model.estimate import lora_bytes
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights.load import load_model
 from ds_runtime_kit.models.adapters import change_adapter, merge, some_modules, write_adapter

@@ -16,9 +16,9 @@ from ds_runtime.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import stored_modules
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.weights.layouts import with_rows
 from ds_runtime.weights.quant import PartRequest, Quant

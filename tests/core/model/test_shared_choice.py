@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.estimate import packed_bytes
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights.load import load_model, needed_bytes, quant_of
 from ds_runtime.weights.loader import Loader

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.ops.batch import Limits
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.reference.attention import (
     ReferenceMlaAbsorb,
     ReferenceMlaDecode,
@@ -23,7 +24,6 @@ from ds_runtime.ops.reference.attention import (
 )
 from ds_runtime.ops.reference.cache import allocate_latent_pages, cache_gather, cache_write
 from ds_runtime.ops.reference.cases import Maker, segments
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from examples import examples
 
 DIMS = Dims({"heads": 3, "qk_nope": 6, "qk_rope": 4, "v": 5, "kv_lora": 7})

@@ -12,9 +12,9 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
 
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.reference.cases import SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts, route, router_logits
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime_kit.checks.comparers import settled_tokens
 from examples import examples

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import BLOCKED, FORMATS, conversions
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.reference.rounding import convert_part, quantise_part, to_e2m1
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts
 from ds_runtime.ops.weight import WeightPart
 from examples import examples
 

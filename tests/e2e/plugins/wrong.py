@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from ds_runtime.api import OPS, Facts, Kernel, hookimpl
+from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import load_attr
 from ds_runtime_cpu.platform import CpuPlatform
 
 BREAK = ("", "")

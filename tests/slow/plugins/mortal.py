@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from ds_runtime.api import OPS, Facts, Kernel, TorchCommunicator, hookimpl
-from ds_runtime.ops.spec import load_attr
+from ds_runtime.ops.contract import load_attr
 from ds_runtime_cpu.platform import CpuPlatform
 
 CAUSE = "this is the cause"

@@ -29,7 +29,7 @@ from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.errors import DsRuntimeError, KernelError, PluginError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.progress import Progress
 
 

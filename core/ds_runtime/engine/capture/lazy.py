@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 
 log = logging.getLogger(__name__)
 

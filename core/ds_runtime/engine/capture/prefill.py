@@ -23,8 +23,8 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.platform.graphs import borrowed
-from ds_runtime.platform.spec import GraphBackend
 from ds_runtime.progress import Progress
 
 log = logging.getLogger(__name__)

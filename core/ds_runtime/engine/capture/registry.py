@@ -17,7 +17,7 @@ from ds_runtime.engine.speculate.drafter import Speculator
 from ds_runtime.engine.speculate.programs import Cycles
 from ds_runtime.engine.speculate.tree import Trees
 from ds_runtime.engine.step.sampler import Sampler
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 
 Checking = Callable[[], AbstractContextManager[None]]
 """Within, a kernel that fails is named."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.spec import load_attr
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.contract import load_attr
 
 
 @contextmanager

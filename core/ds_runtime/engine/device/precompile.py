@@ -19,8 +19,8 @@ from tempfile import TemporaryFile
 import torch
 
 from ds_runtime.engine.device.variants import served
-from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.spec import Facts, load_attr
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.contract import Facts, load_attr
 from ds_runtime.platform.compilations import counted, heard
 from ds_runtime.platform.cores import cores_per_device
 

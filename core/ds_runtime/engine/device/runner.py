@@ -42,8 +42,8 @@ from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate
 from ds_runtime.ops.batch import Batch, Limits
-from ds_runtime.ops.bound import BoundOps
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.platform.contract import Communicator
 from ds_runtime.progress import Progress
 from ds_runtime.speculation import Speculation
 from ds_runtime.weights.load import load_draft, load_model

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
-from ds_runtime.ops.bound import BoundOps
-from ds_runtime.ops.spec import Facts, Kernel, load_attr
+from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.contract import Facts, Kernel, load_attr
 from ds_runtime.sampling_params import SamplingParams
 
 _DECODE = frozenset({"any", "decode", "verify", "tree"})

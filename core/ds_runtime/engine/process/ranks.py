@@ -25,7 +25,7 @@ from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.plan import Plan, difference
-from ds_runtime.platform.spec import Communicator
+from ds_runtime.platform.contract import Communicator
 
 _LEAVE = b""
 _PARTING = 2.0  # seconds for a communicator to close whose other ranks are gone

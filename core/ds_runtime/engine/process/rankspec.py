@@ -11,8 +11,8 @@ from ds_runtime.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.platform.contract import Platform
 from ds_runtime.platform.select import select_platform
-from ds_runtime.platform.spec import Platform
 from ds_runtime.plugins import load_plugins
 
 

@@ -22,7 +22,7 @@ from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.sampler import Draw
 from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload
 from ds_runtime.ops.batch import Batch, DecodePart
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 
 
 class JudgeGraph:

@@ -34,7 +34,7 @@ from ds_runtime.engine.step.sampler import Draw, Draws, Sampler
 from ds_runtime.engine.step.transfer import Download, Upload, put
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
-from ds_runtime.ops.bound import BoundOps
+from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.speculation import Speculation
 
 

@@ -17,7 +17,7 @@ from ds_runtime.engine.speculate.verification import CyclePlace, VerifyGraph
 from ds_runtime.engine.step.plan import StepPlan
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.progress import Progress
 from ds_runtime.speculation import Speculation
 

@@ -21,7 +21,7 @@ from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.model.deepseek import Moves
 from ds_runtime.ops.batch import Batch, DecodePart
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 
 
 class BranchGraph(Rows):

@@ -33,7 +33,7 @@ from ds_runtime.engine.step.transfer import Array, Buffer, Upload
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.speculation import Speculation
 
 

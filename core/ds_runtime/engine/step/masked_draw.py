@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.engine.step.transfer import Buffer, Upload
-from ds_runtime.ops.bind import Binding
+from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.table import Ops
 
 T = TypeVar("T")

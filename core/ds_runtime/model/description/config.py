@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.spec import Dims, Routing
+from ds_runtime.ops.contract import Dims, Routing
 
 
 @dataclass(frozen=True, slots=True)

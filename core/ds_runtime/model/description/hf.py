@@ -17,7 +17,7 @@ from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, sh
 from ds_runtime.model.description.config import ModelConfig, Yarn
 from ds_runtime.model.description.indexing import check_indexing, read_indexing
 from ds_runtime.model.description.leftover import left_over
-from ds_runtime.ops.spec import Routing
+from ds_runtime.ops.contract import Routing
 
 QUANT_FILE = "hf_quant_config.json"
 _LAYERS, _EXPERTS = 2048, 8192  # at most: every module is listed before any is looked for

@@ -25,7 +25,7 @@ from ds_runtime.model.description.sites import (
     tree_choice,
     vocab_rows,
 )
-from ds_runtime.ops.spec import Site
+from ds_runtime.ops.contract import Site
 
 DRAFT = "draft"  # the role of its sites
 SHARED = ("embed_tokens", "shared_head.head")  # what its checkpoint may hold again

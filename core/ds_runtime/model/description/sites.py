@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.ops.spec import Site
+from ds_runtime.ops.contract import Site
 
 FormatOf = Callable[[str], str]  # module path in the checkpoint → format that is packed
 Verify = Literal["", "verify", "tree"]

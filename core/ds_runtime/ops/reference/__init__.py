@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_runtime.hookspecs import hookimpl
+from ds_runtime.ops.contract import FP8_GROUPS, RANK_REFERENCE, Dims, Facts, Kernel, Layout
+from ds_runtime.ops.contracts.sparse import SCORES
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.sparse import SCORES
-from ds_runtime.ops.spec import FP8_GROUPS, RANK_REFERENCE, Dims, Facts, Kernel, Layout
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "reference"

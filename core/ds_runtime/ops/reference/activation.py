@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import wide
 from ds_runtime.ops.reference.cases import Case, Maker, case
 from ds_runtime.ops.reference.linear import quantize_group
-from ds_runtime.ops.spec import Facts
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import is_fp8, torch_dtype
 from ds_runtime.ops.reference.cases import Case, Maker, case, segments
-from ds_runtime.ops.spec import Facts
 
 
 def allocate_latent_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, Limits
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import torch_dtype, wide
 from ds_runtime.ops.reference import expanded_width
 from ds_runtime.ops.reference.attention import (
@@ -25,7 +26,6 @@ from ds_runtime.ops.reference.attention import (
 )
 from ds_runtime.ops.reference.cache import gather_rows
 from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved
-from ds_runtime.ops.spec import Facts
 
 
 def allocate_expanded_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:

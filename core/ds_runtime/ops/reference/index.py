@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype, wide
 from ds_runtime.ops.reference.cache import gather_rows
 from ds_runtime.ops.reference.cases import Case, Maker, case
-from ds_runtime.ops.spec import Facts
 
 FP8 = torch.float8_e4m3fn
 _ELEMENTS = 1 << 24  # rows are taken in groups so that products stay below this many

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import wide
 from ds_runtime.ops.reference.cases import Case, Maker, case
-from ds_runtime.ops.spec import Facts
 
 
 def lora_delta(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_runtime.ops.contract import Facts, Routing
 from ds_runtime.ops.dtypes import torch_dtype, wide
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, SampleExperts, Saved, case
-from ds_runtime.ops.spec import Facts, Routing
 from ds_runtime.ops.weight import ExpertSource, Packed
 
 

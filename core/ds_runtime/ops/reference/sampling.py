@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import wide
 from ds_runtime.ops.reference.cases import Case, Maker, case
-from ds_runtime.ops.spec import Facts
 
 _BINS, _PER_UNIT = 1024, 16  # of a row's falling log-masses; the last bin is open
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import fp8_vectors, wide
 from ds_runtime.ops.reference.cache import cache_move, gather_rows
 from ds_runtime.ops.reference.sparse import attend_slots
-from ds_runtime.ops.spec import Facts
 
 GROUP = 128
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import is_fp8, wide
 from ds_runtime.ops.reference.cases import Case, Maker, case
-from ds_runtime.ops.spec import Facts
 
 _ELEMENTS = 1 << 24  # rows are taken in groups so that what is gathered stays below this many
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.hookspecs import hookimpl
-from ds_runtime.ops.spec import Encoding, Facts, QuantLoader
+from ds_runtime.ops.contract import Encoding, Facts, QuantLoader
 from ds_runtime.weights.loaders import compressed, gguf, int4, modelopt, native, quark
 
 PROVIDER = "checkpoints"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.ops.spec import DENSE, Encoding
+from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.weights.loaders.encodings import expect, in_blocks, mapping, rows, with_input_scale
 from ds_runtime.weights.loaders.names import ModuleNames
 

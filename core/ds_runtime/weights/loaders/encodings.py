@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.ops.spec import Encoding
+from ds_runtime.ops.contract import Encoding
 
 BLOCK = [128, 128]
 

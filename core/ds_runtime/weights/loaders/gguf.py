@@ -9,7 +9,7 @@ from typing import Any
 from ds_runtime.checkpoint.gguf.config import METHOD
 from ds_runtime.checkpoint.gguf.names import K_B, V_B
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.ops.spec import DENSE, Encoding
+from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.weights.loaders.encodings import mapping
 
 __all__ = ["METHOD", "READ", "gguf"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.ops.spec import DENSE, Encoding
+from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.weights.loaders.encodings import expect, mapping
 from ds_runtime.weights.loaders.names import ModuleNames, compiled, not_converted
 

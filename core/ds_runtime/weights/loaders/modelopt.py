@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_runtime.errors import UnsupportedError, shown
 from ds_runtime.model.description.hf import QUANT_FILE as FILE
-from ds_runtime.ops.spec import DENSE, Encoding
+from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.weights.loaders import native
 from ds_runtime.weights.loaders.encodings import NVFP4, expect, mapping, rows, with_input_scale
 from ds_runtime.weights.loaders.names import ModuleNames, is_routed

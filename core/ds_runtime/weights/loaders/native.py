@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_runtime.ops.spec import DENSE, Encoding
+from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.weights.loaders.encodings import expect, in_blocks, rows
 from ds_runtime.weights.loaders.names import kept_dense, not_converted
 

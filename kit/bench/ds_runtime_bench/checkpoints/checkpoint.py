@@ -25,7 +25,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.model.description.hf import from_hf
 from ds_runtime.model.description.manifest import Stored, stored_modules
 from ds_runtime.model.description.nextn import NextN, nextn_modules
-from ds_runtime.ops.spec import DeviceInfo, Facts
+from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
 from ds_runtime.weights.quant import Quant

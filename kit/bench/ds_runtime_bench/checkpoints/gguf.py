@@ -22,8 +22,8 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import Stored, stored_modules
+from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.dtypes import torch_dtype
-from ds_runtime.ops.spec import DeviceInfo, Facts
 from ds_runtime.plugins import load_plugins
 from ds_runtime.progress import Progress
 from ds_runtime.weights.quant import PartRequest, Quant

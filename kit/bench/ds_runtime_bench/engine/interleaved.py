@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.ops.spec import load_attr
+from ds_runtime.ops.contract import load_attr
 from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.record import as_served
 

@@ -23,10 +23,10 @@ from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.description.sites import vocab_rows
 from ds_runtime.model.estimate import needed_bytes
-from ds_runtime.ops.bind import INDEX, refusal, site_facts
-from ds_runtime.ops.spec import Facts, Kernel, Site
+from ds_runtime.ops.binding.bind import INDEX, refusal, site_facts
+from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import Ceilings
+from ds_runtime.platform.contract import Ceilings
 from ds_runtime_bench.ops.step_work import decode_step
 from ds_runtime_bench.ops.work import Work, as_read
 from ds_runtime_bench.record import Neighbours, as_served

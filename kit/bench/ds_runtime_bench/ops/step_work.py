@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.sites import INDEXER
-from ds_runtime.ops.spec import Facts, Site
+from ds_runtime.ops.contract import Facts, Site
 from ds_runtime_bench.ops.sparse_work import (
     index_bytes,
     index_prologue,

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ds_runtime.ops.contract import FP8_GROUPS, Facts, Kernel
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import FP8_GROUPS, Facts, Kernel
 
 ITEM_BYTES: Mapping[str, float] = {
     "float64": 8,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, SampleExperts, Saved
-from ds_runtime.ops.spec import DeviceInfo, Dims, Facts, Routing
 from ds_runtime.ops.weight import Weight, WeightPart
 
 FORMAT = 1

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import Facts, Kernel, Offers, load_attr, load_kernel
 from ds_runtime.ops.reference.cases import Call, Case, Saved
-from ds_runtime.ops.spec import Facts, Kernel, Offers, load_attr, load_kernel
-from ds_runtime.platform.spec import GraphBackend
+from ds_runtime.platform.contract import GraphBackend
 from ds_runtime_kit.checks.comparers import only_defined
 from ds_runtime_kit.checks.conformance import CaseResult
 from ds_runtime_kit.checks.effects import same_bits

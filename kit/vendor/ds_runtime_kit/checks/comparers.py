@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.ops.contract import Routing
 from ds_runtime.ops.dtypes import is_fp8
 from ds_runtime.ops.reference.activation import silu_mul
 from ds_runtime.ops.reference.attention import mha_prefill
@@ -18,7 +19,6 @@ from ds_runtime.ops.reference.moe import (
     scores_and_choice,
 )
 from ds_runtime.ops.reference.norm import add_rms_norm, rms_norm
-from ds_runtime.ops.spec import Routing
 from ds_runtime_kit.checks.numerics import disagreement, relative_error
 
 Verdict = tuple[float, str]

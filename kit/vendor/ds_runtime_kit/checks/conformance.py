@@ -19,11 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.bind import refusal
-from ds_runtime.ops.dtypes import is_fp8
-from ds_runtime.ops.linear import QuantizedLinear
-from ds_runtime.ops.reference.cases import Call, Case, PagedCache, Saved
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import (
     FP8_GROUPS,
     DeviceInfo,
     Dims,
@@ -33,6 +30,9 @@ from ds_runtime.ops.spec import (
     load_attr,
     load_kernel,
 )
+from ds_runtime.ops.contracts.linear import QuantizedLinear
+from ds_runtime.ops.dtypes import is_fp8
+from ds_runtime.ops.reference.cases import Call, Case, PagedCache, Saved
 from ds_runtime_kit.checks.comparers import FP8_ROUNDING, compare
 from ds_runtime_kit.checks.effects import (
     CONTIGUOUS,

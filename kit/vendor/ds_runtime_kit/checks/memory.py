@@ -15,7 +15,7 @@ from torch.autograd import (  # type: ignore[attr-defined]
     _enable_profiler_legacy,
 )
 
-from ds_runtime.ops.spec import Facts, Kernel
+from ds_runtime.ops.contract import Facts, Kernel
 from ds_runtime.ops.weight import Packed
 
 

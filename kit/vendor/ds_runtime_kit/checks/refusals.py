@@ -6,9 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ds_runtime.ops.bind import refusal
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.contract import (
+    RANK_PORTABLE,
+    DeviceInfo,
+    Dims,
+    Facts,
+    Kernel,
+    Offers,
+    load_attr,
+)
 from ds_runtime.ops.reference.cases import Case
-from ds_runtime.ops.spec import RANK_PORTABLE, DeviceInfo, Dims, Facts, Kernel, Offers, load_attr
 from ds_runtime.ops.table import OPS
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, DecodePart, Segments
+from ds_runtime.ops.contract import Kernel, Offers
 from ds_runtime.ops.reference.cases import Call, Case, segments
-from ds_runtime.ops.spec import Kernel, Offers
 from ds_runtime_kit.checks.conformance import run_case
 from ds_runtime_kit.checks.effects import same_bits
 

@@ -13,7 +13,7 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.table import OPS
 
 if TYPE_CHECKING:
-    from ds_runtime.platform.spec import GraphBackend, Platform
+    from ds_runtime.platform.contract import GraphBackend, Platform
     from ds_runtime.plugins import Plugins
     from ds_runtime_kit.conform import Verdict
 

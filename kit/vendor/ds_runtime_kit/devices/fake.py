@@ -15,7 +15,7 @@ from typing import Any
 from ds_runtime.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
-from ds_runtime.ops.spec import DeviceInfo
+from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.platform.described import DescribedPlatform, describe, described
 from ds_runtime.plugins import Plugins, load_plugins
 

@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds_runtime.hookspecs import hookimpl
-from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.contract import (
     RANK_PLATFORM,
     DeviceInfo,
     Facts,
@@ -21,8 +20,9 @@ from ds_runtime.ops.spec import (
     QuantLoader,
     Refusal,
 )
+from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.spec import Communicator, MemoryInfo, Platform
+from ds_runtime.platform.contract import Communicator, MemoryInfo, Platform
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, Limits, Segments
-from ds_runtime.ops.spec import Facts, Routing
+from ds_runtime.ops.contract import Facts, Routing
 from ds_runtime.ops.weight import ExpertSource, Packed, Weight
 
 

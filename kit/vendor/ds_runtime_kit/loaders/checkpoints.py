@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.shards import SINGLE
 from ds_runtime.errors import UnsupportedError
+from ds_runtime.ops.contract import QuantLoader, load_attr
 from ds_runtime.ops.dtypes import torch_dtype
-from ds_runtime.ops.spec import QuantLoader, load_attr
 from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.run import copy_beside
 from ds_runtime_convert.source import Source

@@ -21,8 +21,8 @@ from torch import Tensor
 from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
 from ds_runtime.model.description.manifest import ROWS, Stored
+from ds_runtime.ops.contract import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.spec import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.parallel.layout import Shard
 from ds_runtime.weights.layouts import with_rows

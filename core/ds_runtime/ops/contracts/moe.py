@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ds_runtime.ops.spec import Op
+from ds_runtime.ops.contract import Op
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.ops.spec import Facts, Routing
+    from ds_runtime.ops.contract import Facts, Routing
     from ds_runtime.ops.weight import ExpertSource, Packed
 
 _REF = "ds_runtime.ops.reference.moe"

@@ -1,7 +1,7 @@
 """What an op contract is made of. Torch-free, and it knows neither ops nor devices by name.
 
 Used by everything that decides: `ops/<area>.py` (the contracts), plugins (their offers),
-`ops/bind.py` (the decision). Kernels, references and samples are lazy `"module:attr"` strings.
+`ops/binding/bind.py` (the decision). Kernels, references and samples are lazy `"module:attr"` strings.
 """
 
 from __future__ import annotations

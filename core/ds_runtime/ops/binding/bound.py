@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError, PluginError, named
-from ds_runtime.ops.bind import Binding, site_facts
-from ds_runtime.ops.checked import Bound, checking, suspect
-from ds_runtime.ops.shares import Shares, asks_for
-from ds_runtime.ops.spec import Facts, Kernel, Op, Site, load_attr, load_kernel
+from ds_runtime.ops.binding.bind import Binding, site_facts
+from ds_runtime.ops.binding.by_rows import Shares, asks_for
+from ds_runtime.ops.binding.checked import Bound, checking, suspect
+from ds_runtime.ops.contract import Facts, Kernel, Op, Site, load_attr, load_kernel
 from ds_runtime.ops.table import OPS, Ops
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.ops.linear import Groups
+    from ds_runtime.ops.contracts.linear import Groups
     from ds_runtime.ops.weight import Packed
 
 

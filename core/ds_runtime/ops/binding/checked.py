@@ -13,8 +13,8 @@ from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from ds_runtime.errors import KernelError, blaming
+from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.results import RESULTS, forms, said
-from ds_runtime.ops.spec import Facts, Kernel, Site
 
 # Of kernels that are objects: those that RESULTS knows, and those that make something ready.
 _METHODS = sorted({n.partition(".")[2] for n in RESULTS if "." in n} | {"pack", "state", "prepare"})

@@ -1,6 +1,6 @@
 """Offers → decisions: which kernel serves which op at which site. Pure and torch-free.
 
-`decide_all` runs once, before weights are loaded; `ops/bound.py` then imports what was chosen.
+`decide_all` runs once, before weights are loaded; `ops/binding/bound.py` then imports what was chosen.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.ops.formats import FORMATS, Conversion, conversions
-from ds_runtime.ops.shares import Shares, shares_of
-from ds_runtime.ops.spec import (
+from ds_runtime.ops.binding.by_rows import Shares, shares_of
+from ds_runtime.ops.contract import (
     RANK_REFERENCE,
     Decision,
     Facts,
@@ -25,6 +24,7 @@ from ds_runtime.ops.spec import (
     Offers,
     Site,
 )
+from ds_runtime.ops.formats import FORMATS, Conversion, conversions
 from ds_runtime.ops.table import OPS
 
 KV, INDEX = "kv", "index"  # layout roles: bytes of the latent cache, and of the index keys

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap, takewhile
 
-from ds_runtime.ops.spec import Kernel
+from ds_runtime.ops.contract import Kernel
 
 _ALL = 1 << 62  # more rows than there are
 

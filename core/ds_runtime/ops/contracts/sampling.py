@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ds_runtime.ops.spec import Op
+from ds_runtime.ops.contract import Op
 
 if TYPE_CHECKING:
     from torch import Tensor

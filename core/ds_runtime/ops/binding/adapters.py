@@ -21,8 +21,8 @@ from ds_runtime.ops.reference.attention import rows_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ds_runtime.ops.attention import MlaDecode
-    from ds_runtime.ops.spec import Facts
+    from ds_runtime.ops.contract import Facts
+    from ds_runtime.ops.contracts.attention import MlaDecode
 
 
 def mla_decode(make: Callable[[Facts], MlaDecode]) -> Callable[[Facts], MlaDecode]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.ops.spec import API_VERSION, DeviceInfo
+from ds_runtime.ops.contract import API_VERSION, DeviceInfo
 
 if TYPE_CHECKING:
     import torch

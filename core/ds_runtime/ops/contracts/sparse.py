@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_runtime.ops.spec import Op
+from ds_runtime.ops.contract import Op
 
 if TYPE_CHECKING:
     from torch import Tensor

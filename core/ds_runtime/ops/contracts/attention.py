@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_runtime.ops.spec import Op
+from ds_runtime.ops.contract import Op
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_runtime.ops.batch import Batch, Limits, Segments
-    from ds_runtime.ops.spec import Facts
+    from ds_runtime.ops.contract import Facts
     from ds_runtime.ops.weight import MlaWeights, Packed, Weight
 
 _REF = "ds_runtime.ops.reference.attention"
@@ -253,7 +253,7 @@ MLA_DECODE = Op(
     # Queries and probabilities in e4m3, each 2.6e-2 in the mean square, of scores that add up.
     tolerance={**_TOLERANCE, "fp8_queries": 6e-2},
     kind="object",
-    adapter="ds_runtime.ops.adapters:mla_decode",
+    adapter="ds_runtime.ops.binding.adapters:mla_decode",
     heavy=True,
     layout="kv",
     summary="absorbed attention over the paged latent cache",

@@ -1,0 +1,1 @@
+"""Offers become decisions, and decisions functions."""
