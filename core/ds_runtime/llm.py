@@ -38,7 +38,7 @@ from ds_runtime.outputs import Completion, PendingChoice, RequestOutput, Usage
 from ds_runtime.plan import Plan
 from ds_runtime.prompts import JobMaker, Prompts, conversations, listed
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.text.template import Message
+from ds_runtime.text.formats.template import Message
 from ds_runtime.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Completion", "RequestOutput", "Usage"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
 from ds_runtime.text.detokenizer import OutputState
-from ds_runtime.text.events import Answer
-from ds_runtime.text.parsers import OutputParser
+from ds_runtime.text.parsers.events import Answer
+from ds_runtime.text.parsers.registry import OutputParser
 from ds_runtime.text.tokenizer import Tokenizer
 
 

@@ -18,9 +18,9 @@ from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.outputs import Completion, PendingChoice, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.apart import Text
-from ds_runtime.text.families import find_family
-from ds_runtime.text.parsers import OutputParser, Parsers
-from ds_runtime.text.template import Message, Template
+from ds_runtime.text.formats.families import find_family
+from ds_runtime.text.formats.template import Message, Template
+from ds_runtime.text.parsers.registry import OutputParser, Parsers
 from ds_runtime.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -15,7 +15,7 @@ from ds_runtime.errors import CheckpointError
 from ds_runtime.lora.plan import CONFIG, PeftConfig
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.server.generate.sampling import GenerationDefaults
-from ds_runtime.text.template import load_template
+from ds_runtime.text.formats.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_kit.models.tiny import config_dict
 

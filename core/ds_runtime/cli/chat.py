@@ -15,8 +15,8 @@ from typing import Any
 
 from ds_runtime.cli.remote import Remote, RemoteError
 from ds_runtime.errors import ConfigError
-from ds_runtime.text.events import Content, Reasoning
-from ds_runtime.text.reasoning import ReasoningParser
+from ds_runtime.text.parsers.events import Content, Reasoning
+from ds_runtime.text.parsers.reasoning import ReasoningParser
 
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # all but tab, line feed

@@ -40,8 +40,8 @@ from ds_runtime.server.http.web import web
 from ds_runtime.server.observe.log import engine_output, logging_to
 from ds_runtime.server.observe.tracing import Tracing, start_tracing
 from ds_runtime.text.apart import Text
-from ds_runtime.text.families import find_family
-from ds_runtime.text.parsers import choose_parsers
+from ds_runtime.text.formats.families import find_family
+from ds_runtime.text.parsers.registry import choose_parsers
 
 _log = logging.getLogger(__name__)
 _THREADS = 64  # that work on bodies; most of them wait for the text process

@@ -28,7 +28,7 @@ import msgspec
 from ds_runtime import errors
 from ds_runtime.errors import CheckpointError, QueueFullError, RequestError
 from ds_runtime.readable import readable
-from ds_runtime.text.template import Message, Template
+from ds_runtime.text.formats.template import Message, Template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime.text.worker import (
     LOAD_MEMORY,

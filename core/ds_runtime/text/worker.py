@@ -28,8 +28,8 @@ import msgspec
 
 from ds_runtime.errors import DsRuntimeError, FieldPath, RequestError, named
 from ds_runtime.readable import readable
-from ds_runtime.text.families import find_family
-from ds_runtime.text.template import Template, load_template
+from ds_runtime.text.formats.families import find_family
+from ds_runtime.text.formats.template import Template, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
 LOAD_SECONDS = 20.0  # of processor time for the files; published ones take a second

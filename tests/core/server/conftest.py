@@ -6,7 +6,7 @@ import openai
 import pytest
 from server_harness import serving
 
-from ds_runtime.text.parsers import Parsers
+from ds_runtime.text.parsers.registry import Parsers
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from ds_runtime.server.generate.prepare import ModelInfo
 from ds_runtime.server.generate.sampling import GenerationDefaults
 from ds_runtime.server.http.web import web as make_web
 from ds_runtime.server.serve import listen
-from ds_runtime.text.parsers import Parsers
-from ds_runtime.text.template import Template, load_template
+from ds_runtime.text.formats.template import Template, load_template
+from ds_runtime.text.parsers.registry import Parsers
 from ds_runtime.text.tokenizer import Tokenizer
 
 

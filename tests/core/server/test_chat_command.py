@@ -20,7 +20,7 @@ from server_harness import serving
 from ds_runtime.cli.chat import Chat, Screen
 from ds_runtime.cli.remote import Remote, RemoteError
 from ds_runtime.errors import ConfigError
-from ds_runtime.text.parsers import Parsers
+from ds_runtime.text.parsers.registry import Parsers
 
 COMMAND = [sys.executable, "-m", "ds_runtime", "chat"]
 CALL = (

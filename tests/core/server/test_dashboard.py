@@ -17,7 +17,7 @@ from server_harness import serving
 import ds_runtime.server
 from ds_runtime.engine.messages import Stats
 from ds_runtime.server.metrics import EngineView, Metrics
-from ds_runtime.text.parsers import Parsers
+from ds_runtime.text.parsers.registry import Parsers
 
 PAGES = Path(ds_runtime.server.__file__).parent / "pages"
 

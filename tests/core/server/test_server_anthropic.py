@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from server_harness import serving
 
 from ds_runtime.server.protocols.store import Shelf
-from ds_runtime.text.parsers import Parsers
+from ds_runtime.text.parsers.registry import Parsers
 
 CALL = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 CALLS = CALL.format('{"city": "Rome"}') + "<｜tool▁calls▁end｜>"

@@ -18,7 +18,7 @@ from ds_runtime.server.http.bodies import Bodies
 from ds_runtime.server.http.stream import _events
 from ds_runtime.server.protocols.blocks import Blocks, blocks_of
 from ds_runtime.server.protocols.translate import ClientNames
-from ds_runtime.text.events import (
+from ds_runtime.text.parsers.events import (
     Answer,
     CallArguments,
     CallBegin,

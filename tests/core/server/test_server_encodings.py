@@ -6,8 +6,8 @@ import json
 
 from server_harness import serving
 
-from ds_runtime.text.families import R1, V2, V32
-from ds_runtime.text.template import built_in
+from ds_runtime.text.formats.families import R1, V2, V32
+from ds_runtime.text.formats.template import built_in
 
 
 def test_reasoning_is_continued(client, parsing):

@@ -247,6 +247,6 @@ def test_a_plugin_whose_routes_fail_stops_the_start(plugin):
 def test_the_front_end_does_not_load_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import ds_runtime.server.serve, ds_runtime.text.template"
+        "import ds_runtime.server.serve, ds_runtime.text.formats.template"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ds_runtime.errors import RequestError
 from ds_runtime.server.generate.protocol import ChatRequest
 from ds_runtime.server.generate.rules import chat_rules
-from ds_runtime.text.events import Answer, CallArguments
-from ds_runtime.text.families import GLM, find_family, tool_format
-from ds_runtime.text.parsers import Parsers, choose_parsers
-from ds_runtime.text.reasoning import opening
-from ds_runtime.text.template import ChatTemplate
+from ds_runtime.text.formats.families import GLM, find_family, tool_format
+from ds_runtime.text.formats.template import ChatTemplate
+from ds_runtime.text.parsers.events import Answer, CallArguments
+from ds_runtime.text.parsers.reasoning import opening
+from ds_runtime.text.parsers.registry import Parsers, choose_parsers
 from examples import examples
 
 SCHEMA = {

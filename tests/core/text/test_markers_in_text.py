@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.text.dsml import DsmlEncoding
-from ds_runtime.text.events import Answer, CallArguments, Content, Reasoning
-from ds_runtime.text.json_stream import JsonStream
-from ds_runtime.text.markers import Markers
-from ds_runtime.text.parsers import TOOL_CALLS, Parsers
+from ds_runtime.text.formats.dsml import DsmlEncoding
+from ds_runtime.text.parsers.events import Answer, CallArguments, Content, Reasoning
+from ds_runtime.text.parsers.json_stream import JsonStream
+from ds_runtime.text.parsers.markers import Markers
+from ds_runtime.text.parsers.registry import TOOL_CALLS, Parsers
 from examples import examples
 
 TOOLS = [{"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ds_runtime.errors import CheckpointError, QueueFullError, RequestError
 from ds_runtime.text import apart
 from ds_runtime.text.apart import Text
-from ds_runtime.text.template import load_template
+from ds_runtime.text.formats.template import load_template
 
 SECONDS = 0.3  # of processor time for each request here
 WITHIN = 8.0  # seconds, on a machine that does other things as well

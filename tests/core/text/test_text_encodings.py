@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_runtime.errors import RequestError
-from ds_runtime.text.dsml import DsmlEncoding
-from ds_runtime.text.families import R1, V2, V3, V3_0324, V31, V32, find_family, tool_format
-from ds_runtime.text.template import ChatTemplate, built_in, load_template
+from ds_runtime.text.formats.dsml import DsmlEncoding
+from ds_runtime.text.formats.families import R1, V2, V3, V3_0324, V31, V32, find_family, tool_format
+from ds_runtime.text.formats.template import ChatTemplate, built_in, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).with_name("fixtures")

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.text.dsml import DsmlEncoding
-from ds_runtime.text.events import Answer, CallArguments, CallBegin, Content, Reasoning
-from ds_runtime.text.families import V3 as V3_FAMILY
-from ds_runtime.text.families import V31 as V31_FAMILY
-from ds_runtime.text.json_stream import JsonStream, quoted
-from ds_runtime.text.parsers import TOOL_CALLS, Parsers, choose_parsers
-from ds_runtime.text.template import ChatTemplate, built_in
-from ds_runtime.text.tool_calls import NO_JSON, strict_json
+from ds_runtime.text.formats.dsml import DsmlEncoding
+from ds_runtime.text.formats.families import V3 as V3_FAMILY
+from ds_runtime.text.formats.families import V31 as V31_FAMILY
+from ds_runtime.text.formats.template import ChatTemplate, built_in
+from ds_runtime.text.parsers.events import Answer, CallArguments, CallBegin, Content, Reasoning
+from ds_runtime.text.parsers.json_stream import JsonStream, quoted
+from ds_runtime.text.parsers.registry import TOOL_CALLS, Parsers, choose_parsers
+from ds_runtime.text.parsers.tool_calls import NO_JSON, strict_json
 from examples import examples
 
 TOOLS = [

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError
-from ds_runtime.text.template import ChatTemplate, load_template
+from ds_runtime.text.formats.template import ChatTemplate, load_template
 from ds_runtime.text.tokenizer import Tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b>ü & 你</b>"}}]

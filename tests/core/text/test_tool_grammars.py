@@ -14,10 +14,10 @@ from tokenizers.models import BPE
 
 from ds_runtime.grammar.compile import Compiler
 from ds_runtime.output_rules import OutputRules, ToolRules, ToolSchema
-from ds_runtime.text.events import Answer
-from ds_runtime.text.families import V3, V31, V32
-from ds_runtime.text.parsers import Parsers
-from ds_runtime.text.template import built_in
+from ds_runtime.text.formats.families import V3, V31, V32
+from ds_runtime.text.formats.template import built_in
+from ds_runtime.text.parsers.events import Answer
+from ds_runtime.text.parsers.registry import Parsers
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"

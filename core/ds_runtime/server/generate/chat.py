@@ -12,8 +12,8 @@ from ds_runtime.server.generate.messages import Plain, check_tools, plain_messag
 from ds_runtime.server.generate.protocol import ChatRequest, TokenizeRequest
 from ds_runtime.server.generate.rules import asked_schema
 from ds_runtime.server.generate.sampling import check_ids, check_length, check_room
-from ds_runtime.text.reasoning import CLOSE, OPEN
-from ds_runtime.text.template import Template
+from ds_runtime.text.formats.template import Template
+from ds_runtime.text.parsers.reasoning import CLOSE, OPEN
 from ds_runtime.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 1024

@@ -10,8 +10,8 @@ from ds_runtime.engine.messages import TokenLogprob, Tokens
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.generate.chat import Prompt
 from ds_runtime.text.detokenizer import OutputState
-from ds_runtime.text.events import Answer, Content, Event
-from ds_runtime.text.parsers import OutputParser
+from ds_runtime.text.parsers.events import Answer, Content, Event
+from ds_runtime.text.parsers.registry import OutputParser
 from ds_runtime.text.tokenizer import Tokenizer
 
 PromptLogprobs = list[TokenLogprob | None]

@@ -16,7 +16,7 @@ from ds_runtime.server.generate.logprobs import (
     prompt_logprobs,
 )
 from ds_runtime.server.generate.run import Run
-from ds_runtime.text.events import CallArguments, CallBegin, Content, Event, Reasoning
+from ds_runtime.text.parsers.events import CallArguments, CallBegin, Content, Event, Reasoning
 from ds_runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

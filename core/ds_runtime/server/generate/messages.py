@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_runtime.errors import RequestError, shown
 from ds_runtime.server.generate.protocol import ChatMessage
-from ds_runtime.text.tool_calls import MAX_NAME
+from ds_runtime.text.parsers.tool_calls import MAX_NAME
 
 Plain = dict[str, Any]
 # Prompts and calls delimit a name by what is left out here.

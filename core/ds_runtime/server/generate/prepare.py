@@ -43,8 +43,8 @@ from ds_runtime.server.generate.sampling import (
 )
 from ds_runtime.server.metrics import Metrics
 from ds_runtime.server.protocols.translate import ClientNames
-from ds_runtime.text.parsers import OutputParser, Parsers
-from ds_runtime.text.template import Template
+from ds_runtime.text.formats.template import Template
+from ds_runtime.text.parsers.registry import OutputParser, Parsers
 from ds_runtime.text.tokenizer import Tokenizer
 
 _COUNTED = 4  # contexts that a text may have which is only counted

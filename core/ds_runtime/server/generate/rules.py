@@ -9,8 +9,8 @@ from ds_runtime.errors import FieldPath, RequestError, shown
 from ds_runtime.output_rules import TOOL_FORMATS, OutputRules, ToolRules, ToolSchema
 from ds_runtime.server.generate.protocol import ChatRequest, OpenAIRequest, Sampling
 from ds_runtime.server.protocols.fields import NOTHING, is_neutral
-from ds_runtime.text.parsers import Parsers
-from ds_runtime.text.reasoning import opening
+from ds_runtime.text.parsers.reasoning import opening
+from ds_runtime.text.parsers.registry import Parsers
 
 _ANY_OBJECT = {"type": "object"}
 _STRUCTURED = {

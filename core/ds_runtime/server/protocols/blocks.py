@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from ds_runtime.text.events import (
+from ds_runtime.text.parsers.events import (
     Answer,
     CallArguments,
     CallBegin,

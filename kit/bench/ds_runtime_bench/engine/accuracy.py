@@ -79,7 +79,7 @@ def spread(entries: Sequence[Any], limit: int | None) -> Sequence[Any]:
 def answers(llm: LLM, folder: Path, kind: str, entries: Sequence[Any]) -> list[RequestOutput]:
     """The runtime's greedy answers to the entries' messages, marker tokens kept in the text."""
     from ds_runtime.sampling_params import SamplingParams
-    from ds_runtime.text.template import load_template
+    from ds_runtime.text.formats.template import load_template
 
     template = load_template(folder, llm.tokenizer)
     if template is None:

@@ -202,7 +202,7 @@ def _prompts(
     path = _held_out(folder, simulated)
     if path is None:
         return random_prompts(size, input_len, llm.vocab_size)
-    from ds_runtime.text.template import load_template
+    from ds_runtime.text.formats.template import load_template
     from ds_runtime_bench.engine.accuracy import load_heldout
 
     template = load_template(folder, llm.tokenizer)

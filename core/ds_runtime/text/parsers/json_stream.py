@@ -15,7 +15,7 @@ import json
 import re
 from typing import NamedTuple
 
-from ds_runtime.text.markers import Markers
+from ds_runtime.text.parsers.markers import Markers
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f<]+')
 _WORD = re.compile(r'[^\s{}\[\],:"`<]+')

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_runtime.errors import ConfigError
-from ds_runtime.text.dsml_calls import DsmlToolParser
-from ds_runtime.text.events import Content, Event, Reasoning
-from ds_runtime.text.glm_calls import GlmToolParser
-from ds_runtime.text.reasoning import ReasoningParser
-from ds_runtime.text.tool_calls import TokenToolParser, ToolCallParser, schemas_of
+from ds_runtime.text.parsers.dsml_calls import DsmlToolParser
+from ds_runtime.text.parsers.events import Content, Event, Reasoning
+from ds_runtime.text.parsers.glm_calls import GlmToolParser
+from ds_runtime.text.parsers.reasoning import ReasoningParser
+from ds_runtime.text.parsers.tool_calls import TokenToolParser, ToolCallParser, schemas_of
 
 REASONING = ("deepseek-v3", "deepseek-r1", "glm45")
 TOOL_CALLS: dict[str, type[ToolCallParser]] = {

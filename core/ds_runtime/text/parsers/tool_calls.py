@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
-from ds_runtime.text.events import CallArguments, CallBegin, CallEnd, Content, Event
-from ds_runtime.text.json_stream import JsonStream
-from ds_runtime.text.markers import Found, Markers
-from ds_runtime.text.reasoning import CLOSE
+from ds_runtime.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event
+from ds_runtime.text.parsers.json_stream import JsonStream
+from ds_runtime.text.parsers.markers import Found, Markers
+from ds_runtime.text.parsers.reasoning import CLOSE
 
 
 @cache

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
-from ds_runtime.text.json_stream import quoted
-from ds_runtime.text.markers import Found, Markers
-from ds_runtime.text.tool_calls import NO_JSON, Schemas, ToolCallParser, strict_json
+from ds_runtime.text.parsers.json_stream import quoted
+from ds_runtime.text.parsers.markers import Found, Markers
+from ds_runtime.text.parsers.tool_calls import NO_JSON, Schemas, ToolCallParser, strict_json
 
 _SPACE = re.compile(r"\s+")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from ds_runtime.text.markers import Found, Markers
-from ds_runtime.text.tag_calls import TagToolParser, ValueKind
-from ds_runtime.text.tool_calls import Schemas
+from ds_runtime.text.parsers.markers import Found, Markers
+from ds_runtime.text.parsers.tag_calls import TagToolParser, ValueKind
+from ds_runtime.text.parsers.tool_calls import Schemas
 
 BLOCK, BLOCK_END = "<｜DSML｜function_calls", "</｜DSML｜function_calls"
 INVOKE, INVOKE_END = "<｜DSML｜invoke", "</｜DSML｜invoke"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ds_runtime.text.markers import Markers
-from ds_runtime.text.reasoning import CLOSE
-from ds_runtime.text.tag_calls import TagToolParser, ValueKind
-from ds_runtime.text.tool_calls import MAX_NAME, Schemas
+from ds_runtime.text.parsers.markers import Markers
+from ds_runtime.text.parsers.reasoning import CLOSE
+from ds_runtime.text.parsers.tag_calls import TagToolParser, ValueKind
+from ds_runtime.text.parsers.tool_calls import MAX_NAME, Schemas
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"

@@ -20,8 +20,8 @@ import jinja2.sandbox
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.files import read_text
 from ds_runtime.errors import CheckpointError, ConfigError, RequestError, named, shown
-from ds_runtime.text.dsml import DsmlEncoding
-from ds_runtime.text.families import Family, tool_format
+from ds_runtime.text.formats.dsml import DsmlEncoding
+from ds_runtime.text.formats.families import Family, tool_format
 from ds_runtime.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from functools import cache
 
-from ds_runtime.text.events import Content, Reasoning
-from ds_runtime.text.markers import Markers
+from ds_runtime.text.parsers.events import Content, Reasoning
+from ds_runtime.text.parsers.markers import Markers
 
 OPEN, CLOSE = "<think>", "</think>"
 # The first begins the assistant's turn, the others end it.

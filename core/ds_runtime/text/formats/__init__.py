@@ -1,0 +1,1 @@
+"""How a chat becomes a prompt: templates by family."""

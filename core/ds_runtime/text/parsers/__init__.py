@@ -1,0 +1,1 @@
+"""Reasoning, content and tool calls in generated text."""
