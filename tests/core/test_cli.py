@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.cli import build_parser, main
-from ds_runtime.cli.doctor import next_command
 from ds_runtime.cli.flags import add_flags, build
-from ds_runtime.cli.generate import sampling_params
+from ds_runtime.cli.inspect.doctor import next_command
 from ds_runtime.cli.parser import Parser
+from ds_runtime.cli.run.generate import sampling_params
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
 from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime.ops.table import OPS

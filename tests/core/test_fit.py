@@ -10,7 +10,7 @@ import pytest
 
 from ds_runtime.assemble import assemble
 from ds_runtime.cli import main
-from ds_runtime.cli.fit import shortfall
+from ds_runtime.cli.inspect.fit import shortfall
 from ds_runtime.config import EngineConfig
 
 CONFIG = Path(__file__).parent / "model/fixtures/deepseek-v3.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from faulty import install
 
-from ds_runtime.cli import evidence
-from ds_runtime.cli.doctor import _active, _Better, next_command
+from ds_runtime.cli.inspect import evidence
+from ds_runtime.cli.inspect.doctor import _active, _Better, next_command
 
 SEGFAULT = "import ctypes\n@hookimpl\ndef ds_platform(): ctypes.string_at(0)\n"
 HANG = "import time\n@hookimpl\ndef ds_platform(): time.sleep(1000)\n"

@@ -11,7 +11,7 @@ from ds_runtime.cli import build_parser, main
 from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
-from ds_runtime.cli.serve import configs
+from ds_runtime.cli.run.serve import configs
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.backends import backend_pins

@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 import launches
 from random_requests import write
 
-from ds_runtime.cli.warm import warm
+from ds_runtime.cli.run.warm import warm
 from ds_runtime.config import EngineConfig
 
 folder = Path(sys.argv[1])

@@ -14,7 +14,7 @@ from ds_runtime.assemble import assemble
 from ds_runtime.cli import _add_plugin_flags, build_parser
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import settle
-from ds_runtime.cli.serve import configs
+from ds_runtime.cli.run.serve import configs
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.plugins import load_plugins
@@ -62,7 +62,7 @@ def test_it_starts_or_says_why_not(line, said, tmp_path):
     try:
         namespace = parser.parse_args(command(line, tmp_path))
         notes = settle(namespace)
-        if namespace.run.__module__ == "ds_runtime.cli.serve":
+        if namespace.run.__module__ == "ds_runtime.cli.run.serve":
             config, _, explicit = configs(namespace)
         elif "bench_serving" in line:
             assert said == "runs"

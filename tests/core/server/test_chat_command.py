@@ -17,8 +17,8 @@ import time
 import pytest
 from server_harness import serving
 
-from ds_runtime.cli.chat import Chat, Screen
-from ds_runtime.cli.remote import Remote, RemoteError
+from ds_runtime.cli.run.chat import Chat, Screen
+from ds_runtime.cli.run.remote import Remote, RemoteError
 from ds_runtime.errors import ConfigError
 from ds_runtime.text.parsers.registry import Parsers
 

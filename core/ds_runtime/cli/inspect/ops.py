@@ -28,7 +28,7 @@ def run(args: Namespace) -> int:
     """Print the table."""
     config, explicit = build(EngineConfig, args)
     from ds_runtime.assemble import assemble
-    from ds_runtime.cli.plan import tell_left_out
+    from ds_runtime.cli.inspect.plan import tell_left_out
     from ds_runtime.explain import Explained
 
     assembly = assemble(config, explicit)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.cli.remote import Remote, RemoteError
+from ds_runtime.cli.run.remote import Remote, RemoteError
 from ds_runtime.errors import ConfigError
 from ds_runtime.text.parsers.events import Content, Reasoning
 from ds_runtime.text.parsers.reasoning import ReasoningParser

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.cli.config_file import add_config_file
-from ds_runtime.cli.fit import check_fit
 from ds_runtime.cli.flags import add_flags, build
+from ds_runtime.cli.inspect.fit import check_fit
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError

@@ -37,8 +37,8 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Print a line per finding; exit 1 if nothing can serve here."""
-    from ds_runtime.cli import evidence
-    from ds_runtime.cli import plugins as listing
+    from ds_runtime.cli.inspect import evidence
+    from ds_runtime.cli.inspect import plugins as listing
 
     loaded = listing.load(args)
     described = listing.describe(loaded)
@@ -71,7 +71,7 @@ class _Better:
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> _Better:
-        from ds_runtime.cli import evidence
+        from ds_runtime.cli.inspect import evidence
 
         name, distribution = str(row["name"]), str(row["distribution"])
         if not evidence.has_extra(distribution, name):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags
-from ds_runtime.cli.serve import configs
+from ds_runtime.cli.run.serve import configs
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import UnsupportedError
 

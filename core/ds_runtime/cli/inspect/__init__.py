@@ -1,0 +1,1 @@
+"""Verbs that tell what is here and what would be done."""
