@@ -33,7 +33,7 @@ RESULTS = Path(__file__).parent / "results" / "cpu_loading.jsonl"
 COPIED = 1 << 28  # bytes per thread and copy
 LOAD = """
 import json, sys, time, torch
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.weights.load import load_model
 from ds_runtime.ops.binding.bound import BoundOps

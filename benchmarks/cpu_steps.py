@@ -34,7 +34,7 @@ class Steps:
         most: int,
         tokens: int = PROMPT + 2 * STEPS * (TURNS + 2),
     ) -> None:
-        from ds_runtime.assemble import assemble
+        from ds_runtime.assembly.assemble import assemble
         from ds_runtime.config import EngineConfig
         from ds_runtime.kv.budget import FULL_CONTEXTS
 

@@ -24,8 +24,8 @@ from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import FP8_GROUPS, Dims, Facts, Kernel, load_attr
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench.ops.place import Memory, Place
 from ds_runtime_bench.ops.sparse_inputs import INPUTS
 from ds_runtime_bench.record import append, environment

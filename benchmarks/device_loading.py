@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ds_runtime.progress import Progress
+from ds_runtime.common.progress import Progress
 from ds_runtime_bench.record import append, environment
 
 SIZE = 1 << 30
@@ -76,7 +76,7 @@ def held_by_host() -> int:
 
 def load(folder: str) -> dict[str, float]:
     """One load, in this process."""
-    from ds_runtime.assemble import assemble
+    from ds_runtime.assembly.assemble import assemble
     from ds_runtime.config import EngineConfig
     from ds_runtime.ops.binding.bound import BoundOps
     from ds_runtime.parallel.group import SoloCommunicator

@@ -23,8 +23,8 @@ RUNS = 15
 LAYER = """
 import sys, time
 from ds_runtime.ops.contract import Dims, Facts
-from ds_runtime.platform.isolate import look
-from ds_runtime.plugins import installed_plugins, load_plugins
+from ds_runtime.plugins.isolate import look
+from ds_runtime.plugins.manager import installed_plugins, load_plugins
 begin = time.perf_counter()
 installed = installed_plugins()
 failed = look(installed)

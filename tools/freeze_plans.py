@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.cli import main as command
-from ds_runtime.platform.described import described
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import described
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_bench.shapes import SHAPES
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "plans"

@@ -19,18 +19,18 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ds_runtime import hookspecs
+from ds_runtime.assembly.backends import NAMES
+from ds_runtime.assembly.spelling import Spelling
 from ds_runtime.cli.known import BATCH, KNOWN, SERVING
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.messages import Ready, Stats
-from ds_runtime.hooks import of as hooks_of
-from ds_runtime.ops.backends import NAMES
 from ds_runtime.ops.contract import Op, load_attr
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import load_plugins
-from ds_runtime.routed import RoutedEngine
+from ds_runtime.plugins import hookspecs
+from ds_runtime.plugins.hooks import of as hooks_of
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.metrics import EngineView, Metrics
-from ds_runtime.spelling import Spelling
 from ds_runtime_kit import support
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ds_runtime.assembly.plan import Plan
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.table import OPS
-from ds_runtime.plan import Plan
-from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.plugins.manager import Plugins, load_plugins
 from ds_runtime_kit.devices import fake
 
 ROOT = Path(__file__).parents[1]

@@ -210,7 +210,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "plugin half registered",
-        "core/ds_runtime/plugins.py",
+        "core/ds_runtime/plugins/manager.py",
         "            self.manager.unregister(plugin)\n",
         "            pass\n",
         ("tests/core/test_plugins.py",),

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime._version import __version__
-from ds_runtime.hookspecs import hookimpl
+from ds_runtime.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from ds_runtime.llm import LLM, RequestOutput
+    from ds_runtime.offline.llm import LLM, RequestOutput
     from ds_runtime.output_rules import OutputRules
     from ds_runtime.sampling_params import SamplingParams
 
@@ -22,7 +22,7 @@ __all__ = ["LLM", "OutputRules", "RequestOutput", "SamplingParams", "__version__
 
 def __getattr__(name: str) -> Any:
     if name in ("LLM", "RequestOutput"):
-        from ds_runtime import llm
+        from ds_runtime.offline import llm
 
         return getattr(llm, name)
     if name == "OutputRules":

@@ -11,10 +11,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.assembly.plan import read_plan
+from ds_runtime.assembly.spelling import GIVEN, Spelling, nothing, refused
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
-from ds_runtime.hooks import plugin
-from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops import checks
 from ds_runtime.ops.binding.branch import branch
 from ds_runtime.ops.contract import (
@@ -50,7 +50,6 @@ from ds_runtime.ops.contracts.linear import Groups
 from ds_runtime.ops.provider import Declared, Provider
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.torch_platform import TorchPlatform
-from ds_runtime.plan import read_plan
 from ds_runtime.platform import exports
 from ds_runtime.platform.contract import Ceilings, Communicator, GraphBackend, MemoryInfo, Platform
 from ds_runtime.platform.library import Library
@@ -67,7 +66,8 @@ from ds_runtime.platform.probe import (
     torch_built_for,
     visible,
 )
-from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
+from ds_runtime.plugins.hooks import plugin
+from ds_runtime.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from ds_runtime.ops.batch import (
@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from ds_runtime.platform.compilations import compiled
     from ds_runtime.platform.cores import cores_per_device
     from ds_runtime.platform.recording import CaptureError, Recorded, Recording
-    from ds_runtime.routed import Generated, RoutedEngine
+    from ds_runtime.plugins.routes import Generated, RoutedEngine
     from ds_runtime.sampling_params import SamplingParams
     from ds_runtime.weights.place import LoaderSample, PartRequest, Place
     from ds_runtime.weights.quant import read_part
@@ -101,7 +101,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "CaptureError": "ds_runtime.platform.recording",
     "DecodePart": "ds_runtime.ops.batch",
     "ExpertSource": "ds_runtime.ops.weight",
-    "Generated": "ds_runtime.routed",
+    "Generated": "ds_runtime.plugins.routes",
     "Limits": "ds_runtime.ops.batch",
     "LoaderSample": "ds_runtime.weights.place",
     "MlaWeights": "ds_runtime.ops.weight",
@@ -115,7 +115,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "Recording": "ds_runtime.platform.recording",
     "ReferenceExperts": "ds_runtime.ops.reference.moe",
     "ReferenceLinear": "ds_runtime.ops.reference.linear",
-    "RoutedEngine": "ds_runtime.routed",
+    "RoutedEngine": "ds_runtime.plugins.routes",
     "SamplingParams": "ds_runtime.sampling_params",
     "Segments": "ds_runtime.ops.batch",
     "TorchCommunicator": "ds_runtime.parallel.group",

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
+from ds_runtime.common.speculation import check as check_speculation
 from ds_runtime.errors import ConfigError
-from ds_runtime.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
-from ds_runtime.speculation import check as check_speculation
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ds_runtime.common.nesting import MAX_NESTING, too_deep
 from ds_runtime.errors import RequestError, shown
-from ds_runtime.nesting import MAX_NESTING, too_deep
 
 MAX_RULE = 1 << 18  # characters of one rule, as JSON
 MAX_CHOICES = 1024

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from ds_runtime import hookspecs
 from ds_runtime.ops import table
 from ds_runtime.ops.contract import DeviceInfo, Op, load_attr
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.table import OPS, Ops
+from ds_runtime.plugins import hookspecs
 from ds_runtime_kit.checks.conformance import facts_for
 
 ROOT = Path(__file__).parents[2]

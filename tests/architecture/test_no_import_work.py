@@ -93,7 +93,7 @@ def snapshot():
     }
 
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 before = snapshot()
 plugins = load_plugins(extra=[importlib.import_module(n) for n in json.loads(sys.argv[1])])
 platforms = plugins.platforms()
@@ -157,7 +157,7 @@ def test_loading_plugins_changes_no_attribute_of_the_core() -> None:
 
 
 def _not_installed() -> list[str]:
-    from ds_runtime.plugins import load_plugins
+    from ds_runtime.plugins.manager import load_plugins
 
     loaded = {report.module for report in load_plugins().reports.values()}
     return [name for name in IN_TREE if name not in loaded]

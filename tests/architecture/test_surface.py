@@ -43,7 +43,7 @@ def test_a_plugin_of_the_tree_uses_the_surface_only(plugin: Path) -> None:
     [
         ("from ds_runtime.api import Kernel", ["ds_runtime.api"]),
         ("def f():\n    from ds_runtime.ops.contract import Facts", ["ds_runtime.ops.contract"]),
-        ("import ds_runtime.plugins as p", ["ds_runtime.plugins"]),
+        ("import ds_runtime.plugins.manager as p", ["ds_runtime.plugins.manager"]),
         ("from ds_runtime import LLM", ["ds_runtime"]),
         (
             "x = 'ds_runtime.ops.reference.norm:rms_norm'",

@@ -22,11 +22,11 @@ NEEDS_TORCH = {
     "weight",
 }  # under ops: what holds or calls for tensors
 ALWAYS = """
-    ds_runtime ds_runtime.api ds_runtime.assemble ds_runtime.config ds_runtime.errors
-    ds_runtime.hookspecs ds_runtime.plan ds_runtime.plugins ds_runtime.progress
+    ds_runtime ds_runtime.api ds_runtime.assembly.assemble ds_runtime.config ds_runtime.errors
+    ds_runtime.plugins.hookspecs ds_runtime.assembly.plan ds_runtime.plugins.manager ds_runtime.common.progress
     ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.process.launch
     ds_runtime.platform.contract ds_runtime.assembly.result ds_runtime.engine.process.worker
-    ds_runtime.platform.select ds_runtime.model.description.hf ds_runtime.model.description.sites ds_runtime.cli
+    ds_runtime.plugins.select_platform ds_runtime.model.description.hf ds_runtime.model.description.sites ds_runtime.cli
     ds_runtime.ops.reference ds_runtime.testing
     ds_runtime_bench ds_runtime_convert ds_runtime_convert.cli ds_runtime_kit
 """
@@ -58,7 +58,7 @@ DECIDE = """
 from ds_runtime.ops.binding.bind import Binder
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Site
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 
 plugins = load_plugins()
 dims = Dims({"kv_lora": 512, "qk_rope": 64, "qk_nope": 128, "v": 128, "heads": 4})

@@ -15,8 +15,8 @@ from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Facts, Kernel, Offer
 from ds_runtime.ops.reference import norm
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Platform
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit.checks.captures import check_captures
 from ds_runtime_kit.checks.conformance import SMALL_DIMS, TRUE_DIMS, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend

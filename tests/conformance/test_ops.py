@@ -12,7 +12,7 @@ import pytest
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import DeviceInfo, Facts, Kernel, load_attr
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.plugins.manager import Plugins, load_plugins
 from ds_runtime_kit.checks.conformance import check_kernel
 from ds_runtime_kit.kit import Subject, subjects
 

@@ -12,7 +12,7 @@ import pytest
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.contract import FP8_GROUPS, Facts, Kernel
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu import native
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.conformance import check_kernel

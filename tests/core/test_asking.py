@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import pytest
 from faulty import TINY, install, module, tiny_config
 
-from ds_runtime import asking, hookspecs
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.engine import _Observers
-from ds_runtime.hookspecs import HOOKS
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.plugins import asking, hookspecs
+from ds_runtime.plugins.hookspecs import HOOKS
+from ds_runtime.plugins.manager import Plugins, load_plugins
 
 FACTS = Facts(DeviceInfo("cpu", "any", "any"), Dims({"hidden": 64}))
 PURE = ("ds_platform", *hookspecs.OFFER_HOOKS, "ds_defaults")
@@ -140,7 +140,7 @@ def test_a_command_calls_each_hook_once_in_a_process(command: str, tmp_path: Pat
 def test_two_runtimes_call_each_hook_once(tmp_path: Path) -> None:
     model = tiny_config(tmp_path / "m")
     code = (
-        "from ds_runtime.assemble import assemble\nfrom ds_runtime.config import EngineConfig\n"
+        "from ds_runtime.assembly.assemble import assemble\nfrom ds_runtime.config import EngineConfig\n"
         f"for _ in range(2): assemble(EngineConfig(model={str(model)!r}))"
     )
     calls, _ = counted(tmp_path, "-c", code)
@@ -187,10 +187,10 @@ def test_a_slow_import_is_a_line(
 STARTS = {
     "LLM": "from ds_runtime import LLM; LLM(platform='cpu')",
     "assemble": (
-        "from ds_runtime.assemble import assemble; from ds_runtime.config import EngineConfig; "
+        "from ds_runtime.assembly.assemble import assemble; from ds_runtime.config import EngineConfig; "
         "assemble(EngineConfig())"
     ),
-    "load_plugins": "from ds_runtime.plugins import load_plugins; load_plugins()",
+    "load_plugins": "from ds_runtime.plugins.manager import load_plugins; load_plugins()",
 }
 
 

@@ -13,10 +13,11 @@ from faulty import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_runtime.assembly.estimate import beside_of
+from ds_runtime.assembly.plan import Plan, check_against, difference, make_rows
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.sites import INPUTS, model_sites
-from ds_runtime.model.estimate import beside_of
 from ds_runtime.ops.binding.bind import Binding, Pin, decide_all, refusal
 from ds_runtime.ops.binding.bound import BoundOps, _say_plain
 from ds_runtime.ops.binding.by_rows import shares_of
@@ -24,8 +25,7 @@ from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Off
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
-from ds_runtime.plan import Plan, check_against, difference, make_rows
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 
 BASE = Facts(
     DeviceInfo("cpu", "any", "any"),

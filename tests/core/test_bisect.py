@@ -18,7 +18,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.ops.reference import attention, linear, norm
 from ds_runtime.ops.weight import Packed
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.bisect import repro_case, search
 from ds_runtime_kit.checks.conformance import cases_for, check_case, facts_for

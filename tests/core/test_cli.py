@@ -271,9 +271,9 @@ def test_an_interrupt_is_130_and_a_bug_keeps_its_traceback(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ds_runtime.plugins.Plugins.platforms", interrupted)
+    monkeypatch.setattr("ds_runtime.plugins.manager.Plugins.platforms", interrupted)
     assert run(capsys, "plugins")[0] == 130
-    monkeypatch.setattr("ds_runtime.plugins.Plugins.platforms", lambda self: 1 / 0)
+    monkeypatch.setattr("ds_runtime.plugins.manager.Plugins.platforms", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["plugins"])
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from faulty import install, tiny_config
 
+from ds_runtime.assembly.spelling import add_spellings, engines
 from ds_runtime.cli import build_parser, main
 from ds_runtime.cli.flags import build
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.spelling import add_spellings, engines
 
 Built = tuple[EngineConfig, frozenset[str], ServerConfig, frozenset[str]]
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ds_runtime import receipts
 from ds_runtime.api import OPS, Facts, Kernel, hookimpl
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly import receipts
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit import conform
 from ds_runtime_kit.cli.conform import _line

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime import assemble as assembling
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly import assemble as assembling
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.estimate import needed_bytes, packed_bytes
+from ds_runtime.assembly.plan import render
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.hookspecs import hookimpl
 from ds_runtime.model.description.sites import joined
-from ds_runtime.model.estimate import needed_bytes, packed_bytes
 from ds_runtime.ops.binding.bind import Binder, Pin
 from ds_runtime.ops.contract import (
     RANK_PLATFORM,
@@ -27,8 +27,8 @@ from ds_runtime.ops.contract import (
 )
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
-from ds_runtime.plan import render
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.hookspecs import hookimpl
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.models.tiny import write_tiny
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="bfloat16")

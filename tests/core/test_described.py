@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo
 from ds_runtime.platform.contract import Platform
-from ds_runtime.platform.described import describe
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import describe
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit import support
 
 SOURCE = """

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from faulty import module, tiny_config
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.explain import Explained
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.cli import main
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
-from ds_runtime.explain import Explained
 from ds_runtime.ops.binding.bind import refusals
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Fixable, Gates, gates
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.described import described
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import described
+from ds_runtime.plugins.manager import load_plugins
 
 ROOT = Path(__file__).parents[2]
 V3 = ROOT / "tests" / "core" / "model" / "fixtures" / "deepseek-v3.json"

@@ -31,8 +31,8 @@ MEASURE_LAYER = (
     SPENT
     + """
 from ds_runtime.ops.contract import Dims, Facts
-from ds_runtime.platform.isolate import look
-from ds_runtime.plugins import installed_plugins, load_plugins
+from ds_runtime.plugins.isolate import look
+from ds_runtime.plugins.manager import installed_plugins, load_plugins
 begin = spent()
 installed = installed_plugins()
 failed = look(installed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.cli.inspect.fit import shortfall
 from ds_runtime.config import EngineConfig

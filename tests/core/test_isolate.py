@@ -39,7 +39,7 @@ FAULTS = {
 }
 MAIN = """
 import json, sys
-from ds_runtime.platform import isolate
+from ds_runtime.plugins import isolate
 isolate.LIMIT = 1
 from ds_runtime.cli import main
 raise SystemExit(main(json.loads(sys.argv[1])))

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from faulty import tiny_config
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import DeviceInfo, Kernel, Offers
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.testing.conformance import cases_for, check_case, facts_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from faulty import install, module, tiny_config
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.process.banner import warnings
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.hookspecs import HOOKS
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.plugins.hookspecs import HOOKS
+from ds_runtime.plugins.manager import Plugins, load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 
 FACTS = Facts(DeviceInfo("cpu", "any", "any"), Dims({"hidden": 64}))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ds_runtime.errors import RequestError
-from ds_runtime.prompts import conversations, listed
+from ds_runtime.offline.prompts import conversations, listed
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import ds_runtime
-from ds_runtime.readable import readable
+from ds_runtime.common.readable import readable
 
 
 def test_what_can_be_read_and_what_has_ended():

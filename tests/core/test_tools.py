@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from faulty import install
 
-from ds_runtime import plugins
 from ds_runtime.cli import build_parser, main
-from ds_runtime.plugins import TOOLS, load_plugins
+from ds_runtime.plugins import manager as plugins
+from ds_runtime.plugins.manager import TOOLS, load_plugins
 
 VERBS = ("bench", "convert", "conform", "bisect", "new-plugin")
 Capture = pytest.CaptureFixture[str]

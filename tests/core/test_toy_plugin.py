@@ -20,7 +20,7 @@ import json, sys
 from ds_runtime.ops.binding.bind import Binder
 from ds_runtime.ops.contract import Site
 from ds_runtime.platform.contract import DeviceInfo
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 
 facts = facts_for(DeviceInfo("cpu", "any", "any"), "bfloat16")

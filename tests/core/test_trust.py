@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 from faulty import PRELUDE, install, module, tiny_config
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, PluginError
-from ds_runtime.plugins import Plugins, load_plugins
-from ds_runtime.trust import Unreadable, digest, write_allowlist
+from ds_runtime.plugins.manager import Plugins, load_plugins
+from ds_runtime.plugins.trust.allowlist import Unreadable, digest, write_allowlist
 
 GOOD = "@hookimpl\ndef ds_ops(): return []\n"
 LOUD = "import pathlib; pathlib.Path(__file__ + '.ran').touch()\n"
@@ -338,7 +338,7 @@ def test_a_plugin_in_the_working_directory_is_not_loaded(tmp_path: Path, way: st
     if way == "module":
         assert "acme" not in run(tmp_path, "-m", "ds_runtime", "plugins")
     else:
-        code = "from ds_runtime.plugins import load_plugins; print(load_plugins().reports['acme'])"
+        code = "from ds_runtime.plugins.manager import load_plugins; print(load_plugins().reports['acme'])"
         assert "lies in the working directory, from which nothing is" in run(tmp_path, "-c", code)
     assert not list(tmp_path.glob("*.ran"))
 
@@ -351,7 +351,9 @@ def test_a_module_in_the_working_directory_does_not_hide_an_installed_one(tmp_pa
     path = os.pathsep.join([*filter(None, sys.path), str(site)])
     listing = run(here, "-m", "ds_runtime", "plugins", PYTHONPATH=path)
     assert "acme         acme-dist 2.5          kernels only" in listing
-    code = "from ds_runtime.plugins import load_plugins; print(load_plugins().reports['acme'])"
+    code = (
+        "from ds_runtime.plugins.manager import load_plugins; print(load_plugins().reports['acme'])"
+    )
     assert "in the working directory, hides its module" in run(here, "-c", code, PYTHONPATH=path)
     assert not list(here.glob("*.ran"))
 
@@ -365,7 +367,7 @@ def test_an_editable_install_works_in_its_own_folder(tmp_path: Path) -> None:
     (info,) = site.glob("*.dist-info")
     (info / "direct_url.json").write_text(json.dumps({"dir_info": {"editable": True}}))
     path = os.pathsep.join([*filter(None, sys.path), str(site), str(here)])
-    code = "from ds_runtime.plugins import load_plugins; print(load_plugins().reports)"
+    code = "from ds_runtime.plugins.manager import load_plugins; print(load_plugins().reports)"
     for way in (("-m", "ds_runtime", "plugins"), ("-c", code)):
         said = run(here, *way, PYTHONPATH=path)
         assert "acme" in said and "acme@" not in said and "not allowed" not in said

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime import hookspecs
 from ds_runtime.api import (
     FP8_GROUPS,
     RANK_SPECIALISED,
@@ -34,7 +33,8 @@ from ds_runtime.api import (
 )
 from ds_runtime.ops.provider import Declared
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins import hookspecs
+from ds_runtime.plugins.manager import load_plugins
 
 DEVICE = DeviceInfo("acme", "Acme X1", "acme_x1")
 FACTS = Facts(DEVICE, Dims({"heads": 4}), dtype="bfloat16", kv_dtype="bfloat16")

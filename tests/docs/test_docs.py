@@ -15,7 +15,7 @@ import pytest
 import ds_runtime_cuda
 import gen_docs
 import mutate
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import build_parser
 from ds_runtime.config import EngineConfig
 from ds_runtime_kit.scaffold import files

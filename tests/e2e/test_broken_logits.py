@@ -19,8 +19,8 @@ from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.errors import LogitsError
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime.text.tokenizer import Tokenizer
 
 SETTINGS = {

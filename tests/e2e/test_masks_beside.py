@@ -12,7 +12,7 @@ import pytest
 from test_structured import SETTINGS, engine, run, submits
 
 from ds_runtime import LLM, OutputRules, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Submit

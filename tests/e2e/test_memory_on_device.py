@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model import room
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.assembly import room
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench.shapes import config_of
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.hookspecs import HOOKS
-from ds_runtime.plugins import Plugins
+from ds_runtime.plugins.hookspecs import HOOKS
+from ds_runtime.plugins.manager import Plugins
 
 
 def test_no_hook_is_called_during_steps(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

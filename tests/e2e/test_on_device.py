@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from ds_runtime import LLM, OutputRules, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.tiny import V3_HEADS

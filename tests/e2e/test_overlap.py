@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ds_runtime import SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine

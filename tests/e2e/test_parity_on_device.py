@@ -15,8 +15,8 @@ from test_parity_llm import (
 )
 
 from ds_runtime import LLM
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import V3_HEADS, write_tiny_fp8
 

@@ -10,8 +10,8 @@ import torch
 from test_graphs import SETTINGS, make, recorded  # noqa: F401 (a fixture)
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import assemble
-from ds_runtime.capture_sizes import prefill_graph_sizes
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.capture_sizes import prefill_graph_sizes
 from ds_runtime.config import EngineConfig, check_graph_sizes
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError

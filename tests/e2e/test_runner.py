@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine, eos_tokens

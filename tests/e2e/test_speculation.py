@@ -12,14 +12,14 @@ import pytest
 from msgspec import structs
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.output_rules import OutputRules
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.speculation import Speculation
 from ds_runtime_cpu.platform import CpuPlatform
 
 SETTINGS = {

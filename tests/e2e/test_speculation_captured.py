@@ -17,7 +17,7 @@ from test_speculation import SETTINGS, asked, shortened
 from test_speculation_pairs import answers, made  # noqa: F401
 
 from ds_runtime import LLM, OutputRules, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import _add_plugin_flags, build_parser
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import settle
 from ds_runtime.cli.run.serve import configs
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 
 HERE = Path(__file__).parent
 VERBS = {

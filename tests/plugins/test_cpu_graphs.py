@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.capture.lazy import LateGraphs
 from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.platform.recording import CaptureError
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu import kernels, native, small
 from ds_runtime_cpu.graphs import HostGraphs
 from ds_runtime_cpu.platform import CpuPlatform

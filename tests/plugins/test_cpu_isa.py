@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, UnsupportedError
@@ -163,7 +163,7 @@ def test_the_command_line_refuses_in_a_sentence(capsys):
 def test_deciding_loads_neither_torch_nor_a_library():
     code = """
 import sys
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 found = assemble(EngineConfig(platform="cpu", cpu_isa="generic"))
 maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""

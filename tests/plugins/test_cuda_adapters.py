@@ -13,9 +13,9 @@ from vendor_doubles.compiled import standing_in
 from ds_runtime import api
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims
-from ds_runtime.platform.described import describe
 from ds_runtime.platform.probe import install_command
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import describe
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cuda import blackwell, gates, kernels
 from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,

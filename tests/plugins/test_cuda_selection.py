@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.estimate import sparse_bytes
+from ds_runtime.assembly.room import reserve
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.kv.budget import Room, kv_memory
-from ds_runtime.model.estimate import sparse_bytes
-from ds_runtime.model.room import reserve
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contracts.sparse import SCORES
-from ds_runtime.platform.described import described
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import described
+from ds_runtime.plugins.manager import load_plugins
 
 FIXTURES = Path(__file__).parents[1] / "core" / "model" / "fixtures"
 LIBRARIES = ("deep_gemm", "flash_mla", "flashinfer", "sgl_kernel")

@@ -10,7 +10,7 @@ import pytest
 import gen_selection
 from ds_runtime.assembly import result
 from ds_runtime.errors import ConfigError
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu import isa, machine
 from ds_runtime_kit.devices import fake
 

@@ -15,9 +15,9 @@ from vendor_doubles import cuda, install
 from vendor_doubles.compiled import standing_in
 
 from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.estimate import packed_bytes
 from ds_runtime.config import EngineConfig
-from ds_runtime.model.estimate import packed_bytes
 from ds_runtime.ops.binding.by_rows import asks_for
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.moe import ReferenceExperts

@@ -9,7 +9,7 @@ from interpreter import DEVICE, faithful, needs_triton
 
 from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,

@@ -11,9 +11,9 @@ from vendor_doubles import install, xpu
 
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import DeviceInfo, Dims, Offers
-from ds_runtime.platform.described import describe
 from ds_runtime.platform.probe import install_command
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import describe
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import (
     SMALL_DIMS,
     TRUE_DIMS,

@@ -7,7 +7,7 @@ import torch
 
 from ds_runtime.cli import main
 from ds_runtime.ops.contract import DeviceInfo
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.kit import Subject, by_kernel, check_all, subjects
 
 pytestmark = pytest.mark.slow

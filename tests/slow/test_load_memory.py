@@ -15,9 +15,9 @@ from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 
 LOAD = """
 import json, resource, sys, torch
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.model.estimate import needed_bytes
+from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.weights.load import load_model
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator

@@ -23,8 +23,8 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Ready, Submit, Tokens, decode_from_engine, encoder
 from ds_runtime.engine.process.launch import EngineProcesses
 from ds_runtime.engine.process.transport import bind_pull, connect_push, private_folder
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime.sampling_params import SamplingParams
 
 LIMIT = 10.0  # seconds from a death to the last process's end

@@ -8,16 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ds_runtime._version import __version__
+from ds_runtime.assembly.plan import Plan, make_rows
+from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.lora.plan import LoraPlan
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
-from ds_runtime.plan import Plan, make_rows
 from ds_runtime.platform.contract import Platform
-from ds_runtime.plugins import Plugins
-from ds_runtime.progress import amount
+from ds_runtime.plugins.manager import Plugins
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any
 
 from ds_runtime._version import __version__
+from ds_runtime.assembly.spelling import add_spellings, engines
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.inspect import doctor, ops, plan, plugins
@@ -24,10 +25,15 @@ from ds_runtime.cli.run import chat, generate, serve, warm
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.contract import Refusal
-from ds_runtime.platform.isolate import look
-from ds_runtime.platform.select import asked_for, stopped
-from ds_runtime.plugins import Plugins, importable, installed_plugins, load_plugins, load_tools
-from ds_runtime.spelling import add_spellings, engines
+from ds_runtime.plugins.isolate import look
+from ds_runtime.plugins.manager import (
+    Plugins,
+    importable,
+    installed_plugins,
+    load_plugins,
+    load_tools,
+)
+from ds_runtime.plugins.select_platform import asked_for, stopped
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REPORTING = ("plugins", "doctor")  # run whatever is wrong with the plugins, and say it

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ds_runtime.assembly.spelling import Known
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.spelling import Known
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from ds_runtime.assembly.spelling import GIVEN, Spelling, nothing, refused
 from ds_runtime.errors import ConfigError
-from ds_runtime.spelling import GIVEN, Spelling, nothing, refused
 
 _EXPERTS = (
     "experts by number are not built yet: --tp divides the weights of every expert among its ranks"

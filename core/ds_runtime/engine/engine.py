@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.asking import SLOW
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
@@ -37,6 +36,7 @@ from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.platform.compilations import counted, num_compiled
+from ds_runtime.plugins.asking import SLOW
 
 _COMPILE_WAIT = 0.002  # seconds that an idle step waits for a grammar
 _MASK_WAIT = 0.002  # and for a mask

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.assembly.room import kv_room, page_bytes, reserve
+from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.estimate import activation_bytes, sparse_bytes
-from ds_runtime.model.room import kv_room, page_bytes, reserve
-from ds_runtime.progress import amount
 
 FULL_CONTEXTS = 8
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, device
 
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.common.progress import Progress
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import load_attr
-from ds_runtime.progress import Progress
 
 
 def allocate(

@@ -26,7 +26,7 @@ from ds_runtime.checkpoint.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.lora.plan import AdapterSpec
-from ds_runtime.routed import RoutedEngine
+from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.engines.client import EngineClient
 from ds_runtime.server.engines.plugin_routes import ServedEngine
@@ -231,7 +231,7 @@ def add_routes(
     """The HTTP routes of the plugins that the operator named, and of no other."""
     if not names:
         return
-    from ds_runtime.plugins import load_plugins
+    from ds_runtime.plugins.manager import load_plugins
 
     plugins = load_plugins(config.plugins, allowlist=config.plugin_allowlist)
     offering = plugins.implementing("ds_routes")

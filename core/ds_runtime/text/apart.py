@@ -26,8 +26,8 @@ from typing import IO, Any
 import msgspec
 
 from ds_runtime import errors
+from ds_runtime.common.readable import readable
 from ds_runtime.errors import CheckpointError, QueueFullError, RequestError
-from ds_runtime.readable import readable
 from ds_runtime.text.formats.template import Message, Template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime.text.worker import (

@@ -26,8 +26,8 @@ from typing import Any
 
 import msgspec
 
+from ds_runtime.common.readable import readable
 from ds_runtime.errors import DsRuntimeError, FieldPath, RequestError, named
-from ds_runtime.readable import readable
 from ds_runtime.text.formats.families import find_family
 from ds_runtime.text.formats.template import Template, load_template
 from ds_runtime.text.tokenizer import Tokenizer

@@ -7,25 +7,25 @@ import sys
 from contextlib import closing
 from typing import Any
 
-from ds_runtime.assembly.result import Assembly
-from ds_runtime.checkpoint.shards import Checkpoint
-from ds_runtime.errors import ConfigError
-from ds_runtime.model.deepseek import DeepSeekModel
-from ds_runtime.model.description.manifest import stored_modules
-from ds_runtime.model.description.nextn import NextN, nextn_modules
-from ds_runtime.model.draft import DraftModel
-from ds_runtime.model.estimate import (
+from ds_runtime.assembly.estimate import (
     beside_of,
     needed_bytes,
     page_table_bytes,
     positions_of,
     rotation_bytes,
 )
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.common.progress import Progress, amount
+from ds_runtime.errors import ConfigError
+from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.description.manifest import stored_modules
+from ds_runtime.model.description.nextn import NextN, nextn_modules
+from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.platform.contract import Communicator
-from ds_runtime.progress import Progress, amount
 from ds_runtime.weights.check import unread_indexers
 from ds_runtime.weights.dummy import DummyCheckpoint
 from ds_runtime.weights.loader import Loader

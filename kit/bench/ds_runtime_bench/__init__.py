@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import _SubParsersAction
 from typing import Any
 
-from ds_runtime.hookspecs import hookimpl
+from ds_runtime.plugins.hookspecs import hookimpl
 
 
 @hookimpl

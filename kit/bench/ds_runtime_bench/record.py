@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
 
 def _dummies() -> bool:
     """Whether this process has decided for a model of random weights."""
-    assemble = sys.modules.get("ds_runtime.assemble")
+    assemble = sys.modules.get("ds_runtime.assembly.assemble")
     return assemble is not None and bool(assemble.dummies)
 
 

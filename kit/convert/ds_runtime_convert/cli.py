@@ -32,7 +32,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 def run(args: Namespace) -> int:
     """Convert, and say what came of it."""
     from ds_runtime.checkpoint.hub import resolve_model
-    from ds_runtime.progress import amount
+    from ds_runtime.common.progress import amount
     from ds_runtime_convert.run import convert
 
     out = Path(args.out)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_runtime.assemble import find_loader
+from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.description.hf import load_config
@@ -17,7 +17,7 @@ from ds_runtime.model.description.manifest import Stored, stored_modules
 from ds_runtime.model.description.nextn import SHARED, draft_modules
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.check import check_checkpoint, ignorable
 from ds_runtime.weights.quant import PartRequest, Place, Quant
 

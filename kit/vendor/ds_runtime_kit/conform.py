@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ds_runtime._version import __version__
+from ds_runtime.assembly.receipts import FORMAT, code_digest
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import DeviceInfo, Kernel, Offers, QuantLoader
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import GraphBackend, Platform
-from ds_runtime.plugins import PluginReport, Plugins
-from ds_runtime.receipts import FORMAT, code_digest
+from ds_runtime.plugins.manager import PluginReport, Plugins
 from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects

@@ -15,7 +15,7 @@ from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, Kernel,
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime.plugins import Plugins
+from ds_runtime.plugins.manager import Plugins
 from ds_runtime_kit.checks import rows
 from ds_runtime_kit.checks.captures import check_captures
 from ds_runtime_kit.checks.conformance import (

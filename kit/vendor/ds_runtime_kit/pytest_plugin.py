@@ -22,8 +22,8 @@ import pytest
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import QuantLoader
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend
 from ds_runtime_kit.conform import LOADER, questioned

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import Plugins
+from ds_runtime.plugins.manager import Plugins
 
 
 def plugins_of(plugins: Plugins, names: Collection[str]) -> list[str]:

@@ -13,8 +13,8 @@ from itertools import groupby
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import Dims, Facts, Kernel
 from ds_runtime.ops.table import OPS
-from ds_runtime.platform.described import described
-from ds_runtime.plugins import Plugins
+from ds_runtime.plugins.described_devices import described
+from ds_runtime.plugins.manager import Plugins
 
 DTYPES = ("bfloat16", "float16", "float32")
 _FP8 = "float8_e4m3fn"

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ds_runtime.assembly.estimate import activation_bytes
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.kv.budget import Room, context_length
 from ds_runtime.kv.budget import kv_memory as of_room
-from ds_runtime.model.estimate import activation_bytes
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN

@@ -14,8 +14,8 @@ from ds_runtime.ops.contract import DeviceInfo, Facts, load_attr
 from ds_runtime.ops.reference.cases import PagedCache, Saved
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit.checks.conformance import SMALL_DIMS, signature_difference
 from ds_runtime_kit.checks.inputs import for_kernel, plain_pages
 

@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
-from ds_runtime.speculation import Speculation
 
 
 def simulate(pace, times, right, count, steps, seed=0):

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from ds_runtime.progress import Progress, amount
+from ds_runtime.common.progress import Progress, amount
 
 
 class Terminal(io.StringIO):

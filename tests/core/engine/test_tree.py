@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import CPU, LIMIT, ROWS, VOCAB, draw
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.acceptance import Branch, claim, fronts, moves, verify
 from ds_runtime.engine.speculate.tree import Drafted, Growth, Trees, seen_by
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
@@ -18,7 +19,6 @@ from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
 from ds_runtime.sampling_params import SamplingParams
-from ds_runtime.speculation import Speculation
 from examples import examples
 
 

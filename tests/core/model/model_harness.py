@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ds_runtime_cpu
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.lora.read import Adapter

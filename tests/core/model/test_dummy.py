@@ -14,7 +14,7 @@ from model_harness import Harness, Sequence_, decide
 from published_kinds import KINDS, write_kind
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import find_loader
+from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
@@ -23,7 +23,7 @@ from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import stored_modules
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.reference import moe
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.dummy import DummyCheckpoint
 from ds_runtime.weights.quant import PartRequest, Quant

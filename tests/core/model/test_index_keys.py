@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_runtime.api import Weight, WeightPart
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.description.hf import load_config

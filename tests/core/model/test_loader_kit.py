@@ -16,14 +16,15 @@ import torch
 from published_kinds import BESIDE, KINDS
 from safetensors.torch import load_file, save_file
 
-from ds_runtime import LLM, SamplingParams, receipts
+from ds_runtime import LLM, SamplingParams
 from ds_runtime.api import LoaderSample
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly import receipts
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit import conform
 from ds_runtime_kit.loaders.checkpoints import write_checkpoint
 from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader

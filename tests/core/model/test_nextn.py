@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.estimate import needed_bytes
+from ds_runtime.assembly.requantise import with_w4afp8_experts
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.shards import EXPORTED
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
 from ds_runtime.model.description.nextn import HEAD
-from ds_runtime.model.estimate import needed_bytes
-from ds_runtime.model.requantise import with_w4afp8_experts
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.speculation import Speculation
 from ds_runtime.weights import loader
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint

@@ -21,7 +21,7 @@ from ds_runtime.cli import main
 from ds_runtime.errors import CheckpointError
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_convert.source import Source
 from ds_runtime_kit.models.tiny import write_tiny
 from examples import examples

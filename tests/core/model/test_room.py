@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.assemble import assemble
-from ds_runtime.cli import main
-from ds_runtime.config import EngineConfig
-from ds_runtime.model.estimate import beside_bytes, needed_bytes, positions_of
-from ds_runtime.model.room import (
+from ds_runtime.assembly.assemble import assemble
+from ds_runtime.assembly.estimate import beside_bytes, needed_bytes, positions_of
+from ds_runtime.assembly.room import (
     REQUEST_TOKENS,
     REQUESTS,
     idle_room,
@@ -22,6 +20,8 @@ from ds_runtime.model.room import (
     page_bytes,
     reserve,
 )
+from ds_runtime.cli import main
+from ds_runtime.config import EngineConfig
 from examples import examples
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, KernelError
 from ds_runtime.ops.binding.bound import BoundOps
@@ -22,7 +22,7 @@ from ds_runtime.ops.binding.by_rows import asks_for, shares_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.reference import activation, moe, norm
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 from examples import examples
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.assemble import find_loader
+from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.description.hf import from_hf
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.ops.reference.linear import Fp8W8A8Linear, quantize_group
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.loaders import ds_quant_loaders
 from ds_runtime_bench.shapes import config_of
 from examples import examples

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_runtime.common.nesting import MAX_NESTING, too_deep
 from ds_runtime.errors import RequestError
-from ds_runtime.nesting import MAX_NESTING, too_deep
 from ds_runtime.output_rules import OutputRules, ToolRules, ToolSchema
 
 HOLE = "the hole"

@@ -20,10 +20,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from server_harness import until
 
-from ds_runtime import hookimpl, plugins
+from ds_runtime import hookimpl
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
+from ds_runtime.plugins import manager as plugins
 from ds_runtime.server import serve as serve_module
 from ds_runtime.server.serve import add_routes, listen, model_name
 

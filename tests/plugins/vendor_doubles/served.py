@@ -14,8 +14,8 @@ import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.api import DeviceInfo, hookimpl
-from ds_runtime.platform.described import describe
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.described_devices import describe
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_cpu.platform import CpuPlatform
 
 LENGTHS = (70, 9, 1)

@@ -18,7 +18,7 @@ from ds_runtime._version import __version__
 from ds_runtime.platform.probe import install_command
 
 if TYPE_CHECKING:
-    from ds_runtime.plugins import Plugins
+    from ds_runtime.plugins.manager import Plugins
 
 GiB = 1 << 30
 Row = tuple[str, str]
@@ -125,7 +125,7 @@ def _missing(name: str) -> str:
 
 
 def _plugin_rows(plugins: Plugins, described: Iterable[Mapping[str, Any]]) -> list[Row]:
-    from ds_runtime.asking import asking
+    from ds_runtime.plugins.asking import asking
 
     rows = []
     for row in described:

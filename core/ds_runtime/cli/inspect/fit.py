@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ds_runtime.common.progress import amount
 from ds_runtime.errors import ConfigError, DsRuntimeError
-from ds_runtime.progress import amount
 
 if TYPE_CHECKING:
     from ds_runtime.assembly.result import Assembly
@@ -19,8 +19,8 @@ def shortfall(assembly: Assembly) -> str | None:
     """What does not fit in one rank's device, as starting would find; None if all does. Raises
     ConfigError where it is --kv-memory that does not.
     """
+    from ds_runtime.assembly.estimate import needed_bytes
     from ds_runtime.kv.budget import Room, context_length, kv_memory
-    from ds_runtime.model.estimate import needed_bytes
 
     memory = assembly.platform.memory()
     needed = needed_bytes(assembly)

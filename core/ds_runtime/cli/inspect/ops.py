@@ -27,9 +27,9 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 def run(args: Namespace) -> int:
     """Print the table."""
     config, explicit = build(EngineConfig, args)
-    from ds_runtime.assemble import assemble
+    from ds_runtime.assembly.assemble import assemble
+    from ds_runtime.assembly.explain import Explained
     from ds_runtime.cli.inspect.plan import tell_left_out
-    from ds_runtime.explain import Explained
 
     assembly = assemble(config, explicit)
     tell_left_out(assembly)

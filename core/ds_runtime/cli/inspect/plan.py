@@ -67,9 +67,9 @@ def run(args: Namespace) -> int:
         hint = near(args.explain, OPS) or f"; ops: {', '.join(OPS)}"
         raise ConfigError(f"--explain {args.explain!r}: no such op{hint}")
     config, explicit = build(EngineConfig, args)
-    from ds_runtime.assemble import assemble
-    from ds_runtime.model import room
-    from ds_runtime.plan import render
+    from ds_runtime.assembly import room
+    from ds_runtime.assembly.assemble import assemble
+    from ds_runtime.assembly.plan import render
 
     lacking = [name.strip() for name in args.without.split(",") if name.strip()]
     if lacking and args.device is None:
@@ -99,7 +99,7 @@ def run(args: Namespace) -> int:
 
 def _receipts(assembly: Assembly, args: Namespace) -> list[str]:
     """What `conform` found of the plugins whose kernels were chosen."""
-    from ds_runtime import receipts
+    from ds_runtime.assembly import receipts
 
     where = Path(args.receipts) if args.receipts else receipts.folder()
     return receipts.standing(assembly, receipts.read_all(where))
@@ -110,7 +110,7 @@ def _described(assembly: Assembly, device: str | None) -> str:
     if device is None:
         return ""
     info = assembly.device
-    from ds_runtime.platform.described import whole
+    from ds_runtime.plugins.described_devices import whole
 
     features = ", ".join(whole(info))
     return f"described device {info.name}: {info.cores} cores, with {features}\n"
@@ -132,7 +132,7 @@ def _lock(path: str, text: str, assembly: Assembly) -> int:
 
 
 def _diff(left: str, right: str) -> int:
-    from ds_runtime.plan import difference, read_plan
+    from ds_runtime.assembly.plan import difference, read_plan
 
     said = difference(read_plan(left), read_plan(right))
     print("\n".join(f"- {line}" for line in said) if said else "the plans are equal")
@@ -141,7 +141,7 @@ def _diff(left: str, right: str) -> int:
 
 def _explained(assembly: Assembly, op: str, as_json: bool) -> str:
     """Every kernel of `op`, then which better ones are near, and what brings them."""
-    from ds_runtime.explain import Explained
+    from ds_runtime.assembly.explain import Explained
 
     found = Explained(assembly, op)
     rows, misses = list(found.rows()), found.misses()

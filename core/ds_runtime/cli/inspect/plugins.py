@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ds_runtime.ops.contract import Facts, Refusal
     from ds_runtime.platform.contract import Platform
-    from ds_runtime.plugins import Plugins
+    from ds_runtime.plugins.manager import Plugins
 
 
 def add(subcommands: _SubParsersAction[Any]) -> None:
@@ -49,8 +49,8 @@ def run(args: Namespace) -> int:
 
 
 def _lock(path: str) -> int:
-    from ds_runtime.plugins import installed_plugins
-    from ds_runtime.trust import write_allowlist
+    from ds_runtime.plugins.manager import installed_plugins
+    from ds_runtime.plugins.trust.allowlist import write_allowlist
 
     third = [e.dist for e in installed_plugins().values() if e.third_party and not e.refusal]
     names = write_allowlist(path, third)
@@ -60,7 +60,7 @@ def _lock(path: str) -> int:
 
 def load(args: Namespace) -> Plugins:
     """The installed plugins, or those of --plugins A,B; unknown names stop nothing."""
-    from ds_runtime.plugins import load_plugins
+    from ds_runtime.plugins.manager import load_plugins
 
     given = args.plugins
     names = None if given is None else [n.strip() for n in given.split(",") if n.strip()]
@@ -113,7 +113,7 @@ def _facts(works: list[Platform]) -> Facts:
 
 def _own_probe(plugins: Plugins, name: str, has_platform: bool) -> Refusal | None:
     """What a plugin without a platform says of this machine, by its optional PROBE."""
-    from ds_runtime.asking import asking
+    from ds_runtime.plugins.asking import asking
 
     probe = getattr(plugins.manager.get_plugin(name), "PROBE", None)
     if has_platform or probe is None:

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Generator
 from typing import Any, cast
 
-from ds_runtime.address import Address, checked_key
+from ds_runtime.common.address import Address, checked_key
 from ds_runtime.errors import DsRuntimeError, shown
 
 _ERROR_BYTES = 1 << 16

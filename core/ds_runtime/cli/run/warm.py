@@ -49,8 +49,8 @@ def warm(
     Raises UnsupportedError where no kernel that is chosen compiles, and what a start raises.
     plugins: modules beside those that are installed.
     """
-    from ds_runtime.assemble import assemble
-    from ds_runtime.llm import LLM
+    from ds_runtime.assembly.assemble import assemble
+    from ds_runtime.offline.llm import LLM
     from ds_runtime.platform.compilations import counted
 
     config = replace(config, load_format="dummy")

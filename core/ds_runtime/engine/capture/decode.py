@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_runtime.common.progress import Progress
 from ds_runtime.engine.capture.lazy import LateGraphs
 from ds_runtime.engine.capture.rehearse import Rehearsed
 from ds_runtime.engine.step.finite import finite_rows
@@ -30,7 +31,6 @@ from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.errors import DsRuntimeError, KernelError, PluginError
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Spread
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime.progress import Progress
 
 
 class Model(Protocol):

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_runtime.common.progress import Progress
 from ds_runtime.engine.capture.decode import captured, made_ready
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
@@ -25,7 +26,6 @@ from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch
 from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.platform.graphs import borrowed
-from ds_runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.common.progress import Progress
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.decode import DecodeGraph, GraphContext
 from ds_runtime.engine.capture.registry import Captured, Capturing
 from ds_runtime.engine.capture.rehearse import rehearsing
@@ -44,8 +46,6 @@ from ds_runtime.kv.caches import allocate
 from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.platform.contract import Communicator
-from ds_runtime.progress import Progress
-from ds_runtime.speculation import Speculation
 from ds_runtime.weights.load import load_draft, load_model
 
 

@@ -23,7 +23,8 @@ from typing import cast
 
 import zmq
 
-from ds_runtime import errors, interrupt, progress
+from ds_runtime import errors
+from ds_runtime.common import interrupt, progress
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.process.failure import leave_reason, reasons

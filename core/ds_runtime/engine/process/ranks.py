@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from ds_runtime.assembly.plan import Plan, difference
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.process.failure import bounded, during
@@ -24,7 +25,6 @@ from ds_runtime.engine.process.transport import bind_pull, connect_push, ipc
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.plan import Plan, difference
 from ds_runtime.platform.contract import Communicator
 
 _LEAVE = b""

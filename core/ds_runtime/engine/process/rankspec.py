@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.platform.contract import Platform
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import load_plugins
+from ds_runtime.plugins.manager import load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def watch(parent: int, folder: str, ranks: Sequence[tuple[int, int, int]]) -> No
 
 
 def _ready(descriptors: Sequence[int], seconds: float | None) -> list[int]:
-    """As `ds_runtime.readable`, which is not to be imported here."""
+    """As `ds_runtime.common.readable`, which is not to be imported here."""
     poll = select.poll()
     for one in descriptors:
         poll.register(one, select.POLLIN)

@@ -15,8 +15,8 @@ import statistics
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.step.plan import StepPlan, StepResult
-from ds_runtime.speculation import Speculation
 
 _SAMPLES = 9  # times of which the median counts
 _ENOUGH = 3  # of them are wanted of a choice before it is judged

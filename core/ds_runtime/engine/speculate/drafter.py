@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.acceptance import Branch
 from ds_runtime.engine.speculate.chain import JudgeGraph
 from ds_runtime.engine.speculate.programs import Cycles
@@ -35,7 +36,6 @@ from ds_runtime.engine.step.transfer import Download, Upload, put
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)

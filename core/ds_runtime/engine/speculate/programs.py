@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_runtime.common.progress import Progress
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.decode import GraphContext
 from ds_runtime.engine.capture.rehearse import Rehearsed
 from ds_runtime.engine.speculate.chain import ChainGraph, JudgeGraph
@@ -18,8 +20,6 @@ from ds_runtime.engine.step.plan import StepPlan
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime.progress import Progress
-from ds_runtime.speculation import Speculation
 
 
 class Cycles:

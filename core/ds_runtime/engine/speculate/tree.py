@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.ops.batch import TAIL
-from ds_runtime.speculation import Speculation
 
 
 class Trees:

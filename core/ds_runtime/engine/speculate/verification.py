@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.decode import (
     GraphContext,
     PageTable,
@@ -34,7 +35,6 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True)

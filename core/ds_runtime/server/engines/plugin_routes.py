@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 
 from ds_runtime.errors import RequestError
-from ds_runtime.routed import Generated, RoutedEngine
+from ds_runtime.plugins.routes import Generated, RoutedEngine
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.server.generate.chat import Prompt
 from ds_runtime.server.generate.prepare import Service, fitted

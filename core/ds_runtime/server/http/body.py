@@ -16,8 +16,8 @@ import msgspec
 from pydantic import ValidationError
 from starlette.requests import Request
 
+from ds_runtime.common.nesting import MAX_NESTING, too_deep
 from ds_runtime.errors import FieldPath, RequestError, Said, shown
-from ds_runtime.nesting import MAX_NESTING, too_deep
 from ds_runtime.server.errors import ApiError, ClientGoneError
 from ds_runtime.server.generate.protocol import Body
 from ds_runtime.server.http.bodies import LARGE, Bodies, Shape, read_body

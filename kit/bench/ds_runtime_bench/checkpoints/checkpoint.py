@@ -19,15 +19,15 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from ds_runtime.assemble import find_loader
+from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import INDEX
+from ds_runtime.common.progress import Progress
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.description.hf import from_hf
 from ds_runtime.model.description.manifest import Stored, stored_modules
 from ds_runtime.model.description.nextn import NextN, nextn_modules
 from ds_runtime.ops.contract import DeviceInfo, Facts
-from ds_runtime.plugins import load_plugins
-from ds_runtime.progress import Progress
+from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.quant import Quant
 from ds_runtime_bench.shapes import config_of
 

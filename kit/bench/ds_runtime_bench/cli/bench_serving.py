@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_runtime.assembly.spelling import add_spellings
 from ds_runtime.cli.known import SERVING
 from ds_runtime.errors import ConfigError
-from ds_runtime.spelling import add_spellings
 
 if TYPE_CHECKING:
     from ds_runtime_bench.serving.measure import Asked, Measured
@@ -204,7 +204,7 @@ def _compare(
     """The report of two servers, for programs and for people."""
     import uvloop
 
-    from ds_runtime.address import Address, checked_key
+    from ds_runtime.common.address import Address, checked_key
     from ds_runtime_bench.record import environment
     from ds_runtime_bench.serving import compare
 

@@ -23,7 +23,7 @@ from ds_runtime_bench.engine import scoring
 from ds_runtime_bench.record import environment, peak_bytes
 
 if TYPE_CHECKING:
-    from ds_runtime.llm import LLM, RequestOutput
+    from ds_runtime.offline.llm import LLM, RequestOutput
     from ds_runtime.output_rules import OutputRules
 
 Score: TypeAlias = "tuple[dict[str, Any], list[RequestOutput]]"

@@ -45,7 +45,7 @@ class Ours:
     """This runtime with its prefix cache off."""
 
     def __init__(self, settings: Mapping[str, Any], rows: int, context: int) -> None:
-        from ds_runtime.assemble import assemble
+        from ds_runtime.assembly.assemble import assemble
         from ds_runtime.config import EngineConfig
 
         wanted = {"disable_radix_cache": True, "max_running_requests": rows, **settings}

@@ -19,7 +19,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime_bench.record import as_served, environment, peak_bytes
 
 if TYPE_CHECKING:
-    from ds_runtime.llm import LLM
+    from ds_runtime.offline.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def run(
     ):
         if value < least:
             raise ConfigError(f"{name} {value}: must be at least {least}")
-    from ds_runtime.assemble import assemble
+    from ds_runtime.assembly.assemble import assemble
     from ds_runtime.config import EngineConfig
 
     as_served(assemble(EngineConfig(**settings), tuple(settings)).platform)

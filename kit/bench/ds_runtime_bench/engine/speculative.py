@@ -20,7 +20,7 @@ from ds_runtime_bench.engine.one_batch import random_prompts
 from ds_runtime_bench.record import environment
 
 if TYPE_CHECKING:
-    from ds_runtime.llm import LLM
+    from ds_runtime.offline.llm import LLM
 
 PROMPTS = 8  # held-out prompts per batch slot
 
@@ -119,7 +119,7 @@ Shape = tuple[int | None, int, int | None]  # steps, topk, tokens verified, as i
 
 def _impossible(steps: Sequence[int], topks: Sequence[int], nodes: Sequence[int]) -> list[str]:
     """The trees asked for that cannot be, in words; ConfigError if nothing else was asked for."""
-    from ds_runtime.speculation import Speculation
+    from ds_runtime.common.speculation import Speculation
 
     wide, said = [k for k in topks if k > 1], list[str]()
     if nodes and not wide:
@@ -144,8 +144,8 @@ def _engines(
     given: Mapping[str, Any], steps: Sequence[int], topks: Sequence[int], nodes: Sequence[int]
 ) -> list[tuple[dict[str, Any], dict[int | None, Shape]]]:
     """Settings of the engines to load, each with what it is measured as: forced drafts → shape."""
+    from ds_runtime.common.speculation import Speculation
     from ds_runtime.config import EngineConfig
-    from ds_runtime.speculation import Speculation
 
     plain = {k: v for k, v in given.items() if not k.startswith("speculative_")}
     found: list[tuple[dict[str, Any], dict[int | None, Shape]]] = [(plain, {None: (0, 1, 1)})]

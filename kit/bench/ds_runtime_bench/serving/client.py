@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from ds_runtime.address import Address, checked_key
+from ds_runtime.common.address import Address, checked_key
 from ds_runtime.errors import ConfigError
 from ds_runtime_bench.serving.answer import Answer, decode
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError
+from ds_runtime.offline.prompts import JobMaker
 from ds_runtime.parallel.group import SoloCommunicator
-from ds_runtime.prompts import JobMaker
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.bisect.op_recorder import Seen, WatchedOps

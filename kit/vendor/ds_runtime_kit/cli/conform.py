@@ -14,7 +14,7 @@ from ds_runtime.ops.table import OPS
 
 if TYPE_CHECKING:
     from ds_runtime.platform.contract import GraphBackend, Platform
-    from ds_runtime.plugins import Plugins
+    from ds_runtime.plugins.manager import Plugins
     from ds_runtime_kit.conform import Verdict
 
 MODES = ("test", "perf", "support")
@@ -59,8 +59,8 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Test, time or tabulate; 1 if a kernel does not conform."""
-    from ds_runtime.platform.select import select_platform
-    from ds_runtime.plugins import load_plugins
+    from ds_runtime.plugins.manager import load_plugins
+    from ds_runtime.plugins.select_platform import select_platform
 
     names = None if args.plugins is None else [n.strip() for n in args.plugins.split(",")]
     plugins = load_plugins(names)
@@ -90,7 +90,7 @@ def _cannot_capture(platform: Platform) -> str:
 
 
 def _test(plugins: Plugins, platform: Platform, args: Namespace) -> int:
-    from ds_runtime import receipts
+    from ds_runtime.assembly import receipts
     from ds_runtime_kit import conform
     from ds_runtime_kit.selection import plugins_of
 

@@ -41,7 +41,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
 
 def run(args: Namespace) -> int:
     """Write it and say what comes next."""
-    from ds_runtime.plugins import load_plugins
+    from ds_runtime.plugins.manager import load_plugins
     from ds_runtime_kit.scaffold import write_plugin
 
     taken = load_plugins(lenient=True).reports

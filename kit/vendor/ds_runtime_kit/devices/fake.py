@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_runtime.assemble import assemble
+from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.contract import DeviceInfo
-from ds_runtime.platform.described import DescribedPlatform, describe, described
-from ds_runtime.plugins import Plugins, load_plugins
+from ds_runtime.plugins.described_devices import DescribedPlatform, describe, described
+from ds_runtime.plugins.manager import Plugins, load_plugins
 
 
 def devices(plugins: Plugins | None = None) -> Mapping[str, DescribedPlatform]:

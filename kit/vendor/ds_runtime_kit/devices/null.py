@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ds_runtime.hookspecs import hookimpl
 from ds_runtime.ops.contract import (
     RANK_PLATFORM,
     DeviceInfo,
@@ -23,6 +22,7 @@ from ds_runtime.ops.contract import (
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Communicator, MemoryInfo, Platform
+from ds_runtime.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""The ten hooks. All are called at start-up, by `ds_runtime.plugins`; never in a step.
+"""The ten hooks. All are called at start-up, by `ds_runtime.plugins.manager`; never in a step.
 
 The answers of `ds_platform`, of the offers and of `ds_defaults` depend on their arguments alone:
 with the same ones each is called once per process.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ds_runtime.config import EngineConfig
     from ds_runtime.ops.contract import Change, Facts, Kernel, Layout, QuantLoader, Refusal
     from ds_runtime.platform.contract import Platform
-    from ds_runtime.routed import RoutedEngine
+    from ds_runtime.plugins.routes import RoutedEngine
 
 hookspec = pluggy.HookspecMarker("ds_runtime")
 hookimpl = pluggy.HookimplMarker("ds_runtime")

@@ -21,7 +21,7 @@ from importlib.metadata import Distribution
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path, PurePath
 
-from ds_runtime.imports_of import stray
+from ds_runtime.plugins.trust.imports_of import stray
 
 _HEADER = 16  # bytes of a .pyc file before its code
 _CACHE = "__pycache__"

@@ -11,18 +11,10 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
-from ds_runtime.asking import check_outside
-from ds_runtime.assembly.result import Assembly
-from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
-from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
-from ds_runtime.lora.plan import LoraPlan
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.nextn import HEAD, find_nextn, nextn_sites
-from ds_runtime.model.description.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
-from ds_runtime.model.estimate import packed_bytes
-from ds_runtime.model.requantise import (
+from ds_runtime.assembly.backends import backend_pins, refuse_sparse
+from ds_runtime.assembly.estimate import packed_bytes
+from ds_runtime.assembly.plan import Plan, check_against
+from ds_runtime.assembly.requantise import (
     DRAFT_EXPERTS,
     DRAFT_FORMAT,
     rounds_drafts,
@@ -30,14 +22,23 @@ from ds_runtime.model.requantise import (
     with_target,
     with_w4afp8_experts,
 )
-from ds_runtime.model.room import (
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.assembly.room import (
     REQUEST_TOKENS,
     REQUESTS,
     bound_forms,
     requests_that_fit,
     settle_forms,
 )
-from ds_runtime.ops.backends import backend_pins, refuse_sparse
+from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.common.speculation import Speculation
+from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
+from ds_runtime.lora.plan import LoraPlan
+from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.model.description.hf import load_config
+from ds_runtime.model.description.nextn import HEAD, find_nextn, nextn_sites
+from ds_runtime.model.description.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.binding.bind import Binding, Pin, decide_all
 from ds_runtime.ops.contract import (
     FP8_GROUPS,
@@ -50,12 +51,11 @@ from ds_runtime.ops.contract import (
     Site,
 )
 from ds_runtime.ops.table import OPS
-from ds_runtime.plan import Plan, check_against
 from ds_runtime.platform.contract import Platform
-from ds_runtime.platform.described import describe
-from ds_runtime.platform.select import select_platform
-from ds_runtime.plugins import Plugins, load_plugins
-from ds_runtime.speculation import Speculation
+from ds_runtime.plugins.asking import check_outside
+from ds_runtime.plugins.described_devices import describe
+from ds_runtime.plugins.manager import Plugins, load_plugins
+from ds_runtime.plugins.select_platform import select_platform
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
 _APART = "steps with drafts of ranks that have sequences of their own run op by op"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
 
 from ds_runtime.ops.contract import Refusal
-from ds_runtime.trust import hidden_by, search_path
+from ds_runtime.plugins.trust.allowlist import hidden_by, search_path
 
 GROUP = "ds_runtime"
 OWN_DISTRIBUTION = "ds-runtime"

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import IO, Any
 
-from ds_runtime.installed import InstalledPlugin
+from ds_runtime.common.readable import readable
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.platform.contract import Platform
-from ds_runtime.plugins import ALWAYS, Plugins, importable, load_plugins
-from ds_runtime.readable import readable
+from ds_runtime.plugins.installed import InstalledPlugin
+from ds_runtime.plugins.manager import ALWAYS, Plugins, importable, load_plugins
 
 LIMIT = 20.0  # seconds per plugin: drivers of many devices take their time
 _GRACE = 3.0

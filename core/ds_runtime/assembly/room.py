@@ -10,11 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_runtime.assembly.result import Assembly, SecondForm
-from ds_runtime.capture_sizes import graph_sizes, prefill_graph_sizes
-from ds_runtime.config import EngineConfig
-from ds_runtime.model.description.sites import vocab_rows
-from ds_runtime.model.estimate import (
+from ds_runtime.assembly.capture_sizes import graph_sizes, prefill_graph_sizes
+from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
     activation_bytes,
     beside_bytes,
@@ -25,10 +22,13 @@ from ds_runtime.model.estimate import (
     sparse_bytes,
     step_bytes,
 )
+from ds_runtime.assembly.result import Assembly, SecondForm
+from ds_runtime.common.progress import amount
+from ds_runtime.common.speculation import Speculation
+from ds_runtime.config import EngineConfig
+from ds_runtime.model.description.sites import vocab_rows
 from ds_runtime.ops.binding.bind import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
-from ds_runtime.progress import amount
-from ds_runtime.speculation import Speculation
 
 REQUESTS = 512  # that run at once where memory allows
 REQUEST_TOKENS = 2048  # of each of them, at least, or its context

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Failed, Tokens
-from ds_runtime.outputs import PendingChoice
+from ds_runtime.offline.outputs import PendingChoice
 
 
 class Registry:

@@ -15,7 +15,7 @@ from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.hub import text_folder
 from ds_runtime.engine.messages import SubmitGroup
 from ds_runtime.errors import ConfigError, RequestError
-from ds_runtime.outputs import Completion, PendingChoice, RequestOutput
+from ds_runtime.offline.outputs import Completion, PendingChoice, RequestOutput
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.apart import Text
 from ds_runtime.text.formats.families import find_family

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ds_runtime.assembly.plan import compress_sites
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.ops.binding.bind import Binder, refusals, site_facts
 from ds_runtime.ops.contract import Decision, Fixable, Kernel, Site
-from ds_runtime.plan import compress_sites
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, load_attr
 from ds_runtime.platform.contract import MemoryInfo, Platform
-from ds_runtime.plugins import Plugins
+from ds_runtime.plugins.manager import Plugins
 
 if TYPE_CHECKING:
     import torch

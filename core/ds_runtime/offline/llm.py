@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from ds_runtime import interrupt
+from ds_runtime.assembly.plan import Plan
+from ds_runtime.common import interrupt
 from ds_runtime.config import EngineConfig, parse_size
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Stats
@@ -33,10 +34,9 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.start import start_engine
 from ds_runtime.engine.process.transport import make_private_folder
 from ds_runtime.errors import ConfigError, EngineDeadError, RequestError
-from ds_runtime.jobs import PendingCall, Registry
-from ds_runtime.outputs import Completion, PendingChoice, RequestOutput, Usage
-from ds_runtime.plan import Plan
-from ds_runtime.prompts import JobMaker, Prompts, conversations, listed
+from ds_runtime.offline.jobs import PendingCall, Registry
+from ds_runtime.offline.outputs import Completion, PendingChoice, RequestOutput, Usage
+from ds_runtime.offline.prompts import JobMaker, Prompts, conversations, listed
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime.text.formats.template import Message
 from ds_runtime.text.tokenizer import Tokenizer

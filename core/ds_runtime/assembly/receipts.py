@@ -18,7 +18,7 @@ from ds_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_runtime.assembly.result import Assembly
-    from ds_runtime.plugins import PluginReport
+    from ds_runtime.plugins.manager import PluginReport
 
 FORMAT = 1
 _NOT_CODE = {".pyc", ".pyo"}

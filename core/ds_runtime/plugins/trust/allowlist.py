@@ -19,9 +19,9 @@ from importlib.metadata import Distribution, EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 
-from ds_runtime.code_of import foreign_code
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import Refusal
+from ds_runtime.plugins.trust.code_of import foreign_code
 
 FORMAT = 1
 _FIELDS = {"distribution", "version", "digest"}

@@ -19,11 +19,8 @@ from typing import Any
 
 import pluggy
 
-from ds_runtime import hooks, hookspecs
 from ds_runtime._version import __version__
-from ds_runtime.asking import Misuse, ask, asking, check_outside
 from ds_runtime.errors import ConfigError, blaming
-from ds_runtime.installed import GROUP, OWN_DISTRIBUTION, InstalledPlugin, find
 from ds_runtime.ops.contract import (
     API_VERSION,
     Encoding,
@@ -36,7 +33,10 @@ from ds_runtime.ops.contract import (
 )
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Platform
-from ds_runtime.trust import Allowlist, read_allowlist
+from ds_runtime.plugins import hooks, hookspecs
+from ds_runtime.plugins.asking import Misuse, ask, asking, check_outside
+from ds_runtime.plugins.installed import GROUP, OWN_DISTRIBUTION, InstalledPlugin, find
+from ds_runtime.plugins.trust.allowlist import Allowlist, read_allowlist
 
 ALWAYS = {  # part of every process
     "reference": "ds_runtime.ops.reference",

@@ -10,7 +10,7 @@ import os
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.platform.contract import Platform
-from ds_runtime.plugins import Plugins
+from ds_runtime.plugins.manager import Plugins
 
 
 def select_platform(

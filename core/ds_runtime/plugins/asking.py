@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ds_runtime.errors import PluginError
-from ds_runtime.hookspecs import OFFER_HOOKS
 from ds_runtime.platform.contract import Platform
+from ds_runtime.plugins.hookspecs import OFFER_HOOKS
 
 SLOW = 1.0  # seconds of one question, from which a line says whose they were
 LISTS = (*OFFER_HOOKS, "ds_defaults")  # hooks that return sequences

@@ -1,0 +1,1 @@
+"""The offline API: a model in this process."""

@@ -1,0 +1,1 @@
+"""Plugins: found, trusted, tried apart and asked."""

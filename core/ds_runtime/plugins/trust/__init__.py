@@ -1,0 +1,1 @@
+"""Which plugins may be loaded, and what code their import would run."""
