@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.contract import Dims, Facts
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime_bench.record import environment
 from ds_runtime_cpu import native

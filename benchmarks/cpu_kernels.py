@@ -16,9 +16,9 @@ import torch
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, Segments
 from ds_runtime.ops.contract import Dims, Facts
-from ds_runtime.ops.reference import attention as ref_attention
-from ds_runtime.ops.reference import moe as ref_moe
 from ds_runtime.ops.reference import norm as ref_norm
+from ds_runtime.ops.reference.attention import dense as ref_attention
+from ds_runtime.ops.reference.matrices import moe as ref_moe
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime_cpu import attention, experts, linear, native, small
 from ds_runtime_cpu.platform import CpuPlatform

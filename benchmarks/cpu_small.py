@@ -26,12 +26,12 @@ from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.start import start_engine
 from ds_runtime.ops.contract import Routing
-from ds_runtime.ops.reference import attention as ref_attention
-from ds_runtime.ops.reference import linear as ref_linear
-from ds_runtime.ops.reference import moe as ref_moe
 from ds_runtime.ops.reference import norm as ref_norm
 from ds_runtime.ops.reference import sampling as ref_sampling
 from ds_runtime.ops.reference.activation import silu_mul as ref_silu_mul
+from ds_runtime.ops.reference.attention import dense as ref_attention
+from ds_runtime.ops.reference.matrices import linear as ref_linear
+from ds_runtime.ops.reference.matrices import moe as ref_moe
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime_bench.record import append, environment
 from ds_runtime_cpu import native, prologue, routing, sampling, small

@@ -98,21 +98,21 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "masked groups 0 instead of -inf",
-        "core/ds_runtime/ops/reference/moe.py",
+        "core/ds_runtime/ops/reference/matrices/moe.py",
         'closed = float("-inf") if routing.method == "noaux_tc" else 0.0',
         "closed = 0.0",
         ("tests/core/ops/test_reference_routing.py",),
     ),
     Fault(
         "bias kept in the routing weights",
-        "core/ds_runtime/ops/reference/moe.py",
+        "core/ds_runtime/ops/reference/matrices/moe.py",
         "weights = scores.gather(1, ids)",
         "weights = choice.gather(1, ids)",
         ("tests/core/ops/test_reference_routing.py",),
     ),
     Fault(
         "half-split rope",
-        "core/ds_runtime/ops/reference/rope.py",
+        "core/ds_runtime/ops/reference/attention/rope.py",
         "a, b = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)",
         "a, b = x.to(cos.dtype).chunk(2, dim=-1)",
         ("tests/core/ops/test_reference_small.py",),
@@ -154,7 +154,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "page off by one",
-        "core/ds_runtime/ops/reference/cache.py",
+        "core/ds_runtime/ops/reference/attention/cache.py",
         "owners = pages[tokens // page_size].to(torch.int64)",
         "owners = pages[(tokens - 1).clamp_min(0) // page_size].to(torch.int64)",
         ("tests/core/ops/test_reference_attention.py",),

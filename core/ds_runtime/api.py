@@ -80,11 +80,15 @@ if TYPE_CHECKING:
         Segments,
     )
     from ds_runtime.ops.dtypes import decode_scale, torch_dtype
-    from ds_runtime.ops.reference import fp8_blocks
     from ds_runtime.ops.reference.activation import silu_mul
-    from ds_runtime.ops.reference.attention import rows_of, seen_of, with_rope
-    from ds_runtime.ops.reference.linear import ReferenceLinear, float32_product, sums_in_float32
-    from ds_runtime.ops.reference.moe import ReferenceExperts, route, with_shared_slots
+    from ds_runtime.ops.reference.attention.dense import rows_of, seen_of, with_rope
+    from ds_runtime.ops.reference.matrices import fp8_blocks
+    from ds_runtime.ops.reference.matrices.linear import (
+        ReferenceLinear,
+        float32_product,
+        sums_in_float32,
+    )
+    from ds_runtime.ops.reference.matrices.moe import ReferenceExperts, route, with_shared_slots
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
@@ -113,8 +117,8 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "RowOwners": "ds_runtime.ops.batch",
     "Recorded": "ds_runtime.platform.recording",
     "Recording": "ds_runtime.platform.recording",
-    "ReferenceExperts": "ds_runtime.ops.reference.moe",
-    "ReferenceLinear": "ds_runtime.ops.reference.linear",
+    "ReferenceExperts": "ds_runtime.ops.reference.matrices.moe",
+    "ReferenceLinear": "ds_runtime.ops.reference.matrices.linear",
     "RoutedEngine": "ds_runtime.plugins.routes",
     "SamplingParams": "ds_runtime.sampling_params",
     "Segments": "ds_runtime.ops.batch",
@@ -125,17 +129,17 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "compiled": "ds_runtime.platform.compilations",
     "cores_per_device": "ds_runtime.platform.cores",
     "decode_scale": "ds_runtime.ops.dtypes",
-    "float32_product": "ds_runtime.ops.reference.linear",
-    "fp8_blocks": "ds_runtime.ops.reference.fp8_blocks",
+    "float32_product": "ds_runtime.ops.reference.matrices.linear",
+    "fp8_blocks": "ds_runtime.ops.reference.matrices.fp8_blocks",
     "read_part": "ds_runtime.weights.quant",
-    "route": "ds_runtime.ops.reference.moe",
-    "rows_of": "ds_runtime.ops.reference.attention",
-    "seen_of": "ds_runtime.ops.reference.attention",
+    "route": "ds_runtime.ops.reference.matrices.moe",
+    "rows_of": "ds_runtime.ops.reference.attention.dense",
+    "seen_of": "ds_runtime.ops.reference.attention.dense",
     "silu_mul": "ds_runtime.ops.reference.activation",
-    "sums_in_float32": "ds_runtime.ops.reference.linear",
+    "sums_in_float32": "ds_runtime.ops.reference.matrices.linear",
     "torch_dtype": "ds_runtime.ops.dtypes",
-    "with_rope": "ds_runtime.ops.reference.attention",
-    "with_shared_slots": "ds_runtime.ops.reference.moe",
+    "with_rope": "ds_runtime.ops.reference.attention.dense",
+    "with_shared_slots": "ds_runtime.ops.reference.matrices.moe",
 }
 _MODULES = ("ceilings", "fp8_blocks")  # those that are modules themselves
 

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, Segments
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Routing
-from ds_runtime.ops.reference import attention, cache, linear, moe, norm, sampling
+from ds_runtime.ops.reference import norm, sampling
+from ds_runtime.ops.reference.attention import cache
+from ds_runtime.ops.reference.attention import dense as attention
+from ds_runtime.ops.reference.matrices import linear, moe
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
@@ -275,7 +278,7 @@ def test_a_foreign_cache_layout_is_written_and_read_through_its_own_kernels(dtyp
 
 
 def test_a_coarse_kernel_names_its_tolerance_and_an_unknown_name_fails() -> None:
-    fn = "ds_runtime.ops.reference.linear:Fp8W8A8Linear"
+    fn = "ds_runtime.ops.reference.matrices.linear:Fp8W8A8Linear"
     fp8 = frozenset({"fp8_block"})
     facts = Facts(HOST, Dims({}), dtype="bfloat16")
     for numerics, fine in (("fp8_w8a8", True), ("", False), ("int3", False)):

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.contract import RANK_PORTABLE, DeviceInfo, Facts, Kernel, Offers
-from ds_runtime.ops.reference import attention, linear, moe, norm, sampling
-from ds_runtime.ops.reference.cache import cache_write as reference_write
+from ds_runtime.ops.reference import norm, sampling
+from ds_runtime.ops.reference.attention import dense as attention
+from ds_runtime.ops.reference.attention.cache import cache_write as reference_write
+from ds_runtime.ops.reference.matrices import linear, moe
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed, Weight
 from ds_runtime_kit.checks.conformance import CaseResult, facts_for

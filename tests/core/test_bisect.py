@@ -16,7 +16,9 @@ from ds_runtime.api import OPS, Facts, Kernel, hookimpl
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import DeviceInfo
-from ds_runtime.ops.reference import attention, linear, norm
+from ds_runtime.ops.reference import norm
+from ds_runtime.ops.reference.attention import dense as attention
+from ds_runtime.ops.reference.matrices import linear
 from ds_runtime.ops.weight import Packed
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint

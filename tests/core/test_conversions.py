@@ -108,7 +108,7 @@ class Acme:
 
     @hookimpl
     def ds_quant_loaders(self, facts: Facts) -> list[Kernel]:
-        fn = "ds_runtime.ops.reference.linear:ReferenceLinear"
+        fn = "ds_runtime.ops.reference.matrices.linear:ReferenceLinear"
         return [Kernel(OPS["linear"], fn, "acme", 99, formats=frozenset({"dense"}))]
 
 

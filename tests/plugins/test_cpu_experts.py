@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from narrowing import using
 
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime_cpu import native
 from ds_runtime_cpu.experts import ExpertsNative

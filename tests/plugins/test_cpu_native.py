@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime_cpu import experts, kernels, native, small
 from ds_runtime_cpu.platform import CpuPlatform

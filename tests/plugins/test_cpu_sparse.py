@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.ops.reference import scaled
+from ds_runtime.ops.reference.attention import scaled
 from ds_runtime_cpu import native, prologue, sparse
 from examples import examples
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.probe import installed
 from ds_runtime_cpu import kernels, zen

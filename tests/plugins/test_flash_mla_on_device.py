@@ -48,7 +48,7 @@ def test_sparse_decode_is_waited_for(rows, captured):
     from pdl_kernels import copy_now
 
     pytest.importorskip("flash_mla")
-    from ds_runtime.ops.reference.scaled import encoded
+    from ds_runtime.ops.reference.attention.scaled import encoded
     from ds_runtime_cuda.flash_mla import scaled_sparse_mla
 
     torch.manual_seed(rows)

@@ -20,7 +20,7 @@ from ds_runtime.assembly.estimate import packed_bytes
 from ds_runtime.config import EngineConfig
 from ds_runtime.ops.binding.by_rows import asks_for
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
-from ds_runtime.ops.reference.moe import ReferenceExperts
+from ds_runtime.ops.reference.matrices.moe import ReferenceExperts
 from ds_runtime_cuda import experts_streaming as own
 from ds_runtime_cuda import grouped_fp8
 from ds_runtime_kit.checks.conformance import facts_for

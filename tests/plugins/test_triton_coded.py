@@ -59,7 +59,7 @@ def test_any_shard_gives_its_values_back(fmt, rows, cols, left, parts):
 @pytest.mark.parametrize("fmt", READ)
 def test_memory_is_the_formats_own(fmt):
     """What the plan estimates, and at most a scale per row and the counters of tiles more."""
-    from ds_runtime.ops.reference.rounding import quantise_part
+    from ds_runtime.ops.reference.matrices.rounding import quantise_part
     from ds_runtime_triton.weight_only import LinearWeightOnly
 
     (dense,) = Maker(FACTS, fmt).weight(256, 2048, dtype=torch.float32).parts

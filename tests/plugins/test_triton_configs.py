@@ -18,12 +18,13 @@ from interpreter import DEVICE, faithful, needs_triton
 from ds_runtime.errors import PluginError
 from ds_runtime.ops.batch import Limits, Segments
 from ds_runtime.ops.contract import Dims
-from ds_runtime.ops.reference import attention, moe
-from ds_runtime.ops.reference import index as reference
-from ds_runtime.ops.reference.attention import decode_batch
+from ds_runtime.ops.reference.attention import dense as attention
+from ds_runtime.ops.reference.attention import index as reference
+from ds_runtime.ops.reference.attention.dense import decode_batch
+from ds_runtime.ops.reference.attention.scaled import decoded, encoded
+from ds_runtime.ops.reference.attention.sparse import attend_slots
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
-from ds_runtime.ops.reference.scaled import decoded, encoded
-from ds_runtime.ops.reference.sparse import attend_slots
+from ds_runtime.ops.reference.matrices import moe
 from ds_runtime_kit.checks.conformance import SMALL_DIMS, facts_for
 from ds_runtime_kit.checks.inputs import index_pages
 from ds_runtime_kit.checks.numerics import relative_error

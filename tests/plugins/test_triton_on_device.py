@@ -11,8 +11,9 @@ import torch
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.ops.reference import attention, moe
+from ds_runtime.ops.reference.attention import dense as attention
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
+from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.ops.weight import Weight
 from ds_runtime_kit.checks.numerics import relative_error
 from ds_runtime_triton.config import Sizes, tuned

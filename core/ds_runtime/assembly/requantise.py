@@ -1,7 +1,7 @@
 """`--quantize` and its like for drafts: weights rounded to fewer bits while they are loaded.
 
 Which Linear gets which format is decided from names alone, so that the plan shows it without
-weights; the rounding itself is in `ops/reference/rounding.py`.
+weights; the rounding itself is in `ops/reference/matrices/rounding.py`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ds_runtime.model.description.sites import INPUTS, MLA_INPUTS, vocab_rows
 from ds_runtime.model.layers import Absorb, Embedding, ExpertsLayer, LinearLayer, MlaInputsLayer
 from ds_runtime.model.rope import paired_rows
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.reference.rounding import convert_part
+from ds_runtime.ops.reference.matrices.rounding import convert_part
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.parallel.layout import Shard

@@ -21,7 +21,7 @@ from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.reference.rounding import (
+from ds_runtime.ops.reference.matrices.rounding import (
     LARGEST_ERROR,
     quantise_part,
     same_codes,

@@ -12,7 +12,7 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.reference.linear import ReferenceLinear
+from ds_runtime.ops.reference.matrices.linear import ReferenceLinear
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform import ceilings
 from ds_runtime.platform.contract import Ceilings, Platform

@@ -13,7 +13,7 @@ from ds_runtime.model.description.hf import from_hf
 from ds_runtime.model.description.sites import model_sites
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.table import OPS
 from ds_runtime_bench.ops import step_work, work
 from ds_runtime_bench.shapes import config_of

@@ -22,7 +22,7 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.manifest import stored_modules
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.ops.reference import moe
+from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.dummy import DummyCheckpoint

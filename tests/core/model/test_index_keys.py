@@ -13,7 +13,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.description.hf import load_config
 from ds_runtime.model.description.sites import INDEX_KEYS, QKV_A, model_sites
-from ds_runtime.ops.reference import fp8_blocks
+from ds_runtime.ops.reference.matrices import fp8_blocks
 
 V32 = Path(__file__).parent / "fixtures/deepseek-v3.2.json"
 KEYS, JOINED = "self_attn.indexer.wk", "self_attn.qkv_a_proj"

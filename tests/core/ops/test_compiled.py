@@ -20,7 +20,8 @@ from ds_runtime.errors import ConfigError, KernelError
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.binding.by_rows import asks_for, shares_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
-from ds_runtime.ops.reference import activation, moe, norm
+from ds_runtime.ops.reference import activation, norm
+from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ds_runtime.assembly.requantise import target_format
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import WeightPart
 from examples import examples
 

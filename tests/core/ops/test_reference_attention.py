@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
-from ds_runtime.ops.reference.attention import (
+from ds_runtime.ops.reference.attention.cache import (
+    allocate_latent_pages,
+    cache_gather,
+    cache_write,
+)
+from ds_runtime.ops.reference.attention.dense import (
     ReferenceMlaAbsorb,
     ReferenceMlaDecode,
     decode_batch,
@@ -22,7 +27,6 @@ from ds_runtime.ops.reference.attention import (
     mha_prefill,
     tree_bits,
 )
-from ds_runtime.ops.reference.cache import allocate_latent_pages, cache_gather, cache_write
 from ds_runtime.ops.reference.cases import Maker, segments
 from examples import examples
 
@@ -76,7 +80,7 @@ def test_mha_prefill_in_head_groups_equals_all_heads_at_once(
     segs = segments(3, 4)
     call = (q, q_rope, k, torch.randn(7, 2, dtype=torch.float64), v, segs, segs, True, 0.4)
     whole = mha_prefill(*call)
-    monkeypatch.setattr("ds_runtime.ops.reference.attention._SCORE_ELEMENTS", 32)
+    monkeypatch.setattr("ds_runtime.ops.reference.attention.dense._SCORE_ELEMENTS", 32)
     for a, b in zip(whole, mha_prefill(*call), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -16,7 +16,7 @@ from ds_runtime.errors import UnsupportedError
 from ds_runtime.model.description.hf import from_hf
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.ops.dtypes import torch_dtype
-from ds_runtime.ops.reference.linear import Fp8W8A8Linear, quantize_group
+from ds_runtime.ops.reference.matrices.linear import Fp8W8A8Linear, quantize_group
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.loaders import ds_quant_loaders

@@ -10,9 +10,9 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_em
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.ops.reference.linear import embed
+from ds_runtime.ops.reference.attention.rope import rope
+from ds_runtime.ops.reference.matrices.linear import embed
 from ds_runtime.ops.reference.norm import add_rms_norm, rms_norm
-from ds_runtime.ops.reference.rope import rope
 from examples import examples
 
 seeds = st.integers(0, 2**31)

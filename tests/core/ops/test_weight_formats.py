@@ -16,7 +16,7 @@ from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import BLOCKED, FORMATS, conversions
 from ds_runtime.ops.reference.cases import Maker
-from ds_runtime.ops.reference.rounding import convert_part, quantise_part, to_e2m1
+from ds_runtime.ops.reference.matrices.rounding import convert_part, quantise_part, to_e2m1
 from ds_runtime.ops.weight import WeightPart
 from examples import examples
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from ds_runtime.api import OPS, Kernel, RowOwners, hookimpl
 from ds_runtime.ops.batch import TAIL
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.ops.reference.index import _rotated, hadamard
-from ds_runtime.ops.reference.moe import ReferenceExperts
+from ds_runtime.ops.reference.attention.index import _rotated, hadamard
+from ds_runtime.ops.reference.matrices.moe import ReferenceExperts
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.replay import ReplayBackend
 

@@ -9,8 +9,9 @@ from collections import Counter
 import torch.nn.functional as F
 
 from ds_runtime.api import OPS, Groups, Kernel, Packed, hookimpl
-from ds_runtime.ops.reference import activation, attention, norm
-from ds_runtime.ops.reference.linear import quantize_group
+from ds_runtime.ops.reference import activation, norm
+from ds_runtime.ops.reference.attention import dense as attention
+from ds_runtime.ops.reference.matrices.linear import quantize_group
 
 calls: Counter[str] = Counter()
 FUSED = (

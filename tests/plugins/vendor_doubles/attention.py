@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.ops.batch import Segments
-from ds_runtime.ops.reference.attention import mha_prefill
+from ds_runtime.ops.reference.attention.dense import mha_prefill
 from ds_runtime_cuda.quant import groups_of
 from vendor_doubles import require
 from vendor_doubles.experts_streaming import BF16, F32, FP8, I32, at, cores, module

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.reference.scaled import decoded
+from ds_runtime.ops.reference.attention.scaled import decoded
 from vendor_doubles import blackwell, doubles, require
 from vendor_doubles.blackwell import packed_words
 from vendor_doubles.flash_plan import check_plan

@@ -150,7 +150,7 @@ class Linear:
     """The reference, which knows in which step it is by the number of rows."""
 
     def __init__(self, facts: Facts) -> None:
-        from ds_runtime.ops.reference.linear import ReferenceLinear
+        from ds_runtime.ops.reference.matrices.linear import ReferenceLinear
 
         self._reference = ReferenceLinear(facts)
         self._prompted = False

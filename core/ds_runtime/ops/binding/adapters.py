@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
-from ds_runtime.ops.reference.attention import rows_of
+from ds_runtime.ops.reference.attention.dense import rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contract import Facts
     from ds_runtime.ops.weight import MlaWeights, Packed, Weight
 
-_REF = "ds_runtime.ops.reference.attention"
+_REF = "ds_runtime.ops.reference.attention.dense"
 _TOLERANCE = {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3}
 
 
@@ -262,8 +262,8 @@ MLA_DECODE = Op(
 MHA_DECODE = Op(
     name="mha_decode",
     protocol=f"{__name__}:MhaDecode",
-    reference="ds_runtime.ops.reference.expanded:ReferenceMhaDecode",
-    samples="ds_runtime.ops.reference.expanded:mha_decode_samples",
+    reference="ds_runtime.ops.reference.attention.expanded:ReferenceMhaDecode",
+    samples="ds_runtime.ops.reference.attention.expanded:mha_decode_samples",
     tolerance=_TOLERANCE,
     kind="object",
     heavy=True,
@@ -285,8 +285,8 @@ MLA_ABSORB = Op(
 MLA_INPUTS = Op(
     name="mla_inputs",
     protocol=f"{__name__}:MlaInputs",
-    reference="ds_runtime.ops.reference.mla_inputs:ReferenceMlaInputs",
-    samples="ds_runtime.ops.reference.mla_inputs:mla_inputs_samples",
+    reference="ds_runtime.ops.reference.attention.mla_inputs:ReferenceMlaInputs",
+    samples="ds_runtime.ops.reference.attention.mla_inputs:mla_inputs_samples",
     tolerance={"float32": 5e-5, "bfloat16": 2e-2, "float16": 5e-3},
     kind="object",
     optional=True,

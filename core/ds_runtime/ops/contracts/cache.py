@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from ds_runtime.ops.batch import Segments
 
-_REF = "ds_runtime.ops.reference.cache"
+_REF = "ds_runtime.ops.reference.attention.cache"
 
 
 class CacheWrite(Protocol):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contract import Facts
     from ds_runtime.ops.weight import Packed, Weight
 
-_REF = "ds_runtime.ops.reference.linear"
+_REF = "ds_runtime.ops.reference.matrices.linear"
 # Activations rounded as well: e4m3 by group, int8 by token, int8 by token and group.
 _COARSE = {"fp8_w8a8": 6e-2, "int8_w8a8": 3e-2, "int4_w4a8": 3e-2, "mxfp4_w4a4": 0.2}
 

@@ -9,7 +9,7 @@ from ds_runtime.ops.contract import Op
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REF = "ds_runtime.ops.reference.lora"
+_REF = "ds_runtime.ops.reference.matrices.lora"
 
 
 class LoraDelta(Protocol):

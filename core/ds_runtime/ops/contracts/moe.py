@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contract import Facts, Routing
     from ds_runtime.ops.weight import ExpertSource, Packed
 
-_REF = "ds_runtime.ops.reference.moe"
+_REF = "ds_runtime.ops.reference.matrices.moe"
 _COARSE = {
     "fp8_w8a8": 8e-2,
     "int8_w8a8": 4e-2,

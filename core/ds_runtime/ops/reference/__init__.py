@@ -34,7 +34,7 @@ def _bytes_per_token(facts: Facts) -> int:
 LATENT_PAGES = Layout(
     name="latent_pages",
     version=1,
-    allocate="ds_runtime.ops.reference.cache:allocate_latent_pages",
+    allocate="ds_runtime.ops.reference.attention.cache:allocate_latent_pages",
     bytes_per_token=_bytes_per_token,
 )
 
@@ -51,7 +51,7 @@ def _expanded_bytes_per_token(facts: Facts) -> int:
 EXPANDED_PAGES = Layout(
     name="expanded_pages",
     version=1,
-    allocate="ds_runtime.ops.reference.expanded:allocate_expanded_pages",
+    allocate="ds_runtime.ops.reference.attention.expanded:allocate_expanded_pages",
     bytes_per_token=_expanded_bytes_per_token,
 )
 
@@ -66,7 +66,7 @@ def _index_bytes_per_token(facts: Facts) -> int:
 INDEX_PAGES = Layout(
     name="index_pages",
     version=1,
-    allocate="ds_runtime.ops.reference.index:allocate_index_pages",
+    allocate="ds_runtime.ops.reference.attention.index:allocate_index_pages",
     bytes_per_token=_index_bytes_per_token,
 )
 
@@ -80,7 +80,7 @@ def _scaled_bytes_per_token(facts: Facts) -> int:
 LATENT_FP8_GROUPS = Layout(
     name="latent_fp8_groups",
     version=1,
-    allocate="ds_runtime.ops.reference.scaled:allocate_latent_fp8_groups",
+    allocate="ds_runtime.ops.reference.attention.scaled:allocate_latent_fp8_groups",
     bytes_per_token=_scaled_bytes_per_token,
 )
 _SCALED = {  # kernels of this layout: op → function
@@ -145,7 +145,7 @@ def _refuse_unscaled(facts: Facts) -> str | None:
 def _offer_scaled(name: str, function: str) -> Kernel:
     return replace(
         _offer(name),
-        fn=f"ds_runtime.ops.reference.scaled:{function}",
+        fn=f"ds_runtime.ops.reference.attention.scaled:{function}",
         refuse=_refuse_unscaled,
         layouts=frozenset({LATENT_FP8_GROUPS.tag}),
     )
@@ -153,7 +153,7 @@ def _offer_scaled(name: str, function: str) -> Kernel:
 
 FP8_W8A8 = Kernel(
     op=OPS["linear"],
-    fn="ds_runtime.ops.reference.linear:Fp8W8A8Linear",
+    fn="ds_runtime.ops.reference.matrices.linear:Fp8W8A8Linear",
     provider=PROVIDER,
     rank=RANK_REFERENCE - 1,  # below the plain reference: only a pin selects it
     formats=frozenset({"fp8_block"}),
@@ -174,7 +174,7 @@ def _topk_bytes(facts: Facts, rows: int) -> int:
 
 TOPK = replace(
     _offer("index_topk"),
-    fn="ds_runtime.ops.reference.index:topk",
+    fn="ds_runtime.ops.reference.attention.index:topk",
     provider="torch",
     rank=RANK_REFERENCE - 1,  # only a pin selects it
     workspace=_topk_bytes,

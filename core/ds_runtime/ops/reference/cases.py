@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.contract import FP8_GROUPS, Facts
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
 
 BLOCK = (128, 128)

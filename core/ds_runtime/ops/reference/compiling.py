@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import ConfigError, DsRuntimeError, named
-from ds_runtime.ops.reference import activation, moe, norm
-from ds_runtime.ops.reference import rope as rotation
+from ds_runtime.ops.reference import activation, norm
+from ds_runtime.ops.reference.attention import rope as rotation
+from ds_runtime.ops.reference.matrices import moe
 
 _COMPILERS = ("g++", "clang++", "c++", "gcc", "clang", "cc")
 _KINDS = 64  # of calls of one function: widths, dtypes and strides, by one row and by several

@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import wide
 from ds_runtime.ops.reference.cases import Call, Case, Maker, case
-from ds_runtime.ops.reference.linear import quantize_group
+from ds_runtime.ops.reference.matrices.linear import quantize_group
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

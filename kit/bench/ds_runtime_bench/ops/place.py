@@ -14,7 +14,7 @@ from ds_runtime.ops.contract import Facts, Kernel, Layout, Routing, load_attr
 from ds_runtime.ops.dtypes import is_fp8, torch_dtype
 from ds_runtime.ops.reference import EXPANDED_PAGES, expanded_width
 from ds_runtime.ops.reference.cases import Maker
-from ds_runtime.ops.reference.rounding import quantise_part
+from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import Weight
 from ds_runtime_bench.ops.work import Work
 from ds_runtime_kit.checks.inputs import rebuild

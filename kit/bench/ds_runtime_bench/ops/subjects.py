@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_runtime.model.description.sites import INDEXER
 from ds_runtime.ops.batch import Limits
-from ds_runtime.ops.reference.attention import decode_batch
+from ds_runtime.ops.reference.attention.dense import decode_batch
 from ds_runtime.ops.weight import Weight
 from ds_runtime_bench.ops import work
 from ds_runtime_bench.ops.inputs import INPUTS

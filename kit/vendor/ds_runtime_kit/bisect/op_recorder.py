@@ -19,7 +19,7 @@ from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import Facts, Kernel, Offers
-from ds_runtime.ops.reference.attention import decode_batch
+from ds_runtime.ops.reference.attention.dense import decode_batch
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, SampleExperts, Saved
 from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
 from ds_runtime_kit.checks.conformance import Ran

@@ -11,9 +11,9 @@ from torch import Tensor
 from ds_runtime.ops.contract import Routing
 from ds_runtime.ops.dtypes import is_fp8
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.ops.reference.attention import mha_prefill
-from ds_runtime.ops.reference.index import index_scores
-from ds_runtime.ops.reference.moe import (
+from ds_runtime.ops.reference.attention.dense import mha_prefill
+from ds_runtime.ops.reference.attention.index import index_scores
+from ds_runtime.ops.reference.matrices.moe import (
     group_scores,
     mask_groups,
     scores_and_choice,

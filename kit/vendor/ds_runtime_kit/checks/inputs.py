@@ -27,8 +27,8 @@ from ds_runtime.ops.contract import (
     load_kernel,
 )
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype
+from ds_runtime.ops.reference.attention.index import allocate_index_pages, fp8_parts
 from ds_runtime.ops.reference.cases import PagedCache, SampleExperts
-from ds_runtime.ops.reference.index import allocate_index_pages, fp8_parts
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime_kit.checks.numerics import copy_strided
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.dtypes import torch_dtype
-from ds_runtime.ops.reference.attention import ReferenceMlaAbsorb, mla_prologue
+from ds_runtime.ops.reference.attention.dense import ReferenceMlaAbsorb, mla_prologue
 from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved
 from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.weight import MlaWeights, Packed

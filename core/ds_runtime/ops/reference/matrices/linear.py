@@ -18,8 +18,8 @@ from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.contracts.linear import Groups
 from ds_runtime.ops.dtypes import decode_scale, fp8_vectors, torch_dtype, wide
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.reference import fp8_blocks
 from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, Saved, case, site
+from ds_runtime.ops.reference.matrices import fp8_blocks
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
 
 

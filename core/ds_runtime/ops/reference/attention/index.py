@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype, wide
-from ds_runtime.ops.reference.cache import gather_rows
+from ds_runtime.ops.reference.attention.cache import gather_rows
 from ds_runtime.ops.reference.cases import Case, Maker, case
 
 FP8 = torch.float8_e4m3fn

@@ -11,7 +11,8 @@ from torch import Tensor
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, Limits, Segments
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import torch_dtype, wide
-from ds_runtime.ops.reference.cache import cache_write, gather_rows
+from ds_runtime.ops.reference.attention.cache import cache_write, gather_rows
+from ds_runtime.ops.reference.attention.rope import rope
 from ds_runtime.ops.reference.cases import (
     OTHERS,
     Call,
@@ -22,9 +23,8 @@ from ds_runtime.ops.reference.cases import (
     segments,
     site,
 )
-from ds_runtime.ops.reference.linear import quantize_group
+from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime.ops.reference.norm import rms_norm
-from ds_runtime.ops.reference.rope import rope
 from ds_runtime.ops.weight import Packed, Weight
 
 _SCORE_ELEMENTS = 1 << 24  # heads are taken in groups so that scores stay below this many

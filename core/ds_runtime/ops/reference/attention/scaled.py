@@ -14,8 +14,8 @@ from torch import Tensor
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import fp8_vectors, wide
-from ds_runtime.ops.reference.cache import cache_move, gather_rows
-from ds_runtime.ops.reference.sparse import attend_slots
+from ds_runtime.ops.reference.attention.cache import cache_move, gather_rows
+from ds_runtime.ops.reference.attention.sparse import attend_slots
 
 GROUP = 128
 

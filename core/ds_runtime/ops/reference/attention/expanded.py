@@ -17,14 +17,14 @@ from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import torch_dtype, wide
 from ds_runtime.ops.reference import expanded_width
-from ds_runtime.ops.reference.attention import (
+from ds_runtime.ops.reference.attention.cache import gather_rows
+from ds_runtime.ops.reference.attention.dense import (
     DecodeState,
     ReferenceMlaDecode,
     decode_batch,
     seen_of,
     tree_bits,
 )
-from ds_runtime.ops.reference.cache import gather_rows
 from ds_runtime.ops.reference.cases import Call, Case, Maker, Saved
 
 

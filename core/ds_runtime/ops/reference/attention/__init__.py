@@ -1,0 +1,1 @@
+"""References of attention and of the caches that it reads."""

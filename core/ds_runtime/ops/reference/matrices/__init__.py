@@ -1,0 +1,1 @@
+"""References of everything that is a matrix."""
