@@ -140,7 +140,8 @@ def test_a_command_calls_each_hook_once_in_a_process(command: str, tmp_path: Pat
 def test_two_runtimes_call_each_hook_once(tmp_path: Path) -> None:
     model = tiny_config(tmp_path / "m")
     code = (
-        "from ds_runtime.assembly.assemble import assemble\nfrom ds_runtime.config import EngineConfig\n"
+        "from ds_runtime.assembly.assemble import assemble\n"
+        "from ds_runtime.config import EngineConfig\n"
         f"for _ in range(2): assemble(EngineConfig(model={str(model)!r}))"
     )
     calls, _ = counted(tmp_path, "-c", code)
@@ -187,7 +188,8 @@ def test_a_slow_import_is_a_line(
 STARTS = {
     "LLM": "from ds_runtime import LLM; LLM(platform='cpu')",
     "assemble": (
-        "from ds_runtime.assembly.assemble import assemble; from ds_runtime.config import EngineConfig; "
+        "from ds_runtime.assembly.assemble import assemble; "
+        "from ds_runtime.config import EngineConfig; "
         "assemble(EngineConfig())"
     ),
     "load_plugins": "from ds_runtime.plugins.manager import load_plugins; load_plugins()",

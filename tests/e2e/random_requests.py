@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 import launches
-from ds_runtime.testing.adapters import write_adapter
-from ds_runtime.testing.tiny import config_dict
+from ds_runtime_kit.models.adapters import write_adapter
+from ds_runtime_kit.models.tiny import config_dict
 
 from conftest import write_tokenizer
 from ds_runtime import LLM, SamplingParams

@@ -1,7 +1,8 @@
 """What an op contract is made of. Torch-free, and it knows neither ops nor devices by name.
 
-Used by everything that decides: `ops/<area>.py` (the contracts), plugins (their offers),
-`ops/binding/bind.py` (the decision). Kernels, references and samples are lazy `"module:attr"` strings.
+Used by everything that decides: `ops/contracts/` by area, plugins (their offers),
+`ops/binding/bind.py` (the decision). Kernels, references and samples are lazy "module:attr"
+strings.
 """
 
 from __future__ import annotations

@@ -108,10 +108,10 @@ class Platform(ABC):
     for devices where recording is cheap and a spare row is not: decode steps, and chains of drafts
     with their verification, without adapters or sparse attention; the capture runs the step, too.
     own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
-    and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after loading
-    that the KV cache takes at most where the user says nothing. local_rank: the index of this
-    process's device, once it is an engine's; where a server runs several engines, their ranks are
-    numbered through.
+    and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after
+    loading that the KV cache takes at most where the user says nothing. local_rank: the index of
+    this process's device, once it is an engine's; where a server runs several engines, their
+    ranks are numbered through.
     """
 
     name: str = ""

@@ -1,4 +1,7 @@
-"""What a plugin's routes get of the engine. Torch-free; `server/engines/plugin_routes.py` has it."""
+"""What a plugin's routes get of the engine. Torch-free.
+
+`server/engines/plugin_routes.py` makes it.
+"""
 
 from __future__ import annotations
 

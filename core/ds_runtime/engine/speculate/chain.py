@@ -1,7 +1,7 @@
 """What follows a captured verification of chains, captured as well: the model's draws with the
 verdict on the drafts and the draft layer's run over the same tokens, and its runs behind them.
 
-A draft is right if it is what the model draws there (`engine/speculate/acceptance.py`). Draws that masks,
+A draft is right if it is what the model draws there (`acceptance.py`). Draws that masks,
 penalties or log-probabilities go with are made op by op and brought to the same place.
 """
 

@@ -1,6 +1,6 @@
 """Steps that draft and verify, captured: of each size the model's forward over the last tokens and
-their drafts. What follows it is in `engine/speculate/chain.py` and `engine/speculate/tree_phases.py`: the draft
-layer's run over the same tokens, and its runs behind them.
+their drafts. What follows it is in `chain.py` and `tree_phases.py`: the draft layer's run over the
+same tokens, and its runs behind them.
 
 Between the first two the model's draws say which drafts were right; how many these are the host
 must know before the third, because keys have other places then. Spare rows and sequences are as in

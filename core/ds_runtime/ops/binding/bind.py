@@ -1,6 +1,6 @@
 """Offers → decisions: which kernel serves which op at which site. Pure and torch-free.
 
-`decide_all` runs once, before weights are loaded; `ops/binding/bound.py` then imports what was chosen.
+`decide_all` runs once, before weights are loaded; `bound.py` then imports what was chosen.
 """
 
 from __future__ import annotations
