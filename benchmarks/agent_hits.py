@@ -22,7 +22,7 @@ from typing import Any
 from bench_server import served
 
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.model.description.hf import load_config
+from ds_runtime.description.hf import load_config
 from ds_runtime_bench.record import append
 
 RESULTS = Path(__file__).parent / "results" / "agent_hits.jsonl"

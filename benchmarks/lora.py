@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.model.description.hf import load_config
+from ds_runtime.description.hf import load_config
 from ds_runtime_kit.models.adapters import write_adapter
 
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 
 from ds_runtime import LLM
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.model.description.hf import load_config
+from ds_runtime.description.hf import load_config
 from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.record import environment
 

@@ -91,7 +91,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "softmax scale without mscale squared",
-        "core/ds_runtime/model/description/config.py",
+        "core/ds_runtime/description/config.py",
         "scale *= self.yarn.multiplier(self.yarn.mscale_all_dim) ** 2",
         "scale *= 1.0",
         ("tests/core/model/test_parity.py::test_whole_prompts",),

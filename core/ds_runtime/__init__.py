@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime._version import __version__
-from ds_runtime.plugins.hookspecs import hookimpl
+from ds_runtime.common.hookimpl import hookimpl
 
 if TYPE_CHECKING:
     from ds_runtime.offline.llm import LLM, RequestOutput

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assembly.plan import read_plan
 from ds_runtime.assembly.spelling import GIVEN, Spelling, nothing, refused
+from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops import checks
@@ -67,7 +68,6 @@ from ds_runtime.platform.probe import (
     visible,
 )
 from ds_runtime.plugins.hooks import plugin
-from ds_runtime.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from ds_runtime.ops.batch import (

@@ -23,12 +23,13 @@ NEEDS_TORCH = {
 }  # under ops: what holds or calls for tensors
 ALWAYS = """
     ds_runtime ds_runtime.api ds_runtime.assembly.assemble ds_runtime.config ds_runtime.errors
-    ds_runtime.plugins.hookspecs ds_runtime.assembly.plan ds_runtime.plugins.manager ds_runtime.common.progress
-    ds_runtime.sampling_params ds_runtime.engine.messages ds_runtime.engine.process.launch
-    ds_runtime.platform.contract ds_runtime.assembly.result ds_runtime.engine.process.worker
-    ds_runtime.plugins.select_platform ds_runtime.model.description.hf ds_runtime.model.description.sites ds_runtime.cli
-    ds_runtime.ops.reference ds_runtime.testing
-    ds_runtime_bench ds_runtime_convert ds_runtime_convert.cli ds_runtime_kit
+    ds_runtime.plugins.hookspecs ds_runtime.assembly.plan ds_runtime.plugins.manager
+    ds_runtime.common.progress ds_runtime.sampling_params ds_runtime.engine.messages
+    ds_runtime.engine.process.launch ds_runtime.platform.contract ds_runtime.assembly.result
+    ds_runtime.engine.process.worker ds_runtime.plugins.select_platform
+    ds_runtime.description.hf ds_runtime.description.sites ds_runtime.cli
+    ds_runtime.ops.reference ds_runtime.testing ds_runtime_bench ds_runtime_convert
+    ds_runtime_convert.cli ds_runtime_kit
 """
 IN_TREE = ("cpu", "cuda", "rocm", "npu", "xpu", "triton")
 

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.description.adapter import CONFIG, PeftConfig
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import CheckpointError
-from ds_runtime.lora.plan import CONFIG, PeftConfig
-from ds_runtime.model.description.hf import load_config
 from ds_runtime.server.generate.sampling import GenerationDefaults
 from ds_runtime.text.formats.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer

@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "plugins"))
 import launches
-from ds_runtime_kit.models.adapters import write_adapter
-from ds_runtime_kit.models.tiny import config_dict
 
 from conftest import write_tokenizer
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model.description.hf import load_config
+from ds_runtime.description.hf import load_config
 from ds_runtime.output_rules import OutputRules
 from ds_runtime.platform import compilations
+from ds_runtime_kit.models.adapters import write_adapter
+from ds_runtime_kit.models.tiny import config_dict
 
 VOCAB, CONTEXT = 512, 8192
 SIZES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_runtime import LLM, SamplingParams
-from ds_runtime.model.description.hf import load_config
+from ds_runtime.description.hf import load_config
 from ds_runtime_kit.models.adapters import write_adapter
 
 

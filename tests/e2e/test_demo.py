@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime.text.formats.template import load_template
 from ds_runtime.text.tokenizer import Tokenizer
 from ds_runtime_bench.engine import accuracy

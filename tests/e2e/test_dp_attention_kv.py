@@ -18,13 +18,13 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import lora_bytes, needed_bytes
 from ds_runtime.assembly.plan import difference, render
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.manifest import adaptable_modules
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime.ops.contract import DeviceInfo
 
 

@@ -13,8 +13,8 @@ from test_parity_llm import CACHED, check
 from transformers import DeepseekV3ForCausalLM
 
 from ds_runtime import LLM, SamplingParams
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import CheckpointError, RequestError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime_kit.models.adapters import change_config, merge, write_adapter
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny

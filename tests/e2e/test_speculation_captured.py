@@ -20,10 +20,10 @@ from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
-from ds_runtime.model.description.hf import load_config
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime_kit.models.adapters import write_adapter
 

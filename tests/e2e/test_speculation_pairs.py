@@ -11,8 +11,8 @@ import pytest
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.adapters import write_adapter

@@ -20,8 +20,8 @@ from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.common.progress import Progress
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.manifest import ROWS, VOCAB, stored_modules
 from ds_runtime.errors import ConfigError, EngineDeadError
-from ds_runtime.model.description.manifest import ROWS, VOCAB, stored_modules
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
 from ds_runtime.weights import load as weights

@@ -33,12 +33,12 @@ from ds_runtime.assembly.room import (
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
+from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.nextn import HEAD, find_nextn, nextn_sites
+from ds_runtime.description.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
-from ds_runtime.lora.plan import LoraPlan
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.nextn import HEAD, find_nextn, nextn_sites
-from ds_runtime.model.description.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
 from ds_runtime.ops.binding.bind import Binding, Pin, decide_all
 from ds_runtime.ops.contract import (
     FP8_GROUPS,

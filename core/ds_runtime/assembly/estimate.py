@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.lora.plan import LoraPlan
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
-from ds_runtime.model.description.sites import INDEXER, vocab_rows
+from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
+from ds_runtime.description.sites import INDEXER, vocab_rows
 from ds_runtime.ops.binding.bind import Binding, site_facts
 from ds_runtime.ops.contract import Kernel, Site
 from ds_runtime.ops.contracts.sparse import scored_rows

@@ -11,9 +11,9 @@ from ds_runtime._version import __version__
 from ds_runtime.assembly.plan import Plan, make_rows
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
-from ds_runtime.lora.plan import LoraPlan
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.nextn import NextN
+from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
 from ds_runtime.platform.contract import Platform

@@ -26,7 +26,7 @@ from ds_runtime.assembly.result import Assembly, SecondForm
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
-from ds_runtime.model.description.sites import vocab_rows
+from ds_runtime.description.sites import vocab_rows
 from ds_runtime.ops.binding.bind import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 

@@ -19,6 +19,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.base import part_of
 from ds_runtime.checkpoint.eos import eos_ids
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.process.failure import during
@@ -34,7 +35,6 @@ from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
-from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.checkpoint.shards import Checkpoint, read_header
+from ds_runtime.description.adapter import PREFIX, WEIGHTS, PeftConfig, check_weights
+from ds_runtime.description.manifest import Stored
 from ds_runtime.errors import CheckpointError
-from ds_runtime.lora.plan import PREFIX, WEIGHTS, PeftConfig, check_weights
-from ds_runtime.model.description.manifest import Stored
 from ds_runtime.weights.layouts import FLOATS
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"

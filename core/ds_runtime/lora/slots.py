@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import COLS, ROWS, VOCAB, Stored
+from ds_runtime.description.sites import vocab_rows
 from ds_runtime.errors import CheckpointError, DsRuntimeError
-from ds_runtime.lora.plan import LoraPlan
 from ds_runtime.lora.read import Adapter
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import COLS, ROWS, VOCAB, Stored
-from ds_runtime.model.description.sites import vocab_rows
 from ds_runtime.model.rope import paired_rows
 from ds_runtime.ops.contracts.lora import LoraDelta
 from ds_runtime.parallel.layout import Shard

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.sites import INDEXER, TREE, VERIFY
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.sites import INDEXER, TREE, VERIFY
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk

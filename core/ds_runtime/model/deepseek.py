@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.attention import Attention, Projected
-from ds_runtime.model.description.config import ModelConfig
 from ds_runtime.model.expanded import ExpandedAttention
 from ds_runtime.model.indexer import Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.sites import INDEXER, INDEXER_TREE
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.sites import INDEXER, INDEXER_TREE
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, PrefillPart
 from ds_runtime.ops.contracts.sparse import scored_rows
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.binding.branch import branch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.model.description.config import ModelConfig, Yarn
+from ds_runtime.description.config import ModelConfig, Yarn
 
 
 def cos_sin_table(

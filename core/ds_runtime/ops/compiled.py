@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.ops.contract import RANK_SPECIALISED, Facts, Kernel
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins.hookspecs import hookimpl
 
 PROVIDER = "compiled"
 _FP8 = "float8_e4m3fn"

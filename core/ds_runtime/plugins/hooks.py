@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.ops.contract import Change, Facts, Kernel, Layout, QuantLoader, Refusal, load_attr
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins import hookspecs
-from ds_runtime.plugins.hookspecs import hookimpl
 
 NAME = "hooks"  # of a module's attribute
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from ds_runtime.common.hookimpl import hookimpl as hookimpl
+
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from ds_runtime.plugins.routes import RoutedEngine
 
 hookspec = pluggy.HookspecMarker("ds_runtime")
-hookimpl = pluggy.HookimplMarker("ds_runtime")
 
 
 @hookspec

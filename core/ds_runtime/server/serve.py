@@ -24,8 +24,8 @@ from fastapi import FastAPI
 
 from ds_runtime.checkpoint.hub import EMBEDDED, resolve_model, text_folder
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
+from ds_runtime.description.adapter import AdapterSpec
 from ds_runtime.errors import ConfigError
-from ds_runtime.lora.plan import AdapterSpec
 from ds_runtime.plugins.routes import RoutedEngine
 from ds_runtime.server.app import create_app
 from ds_runtime.server.engines.client import EngineClient

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import CACHE_SCALES, Stored
 from ds_runtime.errors import CheckpointError, shown
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import CACHE_SCALES, Stored
 from ds_runtime.ops.contract import DENSE
 from ds_runtime.weights.layouts import FLOATS
 from ds_runtime.weights.quant import Place, Quant, wrong_components, wrong_plain

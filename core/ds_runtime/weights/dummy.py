@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ds_runtime.checkpoint.shards import DTYPES, Checkpoint, StoredTensor
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import Stored
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import Stored
 from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.weights.layouts import expected

@@ -17,10 +17,10 @@ from ds_runtime.assembly.estimate import (
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.common.progress import Progress, amount
+from ds_runtime.description.manifest import stored_modules
+from ds_runtime.description.nextn import NextN, nextn_modules
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.deepseek import DeepSeekModel
-from ds_runtime.model.description.manifest import stored_modules
-from ds_runtime.model.description.nextn import NextN, nextn_modules
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.dtypes import torch_dtype

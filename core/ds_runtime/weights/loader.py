@@ -13,11 +13,9 @@ from torch import Tensor
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.staging import shares_memory
-from ds_runtime.lora.experts import AdaptedExperts
-from ds_runtime.lora.plan import LoraPlan
-from ds_runtime.lora.slots import Delta, LoraSlots
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import (
+from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import (
     COLS,
     ROWS,
     VOCAB,
@@ -26,8 +24,10 @@ from ds_runtime.model.description.manifest import (
     is_attention,
     stored_modules,
 )
-from ds_runtime.model.description.nextn import HEAD, SHARED, NextN, nextn_modules
-from ds_runtime.model.description.sites import INPUTS, MLA_INPUTS, vocab_rows
+from ds_runtime.description.nextn import HEAD, SHARED, NextN, nextn_modules
+from ds_runtime.description.sites import INPUTS, MLA_INPUTS, vocab_rows
+from ds_runtime.lora.experts import AdaptedExperts
+from ds_runtime.lora.slots import Delta, LoraSlots
 from ds_runtime.model.layers import Absorb, Embedding, ExpertsLayer, LinearLayer, MlaInputsLayer
 from ds_runtime.model.rope import paired_rows
 from ds_runtime.ops.binding.bound import BoundOps

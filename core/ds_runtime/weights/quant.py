@@ -14,8 +14,8 @@ from typing import Any
 
 from ds_runtime.checkpoint.gguf.blocks import BLOCKS
 from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.description.manifest import Stored
 from ds_runtime.errors import CheckpointError, blaming
-from ds_runtime.model.description.manifest import Stored
 from ds_runtime.ops.contract import DENSE, Encoding, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.weights.layouts import FLOATS, Expected, expected, read_layout

@@ -22,8 +22,8 @@ from ds_runtime.checkpoint.files import HEADER, read_object
 from ds_runtime.checkpoint.gguf.folder import LINK
 from ds_runtime.checkpoint.shards import DTYPES, INDEX
 from ds_runtime.common.progress import Progress, amount
+from ds_runtime.description.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
-from ds_runtime.model.description.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.layout import Item, ShardPlan, copied, fingerprint, linear, shards
 from ds_runtime_convert.source import Source, quant_of

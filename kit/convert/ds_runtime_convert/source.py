@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.manifest import Stored, stored_modules
-from ds_runtime.model.description.nextn import SHARED, draft_modules
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.manifest import Stored, stored_modules
+from ds_runtime.description.nextn import SHARED, draft_modules
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.plugins.manager import load_plugins

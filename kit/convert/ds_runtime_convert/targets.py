@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_runtime.description.manifest import Stored
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.description.manifest import Stored
 
 _NEVER = ["lm_head", r"re:.*mlp\.gate$", r"re:.*eh_proj$", r"re:.*weights_proj$"]
 _KV_B = r"re:.*kv_b_proj$"  # small, and decode multiplies by it from both sides

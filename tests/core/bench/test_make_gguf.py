@@ -11,9 +11,9 @@ import torch
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.cli import main
+from ds_runtime.description.config import Yarn
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.model.description.config import Yarn
-from ds_runtime.model.description.hf import load_config
 from ds_runtime_bench.checkpoints import gguf as module
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_bench.checkpoints.gguf import make_gguf, metadata

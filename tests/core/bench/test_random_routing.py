@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ds_runtime.model.description.hf import from_hf
+from ds_runtime.description.hf import from_hf
 from ds_runtime.ops.reference.matrices.moe import route, router_logits
 from ds_runtime_bench.checkpoints.checkpoint import Planned, Pools, plan_tensors
 from ds_runtime_bench.shapes import config_of

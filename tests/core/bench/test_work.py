@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_runtime.assembly.requantise import with_target
-from ds_runtime.model.description.hf import from_hf
-from ds_runtime.model.description.sites import model_sites
+from ds_runtime.description.hf import from_hf
+from ds_runtime.description.sites import model_sites
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, load_attr
 from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
 from ds_runtime.ops.reference.matrices.rounding import quantise_part

@@ -45,9 +45,9 @@ def decide(folder: Path, kernels: str = "reference", **settings: object) -> Asse
 
 
 def _has_site(config: EngineConfig, op: str) -> bool:
-    from ds_runtime.lora.plan import LoraPlan
-    from ds_runtime.model.description.hf import load_config
-    from ds_runtime.model.description.sites import model_sites
+    from ds_runtime.description.adapter import LoraPlan
+    from ds_runtime.description.hf import load_config
+    from ds_runtime.description.sites import model_sites
 
     always = ("rope", "cache_write")  # parts of the composed prologue
     model = load_config(Path(config.model))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ds_runtime.description.adapter import AdapterSpec, PeftConfig, adapted_modules, names_module
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.manifest import adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError
-from ds_runtime.lora.plan import AdapterSpec, PeftConfig, adapted_modules, names_module
 from ds_runtime.lora.read import Adapter
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime_kit.models.adapters import change_adapter, change_config, write_adapter
 from ds_runtime_kit.models.tiny import make_model, write_tiny
 

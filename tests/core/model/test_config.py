@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from model_harness import decide
 
 from ds_runtime.assembly.assemble import find_loader
+from ds_runtime.description.config import Indexing
+from ds_runtime.description.hf import from_hf, load_config
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
-from ds_runtime.model.description.config import Indexing
-from ds_runtime.model.description.hf import from_hf, load_config
 from ds_runtime.model.rope import amplitude, inverse_frequencies
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.models.tiny import SHAPES, config_dict, write_tiny_fp8

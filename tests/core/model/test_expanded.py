@@ -15,8 +15,8 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.room import page_bytes
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime_kit.models.adapters import write_adapter
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8

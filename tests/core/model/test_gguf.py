@@ -23,8 +23,8 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.gguf.header import read_header
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.cli import main
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import CheckpointError, UnsupportedError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime.text.tokenizer import Tokenizer as OurTokenizer
 from ds_runtime_bench.checkpoints.gguf import metadata, plan_targets
 from ds_runtime_convert.run import convert

@@ -10,9 +10,9 @@ import torch
 from ds_runtime.api import Weight, WeightPart
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.sites import INDEX_KEYS, QKV_A, model_sites
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.sites import INDEX_KEYS, QKV_A, model_sites
 from ds_runtime.ops.reference.matrices import fp8_blocks
 
 V32 = Path(__file__).parent / "fixtures/deepseek-v3.2.json"

@@ -10,10 +10,10 @@ import torch
 from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.assembly.estimate import lora_bytes
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.manifest import adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.lora.read import Adapter
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.manifest import adaptable_modules
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights.load import load_model

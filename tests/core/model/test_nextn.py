@@ -17,9 +17,9 @@ from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.shards import EXPORTED
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.nextn import HEAD
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
-from ds_runtime.model.description.nextn import HEAD
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights import loader
 from ds_runtime_bench import shapes

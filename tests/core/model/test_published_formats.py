@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.manifest import stored_modules
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.manifest import stored_modules
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker

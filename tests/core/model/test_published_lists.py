@@ -18,8 +18,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.cli import main
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import CheckpointError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_convert.source import Source

@@ -14,8 +14,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     yarn_apply_mscale,
 )
 
+from ds_runtime.description.hf import from_hf
 from ds_runtime.errors import DsRuntimeError, UnsupportedError
-from ds_runtime.model.description.hf import from_hf
 from ds_runtime.model.rope import amplitude, cos_sin_table, inverse_frequencies
 from ds_runtime_kit.models.tiny import config_dict
 

@@ -11,8 +11,8 @@ from model_harness import Harness, ThreadGroup, decide, run_schedule
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.plan import check_against
 from ds_runtime.config import EngineConfig
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.sites import model_sites
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.sites import model_sites
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 

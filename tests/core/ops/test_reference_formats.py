@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_runtime.assembly.assemble import find_loader
+from ds_runtime.description.hf import from_hf
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.model.description.hf import from_hf
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.ops.dtypes import torch_dtype
 from ds_runtime.ops.reference.matrices.linear import Fp8W8A8Linear, quantize_group

@@ -100,7 +100,7 @@ def describe(plugins: Plugins) -> list[dict[str, Any]]:
 def _facts(works: list[Platform]) -> Facts:
     """The demo model on the best device here, or on none."""
     from ds_runtime.checkpoint.hub import resolve_model
-    from ds_runtime.model.description.hf import load_config
+    from ds_runtime.description.hf import load_config
     from ds_runtime.ops.contract import DeviceInfo, Facts
 
     device = DeviceInfo("none", "no device", "none")

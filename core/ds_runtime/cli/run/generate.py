@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.adapter import AdapterSpec
 from ds_runtime.errors import ConfigError
-from ds_runtime.lora.plan import AdapterSpec
 
 if TYPE_CHECKING:
     from ds_runtime.sampling_params import SamplingParams

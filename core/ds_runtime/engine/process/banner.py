@@ -8,9 +8,9 @@ from ds_runtime.assembly.plan import PlanRow
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import expanded_said
 from ds_runtime.common.progress import amount
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import stored_modules
 from ds_runtime.engine.device.runner import Runner
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import stored_modules
 
 DUMMY = "weights   DUMMY: random numbers made on the device; answers mean nothing"
 

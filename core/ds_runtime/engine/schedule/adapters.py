@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from ds_runtime.description.adapter import LoraPlan, check_name
 from ds_runtime.errors import RequestError, shown
-from ds_runtime.lora.plan import LoraPlan, check_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.ops.contract import FP8_GROUPS, RANK_REFERENCE, Dims, Facts, Kernel, Layout
 from ds_runtime.ops.contracts.sparse import SCORES
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
-from ds_runtime.plugins.hookspecs import hookimpl
 
 PROVIDER = "reference"
 _OWNS_WEIGHTS = frozenset({"linear", "experts", "mla_absorb", "mla_inputs"})

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import Encoding, Facts, QuantLoader
-from ds_runtime.plugins.hookspecs import hookimpl
 from ds_runtime.weights.loaders import compressed, gguf, int4, modelopt, native, quark
 
 PROVIDER = "checkpoints"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ds_runtime.description.hf import QUANT_FILE as FILE
 from ds_runtime.errors import UnsupportedError, shown
-from ds_runtime.model.description.hf import QUANT_FILE as FILE
 from ds_runtime.ops.contract import DENSE, Encoding
 from ds_runtime.weights.loaders import native
 from ds_runtime.weights.loaders.encodings import NVFP4, expect, mapping, rows, with_input_scale

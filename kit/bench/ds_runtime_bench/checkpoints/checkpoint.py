@@ -22,10 +22,10 @@ from tokenizers.models import BPE
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import INDEX
 from ds_runtime.common.progress import Progress
+from ds_runtime.description.hf import from_hf
+from ds_runtime.description.manifest import Stored, stored_modules
+from ds_runtime.description.nextn import NextN, nextn_modules
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.description.hf import from_hf
-from ds_runtime.model.description.manifest import Stored, stored_modules
-from ds_runtime.model.description.nextn import NextN, nextn_modules
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.weights.quant import Quant

@@ -181,7 +181,7 @@ def run(
     from ds_runtime import LLM
     from ds_runtime.checkpoint.base import part_of
     from ds_runtime.checkpoint.hub import resolve_model
-    from ds_runtime.model.description.hf import load_config
+    from ds_runtime.description.hf import load_config
 
     model = str(settings.get("model", "demo"))
     folder = resolve_model(model)

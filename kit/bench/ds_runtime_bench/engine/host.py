@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.hf import load_config
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.description.hf import load_config
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime_bench.engine.one_batch import random_prompts
 from ds_runtime_bench.record import environment

@@ -54,7 +54,7 @@ class Ours:
         as_served(self._assembly.platform)
         from ds_runtime import LLM
         from ds_runtime.checkpoint.hub import resolve_model
-        from ds_runtime.model.description.hf import load_config
+        from ds_runtime.description.hf import load_config
         from ds_runtime_bench.ops.measure import step_bytes
 
         start = time.perf_counter()

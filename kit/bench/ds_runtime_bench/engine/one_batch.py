@@ -106,7 +106,7 @@ def run(
     as_served(assemble(EngineConfig(**settings), tuple(settings)).platform)
     from ds_runtime import LLM
     from ds_runtime.checkpoint.hub import resolve_model
-    from ds_runtime.model.description.hf import load_config
+    from ds_runtime.description.hf import load_config
 
     model = str(settings.get("model", "demo"))
     vocab = load_config(resolve_model(model)).vocab_size

@@ -21,8 +21,8 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
+from ds_runtime.description.sites import vocab_rows
 from ds_runtime.errors import ConfigError
-from ds_runtime.model.description.sites import vocab_rows
 from ds_runtime.ops.binding.bind import INDEX, refusal, site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.table import OPS

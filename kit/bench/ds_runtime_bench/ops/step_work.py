@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.sites import INDEXER
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.sites import INDEXER
 from ds_runtime.ops.contract import Facts, Site
 from ds_runtime_bench.ops.sparse_work import (
     index_bytes,

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
+from ds_runtime.description.manifest import ROWS, Stored
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
-from ds_runtime.model.description.manifest import ROWS, Stored
 from ds_runtime.ops.contract import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.weight import WeightPart

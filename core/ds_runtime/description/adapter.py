@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from ds_runtime.checkpoint.files import HEADER, open_plain, read_object
 from ds_runtime.config import EngineConfig
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.manifest import adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError, shown
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.manifest import adaptable_modules
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from ds_runtime.checkpoint.files import read_object
 from ds_runtime.checkpoint.reader import Reader
+from ds_runtime.description.config import ModelConfig, Yarn
+from ds_runtime.description.indexing import check_indexing, read_indexing
+from ds_runtime.description.leftover import left_over
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError, shown
-from ds_runtime.model.description.config import ModelConfig, Yarn
-from ds_runtime.model.description.indexing import check_indexing, read_indexing
-from ds_runtime.model.description.leftover import left_over
 from ds_runtime.ops.contract import Routing
 
 QUANT_FILE = "hf_quant_config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.description.config import ModelConfig
 
 ROWS, COLS = 0, 1
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")  # of keys and values

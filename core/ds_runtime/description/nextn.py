@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.model.description.config import ModelConfig
-from ds_runtime.model.description.hf import load_config
-from ds_runtime.model.description.manifest import Stored, block_modules
-from ds_runtime.model.description.sites import (
+from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.hf import load_config
+from ds_runtime.description.manifest import Stored, block_modules
+from ds_runtime.description.sites import (
     TREE,
     FormatOf,
     Verify,
@@ -25,6 +24,7 @@ from ds_runtime.model.description.sites import (
     tree_choice,
     vocab_rows,
 )
+from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.ops.contract import Site
 
 DRAFT = "draft"  # the role of its sites

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from ds_runtime.model.description.config import ModelConfig
+from ds_runtime.description.config import ModelConfig
 from ds_runtime.ops.contract import Site
 
 FormatOf = Callable[[str], str]  # module path in the checkpoint → format that is packed

@@ -1,6 +1,6 @@
 """Geometry and constants of one model, as everything else reads them. Torch-free.
 
-`model/description/hf.py` makes a ModelConfig from config.json.
+`description/hf.py` makes a ModelConfig from config.json.
 """
 
 from __future__ import annotations

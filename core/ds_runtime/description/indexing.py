@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ds_runtime.checkpoint.reader import Reader
+from ds_runtime.description.config import Indexing, ModelConfig
 from ds_runtime.errors import ConfigError, UnsupportedError, shown
-from ds_runtime.model.description.config import Indexing, ModelConfig
 
 _KINDS = {"full": True, "shared": False}
 

@@ -1,1 +1,0 @@
-"""What a model is, from config.json alone. Torch-free."""
