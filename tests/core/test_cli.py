@@ -27,7 +27,7 @@ from ds_runtime.platform.probe import install_command
 from ds_runtime_bench import record
 from ds_runtime_bench.engine import one_batch
 
-VERBS = ("serve", "generate", "plan", "ops", "plugins", "doctor", "bench")
+VERBS = ("serve", "warm", "generate", "plan", "ops", "plugins", "doctor", "bench")
 Capture = pytest.CaptureFixture[str]
 
 
