@@ -111,6 +111,7 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--requests", type=int, default=10_000)
     options.add_argument("--real", action="store_true")
+    options.add_argument("--running", type=int, default=256)
     options.add_argument("--longest", type=int, default=4096)
     given = options.parse_args()
     shape, config, extra = CASES[given.case]
@@ -122,7 +123,7 @@ def main() -> None:
         for seed, name in enumerate(loras):
             write_adapter(given.folder / name, model, lambda m: "experts" not in m, seed=seed)
         extra = {**extra, "lora": tuple(f"{name}={given.folder / name}" for name in loras)}
-    settings = {"load_format": "dummy", "max_running_requests": 256, **extra}
+    settings = {"load_format": "dummy", "max_running_requests": given.running, **extra}
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         made = compilations.counted
