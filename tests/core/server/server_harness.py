@@ -25,6 +25,7 @@ from ds_runtime.server.http.web import web as make_web
 from ds_runtime.server.serve import listen
 from ds_runtime.text.formats.template import Template, load_template
 from ds_runtime.text.parsers.registry import Parsers
+from ds_runtime.server.http.turns import Turns
 from ds_runtime.text.tokenizer import Tokenizer
 
 
@@ -73,6 +74,7 @@ def serving(
     tell=(),
     replicas=1,
     beside=(),
+    turns=None,
     **config,
 ):
     tokenizer = Tokenizer.load(folder)
@@ -93,6 +95,8 @@ def serving(
         ]
         think_id = tokenizer.token_id("<think>") if server_config.strip_thinking_cache else None
         client = Replicas([EngineClient(*pair, think_id) for pair in pairs])
+        for one in client.clients if turns is None else ():  # events as the engine's steps are
+            one.turns = Turns(busy=lambda: 0.0)
         app = create_app(client, tokenizer, server_config, model, tell)
         if routes_of is not None:
             routes_of(app)

@@ -81,7 +81,7 @@ def test_messages_that_are_joined_say_all_that_they_said(given_):
 def test_what_gathers_of_several_choices_keeps_its_order(rids):
     flight = Flight()
     for number, rid in enumerate(rids):
-        flight.put(Tokens(rid=rid, tokens=[number]))
+        flight.put(Tokens(rid=rid, tokens=[number]), gathers=True)
     came = list(flight._came)
     for rid in "ab":
         numbers = [n for n, one in enumerate(rids) if one == rid]
@@ -123,7 +123,7 @@ def test_a_busy_server_says_the_same_in_fewer_events(bpe_folder, monkeypatch, bu
     monkeypatch.setattr(turns, "_WINDOW", 0.0)
     monkeypatch.setattr(turns, "_FREE", -1.0 if busy else 2.0)
     monkeypatch.setattr(turns, "_BUSY", -1.0 if busy else 2.0)
-    with serving(bpe_folder) as served:
+    with serving(bpe_folder, turns=True) as served:
         alone = {n: served.chat(t).json() for n, t in enumerate(TEXTS)}
         found, events = streams(served)
         assert found == {n: a["choices"][0]["message"]["content"] for n, a in alone.items()}

@@ -82,14 +82,14 @@ class Flight:
         """For the client: these choices are its."""
         self._running.update(dict.fromkeys(rids, client))
 
-    def put(self, message: Tokens | Exception) -> None:
-        """For the client: hand over one message."""
+    def put(self, message: Tokens | Exception, gathers: bool = False) -> None:
+        """For the client: hand over one message. gathers: as one with what was not taken yet."""
         if isinstance(message, Tokens) and message.finish is not None:
             self._running.pop(message.rid, None)
-        self._hand_over(message)
+        self._hand_over(message, gathers)
 
-    def _hand_over(self, message: Tokens | Exception) -> None:
-        last = self._came[-1] if self._came else None
+    def _hand_over(self, message: Tokens | Exception, gathers: bool = False) -> None:
+        last = self._came[-1] if gathers and self._came else None
         if (
             isinstance(message, Tokens)
             and isinstance(last, Tokens)
@@ -350,7 +350,7 @@ class EngineClient:
                 if flight is not None:
                     if message.finish is not None:
                         self.forget([message.rid], abort=False)
-                    flight.put(message)
+                    flight.put(message, gathers=self.turns.pause > 0)
             case Failed():
                 flight = self._flights.get(message.rid)
                 if flight is not None:

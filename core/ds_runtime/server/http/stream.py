@@ -85,7 +85,7 @@ async def stream_response(
     request's fields, for errors inside the stream."""
     pieces = run.pieces()
     first = await until_disconnect(request.receive, anext(pieces))
-    events = _events(run, form, first, pieces, names, request.app.state.bodies)
+    events = _events(run, form, pieces, names, request.app.state.bodies, first)
     return EventStream(events, run.close, exchange_of(request.scope).write)
 
 
@@ -96,25 +96,25 @@ def _worded(run: Run, form: Format, choice: Choice, piece: Piece) -> bytes:
 async def _events(
     run: Run,
     form: Format,
-    item: tuple[Choice, Piece],
-    rest: AsyncGenerator[tuple[Choice, Piece]],
+    pieces: AsyncGenerator[tuple[Choice, Piece]],
     names: ClientNames,
     bodies: Bodies,
+    first: tuple[Choice, Piece] | None = None,
 ) -> AsyncGenerator[bytes]:
     """All of a piece at a time; nothing where it has nothing to tell yet."""
     try:
         while True:
-            choice, piece = item
+            try:
+                choice, piece = first or await anext(pieces)
+            except StopAsyncIteration:
+                break
+            first = None
             if (numbers := choice.num_logprobs(piece, form.cumulative)) == 0:  # nearly always
                 worded = _worded(run, form, choice, piece)
             else:
                 worded = await bodies.word(numbers, partial(_worded, run, form, choice, piece))
             if worded:
                 yield worded
-            try:
-                item = await anext(rest)
-            except StopAsyncIteration:
-                break
         for chunk in form.last(run):
             yield form.event(chunk)
     except Exception as e:  # the status is sent already: tell it inside the stream
