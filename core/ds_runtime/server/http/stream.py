@@ -105,7 +105,7 @@ async def _events(
     try:
         while True:
             try:
-                choice, piece = first or await anext(pieces)
+                choice, piece = first if first is not None else await anext(pieces)
             except StopAsyncIteration:
                 break
             first = None
