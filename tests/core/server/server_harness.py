@@ -21,11 +21,11 @@ from ds_runtime.server.engines.client import EngineClient
 from ds_runtime.server.engines.replicas import Replicas
 from ds_runtime.server.generate.prepare import ModelInfo
 from ds_runtime.server.generate.sampling import GenerationDefaults
+from ds_runtime.server.http.turns import Turns
 from ds_runtime.server.http.web import web as make_web
 from ds_runtime.server.serve import listen
 from ds_runtime.text.formats.template import Template, load_template
 from ds_runtime.text.parsers.registry import Parsers
-from ds_runtime.server.http.turns import Turns
 from ds_runtime.text.tokenizer import Tokenizer
 
 

@@ -167,8 +167,8 @@ class SparseMla(Protocol):
 INDEX_PROLOGUE = Op(
     name="index_prologue",
     protocol=f"{__name__}:IndexPrologue",
-    reference=f"{_REF}.index:index_prologue",
-    samples=f"{_REF}.index:index_prologue_samples",
+    reference=f"{_REF}.attention.index:index_prologue",
+    samples=f"{_REF}.attention.index:index_prologue_samples",
     tolerance={"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3},
     layout="index",
     summary="index query and key: norm, rotation, Hadamard, encoding and cache write",
@@ -177,8 +177,8 @@ INDEX_PROLOGUE = Op(
 INDEX_SCORES = Op(
     name="index_scores",
     protocol=f"{__name__}:IndexScores",
-    reference=f"{_REF}.index:index_scores",
-    samples=f"{_REF}.index:index_scores_samples",
+    reference=f"{_REF}.attention.index:index_scores",
+    samples=f"{_REF}.attention.index:index_scores_samples",
     tolerance={"float32": 2e-5, "bfloat16": 2e-3, "float16": 2e-3},
     heavy=True,
     layout="index",
@@ -188,8 +188,8 @@ INDEX_SCORES = Op(
 INDEX_TOPK = Op(
     name="index_topk",
     protocol=f"{__name__}:IndexTopk",
-    reference=f"{_REF}.index:index_topk",
-    samples=f"{_REF}.index:index_topk_samples",
+    reference=f"{_REF}.attention.index:index_topk",
+    samples=f"{_REF}.attention.index:index_topk_samples",
     tolerance=_EXACT,
     summary="slots of the best tokens of each row",
 )
@@ -197,8 +197,8 @@ INDEX_TOPK = Op(
 INDEX_SELECT = Op(
     name="index_select",
     protocol=f"{__name__}:IndexSelect",
-    reference=f"{_REF}.index:index_select",
-    samples=f"{_REF}.index:index_select_samples",
+    reference=f"{_REF}.attention.index:index_select",
+    samples=f"{_REF}.attention.index:index_select_samples",
     tolerance={"float32": 2e-5, "bfloat16": 4e-3, "float16": 4e-3},
     composition=f"{__name__}:compose_index_select",
     uses=("index_scores", "index_topk"),
@@ -207,8 +207,8 @@ INDEX_SELECT = Op(
 )
 
 _SPARSE: dict[str, Any] = {
-    "reference": f"{_REF}.sparse:sparse_mla",
-    "samples": f"{_REF}.sparse:sparse_mla_samples",
+    "reference": f"{_REF}.attention.sparse:sparse_mla",
+    "samples": f"{_REF}.attention.sparse:sparse_mla_samples",
     "tolerance": {"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3},
 }
 
