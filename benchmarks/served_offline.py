@@ -133,7 +133,7 @@ class Served:
                 if "gaps" in args.parts:
                     found["gaps"][length] = await self._gaps(length)
         finally:
-            self._target.close()
+            await self._target.close()
         return found
 
     async def _load(self, count: int, clients: int, length: int, output: int, seed: int) -> Row:
