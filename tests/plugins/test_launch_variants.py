@@ -30,7 +30,9 @@ def run(program: Path, *given: str, timeout: float) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("rows", [SEED, pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rows", [pytest.param(SEED, id="sample"), pytest.param("all", marks=pytest.mark.slow)]
+)
 def test_representatives_of_variants_compile_all_that_any_call_launches(rows):
     said = run(PROGRAM, str(rows), timeout=1500)
     assert said.count(" variants, ") == 60, "a place without a line"
