@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -127,6 +128,7 @@ class DeepSeekModel:
         self.cos_sin = cos_sin_table(config, positions, load.device)
         self.embed = load.embedding()
         self.blocks = [DecoderLayer(config, load, layer) for layer in range(config.layers)]
+        self._running: Sequence[int] = range(config.layers)
         self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
         self.lm_head = load.head()
         self.draft_head = load.draft_head() or self.lm_head
@@ -144,16 +146,12 @@ class DeepSeekModel:
         of all tokens of this rank, whose logits are wanted or not.
         """
         selection = self.selection(batch)
-        index_caches = iter(caches[len(self.blocks) :])
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
         few = None if every else self.few(batch)
-        for layer, block in enumerate(self.blocks):
-            index = next(index_caches) if self.config.has_indexer(layer) else None
+        for layer, block, cache, index in self._layers(caches):
             rows = few if layer == self.config.layers - 1 else None
-            x, residual = block(
-                x, residual, batch, caches[layer], self.cos_sin, rows, index, selection
-            )
+            x, residual = block(x, residual, batch, cache, self.cos_sin, rows, index, selection)
         assert residual is not None, "a model has at least one layer"
         if every or few is not None:
             return self.norm.add(x, residual)[0]
@@ -163,6 +161,24 @@ class DeepSeekModel:
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
         return self.wanted(self.norm.add(x, residual)[0], batch.spread)
+
+    @contextmanager
+    def only(self, layers: Sequence[int]) -> Iterator[None]:
+        """Steps run these layers alone, in rising order: what is to compile, and not to answer."""
+        before, self._running = self._running, layers
+        try:
+            yield
+        finally:
+            self._running = before
+
+    def _layers(
+        self, caches: Sequence[Tensor]
+    ) -> Iterator[tuple[int, DecoderLayer, Tensor, Tensor | None]]:
+        """Each layer that runs: its number, itself, its cache, and its index cache or None."""
+        indexers = filter(self.config.has_indexer, range(self.config.layers))
+        indexed = dict(zip(indexers, caches[len(self.blocks) :], strict=False))
+        for layer in self._running:
+            yield layer, self.blocks[layer], caches[layer], indexed.get(layer)
 
     def few(self, batch: Batch) -> Tensor | None:
         """The logit rows, if these are all that the last layer has to compute behind its attention:
@@ -190,12 +206,9 @@ class DeepSeekModel:
         are: between two of them somebody calls `attend`, which fills `attended` [T, heads · v].
         Returns the final hidden states [T, hidden]. batch: without a spread.
         """
-        index_caches = iter(caches[len(self.blocks) :])
         x, residual = self.embedded(batch.input_ids, batch), None
-        for layer, block in enumerate(self.blocks):
-            index = next(index_caches) if self.config.has_indexer(layer) else None
+        for _, block, cache, index in self._layers(caches):
             normed, residual = block.enter(x, residual, batch)
-            cache = caches[layer]
             projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
             yield Cut(block, projected, residual, cache, index)
             out = block.attention.output(attended, batch.adapters)
@@ -236,20 +249,19 @@ class DeepSeekModel:
         """Bring the kept nodes of trees to other places in every cache. batch: the step that
         computed them, with all its rows.
         """
-        index_caches = iter(caches[len(self.blocks) :])
         index_keys = iter(batch.index_keys)
-        for layer, (block, cache) in enumerate(zip(self.blocks, caches, strict=False)):
+        for _, block, cache, index in self._layers(caches):
             attention = block.attention
             assert attention.move is not None, "steps with trees were not planned"
             attention.move(cache, moves.sources, moves.targets)
-            if self.config.has_indexer(layer):
+            if index is not None:
                 assert attention.indexer is not None
                 rows = moves.rows.flatten()
                 attention.indexer.cache_keys(
                     next(index_keys)[rows],
                     batch.positions[rows],
                     torch.where(moves.sources < 0, -1, moves.targets).flatten(),
-                    next(index_caches),
+                    index,
                     self.cos_sin,
                 )
 

@@ -25,7 +25,7 @@ from ds_runtime.engine.capture.decode import DecodeGraph, GraphContext
 from ds_runtime.engine.capture.registry import Captured, Capturing
 from ds_runtime.engine.capture.rehearse import rehearsing
 from ds_runtime.engine.device.precompile import Ahead
-from ds_runtime.engine.device.variants import PAGES, covering_steps
+from ds_runtime.engine.device.variants import PAGES, covering_steps, one_of_each_kind
 from ds_runtime.engine.device.variants import Limits as StepLimits
 from ds_runtime.engine.device.warmup import warm_up_length, warm_up_steps
 from ds_runtime.engine.speculate.acceptance import Branch, Claims, claim, fronts, moves, verify
@@ -523,10 +523,11 @@ class Runner:
                 self.assembly.lora is not None,
             )
             caches = self._allocate(PAGES, poison=False, quiet=True)
-            for plan in covering_steps(self.bound, self.config, limits):
-                self._launch(plan, caches)
-            if not self.capturing.late:
-                self.captured.rehearse()
+            with self.model.only(one_of_each_kind(self.bound, model.layers)):
+                for plan in covering_steps(self.bound, self.config, limits):
+                    self._launch(plan, caches)
+                if not self.capturing.late:
+                    self.captured.rehearse()
         self.platform.synchronize()
         self.sampler.clear()
 

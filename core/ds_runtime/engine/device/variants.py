@@ -39,6 +39,19 @@ def representatives(variants: Sequence[tuple[Variant, range]]) -> tuple[int, ...
     return tuple(sorted(found))
 
 
+def one_of_each_kind(bound: BoundOps, layers: int) -> tuple[int, ...]:
+    """Of layers whose places have the same kernels and shapes the first, and the last layer."""
+    kinds: dict[int, set[Hashable]] = {}
+    for site, kernels, facts in bound.places():
+        names = tuple(kernel.name for kernel in kernels)
+        what = site.op, site.module, names, facts.shape, facts.weight_format, facts.dtype
+        kinds.setdefault(site.layer, set()).add((*what, facts.phase))
+    firsts = dict[frozenset[Hashable], int]()
+    for layer in range(layers):
+        firsts.setdefault(frozenset(kinds.get(layer, ())), layer)
+    return tuple(sorted({*firsts.values(), layers - 1}))
+
+
 def _variants(bound: BoundOps, phases: Collection[str], most: int) -> list[tuple[Variant, range]]:
     """Of the bound kernels that have any, once per shape."""
     found: dict[tuple[object, ...], tuple[Variant, range]] = {}

@@ -210,14 +210,20 @@ class BoundOps:
     def _owned(self, owners: Mapping[str, str]) -> Iterator[Bound]:
         return (b._replace(plugin=owners.get(p := b.kernel.provider, p)) for b in self._bound)
 
-    def kernels(self) -> Iterator[tuple[Kernel, Facts]]:
-        """Every kernel that is bound, with the facts of its place."""
+    def places(self) -> Iterator[tuple[Site, tuple[Kernel, ...], Facts]]:
+        """Every place that has kernels, with these and its facts."""
         for site, kernel in self.binding.choices:
             key = (site.op, site.layer, site.module)
             shares = self.binding.shares.get(key)
-            for each in (kernel,) if shares is None else shares.kernels:
-                if each is not None:
-                    yield each, self._facts[key]
+            every = (kernel,) if shares is None else shares.kernels
+            if bound := tuple(each for each in every if each is not None):
+                yield site, bound, self._facts[key]
+
+    def kernels(self) -> Iterator[tuple[Kernel, Facts]]:
+        """Every kernel that is bound, with the facts of its place."""
+        for _, every, facts in self.places():
+            for kernel in every:
+                yield kernel, facts
 
     def at(self, layer: int, module: str) -> Ops:
         """The view of one place; layer −1 outside the layers."""
