@@ -118,7 +118,8 @@ class Served:
 
     def __init__(self, args: argparse.Namespace, url: str) -> None:
         self._args, self._vocab, self._target = args, _vocab(args), Target(url)
-        self._asked = Asked("/v1/completions", extra={"ignore_eos": True, "temperature": 0.0})
+        extra = {"ignore_eos": True, "temperature": 0.0}
+        self._asked = Asked("/v1/completions", ids=True, extra=extra)
 
     async def run(self) -> Row:
         """All parts that were asked for."""
@@ -162,8 +163,8 @@ class Served:
 
     async def _first(self, length: int) -> float:
         """Milliseconds to the first token, of one request after the other."""
-        await self._load(3, 1, length, 2, _seed(0, length, 2))
-        report = await self._load(ALONE, 1, length, 2, _seed(0, length, 3))
+        await self._load(3, 1, length, 8, _seed(0, length, 2))
+        report = await self._load(ALONE, 1, length, 8, _seed(0, length, 3))
         return float(report["p50_ttft_ms"])
 
     async def _gaps(self, length: int) -> Row:
