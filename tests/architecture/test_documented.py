@@ -52,7 +52,7 @@ def test_the_docs_name_no_hook_that_does_not_exist() -> None:
 def test_every_op_of_every_area_is_in_the_table_and_has_a_field() -> None:
     found = {}
     for area in AREAS:
-        module = import_module(f"ds_runtime.ops.{area}")
+        module = import_module(f"ds_runtime.ops.contracts.{area}")
         found |= {v.name: v for v in vars(module).values() if isinstance(v, Op)}
     assert found == OPS
     assert list(Ops.__dataclass_fields__) == list(OPS)

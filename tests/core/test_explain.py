@@ -156,7 +156,11 @@ def test_flags_that_remedies_name_exist() -> None:
     parser = Parser()
     add_flags(parser, EngineConfig)
     ops = ROOT / "core/ds_runtime/ops"
-    files = [*ROOT.glob("plugins/*/ds_runtime_*/**/*.py"), ops / "bind.py", ops / "checks.py"]
+    files = [
+        *ROOT.glob("plugins/*/ds_runtime_*/**/*.py"),
+        ops / "binding" / "bind.py",
+        ops / "checks.py",
+    ]
     named = {
         flag
         for file in files

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.device.variants import Limits, covering_steps, representatives
+from ds_runtime.engine.device.variants import StepLimits, covering_steps, representatives
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
 from ds_runtime.testing.conformance import facts_for
@@ -69,7 +69,7 @@ def test_steps_are_those_of_a_scheduler_and_have_every_variant(
         page_size=4,
         **({"tp": ranks, "enable_dp_attention": True} if ranks > 1 else {}),
     )
-    limits = Limits(context, width, sparse, vocab=40, adapts=True)
+    limits = StepLimits(context, width, sparse, vocab=40, adapts=True)
     own = min(ranks, running)
     seen = {"prompts": set(), "cached": set(), "decodes": set()}
     for plan in covering_steps(bound, config, limits):

@@ -115,7 +115,7 @@ def test_decides_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import ds_runtime_kit.devices.null as n\n"
-        "from ds_runtime.engine import scheduler\n"
+        "from ds_runtime.engine.schedule import scheduler\n"
         "assert n.ds_platform().info().arch == 'null'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

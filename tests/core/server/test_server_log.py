@@ -224,5 +224,5 @@ def test_lines_that_were_dropped_are_told(tmp_path):
             process.kill()
             process.wait()
     said = (tmp_path / "err").read_text()
-    dropped = re.findall(r"WARNING server\.log (\d+) log lines were dropped", said)
+    dropped = re.findall(r"WARNING server\.observe\.log (\d+) log lines were dropped", said)
     assert dropped and len(out.splitlines()) + sum(map(int, dropped)) == 12000

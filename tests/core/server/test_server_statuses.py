@@ -73,7 +73,7 @@ def test_the_table_has_every_route_and_says_what_the_document_says(document):
 def test_every_status_that_the_code_gives_has_a_meaning():
     """But 499, which nobody reads."""
     found = set()
-    for file in Path(ds_runtime.server.__file__).parent.glob("*.py"):
+    for file in Path(ds_runtime.server.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError":
                 first = node.args[0] if node.args else None

@@ -25,8 +25,7 @@ from ds_runtime.engine.capture.decode import DecodeGraph, GraphContext
 from ds_runtime.engine.capture.registry import Captured, Capturing
 from ds_runtime.engine.capture.rehearse import rehearsing
 from ds_runtime.engine.device.precompile import Ahead
-from ds_runtime.engine.device.variants import PAGES, covering_steps, one_of_each_kind
-from ds_runtime.engine.device.variants import Limits as StepLimits
+from ds_runtime.engine.device.variants import PAGES, StepLimits, covering_steps, one_of_each_kind
 from ds_runtime.engine.device.warmup import warm_up_length, warm_up_steps
 from ds_runtime.engine.speculate.acceptance import Branch, Claims, claim, fronts, moves, verify
 from ds_runtime.engine.speculate.drafter import Speculator

@@ -66,7 +66,7 @@ def _variant(kernel: Kernel, facts: Facts) -> Variant:
     return partial(load_attr(kernel.variant), facts)
 
 
-class Limits(NamedTuple):
+class StepLimits(NamedTuple):
     """Of steps. context: tokens of a sequence. width: of a decode work, at most. sparse: how many
     tokens attention chooses where a sequence has more; 0: it does not. vocab: tokens of a mask.
     adapts: there are slots of adapters."""
@@ -78,7 +78,7 @@ class Limits(NamedTuple):
     adapts: bool
 
 
-def covering_steps(bound: BoundOps, config: EngineConfig, limits: Limits) -> Iterator[StepPlan]:
+def covering_steps(bound: BoundOps, config: EngineConfig, limits: StepLimits) -> Iterator[StepPlan]:
     """Steps, in any order, after which none that a scheduler can make compiles anything, over
     `PAGES` pages."""
     steps = _Steps(config, limits)
@@ -105,7 +105,7 @@ class _Steps:
     """Steps of some rows: on each rank that has sequences of its own, and on all together. rows,
     decoded: the most that there can be on one, and of those the most of decode works."""
 
-    def __init__(self, config: EngineConfig, limits: Limits) -> None:
+    def __init__(self, config: EngineConfig, limits: StepLimits) -> None:
         self._config, self._limits = config, limits
         self._ranks = min(config.attention_ranks, config.max_running_requests)
         self._sequences = max(1, config.max_running_requests // self._ranks)

@@ -33,20 +33,20 @@ class Sizing:
             self._full.add_prompt(0, min(chunk, max_tokens))
         self._launched: deque[tuple[Load, bool]] = deque()
 
-    def open(self, plan: StepPlan) -> Room:
+    def open(self, plan: StepPlan) -> StepRoom:
         """The room for prompts beside the decode works of a plan."""
         load = Load()
         for work in plan.works:
             load.rows += work.length + plan.drafts
             load.context += work.start
         if not (self.gap and self.cost.known):
-            return Room(self, load, None)
+            return StepRoom(self, load, None)
         if not load.rows:
-            return Room(self, load, self.cost.seconds(self._full) - self.cost.seconds(load))
+            return StepRoom(self, load, self.cost.seconds(self._full) - self.cost.seconds(load))
         taken = max(self.cost.seconds(load), self.decode)
-        return Room(self, load, max(self.gap, 2 * self.decode) - taken)
+        return StepRoom(self, load, max(self.gap, 2 * self.decode) - taken)
 
-    def launched(self, room: Room) -> None:
+    def launched(self, room: StepRoom) -> None:
         """The step that a room was opened for is on its way."""
         self._launched.append((room.load, room.is_cut))
 
@@ -69,7 +69,7 @@ class Sizing:
         self.cost.note(load, seconds)
 
 
-class Room:
+class StepRoom:
     """What prompts may take of one step. `seconds`: left for them; None: nothing is known yet."""
 
     def __init__(self, sizing: Sizing, load: Load, seconds: float | None) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.schedule.adapters import Held
-from ds_runtime.engine.schedule.chunk_sizes import Room, Sizing
+from ds_runtime.engine.schedule.chunk_sizes import Sizing, StepRoom
 from ds_runtime.engine.schedule.ledger import Holdings, Pages
 from ds_runtime.engine.schedule.limits import SchedulerLimits, check_params, check_prompt
 from ds_runtime.engine.schedule.request import Request, State
@@ -167,7 +167,7 @@ class Scheduler:
         return plan
 
     def _prefill(
-        self, request: Request, budget: int, plan: StepPlan, planned: list[Request], room: Room
+        self, request: Request, budget: int, plan: StepPlan, planned: list[Request], room: StepRoom
     ) -> int:
         """Plan the next chunk of known tokens; how many that are, 0 where the step is full."""
         left = request.total_len - request.num_computed

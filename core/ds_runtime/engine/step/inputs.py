@@ -193,7 +193,7 @@ def _with_last_tokens(ids: Tensor, num_decode: int, last_tokens: Tensor) -> Tens
     return ids
 
 
-class _Span(NamedTuple):
+class _CachedSpan(NamedTuple):
     """Cached tokens [low, high) of the sequences from `first` on, which follow each other."""
 
     first: int
@@ -201,7 +201,7 @@ class _Span(NamedTuple):
     high: Ints
 
 
-def _prefix_chunks(lens: Sequence[int], limit: int) -> Iterator[_Span]:
+def _prefix_chunks(lens: Sequence[int], limit: int) -> Iterator[_CachedSpan]:
     """Pieces of the cached lengths, at most `limit` tokens each, sequence after sequence; of each
     piece the sequences that have tokens in it."""
     ends = np.cumsum(np.array(lens, np.int64))
@@ -211,7 +211,7 @@ def _prefix_chunks(lens: Sequence[int], limit: int) -> Iterator[_Span]:
         high = np.clip(done + limit, begins, ends)
         inside = np.flatnonzero(high > low)
         own = slice(inside[0], inside[-1] + 1)
-        yield _Span(int(own.start), (low - begins)[own], (high - begins)[own])
+        yield _CachedSpan(int(own.start), (low - begins)[own], (high - begins)[own])
 
 
 class _Chunk(NamedTuple):
@@ -230,7 +230,7 @@ class _Chunk(NamedTuple):
         cls,
         works: Sequence[Work],
         pages: npt.NDArray[np.int32],
-        span: _Span,
+        span: _CachedSpan,
         adapts: bool,
         upload: Upload,
     ) -> _Chunk:

@@ -151,7 +151,7 @@ def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         headers=headers,
-        skip_auto_headers=("User-Agent",),
+        skip_auto_headers=("User-Agent", "Content-Type"),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
         auto_decompress=False,
