@@ -37,11 +37,10 @@ def test_a_few_random_requests_compile_nothing(tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted({*CASES} - {"lora", "chain"}))
 def test_random_requests_compile_nothing(tmp_path, case):
-    """10,000 of all cases together."""
-    served(tmp_path, case, "--requests", "1250", "--seed", str(SEED), timeout=2300)
+    """More of them: `python tests/e2e/random_requests.py FOLDER --requests N`."""
+    served(tmp_path, case, "--requests", "60", "--seed", str(SEED))
 
 
 @pytest.mark.gpu
