@@ -104,11 +104,12 @@ class Soak:
 
 
 def resident(server: psutil.Process) -> tuple[int, int]:
-    """Bytes of the server's process, and of those that it started."""
+    """Bytes of the server's process, and of those that it started. Pages that these share, as copies
+    of the text process do, count once."""
     children = 0
     for child in server.children(recursive=True):
         try:
-            children += child.memory_info().rss
+            children += child.memory_full_info().pss
         except psutil.NoSuchProcess:
             continue
     return server.memory_info().rss, children

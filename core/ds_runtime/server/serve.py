@@ -47,7 +47,6 @@ _log = logging.getLogger(__name__)
 _THREADS = 64  # that work on bodies; most of them wait for the text process
 _POLL_SECONDS = 0.1
 _SWITCH_SECONDS = 0.0005  # that a thread which reads a body lets the event loop wait
-_YOUNG = 50_000  # objects before they are looked through: the tokens of a step are no garbage
 _DEAD_SECONDS = 10.0  # /health tells the reason for so long before the server leaves
 _GRACE_SECONDS = 1.5  # for answers' last bytes; with the engine's share it stays below 5
 
@@ -114,7 +113,6 @@ def serve(
         add_routes(app, ServedEngine(app.state.service), engine_config, server_config.routes)
         sys.setswitchinterval(_SWITCH_SECONDS)
         gc.freeze()  # what is loaded stays: a collection that walks it makes streams wait
-        gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         serving = _Serving(lives, client, app, sock, server_config, model.name, text.close)
         return uvloop.run(serving.run())
 

@@ -108,7 +108,7 @@ class Text:
         except RecursionError as e:
             raise RequestError("the messages are nested too deeply", param) from e
         seconds, begin = seconds_for(self._asked, len(data)), time.monotonic()
-        with self.aside(), self._copies.one(seconds) as copy:
+        with self.aside(), self._copies.one(_PATIENCE * seconds) as copy:
             answer = copy.ask(data, seconds)
         if answer is None:
             self.ended += 1
