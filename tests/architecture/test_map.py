@@ -22,10 +22,17 @@ TASKS = {  # the heading that a reader would choose: files that the task needs
         "text/parsers/registry.py",
     ],
     "Add a field or a route": ["server/generate/protocol.py", "server/app.py"],
-    "Add a metric": ["server/metrics.py"],
+    "Add a metric, or a field of the log": ["server/metrics.py", "server/observe/log.py"],
     "A page leaks": ["engine/schedule/ledger.py", "kv/pages.py"],
     "Memory runs out, or is left unused": ["kv/budget.py", "assembly/room.py"],
-    "A rank or an engine dies": ["engine/process/failure.py", "server/engines/supervisor.py"],
+    "The wrong kernel is chosen": ["ops/binding/bind.py", "assembly/explain.py"],
+    "A shard is cut wrong": ["parallel/layout.py", "weights/loader.py"],
+    "A template, tokenizer or schema is refused": ["text/apart.py", "grammar/compile.py"],
+    "A rank, an engine or a plugin dies": [
+        "engine/process/failure.py",
+        "server/engines/supervisor.py",
+        "plugins/isolate.py",
+    ],
 }
 
 
