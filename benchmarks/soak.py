@@ -104,8 +104,8 @@ class Soak:
 
 
 def resident(server: psutil.Process) -> tuple[int, int]:
-    """Bytes of the server's process, and of those that it started. Pages that these share, as copies
-    of the text process do, count once."""
+    """Bytes of the server's process, and of those that it started. Pages that these share count
+    once: copies of the text process share most."""
     children = 0
     for child in server.children(recursive=True):
         try:
