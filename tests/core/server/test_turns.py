@@ -21,11 +21,13 @@ class Clock:
     def __init__(self):
         self.now = self.busy = 0.0
 
-    def work(self, one: Turns, share: float, seconds: float) -> float:
-        """Turns of 5 ms whose work takes a share of the time; the pause at the end."""
+    def work(self, one: Turns, share: float, seconds: float, messages: int = 50) -> float:
+        """Turns of 5 ms whose work takes a share of the time; the pause at the end. messages: that
+        come in each."""
         for _ in range(round(seconds / 0.005)):
             self.now += 0.005
             self.busy += 0.005 * share
+            one.taken += messages
             pause = one.over()
             assert 0 <= pause <= 0.02
         return pause
@@ -39,6 +41,14 @@ def test_turns_become_longer_while_the_thread_is_busy_and_end_when_it_is_not():
     assert clock.work(one, 0.3, 1.0) == 0.02, "it does not swing"
     assert clock.work(one, 0.05, 1.0) == 0
     assert clock.work(one, 0.95, 0.05) == 0, "a moment is not looked at"
+
+
+def test_a_thread_that_is_busy_with_few_tokens_keeps_none_back():
+    clock = Clock()
+    one = Turns(lambda: clock.busy, lambda: clock.now)
+    assert clock.work(one, 0.9, 1.0, messages=5) == 0
+    assert clock.work(one, 0.9, 1.0) == 0.02
+    assert clock.work(one, 0.9, 1.0, messages=5) == 0
 
 
 LOGPROBS = st.none() | st.just("each")
@@ -121,6 +131,7 @@ def gauge(served) -> float:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_busy_server_says_the_same_in_fewer_events(bpe_folder, monkeypatch, busy):
     monkeypatch.setattr(turns, "_WINDOW", 0.0)
+    monkeypatch.setattr(turns, "_MANY", 0.0)
     monkeypatch.setattr(turns, "_FREE", -1.0 if busy else 2.0)
     monkeypatch.setattr(turns, "_BUSY", -1.0 if busy else 2.0)
     with serving(bpe_folder, turns=True) as served:

@@ -348,6 +348,7 @@ class EngineClient:
             case Tokens():
                 flight = self._flights.get(message.rid)
                 if flight is not None:
+                    self.turns.taken += 1
                     if message.finish is not None:
                         self.forget([message.rid], abort=False)
                     flight.put(message, gathers=self.turns.pause > 0)
