@@ -104,12 +104,11 @@ class Soak:
 
 
 def resident(server: psutil.Process) -> tuple[int, int]:
-    """Bytes of the server's process, and of those that it started. Pages that these share count
-    once: copies of the text process share most."""
+    """Bytes of the server's process, and of those that it started."""
     children = 0
     for child in server.children(recursive=True):
         try:
-            children += child.memory_full_info().pss
+            children += child.memory_info().rss
         except psutil.NoSuchProcess:
             continue
     return server.memory_info().rss, children

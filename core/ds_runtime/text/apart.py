@@ -239,8 +239,8 @@ class _Copies:
         return msgspec.msgpack.decode(said, type=Loaded)
 
     def prepare(self) -> None:
-        """Have copies wait for the first requests: one that takes long, and the next."""
-        self._idle += [self._new(), self._new()]
+        """Have all copies that are kept wait for the first requests."""
+        self._idle += [self._new() for _ in range(_KEPT)]
 
     @contextlib.contextmanager
     def one(self, seconds: float) -> Iterator[_Copy]:
