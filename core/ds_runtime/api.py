@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight, WeightPart
     from ds_runtime.parallel.group import TorchCommunicator
     from ds_runtime.platform import ceilings
-    from ds_runtime.platform.compilations import compiled
+    from ds_runtime.platform.compilations import compiled, kept_in
     from ds_runtime.platform.cores import cores_per_device
     from ds_runtime.platform.recording import CaptureError, Recorded, Recording
     from ds_runtime.plugins.routes import Generated, RoutedEngine
@@ -131,6 +131,7 @@ _LAZY = {  # where what needs torch comes from, and what routes alone need
     "decode_scale": "ds_runtime.ops.dtypes",
     "float32_product": "ds_runtime.ops.reference.matrices.linear",
     "fp8_blocks": "ds_runtime.ops.reference.matrices.fp8_blocks",
+    "kept_in": "ds_runtime.platform.compilations",
     "read_part": "ds_runtime.weights.quant",
     "route": "ds_runtime.ops.reference.matrices.moe",
     "rows_of": "ds_runtime.ops.reference.attention.dense",
@@ -228,6 +229,7 @@ __all__ = [
     "hookimpl",
     "install_command",
     "installed",
+    "kept_in",
     "load_attr",
     "nothing",
     "package_folder",

@@ -7,9 +7,11 @@ compiled for each weight shape when they first run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from ds_runtime.api import (
     Packed,
     Weight,
     fp8_blocks,
+    kept_in,
 )
 from ds_runtime_cuda import grouped
 from ds_runtime_cuda.expert_weights import pack_blocks
@@ -38,6 +41,8 @@ _HEADS = (32, 64)  # of index queries; fewer are filled up with zeros
 
 @cache
 def _library() -> Any:
+    folder = os.environ.get("DG_JIT_CACHE_DIR") or Path.home() / ".deep_gemm"
+    kept_in("deep_gemm", Path(folder) / "cache", tells=False)
     return import_module("deep_gemm")
 
 

@@ -23,6 +23,7 @@ from ds_runtime.api import (
     Segments,
     Weight,
     fp8_blocks,
+    kept_in,
     with_rope,
 )
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
@@ -38,6 +39,7 @@ _NOPE = 128  # DeepSeek's, by which the library tells its kernels apart
 
 @cache
 def _library(module: str = "flashinfer") -> Any:
+    kept_in("flashinfer", import_module("flashinfer.jit.env").FLASHINFER_JIT_DIR, tells=False)
     return import_module(module)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_runtime.api import Facts, Packed, Weight
 from ds_runtime_cuda import flashinfer_fp4, fp4
+from ds_runtime_cuda.flashinfer import _library
 
 _PAIR = 64  # rows of up, and so many of gate behind them
 
@@ -29,9 +30,9 @@ class ExpertsNvfp4CuteDsl(flashinfer_fp4.Experts):
     tag = "cuda.flashinfer_cute_nvfp4_experts"
 
     def __init__(self, facts: Facts) -> None:
-        self._lib = flashinfer_fp4._library()
-        self._make = flashinfer_fp4._library("flashinfer.fused_moe").CuteDslMoEWrapper
-        self._tiles = flashinfer_fp4._library("flashinfer.cute_dsl").convert_sf_to_mma_layout
+        self._lib = _library()
+        self._make = _library("flashinfer.fused_moe").CuteDslMoEWrapper
+        self._tiles = _library("flashinfer.cute_dsl").convert_sf_to_mma_layout
         self._captured = facts.graph_capture
         self._runner: Any = None  # it knows sizes, and no weights
 

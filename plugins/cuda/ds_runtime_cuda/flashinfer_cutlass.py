@@ -8,8 +8,6 @@ is given the page table and the lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,15 +15,10 @@ from torch import Tensor
 
 from ds_runtime.api import Batch, Facts, Limits
 from ds_runtime_cuda.decode import LATENT, ROPE, Queries
-from ds_runtime_cuda.flashinfer import _workspace
+from ds_runtime_cuda.flashinfer import _library, _workspace
 
 _TABLE = 128  # tokens of which a page table has a multiple
 _SCALE = (128 + ROPE) ** -0.5  # the only one
-
-
-@cache
-def _library() -> Any:
-    return import_module("flashinfer.mla")
 
 
 @dataclass
@@ -55,11 +48,11 @@ class MlaDecode:
             state.wrappers[count] = self._planned(queries, count)
 
     def _planned(self, queries: Queries, count: int) -> Any:
-        wrapper = _library().BatchMLAPagedAttentionWrapper(
+        wrapper = _library("flashinfer.mla").BatchMLAPagedAttentionWrapper(
             _workspace(queries.table.device), backend="cutlass"
         )
         wrapper.plan(
-            metadata=_library().MLAPlanMetadata.dense(
+            metadata=_library("flashinfer.mla").MLAPlanMetadata.dense(
                 torch.arange(count + 1, dtype=torch.int32),
                 queries.table[:count],
                 queries.lens[:count],

@@ -7,8 +7,6 @@ MXFP4 weights. Sources: flashinfer.gemm, flashinfer.quantization and flashinfer.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,14 +15,10 @@ from torch import Tensor
 
 from ds_runtime.api import ExpertSource, Facts, Packed, Weight
 from ds_runtime_cuda import fp4
+from ds_runtime_cuda.flashinfer import _library
 
 _TILE = 128  # rows of the library's epilogue, in whose order weights are shuffled
 _LARGEST = 512.0  # of silu(gate) · up, where the checkpoint does not say: below is no saturation
-
-
-@cache
-def _library(module: str = "flashinfer") -> Any:
-    return import_module(module)
 
 
 def swizzled(scale: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_runtime.api import PluginError
+from ds_runtime.api import PluginError, kept_in
 from ds_runtime.api import compiled as told
 from ds_runtime_cuda.driver import DriverError
 
@@ -61,6 +61,7 @@ def compiled(
     parts = (source, *(part for each in sorted(headers.items()) for part in each), version)
     key = hashlib.sha256("\0".join((*parts, *options)).encode()).hexdigest()
     with contextlib.suppress(OSError, RuntimeError):  # what cannot be read is made again
+        kept_in("nvrtc", folder())
         kept = (folder() / f"{key[:32]}.cubin").read_bytes()
         if kept.startswith(_MAGIC) and not anew:
             return kept

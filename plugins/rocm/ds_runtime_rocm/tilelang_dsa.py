@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_runtime.api import kept_in
+
 LATENT = 512
 
 
@@ -50,6 +52,7 @@ ATTENTION = {
 
 @cache
 def _library(module: str) -> Any:
+    kept_in("tilelang", import_module("tilelang").env.TILELANG_CACHE_DIR, tells=False)
     return import_module(f"ds_runtime_rocm.jit.{module}")
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_runtime.engine.device.compile_record import CompileRecord, inodes
 from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.table import OPS
@@ -41,6 +42,8 @@ def fails(facts, rows):
 """
     (tmp_path / "compilers.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path
 
 
@@ -113,3 +116,80 @@ def test_what_they_compile_is_counted_here(compiler):
     with Ahead(bound(("compilers:counts", (64, 32))), CPU, 1):
         pass
     assert counted()["ahead", "kernel1"] == 1
+
+
+@pytest.fixture
+def keeping(compiler: Path) -> Path:
+    """The folder in which such a compiler keeps what it makes."""
+    kept = compiler / "kept"
+    kept.mkdir()
+    text = f"""
+import pathlib
+from ds_runtime.api import compiled, kept_in
+def keeps(facts, rows):
+    pathlib.Path({str(kept)!r}).mkdir(exist_ok=True)
+    kept_in("keeping", {str(kept)!r})
+    compiled("keeping", "k", 0.1)
+def fails(facts, rows):
+    raise RuntimeError("no compiler here")
+"""
+    (compiler / "compilers.py").write_text(text)
+    return kept
+
+
+def made(place: str) -> int:
+    """How often a compiler ran in a start that has its kernel."""
+    before = counted().get(("keeping", "k"), 0)
+    with Ahead(bound((f"compilers:{place}", (64, 32))), CPU, 1):
+        pass
+    return counted().get(("keeping", "k"), 0) - before
+
+
+def test_what_was_compiled_before_is_not_asked_for_again(keeping):
+    assert made("keeps") == 1 and made("keeps") == 0
+    keeping.rename(keeping.with_name("before"))
+    assert made("keeps") == 1, "no cache"
+
+
+def test_what_failed_is_asked_for_again(keeping, capfd):
+    for _ in range(2):
+        with Ahead(bound(("compilers:fails", (64, 32))), CPU, 1):
+            pass
+        assert "no compiler here" in capfd.readouterr().err
+
+
+def record(*tasks: object) -> CompileRecord:
+    return CompileRecord(tasks, ["compilers"])
+
+
+def test_a_record_is_of_its_tasks_modules_and_folders(keeping, compiler, monkeypatch):
+    record("a", "b").write(inodes([keeping]))
+    assert record("b", "a").holds()
+    assert not record("a").holds() and not record("a", "b", "c").holds()
+    other = compiler / "other"
+    other.mkdir()
+    keeping.rmdir()
+    other.rename(keeping)
+    assert not record("a", "b").holds(), "another folder"
+    record("a", "b").write(inodes([keeping]))
+    with (compiler / "compilers.py").open("a") as file:
+        file.write("# another version\n")
+    assert not record("a", "b").holds(), "another compiler"
+    record("a", "b").write({})
+    assert record("a", "b").holds(), "a compiler that names no folder"
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert not record("a", "b").holds(), "another torch"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"/nowhere": 3}', "[3]", "\0", "\udc80"])
+def test_a_damaged_record_skips_nothing(compiler, text):
+    record("a").write({})
+    (file,) = (compiler / "home/.cache/ds-runtime/compiled").iterdir()
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    assert not record("a").holds()
+
+
+def test_nothing_is_skipped_where_nothing_can_be_written(compiler, monkeypatch):
+    (compiler / "home").touch()
+    record("a").write({})
+    assert not record("a").holds()

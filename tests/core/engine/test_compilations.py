@@ -35,6 +35,31 @@ def test_only_what_requests_wait_for_is_told(caplog):
     ]
 
 
+def test_compilers_that_do_not_tell_are_counted_by_their_folders(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    compilations.serving(False)
+    cache = tmp_path / "later" / "cache"
+    old = tmp_path / "old"
+    (old / "kernel.before.0123").mkdir(parents=True)
+    api.kept_in("lazy", cache, tells=False)
+    api.kept_in("lazy", old, tells=False)
+    assert not [key for key in compilations.counted() if key[0] == "lazy"]
+    (cache / "kernel.gemm.0123abc").mkdir(parents=True)
+    (old / "decode_uri").mkdir()
+    (old / "lock").touch()
+    (old / "0123456789abcdef").mkdir()
+    compilations.serving(True)
+    for _ in range(2):
+        found = {key[1]: n for key, n in compilations.counted().items() if key[0] == "lazy"}
+        assert found == {"gemm": 1, "decode_uri": 1, "kernel": 1}
+    compilations.serving(False)
+    told = sorted(record.getMessage() for record in caplog.records)
+    assert told == [
+        f"lazy compiled {name} while serving" for name in ("decode_uri", "gemm", "kernel")
+    ]
+    assert {cache, old} <= set(compilations.folders())
+
+
 class One:
     """An engine with these figures."""
 

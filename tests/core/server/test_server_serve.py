@@ -25,8 +25,10 @@ from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.engine.process.transport import ipc
 from ds_runtime.errors import ConfigError
 from ds_runtime.plugins import manager as plugins
+from ds_runtime.server import front as front_module
 from ds_runtime.server import serve as serve_module
-from ds_runtime.server.serve import add_routes, listen, model_name
+from ds_runtime.server.front import add_routes, model_name
+from ds_runtime.server.serve import listen
 
 MAIN = Path(__file__).with_name("serve_main.py")
 
@@ -162,7 +164,7 @@ def test_the_end_of_the_web_server_is_an_end_and_restarts_no_engine(
                 raise fault
 
     made = []
-    monkeypatch.setattr(serve_module, "web", lambda *args, **kwargs: Ended())
+    monkeypatch.setattr(front_module, "web", lambda *args, **kwargs: Ended())
 
     def run():
         return serve_module.serve(

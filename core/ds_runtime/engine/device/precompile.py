@@ -18,10 +18,11 @@ from tempfile import TemporaryFile
 
 import torch
 
+from ds_runtime.engine.device.compile_record import CompileRecord, inodes
 from ds_runtime.engine.device.variants import served
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import Facts, load_attr
-from ds_runtime.platform.compilations import counted, heard
+from ds_runtime.platform.compilations import counted, folders, heard
 from ds_runtime.platform.cores import cores_per_device
 
 _CORES = 1.5  # of the host, for each process
@@ -72,12 +73,15 @@ def divided(tasks: Sequence[Task], processes: int) -> list[list[Task]]:
 
 class Ahead:
     """The processes at work, from construction on; leaving the context waits for them, since they
-    hold memory of the device. most: rows of the calls that must not compile any more; 0: no
-    process. memory: of the device, in bytes.
+    hold memory of the device. None is started where all was compiled before. most: rows of the
+    calls that must not compile any more; 0: no process. memory: of the device, in bytes.
     """
 
     def __init__(self, bound: BoundOps, device: torch.device, most: int, memory: int = 0) -> None:
         tasks = tasks_of(bound, most)
+        self._record = CompileRecord(tasks, [path.partition(":")[0] for path, *_ in tasks])
+        if self._record.holds():
+            tasks = []
         processes = max(2, min(memory // _MEMORY, int(cores_per_device() / _CORES)))
         self._running = [
             _Process(CompileJob(tuple(own), device.index)) for own in divided(tasks, processes)
@@ -87,8 +91,10 @@ class Ahead:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        whole, kept = kind is None, dict[str, int]()
         for process in self._running:
             why = process.end(kill=kind is not None)
+            whole, kept = whole and not why, kept | process.kept
             for (compiler, kernel), count in process.compiled.items():
                 heard(compiler, kernel, count)
             if why and kind is None:
@@ -98,6 +104,8 @@ class Ahead:
                     file=sys.stderr,
                     flush=True,
                 )
+        if whole and self._running:
+            self._record.write(kept)
 
 
 class _Process:
@@ -105,6 +113,7 @@ class _Process:
 
     def __init__(self, work: CompileJob) -> None:
         self.compiled: dict[tuple[str, str], int] = {}
+        self.kept: dict[str, int] = {}  # folders and their inodes
         self._said = TemporaryFile()  # noqa: SIM115 (open until `end`)
         command = [sys.executable, "-P", "-m", "ds_runtime.engine.device.precompile"]
         self._process = subprocess.Popen(
@@ -123,7 +132,7 @@ class _Process:
             said.seek(0)
             lines = [line.strip() for line in said.read().decode(errors="replace").split("\n")]
         if code == 0 and lines[-2:-1] and lines[-2].startswith(_TOLD):
-            told = json.loads(lines[-2].removeprefix(_TOLD))
+            told, self.kept = json.loads(lines[-2].removeprefix(_TOLD))
             self.compiled = {(compiler, kernel): count for compiler, kernel, count in told}
         return next((line for line in reversed(lines) if line), f"exit {code}") if code else ""
 
@@ -136,7 +145,8 @@ def main() -> None:
         torch.accelerator.set_device_index(work.index)
     for path, facts, rows in work.tasks:
         load_attr(path)(facts, rows)
-    print(_TOLD + json.dumps([(*key, count) for key, count in counted().items()]), flush=True)
+    told = [(*key, count) for key, count in counted().items()]
+    print(_TOLD + json.dumps((told, inodes(folders()))), flush=True)
 
 
 if __name__ == "__main__":

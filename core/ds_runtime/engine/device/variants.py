@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
+from ds_runtime.engine.step.result import SCORE_ROWS
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import Facts, Kernel, load_attr
 from ds_runtime.sampling_params import SamplingParams
@@ -153,7 +154,9 @@ class _Steps:
             end = work.start + work.length
             held = min(end + drafts, self._limits.context)
             pages = [page % PAGES for page in range(-(-held // self._config.page_size))]
-            prompt = [0] * (end + 1) if work.tokens is not None else []
+            prompt = []
+            if work.tokens is not None:  # its end would be scored in slices that all are alike
+                prompt = [0] * (work.start + 1 + min(work.length, SCORE_ROWS))
             params = SamplingParams()
             plan.init.append(RowInit(row=row, params=params, seed=0, choice=0, prompt=prompt))
             own = replace(work, row=row, rank=rank, pages=pages, logprobs=1)

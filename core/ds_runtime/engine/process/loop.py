@@ -135,6 +135,7 @@ def serve(spec: RankSpec) -> None:
         engine = start_engine(spec)
         loop = EngineLoop(engine, inbox, outbox)
         loop.emit(ready(engine))
+        loop.emit(engine.stats())  # what the start has counted
         loop.run()
         engine.close()
     except BaseException as e:

@@ -50,12 +50,25 @@ class Lives:
         self._limit = config.max_engine_restarts if config.on_engine_death == "restart" else 0
         self._folder = contextlib.ExitStack()
         self._ready_at: float | None = None
+        self._started = False
         self.restarts = 0
         self.engine = self._make()
 
     def _make(self) -> RunningEngine:
         self._folder.close()
+        self._started = False
         return self._launch(self._folder.enter_context(private_folder()))
+
+    def start(self) -> None:
+        """Start the engine's processes, unless they are started."""
+        if not self._started:
+            self._started = True
+            self.engine.start()
+
+    def abandon(self) -> None:
+        """End the engine's processes at once, if they were started."""
+        if self._started:
+            self.engine.stop(0.0)
 
     def ready(self) -> None:
         """The engine serves from now on."""

@@ -72,7 +72,7 @@ class Keeper:
         served = False
         while True:
             self._fallen = False
-            self.lives.engine.start()
+            self.lives.start()
             watch = asyncio.create_task(self._watch(self.lives.engine))
             try:
                 served = await self._live() or served
