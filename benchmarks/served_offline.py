@@ -43,6 +43,11 @@ GAP_LIMIT = 50.0  # ms, or twice the gap without prompts
 Row = dict[str, Any]
 
 
+def _told(*words: object) -> None:
+    """Progress: one line for each figure, as it is measured."""
+    print(*words, file=sys.stderr, flush=True)
+
+
 def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
     """Random ids: no prompt begins like another."""
     draw = random.Random(seed)
@@ -100,6 +105,7 @@ def _generated(llm: LLM, args: argparse.Namespace, clients: int, length: int, vo
             rates.append(len(given) / (time.perf_counter() - begin))
     finally:
         rows += spare
+    _told("generate", length, clients, [round(rate, 2) for rate in rates])
     return {"requests_per_s": statistics.median(rates[1:]), "runs": rates[1:]}
 
 
@@ -110,6 +116,7 @@ def _prefill(llm: LLM, length: int, vocab: int) -> float:
         begin = time.perf_counter()
         llm.generate([given], params)
         seconds.append(time.perf_counter() - begin)
+    _told("prefill", length, [round(each * 1e3, 1) for each in seconds])
     return statistics.median(seconds[3:]) * 1e3
 
 
@@ -157,6 +164,7 @@ class Served:
             for number in range(self._args.runs + 1)
         ][1:]
         rates = [report["request_throughput"] for report in reports]
+        _told("serve", length, clients, [round(rate, 2) for rate in rates])
         kept = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "client_cpu")
         last = {name: reports[-1][name] for name in kept}
         return {"requests_per_s": statistics.median(rates), "runs": rates} | last
@@ -165,6 +173,7 @@ class Served:
         """Milliseconds to the first token, of one request after the other."""
         await self._load(3, 1, length, 8, _seed(0, length, 2))
         report = await self._load(ALONE, 1, length, 8, _seed(0, length, 3))
+        _told("first", length, report["p50_ttft_ms"])
         return float(report["p50_ttft_ms"])
 
     async def _gaps(self, length: int) -> Row:
@@ -175,6 +184,7 @@ class Served:
         args = GAP_CLIENTS, length, self._args.output_len, seed + 1
         busy = await self._load(4 * GAP_CLIENTS, *args)
         limit = max(GAP_LIMIT, 2 * quiet["p50_itl_ms"])
+        _told("gaps", length, quiet["p50_itl_ms"], busy["p99_itl_ms"])
         return {"quiet_p50": quiet["p50_itl_ms"], "busy_p99": busy["p99_itl_ms"], "limit": limit}
 
 

@@ -156,7 +156,7 @@ class Answer:
         delta = choice.delta or choice.message
         if delta is None:
             self.parts += [choice.text] if choice.text else []
-            return bool(choice.text)
+            return bool(choice.text or choice.token_ids)
         reasoning = delta.reasoning_content or delta.reasoning
         for text, kept in ((reasoning, self.reasoning), (delta.content, self.content)):
             if text:
@@ -164,7 +164,7 @@ class Answer:
                 kept.append(text)
         for place, call in enumerate(delta.tool_calls or ()):
             self._call(place if call.index is None else call.index, call)
-        return bool(reasoning or delta.content or delta.tool_calls)
+        return bool(reasoning or delta.content or delta.tool_calls or choice.token_ids)
 
     def _call(self, index: int, call: _Call) -> None:
         """Parts of a call come one by one; a new index begins a new one."""
