@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from faulty import install, tiny_config
 
-from ds_runtime.assembly.spelling import add_spellings, engines
 from ds_runtime.cli import build_parser, main
 from ds_runtime.cli.flags import build
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.spelling import add_spellings, engines
 from ds_runtime.errors import ConfigError
 
 Built = tuple[EngineConfig, frozenset[str], ServerConfig, frozenset[str]]

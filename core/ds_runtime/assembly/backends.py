@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-from ds_runtime.assembly.spelling import Spelling, nothing
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.spelling import Spelling, nothing
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import Pin
 from ds_runtime.ops.contract import Kernel

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_runtime.assembly.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
     activation_bytes,
@@ -26,6 +25,7 @@ from ds_runtime.assembly.result import Assembly, SecondForm
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.description.sites import vocab_rows
 from ds_runtime.ops.binding.bind import Pin
 from ds_runtime.ops.reference import LATENT_PAGES

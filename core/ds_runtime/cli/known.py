@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from ds_runtime.assembly.spelling import GIVEN, Spelling, nothing, refused
+from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 from ds_runtime.errors import ConfigError
 
 _EXPERTS = (
