@@ -27,7 +27,8 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.nextn import NextN, find_nextn
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
-from ds_runtime.ops.binding.bind import Binding, Pin, decide_all
+from ds_runtime.ops.binding.bind import Binding, decide_all
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import (
     FP8_GROUPS,
     DeviceInfo,

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.spelling import Spelling, nothing
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.binding.bind import Pin
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
 

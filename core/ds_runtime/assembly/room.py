@@ -27,7 +27,7 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.description.sites import vocab_rows
-from ds_runtime.ops.binding.bind import Pin
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 
 REQUESTS = 512  # that run at once where memory allows
