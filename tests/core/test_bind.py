@@ -340,7 +340,7 @@ def test_so_does_a_pin_on_a_part_of_a_part(tmp_path) -> None:
     offers = Offers((*REFERENCE.kernels, *offered), REFERENCE.layouts, (), frozenset())
     disabled = decide_all(sites, offers, BASE, [], frozenset({"add_rms_norm"}))
     assert chosen(disabled, op) == {"composed"}
-    assert decisions(disabled, op)[0].note == "left to add_rms_norm (--disable-fusion)"
+    assert decisions(disabled, op)[0].note == "left to add_rms_norm (--fusion add_rms_norm=off)"
 
 
 def test_an_optional_fusion_has_a_place_where_a_plugin_offers_it(sites) -> None:

@@ -50,8 +50,9 @@ def parsed(*args):
         ("--gpu-memory-utilization 0.8", "memory_utilization", 0.8),
         ("--no-enable-prefix-caching", "disable_radix_cache", True),
         ("--enforce-eager", "disable_graph", True),
-        ("--disable-shared-experts-fusion", "disable_fusion", ("shared_experts",)),
-        ("--enforce-shared-experts-fusion", "disable_fusion", ("-shared_experts",)),
+        ("--fusion a=on,b=off --fusion c=on", "fusion", ("a=on", "b=off", "c=on")),
+        ("--disable-shared-experts-fusion", "fusion", ("shared_experts=off",)),
+        ("--enforce-shared-experts-fusion", "fusion", ("shared_experts=on",)),
         ("--speculative-algo EAGLE", "speculative_algorithm", "EAGLE"),
         ("--speculative-algorithm deepseek_mtp", "speculative_algorithm", "NEXTN"),
         ("--lora-paths a=/a b=/b", "lora", ("a=/a", "b=/b")),
@@ -181,7 +182,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
     ((name, _),) = KNOWN[flag].sets.items()
     meant = {"none": "true", "one": "1", "many": "[a=/a]"}[KNOWN[flag].takes]
     own = {"memory_utilization": "0.9", "max_step_tokens": "9"}.get(name)
-    own = own or ("[a]" if name in ("lora", "disable_fusion") else "true")
+    own = own or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):
         file.write_text("\n".join(rows))

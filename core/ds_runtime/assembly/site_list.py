@@ -80,10 +80,10 @@ class SiteList:
 def apart(config: EngineConfig) -> frozenset[str]:
     """The fusions that are not wanted. ConfigError for what is none."""
     known = [*JOINS, *(name for name, op in OPS.items() if op.composition or op.optional)]
-    for given in config.disable_fusion:
-        if (name := given.removeprefix("-")) not in known:
-            raise ConfigError(f"--disable-fusion {name}: no such fusion; known: {', '.join(known)}")
-    return frozenset(name for name in config.disable_fusion if not name.startswith("-"))
+    for name in config.fusions:
+        if name not in known:
+            raise ConfigError(f"--fusion {name}: no such fusion; known: {', '.join(known)}")
+    return frozenset(name for name, on in config.fusions.items() if not on)
 
 
 def _phase(config: EngineConfig) -> Verify:

@@ -114,10 +114,10 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--speculative-draft-model": "speculative_draft_model_path",
     # kernels
     "--disable-shared-experts-fusion": Spelling(
-        "is --disable-fusion shared_experts here", {"disable_fusion": "shared_experts"}
+        "is --fusion shared_experts=off here", {"fusion": "shared_experts=off"}
     ),
     "--enforce-shared-experts-fusion": Spelling(
-        "is --disable-fusion=-shared_experts here", {"disable_fusion": "-shared_experts"}
+        "is --fusion shared_experts=on here", {"fusion": "shared_experts=on"}
     ),
     "--enable-deterministic-inference": refused(
         "the same bits whatever else runs are not built yet; --deterministic binds kernels that "

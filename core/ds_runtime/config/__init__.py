@@ -1,8 +1,8 @@
 """Every setting of the engine and the server, its default and its help. Frozen; torch-free.
 
 Command-line flags and the keys of `--config FILE` are these fields, so this is the only place for
-defaults. Plugins may wish for changes (`ds_defaults`); what the user set explicitly always wins. To
-fusions that are not to be (`disable_fusion`) theirs are added, unless the user says otherwise.
+defaults. Plugins may wish for changes (`ds_defaults`); what the user set explicitly always wins, of
+`fusion` by name.
 """
 
 from ds_runtime.config.engine import MAX_ITL, EngineConfig, with_changes

@@ -239,11 +239,10 @@ class EngineConfig:
         None, "provider whose kernels the routed experts use (default: the best)"
     )
     pin: tuple[str, ...] = setting((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
-    disable_fusion: tuple[str, ...] = setting(
+    fusion: tuple[str, ...] = setting(
         (),
-        "fusions to leave apart (comma separated): qkv_a, index_keys, shared_experts, or an op "
-        "that is composed of others; those that a plugin wishes for are added, but those that are "
-        "given as -NAME and none to an empty list",
+        "NAME=on or NAME=off (comma separated): whether to fuse qkv_a, index_keys, shared_experts, "
+        "or an op that is made of others (default: on, unless a plugin wishes it off)",
     )
     deterministic: bool = setting(False, "bind only kernels that give the same bits every run")
     strict_ops: bool = setting(
@@ -280,9 +279,20 @@ class EngineConfig:
                 f"--max-running-requests {self.max_running_requests}: must be at most "
                 f"{MOST_REQUESTS}; more may wait (--max-queued-requests)"
             )
+        for given in self.fusion:
+            name, _, state = given.partition("=")
+            if not name or state not in ("on", "off"):
+                raise ConfigError(f"--fusion {given}: write NAME=on or NAME=off")
+            if self.fusions[name] != (state == "on"):
+                raise ConfigError(f"--fusion {name}: is both on and off: leave one of them out")
         _fraction(self)
         check_speculation(self)
         _divided(self)
+
+    @property
+    def fusions(self) -> dict[str, bool]:
+        """Fusions that are named, and whether they are to be."""
+        return {name: state == "on" for name, _, state in (f.partition("=") for f in self.fusion)}
 
     @property
     def attention_tp(self) -> int:

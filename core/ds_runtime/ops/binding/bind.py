@@ -189,7 +189,7 @@ class Binder:
     def _why_apart(self, op: str, path: str) -> str:
         """As wished, or as a part is pinned: of this fusion, or of one that it is made of."""
         if op in self.apart:
-            return "--disable-fusion"
+            return f"--fusion {op}=off"
         if any(self._pin(part, path) for part in OPS[op].uses) and not self._from(op, path):
             return "a part of it is pinned"
         inner = (self._why_apart(part, path) for part in OPS[op].uses if OPS[part].composition)

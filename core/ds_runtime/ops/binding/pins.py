@@ -86,7 +86,7 @@ def _hidden(pin: Pin, choices: Sequence[tuple[Site, Kernel | None]]) -> str:
     for site, kernel in choices:
         if kernel is not None and pin.op in _parts(site.op):
             return (
-                f": {kernel.name} does its work at {site.path}: give --disable-fusion {site.op} "
+                f": {kernel.name} does its work at {site.path}: give --fusion {site.op}=off "
                 "beside it, and no pin of that"
             )
     if own := next((site for site, _ in choices if site.op == pin.op), None):
