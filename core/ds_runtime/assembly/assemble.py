@@ -326,17 +326,18 @@ def find_loader(offers: Offers, model: ModelConfig, where: str = "config.json") 
 
 
 def _check_strict(config: EngineConfig, plan: Plan) -> None:
-    held = plan.conversions()
+    """UnsupportedError for what --strict-ops forbids."""
+    held, heavy = plan.conversions(), plan.heavy_references()
+    explain = "ds-runtime plan --explain"
     if config.strict_ops and held:
         said = "; ".join(f"{r.op} at {', '.join(r.sites)} ({r.converts})" for r in held)
         raise UnsupportedError(
             f"--strict-ops: weights would be converted while they are loaded: {said}; "
-            f"ds-runtime plan --explain {held[0].op} says which kernels read which formats"
+            f"{explain} {held[0].op} says which kernels read which formats"
         )
-    heavy = plan.heavy_references()
     if config.strict_ops and heavy:
         said = "; ".join(f"{r.op} at {', '.join(r.sites)}" for r in heavy)
         raise UnsupportedError(
             f"--strict-ops: heavy ops would run on the reference: {said}; "
-            f"ds-runtime plan --explain {heavy[0].op} says why"
+            f"{explain} {heavy[0].op} says why"
         )
