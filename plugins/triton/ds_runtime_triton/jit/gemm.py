@@ -78,6 +78,27 @@ def columns(rows, start, k, K, EVEN: tl.constexpr):
 
 
 @triton.jit
+def store_sum(
+    acc, to, mask, inside, partial, arrived, tile, split, SIZE: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Store a tile of SIZE values, `inside` its numbers, at the pointers `to`. If split, whoever
+    comes last sums all the pieces, in order, and leaves the counter at 0 for the next launch."""
+    if SPLIT == 1:
+        tl.store(to, acc.to(to.dtype.element_ty), mask=mask)
+    else:
+        pieces = partial + tile.to(tl.int64) * (SPLIT * SIZE) + inside
+        tl.store(pieces + split * SIZE, acc)
+        tl.debug_barrier()  # all threads have stored before one of them reports it
+        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        if before == SPLIT - 1:
+            total = tl.zeros(acc.shape, tl.float32)
+            for i in tl.static_range(SPLIT):
+                total += tl.load(pieces + i * SIZE, cache_modifier=".cg")
+            tl.store(to, total.to(to.dtype.element_ty), mask=mask)
+            tl.store(arrived + tile, 0)
+
+
+@triton.jit
 def store_tile(
     acc,
     y,
@@ -94,55 +115,22 @@ def store_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store the tile of tokens m and weight rows n in y [M, N]. If split, whoever comes last sums
-    all the pieces, in order, and leaves the counter at 0 for the next launch."""
+    """store_sum of the tile of tokens m and weight rows n in y [M, N]."""
     rows: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     cols: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
     at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
     to = y + at_m.to(tl.int64) * N + at_n
     mask = (at_m < M) & (at_n < N)
-    if SPLIT == 1:
-        tl.store(to, acc.to(y.dtype.element_ty), mask=mask)
-    else:
-        inside = tl.arange(0, rows)[:, None] * cols + tl.arange(0, cols)[None, :]
-        pieces = partial + tile.to(tl.int64) * (SPLIT * rows * cols) + inside
-        tl.store(pieces + split * (rows * cols), acc)
-        tl.debug_barrier()  # all threads have stored before one of them reports it
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if before == SPLIT - 1:
-            total = tl.zeros((rows, cols), tl.float32)
-            for i in tl.static_range(SPLIT):
-                total += tl.load(pieces + i * (rows * cols), cache_modifier=".cg")
-            tl.store(to, total.to(y.dtype.element_ty), mask=mask)
-            tl.store(arrived + tile, 0)
+    inside = tl.arange(0, rows)[:, None] * cols + tl.arange(0, cols)[None, :]
+    store_sum(acc, to, mask, inside, partial, arrived, tile, split, rows * cols, SPLIT)
 
 
 @triton.jit
 def store_line(
-    line,
-    y,
-    mask,
-    partial,
-    arrived,
-    tile,
-    split,
-    SPLIT: tl.constexpr,
-    COLS: tl.constexpr,
+    line, to, mask, partial, arrived, tile, split, SPLIT: tl.constexpr, COLS: tl.constexpr
 ):
-    """store_tile for one row: `line` and the pointers `y` are [COLS]."""
-    if SPLIT == 1:
-        tl.store(y, line.to(y.dtype.element_ty), mask=mask)
-    else:
-        pieces = partial + tile.to(tl.int64) * (SPLIT * COLS) + tl.arange(0, COLS)
-        tl.store(pieces + split * COLS, line)
-        tl.debug_barrier()  # all threads have stored before one of them reports it
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if before == SPLIT - 1:
-            total = tl.zeros((COLS,), tl.float32)
-            for i in tl.static_range(SPLIT):
-                total += tl.load(pieces + i * COLS, cache_modifier=".cg")
-            tl.store(y, total.to(y.dtype.element_ty), mask=mask)
-            tl.store(arrived + tile, 0)
+    """store_sum of one row: `line` and the pointers `to` are [COLS]."""
+    store_sum(line, to, mask, tl.arange(0, COLS), partial, arrived, tile, split, COLS, SPLIT)
 
 
 @entry
