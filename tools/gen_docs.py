@@ -20,9 +20,9 @@ from types import FunctionType
 from typing import Any
 
 from ds_runtime.assembly.backends import NAMES
-from ds_runtime.assembly.spelling import Spelling
 from ds_runtime.cli.known import BATCH, KNOWN, SERVING
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.spelling import Spelling
 from ds_runtime.engine.messages import Ready, Stats
 from ds_runtime.ops.contract import Op, load_attr
 from ds_runtime.ops.table import OPS

@@ -5,6 +5,10 @@
 Lines are those of Python, C++ and CUDA files, blank lines and comments included. A circle is a set
 of modules that import each other, directly or through others; imports inside functions and those
 for type checkers count, too. The limits are in pyproject.toml, under [tool.house].
+
+A source file of core, kit and plugins that is longer than `LONG` says why at its top, in a sentence
+that begins with "One file". `to-split` lists those that are still to be split: whoever splits one
+takes it off.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import grimp
 
@@ -23,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh")
 PLACES = ("core", "kit", "plugins", "tests", "tools", "benchmarks")
 ROOMS = ("core", "kit")  # where the number of files in a folder is a figure
+LONG, REASON, HEAD = 400, "One file", 25  # lines; where in the first lines a reason stands
 MOST = 3  # folders, or circles, that the table names
 
 
@@ -41,6 +47,17 @@ def crowded(root: Path) -> list[tuple[str, int]]:
         p.parent.relative_to(root).as_posix() for room in ROOMS for p in files(root / room)
     )
     return count.most_common()
+
+
+def long_files(root: Path) -> set[str]:
+    """The files of core, kit and plugins that are too long and do not say why."""
+    return {
+        path.relative_to(root).as_posix()
+        for room in (*ROOMS, "plugins")
+        for path in files(root / room)
+        if len(text := path.read_text(encoding="utf-8").splitlines()) > LONG
+        and not any(REASON in line for line in text[:HEAD])
+    }
 
 
 def packages(root: Path) -> list[str]:
@@ -81,6 +98,9 @@ def figures(root: Path = ROOT) -> dict[str, tuple[int, str]]:
     folders = crowded(root)
     note = ", ".join(f"{name} {count}" for name, count in folders[:MOST])
     found["files-in-a-folder"] = (folders[0][1], note)
+    listed, long = set(to_split(root)), long_files(root)
+    found["long-files"] = (len(long - listed), ", ".join(sorted(long - listed)))
+    found["split-but-listed"] = (len(listed - long), ", ".join(sorted(listed - long)))
     rings = circles(imports(packages(root)))
     note = "; ".join(f"{len(ring)}: {ring[0]}, {ring[1]}, …" for ring in rings[:MOST])
     found["circles"] = (len(rings), note)
@@ -88,10 +108,19 @@ def figures(root: Path = ROOT) -> dict[str, tuple[int, str]]:
     return found
 
 
-def limits(root: Path = ROOT) -> dict[str, int]:
-    """The largest value that each limited figure may have."""
+def settings(root: Path = ROOT) -> dict[str, Any]:
     with (root / "pyproject.toml").open("rb") as file:
         return dict(tomllib.load(file)["tool"].get("house", {}))
+
+
+def to_split(root: Path = ROOT) -> list[str]:
+    """The files that may be long until somebody splits them."""
+    return list(settings(root).get("to-split", ()))
+
+
+def limits(root: Path = ROOT) -> dict[str, int]:
+    """The largest value that each limited figure may have."""
+    return {name: limit for name, limit in settings(root).items() if name != "to-split"}
 
 
 def main() -> int:

@@ -195,6 +195,13 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/core/engine/test_sampler.py",),
     ),
     Fault(
+        "a rule of assembly that nobody applies",
+        "core/ds_runtime/assembly/rules.py",
+        "RULES = (uncaptured, widening, index_keys, crowded",
+        "RULES = (uncaptured, widening, crowded",
+        ("tests/core/test_rules.py",),
+    ),
+    Fault(
         "refusal ignored",
         "core/ds_runtime/ops/binding/bind.py",
         "        if (said := _asked(check, facts)) is not None:\n",

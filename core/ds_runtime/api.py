@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.assembly.plan import read_plan
-from ds_runtime.assembly.spelling import GIVEN, Spelling, nothing, refused
 from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 from ds_runtime.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops import checks
 from ds_runtime.ops.binding.branch import branch

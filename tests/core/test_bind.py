@@ -18,9 +18,10 @@ from ds_runtime.assembly.plan import Plan, check_against, difference, make_rows
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.sites import INPUTS, model_sites
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
-from ds_runtime.ops.binding.bind import Binding, Pin, decide_all, refusal
+from ds_runtime.ops.binding.bind import Binding, decide_all, refusal
 from ds_runtime.ops.binding.bound import BoundOps, _say_plain
 from ds_runtime.ops.binding.by_rows import shares_of
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
 from ds_runtime.ops.reference import LATENT_PAGES
 from ds_runtime.ops.table import OPS
@@ -339,7 +340,7 @@ def test_so_does_a_pin_on_a_part_of_a_part(tmp_path) -> None:
     offers = Offers((*REFERENCE.kernels, *offered), REFERENCE.layouts, (), frozenset())
     disabled = decide_all(sites, offers, BASE, [], frozenset({"add_rms_norm"}))
     assert chosen(disabled, op) == {"composed"}
-    assert decisions(disabled, op)[0].note == "left to add_rms_norm (--disable-fusion)"
+    assert decisions(disabled, op)[0].note == "left to add_rms_norm (--fusion add_rms_norm=off)"
 
 
 def test_an_optional_fusion_has_a_place_where_a_plugin_offers_it(sites) -> None:

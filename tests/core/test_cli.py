@@ -391,12 +391,12 @@ def test_strict_ops_names_the_heavy_op_and_where(capsys: Capture, tiny: str) -> 
 def test_fusions_can_be_left_apart(capsys: Capture, tiny: str) -> None:
     whole = run(capsys, "plan", "--model", tiny)[1]
     assert "self_attn.qkv_a_proj" in whole and "self_attn.kv_a_proj_with_mqa" not in whole
-    code, out, _ = run(capsys, "plan", "--model", tiny, "--disable-fusion", "qkv_a,mla_prologue")
+    code, out, _ = run(capsys, "plan", "--model", tiny, "--fusion", "qkv_a=off,mla_prologue=off")
     assert code == 0
     assert "self_attn.kv_a_proj_with_mqa" in out and "self_attn.qkv_a_proj" not in out
-    assert "composed of rms_norm, rope, cache_write (--disable-fusion)" in out
-    code, _, err = run(capsys, "plan", "--model", tiny, "--disable-fusion", "everything")
-    assert code != 0 and "--disable-fusion everything: no such fusion; known: qkv_a" in err
+    assert "composed of rms_norm, rope, cache_write (--fusion mla_prologue=off)" in out
+    code, _, err = run(capsys, "plan", "--model", tiny, "--fusion", "everything=off")
+    assert code != 0 and "--fusion everything: no such fusion; known: qkv_a" in err
 
 
 def test_ops_lists_the_whole_vocabulary(capsys: Capture, tiny: str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from faulty import install, tiny_config
 
-from ds_runtime.assembly.spelling import add_spellings, engines
 from ds_runtime.cli import build_parser, main
 from ds_runtime.cli.flags import build
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.spelling import add_spellings, engines
 from ds_runtime.errors import ConfigError
 
 Built = tuple[EngineConfig, frozenset[str], ServerConfig, frozenset[str]]
@@ -40,7 +40,7 @@ context_length: 4096       # underscores are as good
 kv-memory: 2GB
 dtype: bfloat16
 plugins: [cpu, triton]
-disable-fusion: qkv_a
+fusion: qkv_a=off
 graph-sizes: [1, 2, 8]
 pin:
   - linear=cpu
@@ -62,7 +62,7 @@ def test_a_file_sets_every_kind_of_field(tmp_path: Path) -> None:
         kv_memory=2 * 10**9,
         dtype="bfloat16",
         plugins=("cpu", "triton"),
-        disable_fusion=("qkv_a",),
+        fusion=("qkv_a=off",),
         graph_sizes=(1, 2, 8),
         pin=("linear=cpu", "rope=reference"),
         disable_graph=True,

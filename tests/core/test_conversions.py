@@ -16,7 +16,8 @@ from ds_runtime.assembly.plan import render
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.sites import joined
 from ds_runtime.errors import ConfigError, UnsupportedError
-from ds_runtime.ops.binding.bind import Binder, Pin
+from ds_runtime.ops.binding.bind import Binder
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import (
     RANK_PLATFORM,
     DeviceInfo,

@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 
 from ds_runtime.assembly.backends import backend_pins
-from ds_runtime.assembly.spelling import Known, Spelling, add_spellings, engines, refused
 from ds_runtime.cli import build_parser, main
 from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
 from ds_runtime.cli.run.serve import configs
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.spelling import Known, Spelling, add_spellings, engines, refused
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
@@ -50,8 +50,9 @@ def parsed(*args):
         ("--gpu-memory-utilization 0.8", "memory_utilization", 0.8),
         ("--no-enable-prefix-caching", "disable_radix_cache", True),
         ("--enforce-eager", "disable_graph", True),
-        ("--disable-shared-experts-fusion", "disable_fusion", ("shared_experts",)),
-        ("--enforce-shared-experts-fusion", "disable_fusion", ("-shared_experts",)),
+        ("--fusion a=on,b=off --fusion c=on", "fusion", ("a=on", "b=off", "c=on")),
+        ("--disable-shared-experts-fusion", "fusion", ("shared_experts=off",)),
+        ("--enforce-shared-experts-fusion", "fusion", ("shared_experts=on",)),
         ("--speculative-algo EAGLE", "speculative_algorithm", "EAGLE"),
         ("--speculative-algorithm deepseek_mtp", "speculative_algorithm", "NEXTN"),
         ("--lora-paths a=/a b=/b", "lora", ("a=/a", "b=/b")),
@@ -181,7 +182,7 @@ def test_what_a_file_sets_under_two_names_is_an_error(flag, tmp_path):
     ((name, _),) = KNOWN[flag].sets.items()
     meant = {"none": "true", "one": "1", "many": "[a=/a]"}[KNOWN[flag].takes]
     own = {"memory_utilization": "0.9", "max_step_tokens": "9"}.get(name)
-    own = own or ("[a]" if name in ("lora", "disable_fusion") else "true")
+    own = own or ("[a=on]" if name in ("lora", "fusion") else "true")
     first, second = f"{flag[2:]}: {meant}", f"{name}: {own}"
     for rows in ((first, second), (second, first)):
         file.write_text("\n".join(rows))

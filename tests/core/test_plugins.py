@@ -256,27 +256,35 @@ def test_the_users_own_setting_wins_even_over_a_conflict(tmp_path: Path) -> None
     assert (found.config.page_size, found.plan.changes) == (32, ())
 
 
-def test_wishes_for_what_is_not_to_be_fused_are_added(tmp_path: Path) -> None:
-    """To what the user gives, and to each other; but an empty list stays empty."""
-    wishes = wish("a", "disable_fusion", ("qkv_a",)), wish("b", "disable_fusion", ("mla_inputs",))
+def test_wishes_for_fusions_hold_for_those_that_the_user_does_not_name(tmp_path: Path) -> None:
+    wishes = wish("a", "fusion", ("qkv_a=off",)), wish("b", "fusion", ("mla_inputs=off",))
     found = start(tmp_path, *wishes)
-    assert found.config.disable_fusion == ("qkv_a", "mla_inputs")
+    assert found.config.fusions == {"qkv_a": False, "mla_inputs": False}
     ((field, said, plugins, because),) = found.plan.changes
-    assert (field, plugins, because) == ("disable_fusion", "a, b", "it is faster")
-    assert said == "() → ('qkv_a', 'mla_inputs')"
-    explicit = ("disable_fusion",)
-    found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=("silu_mul_quantize",))
-    assert found.config.disable_fusion == ("silu_mul_quantize", "qkv_a", "mla_inputs")
-    kept = ("silu_mul_quantize", "-qkv_a")
-    found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=kept)
-    assert found.config.disable_fusion == (*kept, "mla_inputs")
-    found = start(tmp_path, *wishes, explicit=explicit, disable_fusion=())
-    assert (found.config.disable_fusion, found.plan.changes) == ((), ())
+    assert (field, plugins, because) == ("fusion", "a, b", "it is faster")
+    assert said == "() → ('qkv_a=off', 'mla_inputs=off')"
+    for state in ("on", "off"):
+        given = ("silu_mul_quantize=off", f"qkv_a={state}")
+        found = start(tmp_path, *wishes, explicit=("fusion",), fusion=given)
+        assert found.config.fusion == (*given, "mla_inputs=off")
+    given = ("qkv_a=on", "mla_inputs=on")
+    found = start(tmp_path, *wishes, explicit=("fusion",), fusion=given)
+    assert (found.config.fusion, found.plan.changes) == (given, ())
+
+
+def test_plugins_that_disagree_on_a_fusion_are_an_error_until_the_user_names_it(
+    tmp_path: Path,
+) -> None:
+    wishes = wish("a", "fusion", ("qkv_a=off",)), wish("b", "fusion", ("qkv_a=on",))
+    with pytest.raises(ConfigError, match="a and b want --fusion qkv_a 'off' and 'on': set --fus"):
+        start(tmp_path, *wishes)
+    found = start(tmp_path, *wishes, explicit=("fusion",), fusion=("qkv_a=off",))
+    assert found.config.fusion == ("qkv_a=off",)
 
 
 def test_a_fusion_that_is_pinned_and_switched_off_is_a_contradiction(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--pin .*: --disable-fusion add_rms_norm is given"):
-        start(tmp_path, pin=("add_rms_norm=reference",), disable_fusion=("add_rms_norm",))
+    with pytest.raises(ConfigError, match=r"--pin .*: --fusion add_rms_norm=off is given"):
+        start(tmp_path, pin=("add_rms_norm=reference",), fusion=("add_rms_norm=off",))
 
 
 def test_wishes_follow_the_page_size_in_force(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def test_a_body_has_bytes(value):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"fusion": ("qkv_a",)}, "--fusion qkv_a: write NAME=on or NAME=off"),
+        ({"fusion": ("-qkv_a",)}, "--fusion -qkv_a: write NAME=on or NAME=off"),
+        ({"fusion": ("qkv_a=1",)}, "--fusion qkv_a=1: write NAME=on or NAME=off"),
+        ({"fusion": ("=on",)}, "--fusion =on: write NAME=on or NAME=off"),
+        ({"fusion": ("qkv_a=on", "qkv_a=off")}, "--fusion qkv_a: is both on and off"),
         ({"mem_fraction_static": 0.0}, "--mem-fraction-static 0: must be above 0 and at most 1"),
         ({"mem_fraction_static": 1.5}, "--mem-fraction-static 1.5: must be above 0"),
         ({"mem_fraction_static": float("nan")}, "--mem-fraction-static nan: must be above 0"),

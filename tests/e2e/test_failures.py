@@ -18,7 +18,7 @@ OPS = (
     *("mha_prefill", "mla_decode", "silu_mul", "router_logits", "route", "experts"),
     *("sample", "logprobs"),
 )
-APART = {"rms_norm": ("add_rms_norm",), "rope": ("mla_prologue",)}
+APART = {"rms_norm": ("add_rms_norm=off",), "rope": ("mla_prologue=off",)}
 FORM = r"\[[\d, ]+\] (float|int)\d+( and \[[\d, ]+\] (float|int)\d+)*"
 
 
@@ -36,7 +36,7 @@ def served(tiny, wrong, op, way, **settings):
     wrong.BREAK = (op, way)
     given = {**SETTINGS, "disable_graph": True, **settings}
     if op in APART:
-        given["disable_fusion"] = APART[op]
+        given["fusion"] = APART[op]
     return LLM(tiny, platform="wrong", extra_plugins=[wrong], **given)
 
 

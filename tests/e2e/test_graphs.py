@@ -14,8 +14,8 @@ import torch
 
 from ds_runtime import LLM, OutputRules, SamplingParams
 from ds_runtime.assembly.assemble import assemble
-from ds_runtime.assembly.capture_sizes import graph_sizes
 from ds_runtime.config import EngineConfig, check_graph_sizes
+from ds_runtime.config.graph_sizes import graph_sizes
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError

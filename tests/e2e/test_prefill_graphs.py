@@ -11,8 +11,8 @@ from test_graphs import SETTINGS, make, recorded  # noqa: F401 (a fixture)
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
-from ds_runtime.assembly.capture_sizes import prefill_graph_sizes
 from ds_runtime.config import EngineConfig, check_graph_sizes
+from ds_runtime.config.graph_sizes import prefill_graph_sizes
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.platform.graphs import borrowed

@@ -19,6 +19,7 @@ FUSED = (
     "mha_prefill_quantize",
     "silu_mul_quantize",
 )
+APART = tuple(f"{op}=off" for op in FUSED)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def answers(folder, plugin, **settings):
 
 
 def test_they_serve_where_the_linear_asks_and_change_nothing(folder, rounding):
-    plain, calls, kernels = answers(folder, rounding, disable_fusion=FUSED)
+    plain, calls, kernels = answers(folder, rounding, fusion=APART)
     assert not calls and {kernels.get(op) for op in FUSED} <= {"composed", None}
     fused, calls, kernels = answers(folder, rounding)
     assert fused == plain
@@ -69,7 +70,7 @@ def test_they_serve_where_the_linear_asks_and_change_nothing(folder, rounding):
 def test_attention_quantises_neither_beside_a_decode_nor_behind_a_prefix(folder, rounding):
     """Prompts in chunks of 16 have prefixes from the second on."""
     chunks = {"chunked_prefill_size": 16, "max_step_tokens": 16}
-    plain, calls, _ = answers(folder, rounding, disable_fusion=FUSED, **chunks)
+    plain, calls, _ = answers(folder, rounding, fusion=APART, **chunks)
     assert not calls
     fused, calls, _ = answers(folder, rounding, **chunks)
     assert fused == plain and calls["attention"] == 3  # the first chunk

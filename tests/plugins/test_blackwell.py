@@ -184,7 +184,7 @@ def test_fp8_latents_are_wished_for_where_attention_is_sparse():
 def test_shared_experts_are_apart_where_routed_ones_are_quantised(quantized):
     facts = facts_for(on_host("cuda", "b200"), "bfloat16", TRUE_DIMS, 64)
     wished = {c.field: c.value for c in defaults(replace(facts, quantized=quantized))}
-    assert wished.get("disable_fusion") == (("shared_experts",) if quantized else None)
+    assert wished.get("fusion") == (("shared_experts=off",) if quantized else None)
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_libraries_that_compile_want_nvcc(folder):
 
 def test_switching_one_fusion_off_leaves_the_plugins_wish_in_force(folder):
     """TRT-LLM's experts come in fours: without the wish they would give way, unsaid."""
-    found, plan = bound(folder, FP8, "sm100", disable_fusion=("qkv_a",))
+    found, plan = bound(folder, FP8, "sm100", fusion=("qkv_a=off",))
     assert found["experts"] == {f"{FI}.ExpertsTrtllm"}
-    assert ("disable_fusion", "('qkv_a',) → ('qkv_a', 'shared_experts')") in [
+    assert ("fusion", "('qkv_a=off',) → ('qkv_a=off', 'shared_experts=off')") in [
         c[:2] for c in plan.changes
     ]
 

@@ -71,7 +71,7 @@ def test_captured_steps_answer_as_eager_ones(vendor, checkpoint, expected):
 
 
 def test_captured_steps_fork_where_shared_experts_are_apart(vendor, checkpoint, expected):
-    assert served(checkpoint, disable_fusion=("shared_experts",)) == expected
+    assert served(checkpoint, fusion=("shared_experts=off",)) == expected
     assert bool(device.CALLS["forks"]) == (vendor == "cuda"), "beside routing"
 
 

@@ -159,7 +159,7 @@ def test_with_the_prolog(tmp_path, shape, sizes):
         given["index_cache_dtype"] = "bfloat16"
     told = serve(tmp_path, model, "npu", "910b", **given)
     assert told.kernels["mla_inputs"] == {"npu.MlaProlog"}
-    apart = serve(tmp_path, model, "npu", "910b", disable_fusion=("mla_inputs",), **given)
+    apart = serve(tmp_path, model, "npu", "910b", fusion=("mla_inputs=off",), **given)
     assert apart.kernels["mla_inputs"] == {"composed"}
     assert told.error < 1.1 * apart.error < (0.1 if shape == "v3" else 0.5)
 

@@ -43,3 +43,23 @@ def test_a_limit_that_is_exceeded_fails(monkeypatch, capsys):
     monkeypatch.setattr(house, "limits", lambda: {"core-line": 10})
     with pytest.raises(SystemExit, match="core-line: there are"):
         house.main()
+
+
+def test_a_long_file_says_why_or_is_listed(tmp_path, monkeypatch):
+    for room in ("core", "kit", "plugins"):
+        (tmp_path / room).mkdir()
+    long = "x = 1\n" * (house.LONG + 1)
+    (tmp_path / "core" / "long.py").write_text(long)
+    (tmp_path / "core" / "short.py").write_text(long[6:])
+    (tmp_path / "kit" / "whole.py").write_text(f"# {house.REASON}: one table.\n{long}")
+    (tmp_path / "plugins" / "late.py").write_text(f"{long}# {house.REASON}\n")
+    found = house.long_files(tmp_path)
+    assert found == {"core/long.py", "plugins/late.py"}
+
+
+def test_the_list_of_files_to_split_can_only_shrink():
+    """A file that is listed without need fails as well as one that is not listed."""
+    found = house.figures()
+    assert found["long-files"] == found["split-but-listed"] == (0, "")
+    assert {"long-files", "split-but-listed"} <= house.limits().keys()
+    assert not [path for path in house.to_split() if not (house.ROOT / path).exists()]

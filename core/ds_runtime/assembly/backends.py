@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 
-from ds_runtime.assembly.spelling import Spelling, nothing
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.fields import flag_of
+from ds_runtime.config.spelling import Spelling, nothing
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.binding.bind import Pin
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
 
@@ -35,8 +36,8 @@ def refuse_sparse(config: EngineConfig, architecture: str) -> None:
         given = getattr(config, field)
         if given == "nsa" or (given != "auto" and field != "attention_backend"):
             raise ConfigError(
-                f"{_flag(field)} {given!r}: {architecture} has no indexer, its attention is dense: "
-                f"leave the flag out{hint}"
+                f"{flag_of(field)} {given!r}: {architecture} has no indexer, its attention is "
+                f"dense: leave the flag out{hint}"
             )
 
 
@@ -75,11 +76,11 @@ def backend_pins(
         if isinstance(known_as, Spelling) and not known_as.refused:
             continue
         if isinstance(known_as, Spelling):
-            raise ConfigError(f"{_flag(field)} {wished!r}: {known_as.says}")
+            raise ConfigError(f"{flag_of(field)} {wished!r}: {known_as.says}")
         wanted = [op for op in ops if op in used]
         providers = {op: {k.provider for k in offered if k.op.name == op} for op in wanted}
         found = [
-            Pin(op, "*", provider, f"{_flag(field)} {wished!r}")
+            Pin(op, "*", provider, f"{flag_of(field)} {wished!r}")
             for op, names in providers.items()
             for provider in names
             if _plain(provider) == _plain(known_as)
@@ -89,17 +90,13 @@ def backend_pins(
             near = difflib.get_close_matches(wished, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(
-                f"{_flag(field)} {wished!r}: no such provider of {' or '.join(wanted)}; {hint}"
+                f"{flag_of(field)} {wished!r}: no such provider of {' or '.join(wanted)}; {hint}"
                 f"offered here: {', '.join(known)}"
             )
         parts = {pin.op for pin in found}
         # Who offers a part means the part: its fusion is then taken apart.
         pins += [pin for pin in found if not parts.intersection(OPS[pin.op].uses)]
     return pins
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def _plain(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +76,9 @@ def make_rows(decisions: Iterable[Decision]) -> tuple[PlanRow, ...]:
         key = (d.op, d.kernel, d.rank, d.refused, d.lost, d.note, d.layout, d.converts)
         groups.setdefault(key, []).append(d)
     order = {name: i for i, name in enumerate(OPS)}
+    alike = [f.name for f in fields(PlanRow) if f.name != "sites"]
     rows = [
-        PlanRow(
-            d[0].op,
-            d[0].kernel,
-            d[0].provider,
-            d[0].rank,
-            compress_sites(d),
-            d[0].refused,
-            d[0].lost,
-            d[0].note,
-            d[0].layout,
-            d[0].contract,
-            d[0].converts,
-        )
+        PlanRow(sites=compress_sites(d), **{name: getattr(d[0], name) for name in alike})
         for d in groups.values()
     ]
     return tuple(sorted(rows, key=lambda r: (order[r.op], r.sites)))

@@ -40,6 +40,15 @@ class SecondForm:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """What a rule had decided anew, and why. setting: that it changed, as `Assembly.changes`."""
+
+    rule: str
+    why: str
+    setting: tuple[str, str, str, str] | tuple[()] = ()
+
+
 @dataclass(frozen=True)
 class Assembly:
     """Everything decided before the first weight is read."""
@@ -60,6 +69,7 @@ class Assembly:
     nextn_loader: QuantLoader | None = None
     changes: tuple[tuple[str, str, str, str], ...] = ()  # of defaults: field, change, who, why
     forms: tuple[SecondForm, ...] = ()  # of weights, kept or not
+    rulings: tuple[Ruling, ...] = ()
 
     @cached_property
     def plan(self) -> Plan:

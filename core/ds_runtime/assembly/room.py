@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_runtime.assembly.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.assembly.estimate import (
     ITEM_BYTES,
     activation_bytes,
@@ -26,8 +25,9 @@ from ds_runtime.assembly.result import Assembly, SecondForm
 from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.description.sites import vocab_rows
-from ds_runtime.ops.binding.bind import Pin
+from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 
 REQUESTS = 512  # that run at once where memory allows
@@ -123,52 +123,47 @@ def idle_room(assembly: Assembly) -> int:
     return kv_room(config, total, total, free, reserve(assembly).total)
 
 
-def settle_forms(
-    decided: Callable[[frozenset[str]], Assembly],
-) -> tuple[Assembly, tuple[SecondForm, ...]]:
-    """The assembly with the second forms of weights that it keeps, and all that there are.
+def forms_in_the_way(
+    assembly: Assembly, without: Callable[[frozenset[str]], Assembly]
+) -> tuple[frozenset[str], str]:
+    """The ops whose second forms of weights are left out next, and why; none if all are kept.
 
-    decided: decides with such forms of these ops left out. By --memory-for-speed; `auto` keeps
+    without: the assembly without such forms of these ops. By --memory-for-speed; `auto` keeps
     them while the KV cache holds `REQUESTS` (or --max-running-requests) full contexts, or `KEPT` of
     what it would hold without them, whichever is less. Those of experts go first. Those of ops that
     a pin names stay.
     """
-    every = chosen = decided(frozenset())
-    config, left = every.config, frozenset[str]()
-    forms = _forms(every)
-    if not forms:
-        return every, ()
-    pinned = {pin.op for pin in Pin.parse_all(config.pin)}
-    free = frozenset(forms) - pinned  # to be left out: who pins a kernel wants its forms
-    if config.memory_for_speed == "off":
-        left = free
-        chosen = decided(left)
-    elif config.memory_for_speed == "auto" and every.device.memory and free:
-        wanted = _wanted(decided(free))
-        while idle_room(chosen) < wanted:
-            here = {op: size for op, size in _forms(chosen).items() if op not in pinned | left}
-            if not here:
-                break
-            left |= {"experts" if "experts" in here else max(here, key=lambda op: here[op])}
-            chosen = decided(left)
-    size = page_bytes(chosen) // config.page_size
-    rate, saved = every.device.bandwidth, _saved(every)
-    return chosen, tuple(
+    config, left = assembly.config, assembly.facts.crowded
+    pinned = {pin.op for pin in Pin.parse_all(config.pin)}  # who pins a kernel wants its forms
+    here = {op: size for op, size in _forms(assembly).items() if op not in pinned | left}
+    if here and config.memory_for_speed == "off":
+        return frozenset(here), "--memory-for-speed off"
+    if not here or config.memory_for_speed == "all" or not assembly.device.memory:
+        return frozenset(), ""
+    wanted, room = _wanted(without(left.union(here))), idle_room(assembly)
+    if room >= wanted:
+        return frozenset(), ""
+    op = "experts" if "experts" in here else max(here, key=lambda op: here[op])
+    why = f"copies of weights of {op} leave {amount(max(0, room))} of KV cache, less than "
+    return frozenset({op}), why + amount(max(0, wanted))
+
+
+def second_forms(every: Assembly, chosen: Assembly) -> tuple[SecondForm, ...]:
+    """All second forms of weights that `every` has, kept where `chosen` has them."""
+    if not (forms := _forms(every)):
+        return ()
+    size = page_bytes(chosen) // chosen.config.page_size
+    rate, saved, held = every.device.bandwidth, _saved(every), _forms(chosen)
+    return tuple(
         SecondForm(
             op,
             int(nbytes),
             int(nbytes) // size,
             saved[op] / rate if rate else None,
-            op not in left,
+            op in held,
         )
         for op, nbytes in sorted(forms.items())
     )
-
-
-def bound_forms(assembly: Assembly, forms: tuple[SecondForm, ...]) -> tuple[SecondForm, ...]:
-    """The same, as an assembly that was decided anew has them."""
-    held = _forms(assembly)
-    return tuple(replace(form, kept=form.op in held) for form in forms)
 
 
 def _forms(assembly: Assembly) -> dict[str, float]:

@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any
 
 from ds_runtime._version import __version__
-from ds_runtime.assembly.spelling import add_spellings, engines
 from ds_runtime.cli.config_file import ahead
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.inspect import doctor, ops, plan, plugins
@@ -23,6 +22,7 @@ from ds_runtime.cli.leaving import never_unseen
 from ds_runtime.cli.parser import Parser
 from ds_runtime.cli.run import chat, generate, serve, warm
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.spelling import add_spellings, engines
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.contract import Refusal
 from ds_runtime.plugins.isolate import look

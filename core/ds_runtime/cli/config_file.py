@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.assembly.spelling import Known
 from ds_runtime.cli.parser import near
 from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.spelling import Known
 from ds_runtime.errors import ConfigError
 
 

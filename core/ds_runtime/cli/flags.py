@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ds_runtime.cli.config_file import FromFile
 from ds_runtime.config import EngineConfig, ServerConfig, parse_size
+from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
 
 C = TypeVar("C", EngineConfig, ServerConfig)
@@ -35,7 +36,7 @@ def add_flags(
             continue
         if group is parser or group.title != title:
             group = parser.add_argument_group(title)
-        flag, options = "--" + f.name.replace("_", "-"), _options(f, hints[f.name])
+        flag, options = flag_of(f.name), _options(f, hints[f.name])
         if spaces and options.get("action") is _Extend:
             options["nargs"] = "+"
         group.add_argument(flag, default=argparse.SUPPRESS, help=_help(f), **options)

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from ds_runtime.assembly.spelling import GIVEN, Spelling, nothing, refused
+from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
 from ds_runtime.errors import ConfigError
 
 _EXPERTS = (
@@ -114,10 +114,10 @@ KNOWN: Mapping[str, str | Spelling] = {
     "--speculative-draft-model": "speculative_draft_model_path",
     # kernels
     "--disable-shared-experts-fusion": Spelling(
-        "is --disable-fusion shared_experts here", {"disable_fusion": "shared_experts"}
+        "is --fusion shared_experts=off here", {"fusion": "shared_experts=off"}
     ),
     "--enforce-shared-experts-fusion": Spelling(
-        "is --disable-fusion=-shared_experts here", {"disable_fusion": "-shared_experts"}
+        "is --fusion shared_experts=on here", {"fusion": "shared_experts=on"}
     ),
     "--enable-deterministic-inference": refused(
         "the same bits whatever else runs are not built yet; --deterministic binds kernels that "

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from ds_runtime.assembly.spelling import hyphenated
+from ds_runtime.config.spelling import hyphenated
 
 
 def near(word: str, known: Iterable[str]) -> str:

@@ -70,8 +70,8 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
 
 @hookspec
 def ds_defaults(config: EngineConfig, facts: Facts) -> Sequence[Change]:
-    """Wishes for config fields that the user left alone. The user's own settings win; wishes for
-    `disable_fusion` are added to them, but for those given as "-NAME" or with an empty list.
+    """Wishes for config fields that the user left alone. The user's own settings win. Wishes for
+    `fusion`, like ("NAME=off",), are for each fusion that the user did not name.
 
     Two plugins that want different values for one field are an error. Changes are logged. Where a
     page size is among them, it is settled and all are asked again: `facts` has it then.

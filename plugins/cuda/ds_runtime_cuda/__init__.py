@@ -25,7 +25,7 @@ def _beside(facts: Facts) -> list[Change]:
     if facts.device.arch != "sm90" or not facts.quantized:
         return []
     why = "shared experts run beside the choice of routed ones, which leaves the memory idle"
-    return [Change("disable_fusion", ("shared_experts",), why)]
+    return [Change("fusion", ("shared_experts=off",), why)]
 
 
 def defaults(facts: Facts) -> Sequence[Change]:

@@ -250,7 +250,7 @@ def defaults(facts: Facts) -> list[Change]:
     fours = "flashinfer.fused_moe.trtllm_fp8_block_scale_routed_moe" in features
     if fours and facts.quantized:
         why = "TRT-LLM's kernels take experts in fours"
-        wishes.append(Change("disable_fusion", ("shared_experts",), why))
+        wishes.append(Change("fusion", ("shared_experts=off",), why))
     if "index_topk" in facts.dims and "flash_mla.flash_mla_with_kvcache" in features:
         why = "sparse attention reads chosen tokens one by one: fewer bytes, and twice the context"
         wishes.append(Change("kv_cache_dtype", "fp8", why))

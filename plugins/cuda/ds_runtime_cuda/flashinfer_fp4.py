@@ -35,12 +35,6 @@ def _plain(swizzled: Tensor, rows: int, groups: int) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(high, wide)[:rows, :groups]
 
 
-def _dense(tag: str, weight: Weight) -> Packed:
-    """A shard that cuts a group, held in bfloat16."""
-    held = weight.dequantise(torch.bfloat16)
-    return Packed(tag, weight.shape, {"dense": held}, held.nbytes, _restore_dense)
-
-
 def _restore_dense(packed: Packed) -> Tensor:
     held: Tensor = packed.tensors["dense"]
     return held.to(torch.float32)
@@ -50,17 +44,41 @@ def _packed(tag: str, shape: tuple[int, ...], tensors: dict[str, Tensor], restor
     return Packed(tag, shape, dict(tensors), sum(t.nbytes for t in tensors.values()), restore)
 
 
-class LinearNvfp4:
+class _Linear:
+    """What the linears below share: shards that cut a group are held in bfloat16."""
+
+    tag, group = "", 0
+
+    def pack(self, weight: Weight, facts: Facts) -> Packed:
+        if fp4.aligned(weight, self.group):
+            return self._pack(weight)
+        held = weight.dequantise(torch.bfloat16)
+        return Packed(self.tag, weight.shape, {"dense": held}, held.nbytes, _restore_dense)
+
+    def apply(self, x: Tensor, packed: Packed) -> Tensor:
+        packed.expect(self.tag)
+        if "dense" in packed.tensors:
+            return F.linear(x, packed.tensors["dense"])
+        if not x.shape[0]:
+            return x.new_empty(0, packed.shape[0])
+        return self._apply(x, packed.tensors)
+
+    def _pack(self, weight: Weight) -> Packed:
+        raise NotImplementedError
+
+    def _apply(self, x: Tensor, held: dict[str, Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class LinearNvfp4(_Linear):
     """y = x · Wᵀ in NVFP4. Every row of x is first divided by the power of two above it."""
 
-    tag = "cuda.flashinfer_nvfp4_linear"
+    tag, group = "cuda.flashinfer_nvfp4_linear", 16
 
     def __init__(self, facts: Facts) -> None:
         self._lib, self._gemm = _library(), _library("flashinfer.gemm").mm_fp4
 
-    def pack(self, weight: Weight, facts: Facts) -> Packed:
-        if not fp4.aligned(weight, 16):
-            return _dense(self.tag, weight)
+    def _pack(self, weight: Weight) -> Packed:
         scale, top = fp4.scales(weight)
         made = {
             "weight": fp4.codes(weight),
@@ -70,13 +88,7 @@ class LinearNvfp4:
         }
         return _packed(self.tag, weight.shape, made, _restore_nvfp4)
 
-    def apply(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        held = packed.tensors
-        if "dense" in held:
-            return F.linear(x, held["dense"])
-        if not x.shape[0]:
-            return x.new_empty(0, packed.shape[0])
+    def _apply(self, x: Tensor, held: dict[str, Tensor]) -> Tensor:
         most = x.abs().amax(-1, keepdim=True).to(torch.float32).clamp(min=1e-30)
         size = torch.exp2(torch.ceil(torch.log2(most)))  # [tokens, 1]
         q, scale = self._lib.nvfp4_quantize(
@@ -100,17 +112,15 @@ def _restore_nvfp4(packed: Packed) -> Tensor:
     return values
 
 
-class LinearMxfp8:
+class LinearMxfp8(_Linear):
     """y = x · Wᵀ in MXFP8."""
 
-    tag = "cuda.flashinfer_mxfp8_linear"
+    tag, group = "cuda.flashinfer_mxfp8_linear", 32
 
     def __init__(self, facts: Facts) -> None:
         self._lib, self._gemm = _library(), _library("flashinfer.gemm").mm_mxfp8
 
-    def pack(self, weight: Weight, facts: Facts) -> Packed:
-        if not fp4.aligned(weight, 32):
-            return _dense(self.tag, weight)
+    def _pack(self, weight: Weight) -> Packed:
         values = torch.cat([p.tensors["weight"].view(torch.uint8) for p in weight.parts])
         made = {
             "weight": values.view(torch.float8_e4m3fn),
@@ -118,13 +128,7 @@ class LinearMxfp8:
         }
         return _packed(self.tag, weight.shape, made, _restore_mxfp8)
 
-    def apply(self, x: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        held = packed.tensors
-        if "dense" in held:
-            return F.linear(x, held["dense"])
-        if not x.shape[0]:
-            return x.new_empty(0, packed.shape[0])
+    def _apply(self, x: Tensor, held: dict[str, Tensor]) -> Tensor:
         q, scale = self._lib.mxfp8_quantize(x.contiguous(), is_sf_swizzled_layout=True)
         return self._gemm(  # type: ignore[no-any-return]
             q, held["weight"].T, scale, held["scale"].flatten(), out_dtype=torch.bfloat16
@@ -187,34 +191,24 @@ def _first(out: Any) -> Tensor:
     return result
 
 
-class ExpertsNvfp4(Experts):
-    """Routed experts in NVFP4 with TensorRT-LLM's fused kernels."""
-
-    tag = "cuda.flashinfer_trtllm_nvfp4_experts"
+class _Trtllm(Experts):
+    """TensorRT-LLM's fused kernels."""
 
     def __init__(self, facts: Facts) -> None:
         self._lib = _library()
         self._moe = _library("flashinfer.fused_moe").trtllm_fp4_block_scale_routed_moe
-
-    def _one(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        scale, top = fp4.scales(weight)
-        made = _shuffled(self._lib, name, fp4.codes(weight), scale)
-        return made | {f"{name}_top": torch.tensor(top, device=scale.device)}
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
         packed.expect(self.tag)
         if not x.shape[0]:
             return torch.empty_like(x)
         held, (experts, _, inter) = packed.tensors, packed.shape
-        linear = self._lib.SfLayout.layout_linear
-        inward = fp4.TOP / x.abs().amax().to(torch.float32).clamp(min=1e-30).nan_to_num(1.0)
-        outward = fp4.TOP / held["largest"]  # [experts]: the scale of silu(gate) · up
-        q, scale = self._lib.nvfp4_quantize(x.contiguous(), inward.view(1), sfLayout=linear)
+        q, scale, (gate, up, down) = self._quantised(x, held)
         out = self._moe(
             topk_ids=(ids, weights),
             routing_bias=None,
             hidden_states=q,
-            hidden_states_scale=scale.view(torch.float8_e4m3fn),
+            hidden_states_scale=scale,
             gemm1_weights=held["upper"],
             gemm1_weights_scale=held["upper_scale"].view(torch.float8_e4m3fn),
             gemm1_bias=None,
@@ -224,57 +218,9 @@ class ExpertsNvfp4(Experts):
             gemm2_weights=held["lower"],
             gemm2_weights_scale=held["lower_scale"].view(torch.float8_e4m3fn),
             gemm2_bias=None,
-            output1_scale_scalar=held["upper_top"] / inward * outward,
-            output1_scale_gate_scalar=held["upper_top"] / inward,
-            output2_scale_scalar=held["lower_top"] / outward,
-            num_experts=experts,
-            top_k=ids.shape[1],
-            n_group=None,
-            topk_group=None,
-            intermediate_size=inter,
-            local_expert_offset=0,
-            local_num_experts=experts,
-            routed_scaling_factor=None,
-            hidden_states_scale_layout=linear,
-        )
-        return _first(out)
-
-
-class ExpertsMxfp4(Experts):
-    """Routed experts with MXFP4 weights and MXFP8 activations, TensorRT-LLM's fused kernels."""
-
-    tag = "cuda.flashinfer_trtllm_mxfp4_experts"
-
-    def __init__(self, facts: Facts) -> None:
-        self._lib = _library()
-        self._moe = _library("flashinfer.fused_moe").trtllm_fp4_block_scale_routed_moe
-
-    def _one(self, name: str, weight: Weight) -> dict[str, Tensor]:
-        return _shuffled(self._lib, name, fp4.codes(weight), fp4.exponents(weight))
-
-    def apply(self, x: Tensor, weights: Tensor, ids: Tensor, packed: Packed) -> Tensor:
-        packed.expect(self.tag)
-        if not x.shape[0]:
-            return torch.empty_like(x)
-        held, (experts, hidden, inter) = packed.tensors, packed.shape
-        q, scale = self._lib.mxfp8_quantize(x.contiguous(), is_sf_swizzled_layout=False)
-        out = self._moe(
-            topk_ids=(ids, weights),
-            routing_bias=None,
-            hidden_states=q,
-            hidden_states_scale=scale.view(torch.float8_e4m3fn).view(-1, hidden // 32),
-            gemm1_weights=held["upper"],
-            gemm1_weights_scale=held["upper_scale"].view(torch.float8_e4m3fn),
-            gemm1_bias=None,
-            gemm1_alpha=None,
-            gemm1_beta=None,
-            gemm1_clamp_limit=None,
-            gemm2_weights=held["lower"],
-            gemm2_weights_scale=held["lower_scale"].view(torch.float8_e4m3fn),
-            gemm2_bias=None,
-            output1_scale_scalar=None,
-            output1_scale_gate_scalar=None,
-            output2_scale_scalar=None,
+            output1_scale_scalar=up,
+            output1_scale_gate_scalar=gate,
+            output2_scale_scalar=down,
             num_experts=experts,
             top_k=ids.shape[1],
             n_group=None,
@@ -286,6 +232,52 @@ class ExpertsMxfp4(Experts):
             hidden_states_scale_layout=self._lib.SfLayout.layout_linear,
         )
         return _first(out)
+
+    def _quantised(
+        self, x: Tensor, held: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        """x in few bits, its scales, and the factors of gate, up and down, if there are some."""
+        raise NotImplementedError
+
+
+class ExpertsNvfp4(_Trtllm):
+    """Routed experts in NVFP4 with TensorRT-LLM's fused kernels."""
+
+    tag = "cuda.flashinfer_trtllm_nvfp4_experts"
+
+    def _one(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        scale, top = fp4.scales(weight)
+        made = _shuffled(self._lib, name, fp4.codes(weight), scale)
+        return made | {f"{name}_top": torch.tensor(top, device=scale.device)}
+
+    def _quantised(
+        self, x: Tensor, held: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        linear = self._lib.SfLayout.layout_linear
+        inward = fp4.TOP / x.abs().amax().to(torch.float32).clamp(min=1e-30).nan_to_num(1.0)
+        outward = fp4.TOP / held["largest"]  # [experts]: the scale of silu(gate) · up
+        q, scale = self._lib.nvfp4_quantize(x.contiguous(), inward.view(1), sfLayout=linear)
+        gate = held["upper_top"] / inward
+        return (
+            q,
+            scale.view(torch.float8_e4m3fn),
+            (gate, gate * outward, held["lower_top"] / outward),
+        )
+
+
+class ExpertsMxfp4(_Trtllm):
+    """Routed experts with MXFP4 weights and MXFP8 activations, TensorRT-LLM's fused kernels."""
+
+    tag = "cuda.flashinfer_trtllm_mxfp4_experts"
+
+    def _one(self, name: str, weight: Weight) -> dict[str, Tensor]:
+        return _shuffled(self._lib, name, fp4.codes(weight), fp4.exponents(weight))
+
+    def _quantised(
+        self, x: Tensor, held: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+        q, scale = self._lib.mxfp8_quantize(x.contiguous(), is_sf_swizzled_layout=False)
+        return q, scale.view(torch.float8_e4m3fn).view(-1, x.shape[1] // 32), (None, None, None)
 
 
 class ExpertsNvfp4Cutlass(Experts):

@@ -101,7 +101,7 @@ def in_fours(facts: Facts) -> str | None:
     if count % 4 == 0:
         return None
     said = f"takes experts in fours, not {count}"
-    return Fixable(said, "pass --disable-fusion shared_experts")
+    return Fixable(said, "pass --fusion shared_experts=off")
 
 
 def column_pairs(facts: Facts) -> str | None:
@@ -115,7 +115,7 @@ def few_experts(facts: Facts) -> str | None:
     if count <= 512:
         return None
     said = f"sorts tokens to up to 512 experts, not {count}"
-    return Fixable(said, "pass --disable-fusion shared_experts")
+    return Fixable(said, "pass --fusion shared_experts=off")
 
 
 _LARGE_MODEL = 2048  # hidden values from which kernels were measured against each other

@@ -21,15 +21,13 @@ from ds_runtime_triton.coded import (
 from ds_runtime_triton.config import Config, Sizes, folder, tuned
 from ds_runtime_triton.experts import (
     ExpertsDense,
-    Tiles,
     dense_variant,
     part_of_config,
-    sorted_pairs,
-    sum_of_pairs,
     variant,
 )
 from ds_runtime_triton.jit.coded import coded_experts_kernel
 from ds_runtime_triton.launch import cdiv
+from ds_runtime_triton.pairs import Tiles, sorted_pairs, sum_of_pairs
 from ds_runtime_triton.quant import quantise_for_int4
 from ds_runtime_triton.weight_only import ptx
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,8 @@ from ds_runtime.api import (
 )
 from ds_runtime_triton.blocks import (
     BLOCK,
-    by_row,
     column_group,
-    grid_of,
     row_group,
-    scale_step,
-    wide_values,
 )
 from ds_runtime_triton.config import Config, Sizes, folder, part_of, tuned
 from ds_runtime_triton.jit.down import (
@@ -38,95 +34,18 @@ from ds_runtime_triton.jit.experts import (
     gate_up_kernel,
     gate_up_vector_kernel,
     sort_pairs_kernel,
-    sum_pairs_kernel,
 )
 from ds_runtime_triton.jit.narrow import narrow_experts_kernel
 from ds_runtime_triton.launch import COUNTERS, cdiv, counters, pow2
+from ds_runtime_triton.pairs import (
+    Tiles,
+    sort_chunk,
+    sort_rows,
+    sum_of_pairs,
+    tiles_of,
+)
 from ds_runtime_triton.quant import block_of, quantise_by_group
-
-_CHUNK = 4096  # pairs that a program of the sort looks at together
-_COLUMNS = 1024  # of one program of the sum
-# From so many tokens on: rows that a program beside the sort quantises together, and its warps. By
-# measurement at 512 tokens on an H200; between 65 and 511 nothing was tried but 8.
-_SORT = ((512, 32, 8), (65, 8, 4), (0, 1, 4))
-
-
-@dataclass
-class Stack:
-    """One matrix of every expert: values [experts, …, rows, cols]; in FP8 or int8 with scales
-    [experts, …, ⌈rows / group_n⌉, ⌈cols / group_k⌉ or 1], where group_k is not 0."""
-
-    values: Tensor
-    scale: Tensor
-    group_n: int = 1
-    group_k: int = 0
-
-    @property
-    def step(self) -> int:
-        """From a group's scale to the next one's."""
-        return scale_step(self.scale, self.values.shape[-1], self.group_k)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + (self.scale.nbytes if self.group_k else 0)
-
-    def wide(self) -> Tensor:
-        """Logical values, float32, the leading dimensions flattened: [experts · …, rows, cols]."""
-        values = self.values.flatten(0, -3)
-        if not self.group_k:
-            return values.to(torch.float32)
-        pairs = zip(values, self.scale.flatten(0, -3), strict=True)
-        return torch.stack([wide_values(v, s, self.group_n, self.group_k) for v, s in pairs])
-
-
-def _dense_stack(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Stack:
-    return Stack(
-        torch.empty(shape, dtype=dtype, device=device),
-        torch.empty(1, dtype=torch.float32, device=device),
-    )
-
-
-def _scaled_stack(shape: tuple[int, ...], like: Weight) -> Stack:
-    """Empty, for weights that are cut like this one."""
-    group_n, group_k = row_group(like), column_group(like)
-    values = like.parts[0].tensors["weight"]
-    device = values.device
-    across = 1 if by_row(like) else cdiv(shape[-1], group_k)
-    grid = (*shape[:-2], cdiv(shape[-2], group_n), across)
-    return Stack(
-        torch.empty(shape, dtype=values.dtype, device=device),
-        torch.empty(grid, dtype=torch.float32, device=device),
-        group_n,
-        group_k,
-    )
-
-
-def _fill(stack: Stack, at: tuple[int, ...], weight: Weight) -> None:
-    if not stack.group_k:
-        stack.values[at] = weight.dequantise(stack.values.dtype)
-        return
-    # As few calls as can be: each hands the interpreter's lock to the threads that read ahead.
-    values, scale, rows = stack.values[at], stack.scale[at], 0
-    if len(weight.parts) == 1:
-        values.copy_(weight.parts[0].tensors["weight"])
-        scale.copy_(grid_of(weight.parts[0], stack.group_n, stack.group_k))
-        return
-    for part in weight.parts:
-        grid = grid_of(part, stack.group_n, stack.group_k)
-        below, first = rows + part.shape[0], rows // stack.group_n
-        values[rows:below] = part.tensors["weight"]
-        scale[first : first + grid.shape[0]] = grid
-        rows = below
-
-
-class Tiles(NamedTuple):
-    """Up to BLOCK_M pairs of one expert each: order [tiles · BLOCK_M] of pairs, owner [tiles], used
-    [1], how many there are, all int32; and `most`, how many there may be."""
-
-    order: Tensor
-    owner: Tensor
-    used: Tensor
-    most: int
+from ds_runtime_triton.stack import Stack, dense_stack, fill, scaled_stack
 
 
 @dataclass
@@ -142,16 +61,6 @@ class Layer:
 
     def __post_init__(self) -> None:
         self.scaled = bool(self.gate_up.group_k)
-
-
-def sort_chunk(pairs: int) -> int:
-    """Pairs that a program of the sort looks at together."""
-    return min(_CHUNK, pow2(pairs, 16))
-
-
-def sort_rows(tokens: int) -> tuple[int, int]:
-    """(rows that a program beside the sort quantises, its warps)."""
-    return next((rows, warps) for least, rows, warps in _SORT if tokens >= least)
 
 
 def down_split(low: Config, n: int, tokens: int) -> int:
@@ -219,9 +128,9 @@ class _Experts:
             if layer is None:
                 layer = self._empty(count, hidden, inter, weights)
             gate, up, down = weights
-            _fill(layer.gate_up, (e, 0), gate)
-            _fill(layer.gate_up, (e, 1), up)
-            _fill(layer.down, (e,), down)
+            fill(layer.gate_up, (e, 0), gate)
+            fill(layer.gate_up, (e, 1), up)
+            fill(layer.down, (e,), down)
         assert layer is not None, "a layer without experts"
         if layer.scaled:
             scales = layer.gate_up.scale, layer.down.scale
@@ -242,15 +151,15 @@ class _Experts:
         device = values.device
         same = column_group(gate) == column_group(up) and row_group_or_0(gate) == row_group_or_0(up)
         if self.keeps and same and column_group(gate) and column_group(down):
-            stacks = _scaled_stack(wide, gate), _scaled_stack(low, down)
+            stacks = scaled_stack(wide, gate), scaled_stack(low, down)
             blocks = {size for stack in stacks for size in (stack.group_n, stack.group_k)}
             # entries of a shape are tuned for, and some kernels take, the usual blocks only
             name = key if blocks == {BLOCK} else "*"
             sizes = tuned(self.arch, self.tag.removeprefix("triton."), name)
             return Layer(*stacks, sizes, counters(values))
         return Layer(
-            _dense_stack(wide, self.dtype, device),
-            _dense_stack(low, self.dtype, device),
+            dense_stack(wide, self.dtype, device),
+            dense_stack(low, self.dtype, device),
             tuned(self.arch, "experts_dense", key),
             counters(values),
         )
@@ -439,7 +348,7 @@ def _arranged(
 ) -> tuple[Tiles, Tensor, Tensor]:
     """Tiles of up to `block` pairs, and where the experts are scaled the codes and scales of x."""
     tokens, pairs, experts = x.shape[0], ids.numel(), layer.down.values.shape[0]
-    tiles = _tiles(pairs, experts, block, x.device)
+    tiles = tiles_of(pairs, experts, block, x.device)
     q, x_scale, tasks, group = x, weights, 0, layer.gate_up.group_k
     rows, warps = sort_rows(tokens)
     if layer.scaled:
@@ -453,35 +362,6 @@ def _arranged(
         GROUP_K=group, UE8M0=layer.ue8m0, ROWS=rows, num_warps=warps,
     )  # fmt: skip
     return tiles, q, x_scale
-
-
-def _tiles(pairs: int, experts: int, block: int, device: torch.device) -> Tiles:
-    """Room for what sort_pairs_kernel finds."""
-    most = pairs // block + min(experts, pairs)
-    order = torch.empty(most * block, dtype=torch.int32, device=device)
-    owner = torch.empty(most, dtype=torch.int32, device=device)
-    return Tiles(order, owner, torch.empty(1, dtype=torch.int32, device=device), most)
-
-
-def sorted_pairs(ids: Tensor, experts: int, block: int) -> Tiles:
-    """Tiles of up to `block` pairs of one expert."""
-    pairs = ids.numel()
-    tiles = _tiles(pairs, experts, block, ids.device)
-    sort_pairs_kernel[(cdiv(experts, 2),)](
-        ids, *tiles[:3], pairs, experts, ids, ids, ids, 0, 0, 0, EXPERTS=pow2(experts, 2),
-        BLOCK_M=block, CHUNK=sort_chunk(pairs), GROUP_K=0, UE8M0=False, ROWS=1,
-        num_warps=4,
-    )  # fmt: skip
-    return tiles
-
-
-def sum_of_pairs(y: Tensor, tokens: int, top_k: int) -> Tensor:
-    """[tokens · top_k, n] → [tokens, n], each token's rows added."""
-    n = y.shape[1]
-    out = torch.empty(tokens, n, dtype=y.dtype, device=y.device)
-    width = min(_COLUMNS, pow2(n, 16))
-    sum_pairs_kernel[(tokens, cdiv(n, width))](y, out, n, top_k, width, num_warps=4)
-    return out
 
 
 def _restore(packed: Packed) -> Tensor:

@@ -5,25 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_runtime_triton.jit.norm import (
-    add_rms_norm_kernel,
-    rms_norm_kernel,
-    rms_norm_quantise_kernel,
-)
+from ds_runtime_triton.jit.norm import rms_norm_kernel, rms_norm_quantise_kernel
 from ds_runtime_triton.launch import pow2, row_block
 from ds_runtime_triton.quant import codes
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RmsNorm: one program per row."""
-    rows, n = x.shape
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    if rows:
-        block, warps = row_block(n)
-        rms_norm_kernel[(rows,)](
-            x, weight, out, n, x.stride(0), eps, block, n <= block, num_warps=warps
-        )
-    return out
+    return _normed(x, None, x, weight, eps)
 
 
 def rms_norm_quantize(
@@ -37,9 +26,7 @@ def add_rms_norm_quantize(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, ue8m0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """AddRmsNormQuantize: as AddRmsNorm."""
-    summed = residual
-    if not residual.is_contiguous():
-        summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = _sum_of(x, residual)
     return (*_quantised(x, residual, summed, weight, eps, group, ue8m0), summed)
 
 
@@ -70,23 +57,28 @@ def _quantised(
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """AddRmsNorm: the sum is written over a contiguous residual."""
+    summed = _sum_of(x, residual)
+    return _normed(x, residual, summed, weight, eps), summed
+
+
+def _sum_of(x: Tensor, residual: Tensor) -> Tensor:
+    """Where the sum is written."""
+    if residual.is_contiguous():
+        return residual
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _normed(
+    x: Tensor, residual: Tensor | None, summed: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """The norm of x, or, where there is a residual, of their sum."""
     rows, n = x.shape
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    summed = residual if residual.is_contiguous() else torch.empty_like(out)
     if rows:
         block, warps = row_block(n)
-        add_rms_norm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            summed,
-            n,
-            x.stride(0),
-            residual.stride(0),
-            eps,
-            block,
-            n <= block,
-            num_warps=warps,
-        )
-    return out, summed
+        other = x if residual is None else residual
+        rms_norm_kernel[(rows,)](
+            x, weight, out, n, x.stride(0), eps, other, summed, other.stride(0),
+            residual is not None, block, n <= block, num_warps=warps,
+        )  # fmt: skip
+    return out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_runtime.assembly.requantise import with_target
+from ds_runtime.assembly.site_list import with_target
 from ds_runtime.description.hf import from_hf
 from ds_runtime.description.sites import model_sites
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, load_attr

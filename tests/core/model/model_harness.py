@@ -40,7 +40,7 @@ def decide(folder: Path, kernels: str = "reference", **settings: object) -> Asse
     if kernels == "reference":
         config = EngineConfig(model=str(folder), lora=tuple(settings.get("lora", ())))
         values["pin"] = tuple(p for p in pins if _has_site(config, p.partition("=")[0]))
-        values["disable_fusion"] = ("mla_prologue",)  # its parts are pinned
+        values["fusion"] = ("mla_prologue=off",)  # its parts are pinned
     return assemble(EngineConfig(model=str(folder), **values), extra_plugins=[ds_runtime_cpu])
 
 

@@ -124,9 +124,9 @@ def test_fp8_weights(bases, tmp_path):
     ("shape", "kernels", "ends", "settings"),
     [
         ("v32", "reference", ("wk",), {}),
-        ("v32", "cpu", ("wk",), {"disable_fusion": ("qkv_a",)}),
+        ("v32", "cpu", ("wk",), {"fusion": ("qkv_a=off",)}),
         ("v32", "cpu", ("wq_b",), {}),
-        ("glm", "cpu", ("wk", "wq_b"), {"disable_fusion": ("index_keys",)}),
+        ("glm", "cpu", ("wk", "wq_b"), {"fusion": ("index_keys=off",)}),
     ],
 )
 def test_an_indexer(bases, tmp_path, shape, kernels, ends, settings):
@@ -172,7 +172,7 @@ def test_what_an_indexer_has_no_slots_for(bases, tmp_path, shape, module):
 def test_first_projections_apart(bases, tmp_path):
     wanted = [(of_kind("q"), {}), (of_kind("kv_a"), {"rank": 2})]
     tuned = Tuned(bases("v3"), tmp_path, wanted)
-    tuned.check(tuned.run("cpu", disable_fusion=("qkv_a",)), lengths=(40,))
+    tuned.check(tuned.run("cpu", fusion=("qkv_a=off",)), lengths=(40,))
 
 
 def test_two_ranks(bases, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes
-from ds_runtime.assembly.requantise import with_w4afp8_experts
+from ds_runtime.assembly.site_list import with_w4afp8_experts
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.checkpoint.shards import EXPORTED
 from ds_runtime.common.speculation import Speculation

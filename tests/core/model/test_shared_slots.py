@@ -75,19 +75,19 @@ def test_adapted_shared_experts_stay_apart(lite, name):
         ("h200", {}, 2),
         ("h200", {"quantize": "int8"}, 0),
         ("h200", {"quantize": "int8", "disable_graph": True}, 0),
-        ("h200", {"disable_fusion": ()}, 2),
-        ("h200", {"disable_fusion": ("qkv_a",)}, 2),
+        ("h200", {"fusion": ("shared_experts=on",)}, 2),
+        ("h200", {"fusion": ("qkv_a=off",)}, 2),
         ("a100", {}, 2),
         ("mi300x", {}, 2),
-        ("mi300x", {"disable_fusion": ("shared_experts",)}, 0),
+        ("mi300x", {"fusion": ("shared_experts=off",)}, 0),
     ],
 )
 def test_a_plugin_may_wish_them_apart(lite, device, given, slots):
     plan = assemble(EngineConfig(model=str(lite()), **given), given, device=device).plan
     apart = any("mlp.shared_experts" in site for row in plan.rows for site in row.sites)
     assert apart == (slots == 0)
-    wished = [change for change in plan.changes if change[0] == "disable_fusion"]
-    assert bool(wished) == ("quantize" in given and "disable_fusion" not in given)
+    wished = [change for change in plan.changes if change[0] == "fusion"]
+    assert bool(wished) == ("quantize" in given and "fusion" not in given)
 
 
 def test_a_plan_of_captured_steps_holds_for_steps_op_by_op(lite, tmp_path):
@@ -105,8 +105,8 @@ def test_logits_are_transformers_either_way(tmp_path, shape, fp8):
     model = (write_tiny_fp8 if fp8 else write_tiny)(tmp_path, shape, seed=5)
     oracle = Oracle(model)
     prompts = [oracle.draw_prompt(n, n) for n in (70, 5, 31)]
-    for apart in ((), ("shared_experts",)):
-        harness = Harness(decide(tmp_path, "cpu", disable_fusion=apart))
+    for apart in ((), ("shared_experts=off",)):
+        harness = Harness(decide(tmp_path, "cpu", fusion=apart))
         assert bool(harness.model.blocks[-1].mlp.shared) == bool(apart)
         compare(oracle, prompts, run_schedule(harness, prompts, 4, 30), 1e-4)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.assembly.requantise import target_format
+from ds_runtime.assembly.site_list import target_format
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.weight import WeightPart

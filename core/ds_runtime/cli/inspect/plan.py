@@ -146,7 +146,9 @@ def _explained(assembly: Assembly, op: str, as_json: bool) -> str:
     found = Explained(assembly, op)
     rows, misses = list(found.rows()), found.misses()
     if as_json:
-        return json.dumps({"op": op, "kernels": rows, "misses": [asdict(m) for m in misses]})
+        rules = [{"rule": ruling.rule, "why": ruling.why} for ruling in assembly.rulings]
+        found_misses = [asdict(m) for m in misses]
+        return json.dumps({"op": op, "kernels": rows, "misses": found_misses, "rules": rules})
     lines = [f"{op}: {OPS[op].summary}"]
     for row in rows:
         lines.append(f"  {row['kernel']} (rank {row['rank']})")
@@ -155,6 +157,7 @@ def _explained(assembly: Assembly, op: str, as_json: bool) -> str:
             lines.append(f"    {said}{where}")
         if not row["verdicts"]:
             lines.append("    this model has no site for it")
+    lines += [f"decided anew by rule {r.rule}: {r.why}" for r in assembly.rulings]
     lines.append("nearest misses:" if misses else "no setting brings a better kernel")
     for miss in misses:
         lines.append(f"  {miss}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.cli.run.remote import Remote, RemoteError
+from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
 from ds_runtime.text.parsers.events import Content, Reasoning
 from ds_runtime.text.parsers.reasoning import ReasoningParser
@@ -64,8 +65,7 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
         help="show the model's thinking (default: on a terminal only)",
     )
     for name, kind in _PARAMS.items():
-        flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=kind, metavar="N", help="(default: the server's)")
+        parser.add_argument(flag_of(name), type=kind, metavar="N", help="(default: the server's)")
     parser.set_defaults(run=run)
 
 

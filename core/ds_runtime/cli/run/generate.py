@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_runtime.cli.config_file import add_config_file
 from ds_runtime.cli.flags import add_flags, build
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.fields import flag_of
 from ds_runtime.description.adapter import AdapterSpec
 from ds_runtime.errors import ConfigError
 
@@ -49,9 +50,12 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     )
     group = parser.add_argument_group("sampling")
     for name, kind, text in SAMPLING:
-        flag = "--" + name.replace("_", "-")
         group.add_argument(
-            flag, type=kind, metavar="N", default=argparse.SUPPRESS, help=text.replace("%", "%%")
+            flag_of(name),
+            type=kind,
+            metavar="N",
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
         )
     group.add_argument("--stop", action="append", default=[], help="end before this text")
     group.add_argument("--ignore-eos", action="store_true", help="generate on after the end token")

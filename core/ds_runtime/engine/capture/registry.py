@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ds_runtime.assembly.capture_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.engine.capture.decode import DecodeGraphs, GraphContext
 from ds_runtime.engine.capture.lazy import LateGraphs
 from ds_runtime.engine.capture.prefill import PiecewiseModel, PrefillGraphs

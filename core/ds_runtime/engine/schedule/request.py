@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from msgspec.structs import replace
 
-from ds_runtime.engine.messages import Submit, TokenLogprob
+from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
 from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.step.plan import RowInit
-from ds_runtime.grammar.guide import Guide
+from ds_runtime.errors import FieldPath
+from ds_runtime.grammar.guide import Followed, Guide
 from ds_runtime.kv.prefix import Node, Realm
 from ds_runtime.sampling_params import SamplingParams
 
@@ -125,6 +128,31 @@ class Request:
         if token == self.think_id and self.max_shared is None:
             self.max_shared = self.prompt_len + len(self.output)
         self.output.append(token)
+
+    def take(
+        self, tokens: Iterable[int], followed: Followed | None
+    ) -> tuple[Tokens, tuple[str | FieldPath, ...]]:
+        """Append sampled tokens up to the one that the request ends with or behind: what is told
+        of them, and what is wrong with the rule for them, if the last one showed that. followed:
+        what its guide says of them.
+        """
+        message = Tokens(rid=self.rid, tokens=[], cached_tokens=self.cached_tokens or 0)
+        if not self.output:
+            message.prefill_seconds = time.monotonic() - self.admitted
+        for index, token in enumerate(tokens):
+            self.append(token)
+            message.tokens.append(token)
+            if token in self.stop_ids and len(self.output) > self.params.min_tokens:
+                message.finish, message.stop_token = "stop", token
+            elif followed is not None and index == followed.end:
+                if followed.fault:
+                    return message, followed.fault
+                message.finish = "stop"
+            elif self.prompt_len + len(self.output) >= self.max_len:
+                message.finish = "length"
+            if message.finish:
+                break
+        return message, ()
 
     @property
     def realm(self) -> Realm:

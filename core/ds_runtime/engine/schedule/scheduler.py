@@ -23,7 +23,7 @@ from ds_runtime.engine.schedule.limits import SchedulerLimits, check_params, che
 from ds_runtime.engine.schedule.request import Request, State
 from ds_runtime.engine.step.guided import Guided, Underway
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
-from ds_runtime.errors import FieldPath, QueueFullError, RequestError
+from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -263,12 +263,10 @@ class Scheduler:
             else:
                 self._stats.prefix_waits += not waited
 
-    def _reads_cache(self, request: Request) -> bool:
-        return self.holdings.caches and not request.wants_prompt_logprobs
-
     def _admit(self, request: Request) -> bool:
         """Let it run, if there are pages for all that it has to compute and nobody to wait for."""
-        if not self.holdings.take(request, self._reads_cache(request)):
+        reads_cache = self.holdings.caches and not request.wants_prompt_logprobs
+        if not self.holdings.take(request, reads_cache):
             return False
         _remove(self.waiting, request)
         request.state = State.RUNNING
@@ -359,25 +357,7 @@ class Scheduler:
         """
         params, stats, is_first = request.params, self._stats, not request.output
         request.num_pending -= 1
-        message = Tokens(rid=request.rid, tokens=[], cached_tokens=request.cached_tokens or 0)
-        if is_first:
-            message.prefill_seconds = time.monotonic() - request.admitted
-        fault: tuple[str | FieldPath, ...] = ()
-        for index, token in enumerate(outcome.tokens):
-            request.append(token)
-            message.tokens.append(token)
-            num_output = len(request.output)
-            if token in request.stop_ids and num_output > params.min_tokens:
-                message.finish, message.stop_token = "stop", token
-            elif followed is not None and index == followed.end:
-                fault = followed.fault
-                if fault:
-                    break
-                message.finish = "stop"
-            elif request.prompt_len + num_output >= request.max_len:
-                message.finish = "length"
-            if message.finish:
-                break
+        message, fault = request.take(outcome.tokens, followed)
         kept, drafted = len(message.tokens), work.draws - 1
         broken = None if message.finish or fault else outcome.broken
         assert kept or broken is not None, f"a work of {request.rid} gave no token"

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.by_rows import Shares, shares_of
+from ds_runtime.ops.binding.pins import Pin, check_counts
 from ds_runtime.ops.contract import (
     RANK_REFERENCE,
     Decision,
@@ -32,53 +33,6 @@ _DECIDES = {  # whose layout counts
     KV: ("mla_decode", "mha_decode", "sparse_decode"),
     INDEX: ("index_select",),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """`OP[@SITE-GLOB]=KERNEL` from the user: beats ranks, never a refusal. flag: what the user gave
-    instead, if it was another one than --pin."""
-
-    op: str
-    glob: str
-    kernel: str
-    flag: str = ""
-
-    def __str__(self) -> str:
-        at = "" if self.glob == "*" else f"@{self.glob}"
-        return self.flag or f"--pin {self.op}{at}={self.kernel}"
-
-    def names(self, site: Site) -> bool:
-        """Whether it is about this site; an earlier one may count instead."""
-        return self.op == site.op and fnmatchcase(site.path, self.glob)
-
-    @staticmethod
-    def parse(text: str) -> Pin:
-        """Raises ConfigError for anything else than OP[@SITE-GLOB]=KERNEL, and for unknown ops."""
-        left, equals, kernel = text.partition("=")
-        op, at, glob = left.partition("@")
-        if not equals or not kernel or not op or (at and not glob):
-            raise ConfigError(f"--pin {text!r}: write OP[@SITE-GLOB]=KERNEL")
-        if op not in OPS:
-            near = difflib.get_close_matches(op, OPS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "`ds-runtime ops` lists them"
-            raise ConfigError(f"--pin {text!r}: op {op!r} is unknown; {hint}")
-        return Pin(op, glob or "*", kernel)
-
-    @staticmethod
-    def parse_all(texts: Iterable[str]) -> list[Pin]:
-        """In the order given: of pins whose globs overlap, the first that fits counts. Raises
-        ConfigError as `parse`, and for two that name the same sites and different kernels."""
-        pins = dict[tuple[str, str], Pin]()
-        for text in texts:
-            pin = Pin.parse(text)
-            first = pins.setdefault((pin.op, pin.glob), pin)
-            if first.kernel != pin.kernel:
-                raise ConfigError(
-                    f"--pin {text!r}: the same sites are pinned to {first.kernel!r} already; "
-                    "keep one of the two, or name sites by OP@SITE-GLOB"
-                )
-        return list(pins.values())
 
 
 def site_facts(base: Facts, site: Site) -> Facts:
@@ -194,53 +148,49 @@ class Binder:
 
     def _readers(self, site: Site) -> Iterator[tuple[Kernel, Site]]:
         """Kernels for a site in order of preference, of a fusion also those for its parts."""
-        op = OPS[site.op]
-        kernels, pinned = self._candidates(site)
-        fused = bool(op.composition) and not pinned
-        if not (fused and self._is_apart(site)):
-            yield from ((k, site) for k in kernels if not fused or k.rank > RANK_REFERENCE)
-        for part in (_part(site, name) for name in op.uses if fused and OPS[name].layout):
-            yield from ((k, part) for k in self._candidates(part)[0])
+        kernels, parts = self._options(site)
+        yield from ((kernel, site) for kernel in kernels)
+        for part in parts:
+            if OPS[part.op].layout:
+                yield from ((kernel, part) for kernel in self._candidates(part)[0])
 
-    def _is_apart(self, site: Site) -> bool:
-        """Whether a fusion is composed whatever is offered."""
-        op = OPS[site.op]
-        fuses = bool(op.composition) or op.optional
-        return fuses and bool(self._why_apart(op.name, site.path))
+    def _servable(self, site: Site, tag: str) -> bool:
+        facts = site_facts(self.base, site)
+        kernels, parts = self._options(site)
+        if any(refusal(kernel, facts, tag) is None for kernel in kernels):
+            return True
+        # The parts of an optional fusion have sites of their own.
+        own = OPS[site.op].optional or all(self._servable(part, tag) for part in parts)
+        return bool(parts) and own
 
-    def _left_out(
-        self,
-        op: str,
-        site: Site,
-        accepted: list[Kernel],
-        refused: list[tuple[str, str]],
-        above: str,
-    ) -> Decision:
-        """An optional fusion that the model computes by its parts."""
-        why = self._why_apart(op, site.path) or above
-        note = "left to " + ", ".join(OPS[op].uses) + (f" ({why})" if why else "")
-        lost = tuple((k.name, k.rank) for k in accepted)
-        return Decision(op, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note)
-
-    def _outranked(self, site: Site, fused: Kernel, tag: str) -> str:
-        """Why an optional fusion without weights gives way to its parts, if it does: one of these
-        has a kernel that ranks higher than this one of it."""
+    def _options(self, site: Site) -> tuple[list[Kernel], list[Site]]:
+        """Kernels that may serve a site, in order of preference, and the parts of a fusion, which
+        serve where none of them does."""
         op = OPS[site.op]
-        for part in (
-            _part(site, name) for name in op.uses if op.optional and op.kind == "function"
-        ):
-            facts = site_facts(self.base, part)
-            for kernel in self._candidates(part)[0]:
-                if kernel.rank > fused.rank and refusal(kernel, facts, tag) is None:
-                    return f"{kernel.name} outranks {fused.name}"
-        return ""
+        kernels, pin = self._candidates(site)
+        if pin or not op.uses:
+            return kernels, []
+        if self._why_apart(op.name, site.path):
+            kernels = []
+        return (
+            [k for k in kernels if k.rank > RANK_REFERENCE],
+            [_part(site, name) for name in op.uses],
+        )
+
+    def _why_parts(self, site: Site, accepted: Sequence[Kernel], tag: str) -> str | None:
+        """Why the parts of a fusion serve instead, "" if only since nothing better is offered; None
+        if they do not."""
+        if why := self._why_apart(site.op, site.path):
+            return why
+        if not accepted or accepted[0].rank <= RANK_REFERENCE:
+            return ""
+        return self._outranked(site, accepted[0], tag) or None
 
     def _why_apart(self, op: str, path: str) -> str:
         """As wished, or as a part is pinned: of this fusion, or of one that it is made of."""
         if op in self.apart:
-            return "--disable-fusion"
-        pinned = any(p.op in OPS[op].uses and fnmatchcase(path, p.glob) for p in self.pins)
-        if pinned and not self._from(op, path):
+            return f"--fusion {op}=off"
+        if any(self._pin(part, path) for part in OPS[op].uses) and not self._from(op, path):
             return "a part of it is pinned"
         inner = (self._why_apart(part, path) for part in OPS[op].uses if OPS[part].composition)
         return next(filter(None, inner), "")
@@ -250,93 +200,74 @@ class Binder:
         the fusion as well, else ""."""
         if not OPS[op].optional:
             return ""
-        pins = (
-            next((p for p in self.pins if p.op == part and fnmatchcase(path, p.glob)), None)
-            for part in OPS[op].uses
-        )
+        pins = (self._pin(part, path) for part in OPS[op].uses)
         wished = {pin.kernel for pin in pins if pin is not None}
         offered = {k.provider for k in self.by_op[op]}
         return wished.pop() if len(wished) == 1 and wished <= offered else ""
 
-    def _servable(self, site: Site, tag: str) -> bool:
-        facts = site_facts(self.base, site)
+    def _outranked(self, site: Site, fused: Kernel, tag: str) -> str:
+        """Why an optional fusion without weights gives way to its parts, if it does: one of these
+        has a kernel that ranks higher than this one of it."""
         op = OPS[site.op]
-        kernels, pinned = self._candidates(site)
-        if op.optional and not pinned:
-            return True
-        if op.composition and not pinned:
-            kernels = (
-                [] if self._is_apart(site) else [k for k in kernels if k.rank > RANK_REFERENCE]
-            )
-        if any(refusal(k, facts, tag) is None for k in kernels):
-            return True
-        parts = [_part(site, p) for p in op.uses] if op.composition and not pinned else []
-        return bool(parts) and all(self._servable(part, tag) for part in parts)
+        for name in op.uses if op.optional and op.kind == "function" else ():
+            part = _part(site, name)
+            facts = site_facts(self.base, part)
+            for kernel in self._candidates(part)[0]:
+                if kernel.rank > fused.rank and refusal(kernel, facts, tag) is None:
+                    return f"{kernel.name} outranks {fused.name}"
+        return ""
+
+    def _pin(self, op: str, path: str) -> Pin | None:
+        """The first that names a place."""
+        return next((p for p in self.pins if p.op == op and fnmatchcase(path, p.glob)), None)
 
     def _candidates(self, site: Site) -> tuple[list[Kernel], Pin | None]:
         """Kernels in order of preference, and the pin that left only these, if one did."""
         kernels = self.by_op[site.op]
-        for pin in self.pins:
-            if pin.names(site):
-                chosen = [k for k in kernels if pin.kernel in (k.name, k.provider)]
-                if not chosen:
-                    names = [k.name for k in kernels]
-                    near = difflib.get_close_matches(pin.kernel, names, n=1)
-                    hint = f"did you mean {near[0]!r}? " if near else ""
-                    raise ConfigError(f"{pin}: no such kernel; {hint}offered: {', '.join(names)}")
-                said = [(k.name, refusal(k, site_facts(self.base, site))) for k in chosen]
-                if self._converted(site, chosen, "") is not None:
-                    return chosen, pin
-                if all(sentence is not None for _, sentence in said):
-                    refused = "; ".join(f"{name}: {sentence}" for name, sentence in said)
-                    others = f"pin other sites with {pin.op}@GLOB={pin.kernel}"
-                    instead = "leave it out for the best that serves" if pin.flag else others
-                    raise ConfigError(f"{pin}: refused at {site.path}: {refused}; {instead}")
-                return chosen, pin
-        if provider := self._from(site.op, site.path):
-            return [k for k in kernels if k.provider == provider], None
-        return kernels, None
+        if (pin := self._pin(site.op, site.path)) is None:
+            provider = self._from(site.op, site.path)
+            return [k for k in kernels if not provider or k.provider == provider], None
+        chosen = [k for k in kernels if pin.kernel in (k.name, k.provider)]
+        if not chosen:
+            names = [k.name for k in kernels]
+            near = difflib.get_close_matches(pin.kernel, names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{pin}: no such kernel; {hint}offered: {', '.join(names)}")
+        if self._converted(site, chosen, "") is not None:
+            return chosen, pin
+        said = [(k.name, refusal(k, site_facts(self.base, site))) for k in chosen]
+        if all(sentence is not None for _, sentence in said):
+            refused = "; ".join(f"{name}: {sentence}" for name, sentence in said)
+            others = f"pin other sites with {pin.op}@GLOB={pin.kernel}"
+            instead = "leave it out for the best that serves" if pin.flag else others
+            raise ConfigError(f"{pin}: refused at {site.path}: {refused}; {instead}")
+        return chosen, pin
 
     def decide(self, site: Site, tag: str) -> tuple[Kernel | None, Decision]:
-        """The kernel for a site; None means: composed from smaller ops."""
-        op = OPS[site.op]
-        facts = site_facts(self.base, site)
-        refused: list[tuple[str, str]] = []
-        accepted: list[Kernel] = []
-        kernels, pinned = self._candidates(site)
-        for kernel in kernels:
-            sentence = refusal(kernel, facts, tag)
-            if sentence is None:
-                accepted.append(kernel)
-            else:
-                refused.append((kernel.name, str(sentence)))
-        lost = tuple((k.name, k.rank) for k in accepted[1:])
-        converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
-        apart = self._is_apart(site)
-        none = apart or not accepted or accepted[0].rank <= RANK_REFERENCE
-        above = "" if none or pinned else self._outranked(site, accepted[0], tag)
-        if op.optional and (none or above) and not pinned:
-            return None, self._left_out(op.name, site, accepted, refused, above)
-        held = self._converted(site, kernels, tag) if none and not (pinned and accepted) else None
-        if held is not None:
-            conversion, site, accepted = held
-            lost, none = tuple((k.name, k.rank) for k in accepted[1:]), False
-            converts = str(conversion)
-        if op.composition and not pinned and none:
+        """The kernel for a site; None means: its parts."""
+        op, facts = OPS[site.op], site_facts(self.base, site)
+        kernels, pin = self._candidates(site)
+        verdicts = [(kernel, refusal(kernel, facts, tag)) for kernel in kernels]
+        accepted = [kernel for kernel, sentence in verdicts if sentence is None]
+        refused = tuple((k.name, str(said)) for k, said in verdicts if said is not None)
+        if op.uses and not pin and (why := self._why_parts(site, accepted, tag)) is not None:
+            note = f"{'left to' if op.optional else 'composed of'} {', '.join(op.uses)}"
+            note += f" ({why})" if why else ""
             lost = tuple((k.name, k.rank) for k in accepted)
-            why = self._why_apart(op.name, site.path)
-            note = "composed of " + ", ".join(op.uses) + (f" ({why})" if why else "")
-            decision = Decision(
-                op.name, site, "composed", "core", RANK_REFERENCE, tuple(refused), lost, note
+            return None, Decision(
+                op.name, site, "composed", "core", RANK_REFERENCE, refused, lost, note
             )
-            return None, decision
+        converts = f"{site.stored} → {site.weight_format}" if site.stored else ""
+        poor = not accepted or (accepted[0].rank <= RANK_REFERENCE and not pin)
+        if poor and (held := self._converted(site, kernels, tag)) is not None:
+            conversion, site, accepted = held
+            converts = str(conversion)
         if not accepted:
             said = "; ".join(f"{name}: {sentence}" for name, sentence in refused) or "none offered"
-            if pinned:
-                raise ConfigError(f"{pinned}: refused for {op.name} at {site.path}: {said}")
+            if pin:
+                raise ConfigError(f"{pin}: refused for {op.name} at {site.path}: {said}")
             raise UnsupportedError(f"no kernel for {op.name} at {site.path}: {said}")
         best, note = accepted[0], _note(accepted[0])
-        converts = converts or _spread(best, site.weight_format)
         if (shares := shares_of(accepted)) is not None:
             self.shares[_place(site)] = shares
             note = "; ".join(filter(None, (note, shares.beside(best))))
@@ -346,12 +277,12 @@ class Binder:
             best.name,
             best.provider,
             best.rank,
-            tuple(refused),
-            lost,
+            refused,
+            tuple((k.name, k.rank) for k in accepted[1:]),
             note,
             tag if op.layout else "",
             best.contract,
-            converts,
+            converts or _spread(best, site.weight_format),
         )
 
     def _converted(
@@ -379,47 +310,6 @@ def _spread(kernel: Kernel, weight_format: str) -> str:
     if not weight_format or kernel.rank <= RANK_REFERENCE or weight_format in kernel.keeps:
         return ""
     return next((str(c) for c in conversions(weight_format) if c.target == "dense"), "")
-
-
-def _check_counts(
-    pin: Pin, pins: Sequence[Pin], choices: Sequence[tuple[Site, Kernel | None]]
-) -> None:
-    """ConfigError for a pin that names no site, or only sites where another counts that leads to
-    another kernel. Of the pins that one flag stands for, one has to count."""
-    alike = [p for p in pins if p is pin or (pin.flag and p.flag == pin.flag)]
-    named = [(site, kernel) for site, kernel in choices if any(p.names(site) for p in alike)]
-    if not named:
-        raise ConfigError(f"{pin}: matches no site{_hidden(pin, choices)}")
-    for site, kernel in named:
-        first = next(p for p in pins if p.names(site))
-        wished = {p.kernel for p in alike}
-        if first in alike or (kernel and wished & {kernel.name, kernel.provider}):
-            return
-    site, first = named[0][0], next(p for p in pins if p.names(named[0][0]))
-    remedy = "" if pin.flag else ", or give the one of fewer sites first"
-    raise ConfigError(
-        f"{pin}: counts nowhere, as {first} comes first at {site.path} and wherever else both "
-        f"name a site: leave one of them out{remedy}"
-    )
-
-
-def _hidden(pin: Pin, choices: Sequence[tuple[Site, Kernel | None]]) -> str:
-    """What to do about a pin without a site: a fusion may do the op's work there."""
-    for site, kernel in choices:
-        if kernel is not None and pin.op in _parts(site.op):
-            return (
-                f": {kernel.name} does its work at {site.path}: give --disable-fusion {site.op} "
-                "beside it, and no pin of that"
-            )
-    if own := next((site for site, _ in choices if site.op == pin.op), None):
-        return f": {pin.op} has others, like {own.path}; ds-runtime plan shows all"
-    return ": this model has none of that op; leave it out"
-
-
-def _parts(op: str) -> set[str]:
-    """What a fusion is made of, down to what is none."""
-    own = OPS[op].uses if OPS[op].composition or OPS[op].optional else ()
-    return {name for part in own for name in (part, *_parts(part))}
 
 
 def _note(kernel: Kernel) -> str:
@@ -501,5 +391,5 @@ def decide_all(
                     todo.insert(0, needed)
                 assert there.phase in ("any", needed.phase), f"{there} is to serve {site}"
     for pin in pins:
-        _check_counts(pin, pins, choices)
+        check_counts(pin, pins, choices)
     return Binding(base, layout, tuple(choices), tuple(decisions), index_layout, binder.shares)

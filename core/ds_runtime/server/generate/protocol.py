@@ -40,11 +40,9 @@ class Body(BaseModel):
     PER_PROMPT: ClassVar[bool] = False
 
 
-class Sampling(Body):
-    """Sampling fields, shared by all generating routes. None means the model's default."""
+class Drawing(Body):
+    """Sampling fields that have one name on all routes. None means the model's default."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -56,14 +54,21 @@ class Sampling(Body):
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
     n: int | None = None
-    seed: int | None = None
     json_schema: dict[str, Any] | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+
+
+class Sampling(Drawing):
+    """Sampling fields, shared by all routes but /generate."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
 
@@ -105,9 +110,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_ITEMS, fail_fast=True)] | None = (
-        None
-    )
+    content: str | TextParts | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]

@@ -106,27 +106,20 @@ def fit(
     limit = ready.context_length
     check_length(prompt_len, ready, param)
     left = limit - prompt_len
-    if params.max_tokens is None or (clamp and params.max_tokens > left):
-        if params.min_tokens > left:
-            total = prompt_len + params.min_tokens
-            said = (
-                f"the prompt's {prompt_len} tokens and ",
-                FieldPath.of("min_tokens"),
-                f" {params.min_tokens} make {total}, but the context holds {limit}: ask for at "
-                f"most {left} tokens, or shorten the prompt",
-            )
-            raise _too_long(said, "min_tokens")
-        return msgspec.structs.replace(params, max_tokens=left)
-    if params.max_tokens > left:
-        total = prompt_len + params.max_tokens
+    fills = params.max_tokens is None or (clamp and params.max_tokens > left)
+    name, asked = "max_tokens", params.max_tokens or 0
+    remedy = "shorten the prompt, or start the server with --clamp-max-tokens"
+    if fills:
+        name, asked, remedy = "min_tokens", params.min_tokens, "or shorten the prompt"
+    if asked > left:
         said = (
             f"the prompt's {prompt_len} tokens and ",
-            FieldPath.of("max_tokens"),
-            f" {params.max_tokens} make {total}, but the context holds {limit}: ask for at most "
-            f"{left} tokens, shorten the prompt, or start the server with --clamp-max-tokens",
+            FieldPath.of(name),
+            f" {asked} make {prompt_len + asked}, but the context holds {limit}: ask for at most "
+            f"{left} tokens, {remedy}",
         )
-        raise _too_long(said, "max_tokens")
-    return params
+        raise _too_long(said, name)
+    return msgspec.structs.replace(params, max_tokens=left) if fills else params
 
 
 def check_length(prompt_len: int, ready: Ready, param: str) -> None:

@@ -252,7 +252,7 @@ def _near(kind: type[Body], name: str) -> str | None:
 def _invalid(kind: type[Body], error: ValidationError, prefix: str) -> ApiError:
     """One sentence about the first field that is wrong."""
     bodies = {nested.__name__ for nested in nested_bodies(kind).values()}
-    faults = error.errors(include_url=False, include_context=False)
+    faults = error.errors(include_url=False)
     for fault in faults:  # of types that are no fields
         fault["loc"] = tuple(part for part in fault["loc"] if part not in bodies)
     field = faults[0]["loc"][0]
@@ -268,16 +268,30 @@ def _invalid(kind: type[Body], error: ValidationError, prefix: str) -> ApiError:
     return _bad((FieldPath.of(path), wrong), path, "invalid_type")
 
 
-_PLAIN = {  # of what pydantic says in Python's words
-    "dict_type": "should be an object",
-    "model_type": "should be an object",
-    "string_pattern_mismatch": "should be printable ASCII without white space",
+_WANTED = {  # by pydantic's name of a fault, in JSON's words
+    "bool_type": "a valid boolean",
+    "int_type": "a valid integer",
+    "float_type": "a valid number",
+    "string_type": "a valid string",
+    "list_type": "a valid list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "literal_error": "{expected}",
+    "less_than": "less than {lt}",
+    "greater_than_equal": "greater than or equal to {ge}",
+    "string_pattern_mismatch": "printable ASCII without white space",
 }
+_BOUNDS = {"too_long": ("at most", "max_length"), "too_short": ("at least", "min_length")}
 
 
 def _said(fault: Mapping[str, Any]) -> str:
-    plain: str = fault["msg"].removeprefix("Input ").replace(" after validation", "")
-    return _PLAIN.get(fault["type"], plain)
+    kind, given = fault["type"], fault.get("ctx", {})
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind][0], given[_BOUNDS[kind][1]]
+        items = "item" if bound == 1 else "items"
+        return f"List should have {words} {bound} {items}, not {given['actual_length']}"
+    plain: str = fault["msg"]
+    return f"should be {_WANTED[kind].format_map(given)}" if kind in _WANTED else plain
 
 
 def _path(location: tuple[int | str, ...]) -> str:

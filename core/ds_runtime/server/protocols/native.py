@@ -20,7 +20,7 @@ from ds_runtime.server.generate.prepare import Job, Service, fitted
 from ds_runtime.server.generate.protocol import (
     Body,
     CacheSalt,
-    LogitBias,
+    Drawing,
     Priority,
     Rid,
     Sampling,
@@ -37,31 +37,15 @@ def _many(limit: int = MAX_PROMPTS) -> Any:
     return Field(max_length=limit, fail_fast=True)
 
 
-class GenerateParams(Body):
+class GenerateParams(Drawing):
     """`sampling_params` of /generate. None means the model's default."""
 
     KNOWN: ClassVar[Fields] = NATIVE_SAMPLING
 
     max_new_tokens: int | None = 128
     min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: LogitBias | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: int | None = None
     sampling_seed: int | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
 
 
 _PLAIN = GenerateParams()

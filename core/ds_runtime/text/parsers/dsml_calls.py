@@ -6,7 +6,6 @@ import re
 
 from ds_runtime.text.parsers.markers import Found, Markers
 from ds_runtime.text.parsers.tag_calls import TagToolParser, ValueKind
-from ds_runtime.text.parsers.tool_calls import Schemas
 
 BLOCK, BLOCK_END = "<｜DSML｜function_calls", "</｜DSML｜function_calls"
 INVOKE, INVOKE_END = "<｜DSML｜invoke", "</｜DSML｜invoke"
@@ -30,22 +29,11 @@ class DsmlToolParser(TagToolParser):
 
     MARKERS = Markers((BLOCK, BLOCK_END, INVOKE, INVOKE_END, PARAM, PARAM_END, *_OTHER))
     OPENERS = (BLOCK, INVOKE, _OTHER[0])
-    TAGS, VALUE_END = MARKERS, PARAM_END
+    TAGS, VALUE_ENDS = MARKERS, Markers((PARAM_END,))
     CLOSERS = Markers((PARAM_END, INVOKE_END, BLOCK_END, _OTHER[1]))
 
-    def __init__(
-        self,
-        functions: Schemas,
-        *,
-        drop_unknown: bool = False,
-        parallel: bool = True,
-        forbidden: bool = False,
-    ) -> None:
-        super().__init__(
-            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
-        )
-        self._tag = ""
-        self._tag_loosely = False
+    _tag = ""
+    _tag_loosely = False
 
     def _content(self) -> bool:
         text = self._text

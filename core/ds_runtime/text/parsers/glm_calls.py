@@ -8,7 +8,7 @@ from typing import Any
 from ds_runtime.text.parsers.markers import Markers
 from ds_runtime.text.parsers.reasoning import CLOSE
 from ds_runtime.text.parsers.tag_calls import TagToolParser, ValueKind
-from ds_runtime.text.parsers.tool_calls import MAX_NAME, Schemas
+from ds_runtime.text.parsers.tool_calls import MAX_NAME
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -30,22 +30,11 @@ class GlmToolParser(TagToolParser):
     MARKERS = Markers((CALL,))
     OPENERS = (CALL,)
     TAGS = Markers((CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END))
-    VALUE_END = VALUE_END
+    VALUE_ENDS = Markers((VALUE_END,))
     CLOSERS = Markers((VALUE_END, CALL_END))
 
-    def __init__(
-        self,
-        functions: Schemas,
-        *,
-        drop_unknown: bool = False,
-        parallel: bool = True,
-        forbidden: bool = False,
-    ) -> None:
-        super().__init__(
-            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
-        )
-        self._opening = ""  # what began a call, if it is one
-        self._key = ""
+    _opening = ""  # what began a call, if it is one
+    _key = ""
 
     def _content(self) -> bool:
         text = self._text

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ds_runtime.text.parsers.json_stream import quoted
 from ds_runtime.text.parsers.markers import Found, Markers
-from ds_runtime.text.parsers.tool_calls import NO_JSON, Schemas, ToolCallParser, strict_json
+from ds_runtime.text.parsers.tool_calls import NO_JSON, ToolCallParser, strict_json
 
 _SPACE = re.compile(r"\s+")
 
@@ -29,28 +29,16 @@ class TagToolParser(ToolCallParser):
     lenient spelling, end it only where the output ends without one.
     """
 
-    VALUE_END: ClassVar[str]
-    CLOSERS: ClassVar[Markers]  # VALUE_END, and the ends of what is around a value
+    VALUE_ENDS: ClassVar[Markers]  # the tag
+    CLOSERS: ClassVar[Markers]  # VALUE_ENDS, and the ends of what is around a value
 
-    def __init__(
-        self,
-        functions: Schemas,
-        *,
-        drop_unknown: bool = False,
-        parallel: bool = True,
-        forbidden: bool = False,
-    ) -> None:
-        super().__init__(
-            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
-        )
-        self._skips = False  # white space between tags, or behind a call, is no content
-        self._called = ""
-        self._num_params = 0
-        self._kind = ValueKind.TEXT
-        self._spelled_loosely = False  # the value's opening tag
-        self._gives_up = False  # any tag ends a value: the format's own is missing
-        self._kept: list[str] | None = None  # from a tag on that may have ended the value
-        self._value_end = Markers((self.VALUE_END,))
+    _skips = False  # white space between tags, or behind a call, is no content
+    _called = ""
+    _num_params = 0
+    _kind = ValueKind.TEXT
+    _spelled_loosely = False  # the value's opening tag
+    _gives_up = False  # any tag ends a value: the format's own is missing
+    _kept: list[str] | None = None  # from a tag on that may have ended the value
 
     def _after_value(self) -> None:
         """Go on behind a value, at the tag that ends it."""
@@ -84,7 +72,7 @@ class TagToolParser(ToolCallParser):
         self._num_params += 1
         self._kind, self._spelled_loosely, self._kept = kind, loosely, None
         self._raw, self._step = [], self._text_value if is_text else self._other_value
-        ends = self._value_end if kind is ValueKind.EITHER and not self._gives_up else self.TAGS
+        ends = self.VALUE_ENDS if kind is ValueKind.EITHER and not self._gives_up else self.TAGS
         self._json = self._new_json(ends, bare=True)
 
     def _text_value(self) -> bool:
@@ -111,7 +99,7 @@ class TagToolParser(ToolCallParser):
     def _ends_text(self, found: Found) -> bool:
         if self._gives_up:
             return True
-        return found.name == self.VALUE_END and (found.exact or self._spelled_loosely)
+        return found.name in self.VALUE_ENDS.names and (found.exact or self._spelled_loosely)
 
     def _pass_on(self, text: str) -> None:
         self._argue(quoted(text))

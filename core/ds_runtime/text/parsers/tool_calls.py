@@ -218,19 +218,8 @@ class TokenToolParser(ToolCallParser):
     MARKERS = TAGS = Markers((*_BOUNDS, SEP, *_OUTPUTS))
     OPENERS = (CALLS_BEGIN, CALL_BEGIN)
 
-    def __init__(
-        self,
-        functions: Schemas,
-        *,
-        drop_unknown: bool = False,
-        parallel: bool = True,
-        forbidden: bool = False,
-    ) -> None:
-        super().__init__(
-            functions, drop_unknown=drop_unknown, parallel=parallel, forbidden=forbidden
-        )
-        self._skips: re.Pattern[str] | None = None  # what is dropped before content
-        self._head = ""
+    _skips: re.Pattern[str] | None = None  # what is dropped before content
+    _head = ""
 
     def _content(self) -> bool:
         text = self._text

@@ -8,11 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.assembly.spelling import add_spellings
 from ds_runtime.cli.flags import add_flags, build, size
 from ds_runtime.cli.known import BATCH
 from ds_runtime.cli.parser import Parser
 from ds_runtime.config import EngineConfig
+from ds_runtime.config.spelling import add_spellings
 from ds_runtime.errors import ConfigError
 from ds_runtime_bench.cli import bench_ops, bench_serving
 from ds_runtime_bench.cli.show import show

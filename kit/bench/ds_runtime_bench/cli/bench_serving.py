@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_runtime.assembly.spelling import add_spellings
 from ds_runtime.cli.known import SERVING
+from ds_runtime.config.spelling import add_spellings
 from ds_runtime.errors import ConfigError
 
 if TYPE_CHECKING:

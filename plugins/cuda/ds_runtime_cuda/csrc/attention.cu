@@ -8,6 +8,7 @@
 //
 // Compiled at run time with: BYTES (of on-chip memory), ARGS (bytes of the arguments), SEQUENCES (of a
 // launch, at most).
+// One file: one kernel, whose warps share all that it has on chip.
 // Source of the order of steps: Shah et al., FlashAttention-3, arXiv 2407.08608.
 
 #include "hopper.cuh"

@@ -17,6 +17,7 @@
 // bfloat16), CODED (1: bfloat16 as tiles of packed12.cuh, FP8 as those of fp8_compressed.cuh), BM (pairs of a
 // tile: 16; of bfloat16 32, too), BLOCKS (per multiprocessor), BYTES (of on-chip memory for each block),
 // STAGES (of weights, at most), ARGS (bytes of the arguments).
+// One file: its three launches share tiles, rings and the order of units.
 
 #include "hopper.cuh"
 #include "packed12.cuh"

@@ -26,6 +26,15 @@ def turned(place, cos, sin, mask):
 
 
 @triton.jit
+def angles(table, pair, half):
+    """(cos, sin) of each pair from one position's row of the table."""
+    where = table + pair
+    cos = tl.load(where, mask=pair < half, other=0.0)
+    sin = tl.load(where + half, mask=pair < half, other=0.0)
+    return cos, sin
+
+
+@triton.jit
 def turn_heads(
     q,
     q_out,
@@ -77,9 +86,7 @@ def rope_kernel(
     block = tl.program_id(1)
     half = d // 2
     pair = tl.arange(0, PAIRS)
-    where = cos_sin + tl.load(positions + token) * d + pair
-    cos = tl.load(where, mask=pair < half, other=0.0)
-    sin = tl.load(where + half, mask=pair < half, other=0.0)
+    cos, sin = angles(cos_sin + tl.load(positions + token) * d, pair, half)
     if block == tl.num_programs(1) - 1:
         mask = pair < half
         first, second = turned(k + token * k_token + 2 * pair, cos, sin, mask)
@@ -192,9 +199,7 @@ def mla_prologue_kernel(
     block = tl.program_id(1)
     half = rope // 2
     pair = tl.arange(0, PAIRS)
-    where = cos_sin + tl.load(positions + token) * rope + pair
-    cos = tl.load(where, mask=pair < half, other=0.0)
-    sin = tl.load(where + half, mask=pair < half, other=0.0)
+    cos, sin = angles(cos_sin + tl.load(positions + token) * rope, pair, half)
     if block == tl.num_programs(1) - 1:
         cols = tl.arange(0, LATENT)
         values = tl.load(kv + token * kv_token + cols, mask=cols < kv_lora, other=0.0)

@@ -256,13 +256,7 @@ def coded_gemm_kernel(
         CODES, PLANES, WIDTH, SCALES, SPANS_PER_SCALE, SHIFT, ASYM, ROWS, False, SWAP, EVEN, PTX,
         1, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
-    to = y + at_m.to(tl.int64) * N + at_n
-    mask = (at_m < M) & (at_n < N)
-    store_tile(
-        acc, to, mask, partial, arrived, tile, split, SPLIT,
-        BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N,
-    )  # fmt: skip
+    store_tile(acc, y, m, n, M, N, partial, arrived, tile, split, SPLIT, SWAP, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.experts import place_of, tile_rows
 from ds_runtime_triton.jit.gemm import (
+    columns,
     product,
     row_scales,
     row_side,
@@ -43,12 +44,7 @@ def multiply(
         scale, rows = tl.load(x_scales), tl.load(w_scales)
     for group in range(groups):
         start = group * BLOCK_K
-        if EVEN:
-            a, b = tl.load(x_rows + start), tl.load(w_rows + start)
-        else:
-            inside = (start + k < K)[None, :]
-            a = tl.load(x_rows + start, mask=inside, other=0.0)
-            b = tl.load(w_rows + start, mask=inside, other=0.0)
+        a, b = columns(x_rows, start, k, K, EVEN), columns(w_rows, start, k, K, EVEN)
         if SCALED:
             next = tl.minimum(group + 1, groups - 1)
             next_scale, next_rows = (
@@ -101,13 +97,13 @@ def down_kernel(
         k = tl.arange(0, BLOCK_K)
         read = tl.minimum(n, N - 1)
         groups = tl.cdiv(K, BLOCK_K)
-        columns = (groups - 1) * step + 1
+        width = (groups - 1) * step + 1
         acc = multiply(
             h + pair.to(tl.int64)[:, None] * K + k[None, :],
             h_scale + pair,
             w + (expert * N + read)[:, None] * K + k[None, :],
             row_scales(
-                w_scale + expert * scale_rows * columns, tile_n, read, columns, GROUP_N, BLOCK_N
+                w_scale + expert * scale_rows * width, tile_n, read, width, GROUP_N, BLOCK_N
             ),
             groups, K, k, pairs, step, SCALED, GROUP_N % BLOCK_N == 0, SWAP, EVEN,
             BLOCK_M, BLOCK_N, BLOCK_K,
@@ -163,8 +159,8 @@ def down_direct_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
     w_rows = w + read.to(tl.int64)[:, None] * K + k[None, :]
-    columns = (groups - 1) * step + 1
-    w_scales = row_scales(w_scale, tile, read, columns, GROUP_N, BLOCK_N)
+    width = (groups - 1) * step + 1
+    w_scales = row_scales(w_scale, tile, read, width, GROUP_N, BLOCK_N)
     for i in tl.static_range(each):
         choice = split * each + i
         if choice < TOP_K:
@@ -173,15 +169,10 @@ def down_direct_kernel(
             share = tl.load(weights + pair)
             x_at = h + (pair * K + 0 * row)[:, None] + k[None, :]
             w_at = w_rows + expert * N * K
-            scales = w_scales + expert * scale_rows * columns
+            scales = w_scales + expert * scale_rows * width
             for group in range(groups):
                 start = group * BLOCK_K
-                if EVEN:
-                    a, b = tl.load(x_at + start), tl.load(w_at + start)
-                else:
-                    inside = (start + k < K)[None, :]
-                    a = tl.load(x_at + start, mask=inside, other=0.0)
-                    b = tl.load(w_at + start, mask=inside, other=0.0)
+                a, b = columns(x_at, start, k, K, EVEN), columns(w_at, start, k, K, EVEN)
                 if SCALED:
                     scale = tl.load(h_scale + group * pairs + pair + 0 * row) * share
                     rows = tl.load(scales + group * step)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ds_runtime_triton.jit.entry import entry, follow
 from ds_runtime_triton.jit.gemm import (
+    columns,
     product,
     row_scales,
     row_side,
@@ -182,11 +183,11 @@ def gate_up_kernel(
         x_rows = x + token.to(tl.int64)[:, None] * stride_x + k[None, :]
         gate_rows = w + (expert * 2 * N + read)[:, None] * K + k[None, :]
         up_rows = w + (expert * 2 * N + N + read)[:, None] * K + k[None, :]
-        columns = (groups - 1) * step + 1
-        scales = w_scale + expert * 2 * scale_rows * columns
-        gate_scales = row_scales(scales, tile_n, read, columns, GROUP_N, BLOCK_N)
+        width = (groups - 1) * step + 1
+        scales = w_scale + expert * 2 * scale_rows * width
+        gate_scales = row_scales(scales, tile_n, read, width, GROUP_N, BLOCK_N)
         uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
-        up_scales = gate_scales + scale_rows * columns
+        up_scales = gate_scales + scale_rows * width
         gate = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
         up = gate
         if SCALED:
@@ -194,14 +195,8 @@ def gate_up_kernel(
             gate_row, up_row = tl.load(gate_scales), tl.load(up_scales)
         for group in range(0, groups):
             start = group * BLOCK_K
-            if EVEN:
-                a = tl.load(x_rows + start)
-                b, c = tl.load(gate_rows + start), tl.load(up_rows + start)
-            else:
-                inside = (start + k < K)[None, :]
-                a = tl.load(x_rows + start, mask=inside, other=0.0)
-                b = tl.load(gate_rows + start, mask=inside, other=0.0)
-                c = tl.load(up_rows + start, mask=inside, other=0.0)
+            a = columns(x_rows, start, k, K, EVEN)
+            b, c = columns(gate_rows, start, k, K, EVEN), columns(up_rows, start, k, K, EVEN)
             if SCALED:
                 next = tl.minimum(group + 1, groups - 1)
                 next_scale = tl.load(x_scale + next * tokens + token)

@@ -69,62 +69,68 @@ def scales_of(token, rows, SWAP: tl.constexpr, UNIFORM: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    acc,
-    y,
-    mask,
-    partial,
-    arrived,
-    tile,
-    split,
-    SPLIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Store a tile [ROWS, COLS] at the pointers `y`. If split, whoever comes last sums all the
-    pieces, in order, and leaves the counter at 0 for the next launch."""
-    if SPLIT == 1:
-        tl.store(y, acc.to(y.dtype.element_ty), mask=mask)
+def columns(rows, start, k, K, EVEN: tl.constexpr):
+    """Columns start + k of the rows at these pointers, 0 behind the last of K. EVEN: none is."""
+    if EVEN:
+        return tl.load(rows + start)
     else:
-        inside = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
-        pieces = partial + tile.to(tl.int64) * (SPLIT * ROWS * COLS) + inside
-        tl.store(pieces + split * (ROWS * COLS), acc)
+        return tl.load(rows + start, mask=(start + k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def store_sum(
+    acc, to, mask, inside, partial, arrived, tile, split, SIZE: tl.constexpr, SPLIT: tl.constexpr
+):
+    """Store a tile of SIZE values, `inside` its numbers, at the pointers `to`. If split, whoever
+    comes last sums all the pieces, in order, and leaves the counter at 0 for the next launch."""
+    if SPLIT == 1:
+        tl.store(to, acc.to(to.dtype.element_ty), mask=mask)
+    else:
+        pieces = partial + tile.to(tl.int64) * (SPLIT * SIZE) + inside
+        tl.store(pieces + split * SIZE, acc)
         tl.debug_barrier()  # all threads have stored before one of them reports it
         before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
         if before == SPLIT - 1:
-            total = tl.zeros((ROWS, COLS), tl.float32)
+            total = tl.zeros(acc.shape, tl.float32)
             for i in tl.static_range(SPLIT):
-                total += tl.load(pieces + i * (ROWS * COLS), cache_modifier=".cg")
-            tl.store(y, total.to(y.dtype.element_ty), mask=mask)
+                total += tl.load(pieces + i * SIZE, cache_modifier=".cg")
+            tl.store(to, total.to(to.dtype.element_ty), mask=mask)
             tl.store(arrived + tile, 0)
 
 
 @triton.jit
-def store_line(
-    line,
+def store_tile(
+    acc,
     y,
-    mask,
+    m,
+    n,
+    M,
+    N,
     partial,
     arrived,
     tile,
     split,
     SPLIT: tl.constexpr,
-    COLS: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """store_tile for one row: `line` and the pointers `y` are [COLS]."""
-    if SPLIT == 1:
-        tl.store(y, line.to(y.dtype.element_ty), mask=mask)
-    else:
-        pieces = partial + tile.to(tl.int64) * (SPLIT * COLS) + tl.arange(0, COLS)
-        tl.store(pieces + split * COLS, line)
-        tl.debug_barrier()  # all threads have stored before one of them reports it
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
-        if before == SPLIT - 1:
-            total = tl.zeros((COLS,), tl.float32)
-            for i in tl.static_range(SPLIT):
-                total += tl.load(pieces + i * COLS, cache_modifier=".cg")
-            tl.store(y, total.to(y.dtype.element_ty), mask=mask)
-            tl.store(arrived + tile, 0)
+    """store_sum of the tile of tokens m and weight rows n in y [M, N]."""
+    rows: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    cols: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
+    to = y + at_m.to(tl.int64) * N + at_n
+    mask = (at_m < M) & (at_n < N)
+    inside = tl.arange(0, rows)[:, None] * cols + tl.arange(0, cols)[None, :]
+    store_sum(acc, to, mask, inside, partial, arrived, tile, split, rows * cols, SPLIT)
+
+
+@triton.jit
+def store_line(
+    line, to, mask, partial, arrived, tile, split, SPLIT: tl.constexpr, COLS: tl.constexpr
+):
+    """store_sum of one row: `line` and the pointers `to` are [COLS]."""
+    store_sum(line, to, mask, tl.arange(0, COLS), partial, arrived, tile, split, COLS, SPLIT)
 
 
 @entry
@@ -160,20 +166,9 @@ def dense_gemm_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     each = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
     for start in range(split * each, tl.minimum((split + 1) * each, K), BLOCK_K):
-        if EVEN:
-            a, b = tl.load(x_rows + start), tl.load(w_rows + start)
-        else:
-            inside = (start + k < K)[None, :]
-            a = tl.load(x_rows + start, mask=inside, other=0.0)
-            b = tl.load(w_rows + start, mask=inside, other=0.0)
+        a, b = columns(x_rows, start, k, K, EVEN), columns(w_rows, start, k, K, EVEN)
         acc += product(a, b, SWAP)
-    at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
-    to = y + at_m.to(tl.int64) * N + at_n
-    mask = (at_m < M) & (at_n < N)
-    store_tile(
-        acc, to, mask, partial, arrived, tile, split, SPLIT,
-        BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N,
-    )  # fmt: skip
+    store_tile(acc, y, m, n, M, N, partial, arrived, tile, split, SPLIT, SWAP, BLOCK_M, BLOCK_N)
 
 
 @entry
@@ -219,8 +214,8 @@ def fp8_gemm_kernel(
     x_rows = x + m_read.to(tl.int64)[:, None] * stride_x + k[None, :]
     w_rows = w + n_read.to(tl.int64)[:, None] * K + k[None, :]
     groups = tl.cdiv(K, BLOCK_K)
-    columns = (groups - 1) * step + 1
-    w_scales = row_scales(w_scale, tile_n, n_read, columns, GROUP_N, BLOCK_N)
+    width = (groups - 1) * step + 1
+    w_scales = row_scales(w_scale, tile_n, n_read, width, GROUP_N, BLOCK_N)
     uniform: tl.constexpr = GROUP_N % BLOCK_N == 0
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     each = tl.cdiv(groups, SPLIT)
@@ -236,25 +231,14 @@ def fp8_gemm_kernel(
         if QUANTISED:
             next_scale = tl.load(x_scale + next * x_step + m_read)
         start = group * BLOCK_K
-        if EVEN:
-            a, b = tl.load(x_rows + start), tl.load(w_rows + start)
-        else:
-            inside = (start + k < K)[None, :]
-            a = tl.load(x_rows + start, mask=inside, other=0.0)
-            b = tl.load(w_rows + start, mask=inside, other=0.0)
+        a, b = columns(x_rows, start, k, K, EVEN), columns(w_rows, start, k, K, EVEN)
         if not QUANTISED:
             values = a.to(tl.float32)
             scale = scale_of(values, 1, UE8M0, w.dtype.element_ty)
             a = to_codes(values / scale[:, None], w.dtype.element_ty)
         acc += product(a, b, SWAP) * scales_of(scale, rows, SWAP, uniform)
         rows, scale = next_rows, next_scale
-    at_m, at_n = token_side(m, SWAP), row_side(n, SWAP)
-    to = y + at_m.to(tl.int64) * N + at_n
-    mask = (at_m < M) & (at_n < N)
-    store_tile(
-        acc, to, mask, partial, arrived, tile, split, SPLIT,
-        BLOCK_N if SWAP else BLOCK_M, BLOCK_M if SWAP else BLOCK_N,
-    )  # fmt: skip
+    store_tile(acc, y, m, n, M, N, partial, arrived, tile, split, SPLIT, SWAP, BLOCK_M, BLOCK_N)
 
 
 @entry
@@ -346,11 +330,11 @@ def fp8_wide_kernel(
     high_rows = w + high.to(tl.int64)[:, None] * K + k[None, :]
     groups = tl.cdiv(K, BLOCK_K)
     uniform: tl.constexpr = GROUP_N % half == 0
-    columns = (groups - 1) * step + 1
-    low_scales = row_scales(w_scale, 2 * tile_n, low, columns, GROUP_N, half)
-    high_scales = row_scales(w_scale, 2 * tile_n + 1, high, columns, GROUP_N, half)
+    width = (groups - 1) * step + 1
+    low_scales = row_scales(w_scale, 2 * tile_n, low, width, GROUP_N, half)
+    high_scales = row_scales(w_scale, 2 * tile_n + 1, high, width, GROUP_N, half)
     if uniform:  # of a tile that begins behind the last row
-        high_scales = w_scale + (tl.minimum((2 * tile_n + 1) * half, N - 1) // GROUP_N) * columns
+        high_scales = w_scale + (tl.minimum((2 * tile_n + 1) * half, N - 1) // GROUP_N) * width
     low_acc = tl.zeros((BLOCK_M, half), tl.float32)
     high_acc = tl.zeros((BLOCK_M, half), tl.float32)
     low_scale, high_scale = tl.load(low_scales), tl.load(high_scales)
@@ -361,13 +345,8 @@ def fp8_wide_kernel(
         next_low, next_high = tl.load(low_scales + at), tl.load(high_scales + at)
         next_scale = tl.load(x_scale + next * x_step + m_read)
         start = group * BLOCK_K
-        if EVEN:
-            a, b, c = tl.load(x_rows + start), tl.load(low_rows + start), tl.load(high_rows + start)
-        else:
-            inside = (start + k < K)[None, :]
-            a = tl.load(x_rows + start, mask=inside, other=0.0)
-            b = tl.load(low_rows + start, mask=inside, other=0.0)
-            c = tl.load(high_rows + start, mask=inside, other=0.0)
+        a = columns(x_rows, start, k, K, EVEN)
+        b, c = columns(low_rows, start, k, K, EVEN), columns(high_rows, start, k, K, EVEN)
         low_acc += product(a, b, False) * scales_of(scale, low_scale, False, uniform)
         high_acc += product(a, c, False) * scales_of(scale, high_scale, False, uniform)
         scale, low_scale, high_scale = next_scale, next_low, next_high

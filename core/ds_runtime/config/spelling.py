@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config.engine import EngineConfig
+from ds_runtime.config.server import ServerConfig
 from ds_runtime.errors import ConfigError
 
 GIVEN = "{given}"  # in `sets`: the value that was given

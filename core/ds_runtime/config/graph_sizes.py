@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from ds_runtime.config import PREFILL_GRAPH_TOKENS, EngineConfig
+from ds_runtime.config.engine import PREFILL_GRAPH_TOKENS, EngineConfig
+from ds_runtime.config.fields import flag_of
+from ds_runtime.errors import ConfigError
 
 _EVERY = 32  # rows: a larger step that is captured late takes too long for that to matter
+_LIMITS = (
+    ("graph_sizes", "disable_graph", "max_running_requests", "requests run at once"),
+    ("prefill_graph_sizes", "disable_prefill_graph", "max_step_tokens", "are computed in one step"),
+)
 
 
 def graph_sizes(config: EngineConfig, late: bool = False) -> tuple[int, ...]:
@@ -32,3 +38,16 @@ def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
         sizes = (16, 32, *range(64, 256, 32), *range(256, most, 64))
         return (*(size for size in sizes if size < most), most)
     return tuple(sorted(set(given)))
+
+
+def check_graph_sizes(config: EngineConfig) -> None:
+    """Of a configuration that has its defaults. Raises ConfigError."""
+    for name, off, limit, said in _LIMITS:
+        if (given := getattr(config, name)) is None:
+            continue
+        sizes, most = f"{flag_of(name)} {','.join(map(str, given))}", getattr(config, limit)
+        if config.disable_graph or getattr(config, off):
+            flag = flag_of("disable_graph" if config.disable_graph else off)
+            raise ConfigError(f"{sizes}: {flag} captures none; leave one of them out")
+        if max(given) > most:
+            raise ConfigError(f"{sizes}: at most {flag_of(limit)} {most} {said}")

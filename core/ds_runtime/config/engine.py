@@ -1,0 +1,340 @@
+"""Every setting of the engine, its default and its help. Frozen; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_runtime.common.speculation import DEFAULT_STEPS, DRAFT_QUANTIZE
+from ds_runtime.common.speculation import check as check_speculation
+from ds_runtime.config.fields import check_fields, flag_of, setting
+from ds_runtime.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8")
+FORMS = ("auto", "off", "all")
+_WORDS = {"bf16": "bfloat16", "half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
+QUANTIZE = ("none", "int8", "int4")
+MOST_REQUESTS = 1 << 16  # that run at once
+MAX_ITL = 50.0  # milliseconds between tokens, of a server
+PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
+_SIZES = {"graph_sizes": "disable_graph", "prefill_graph_sizes": "disable_prefill_graph"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. Sizes in tokens unless said; memory in bytes."""
+
+    model: str = setting(
+        "demo", "checkpoint folder, hub id, or 'demo' for the embedded model", group="model"
+    )
+    load_format: str = setting(
+        "auto",
+        "auto reads the checkpoint's files; dummy makes random weights on the device from "
+        "config.json alone, in its formats, to measure speed: answers mean nothing",
+        choices=("auto", "dummy"),
+    )
+    chat_template: str | None = setting(
+        None, "jinja file used instead of the checkpoint's template"
+    )
+    context_length: int | None = setting(
+        None, "longest prompt + output (default: the model's)", least=1
+    )
+    dtype: str = setting("auto", "compute dtype", choices=DTYPES, also=_WORDS)
+    quantize: str = setting(
+        "none",
+        "round bfloat16 or FP8 weights when they are loaded: int8 per output channel, or int4 in "
+        "groups of 128 with an int8 head",
+        choices=QUANTIZE,
+    )
+    allow_nan_weights: bool = setting(
+        False, "load tensors that hold NaN: what is computed from them is NaN as well"
+    )
+    lora: tuple[str, ...] = setting(
+        (), "NAME=DIR: a PEFT adapter that requests may name as their model", repeatable=True
+    )
+    max_loras: int | None = setting(
+        None, "adapters that fit at a time (default: as many as --lora gives; 0: none)"
+    )
+    max_lora_rank: int | None = setting(
+        None, "largest rank of an adapter (default: the largest of --lora's, else 16)", least=1
+    )
+    lora_target_modules: tuple[str, ...] | None = setting(
+        None,
+        "modules that adapters may change, by PEFT's names, or 'all' (comma separated; default: "
+        "those of --lora's adapters, else all but the routed experts)",
+    )
+    platform: str = setting(
+        "auto", "platform to run on, or 'auto' for the best that works here", group="devices"
+    )
+    plugins: tuple[str, ...] | None = setting(None, "load only these plugins (comma separated)")
+    plugin_allowlist: str | None = setting(
+        None, "file of the third-party plugins that may be loaded (ds-runtime plugins --lock FILE)"
+    )
+    allow_platform_downgrade: bool = setting(
+        False, "start on another device where the plugin of one that is here is broken"
+    )
+    tp: int = setting(1, "tensor-parallel ranks, one process each", least=1)
+    enable_dp_attention: bool = setting(
+        False,
+        "divide attention among the ranks of --tp by sequences instead of heads: the KV cache of a "
+        "sequence lies on one rank only, and every rank has all weights of attention",
+    )
+    dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
+    threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)
+    cpu_isa: str = setting(
+        "auto", "instruction set of the CPU's kernels, or 'auto' for the best here"
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of the KV cache: the compute dtype (auto), or fp8 (e4m3; where attention is sparse, "
+        "latents with a scale per 128 and bfloat16 keys)",
+        choices=KV_DTYPES,
+        also=_WORDS,
+        group="memory",
+    )
+    index_cache_dtype: str = setting(
+        "auto",
+        "dtype of the index keys of sparse attention: fp8 with a scale per key, unless the compute "
+        "dtype is float32 (auto), or a compute dtype",
+        choices=KV_DTYPES,
+    )
+    kv_memory: int | None = setting(
+        None,
+        "memory for the KV cache, e.g. 2GB (default: what weights and steps leave of a device, in "
+        "which both take nine tenths at most; on a CPU the smaller of 8 full contexts and 25 % of "
+        "free memory)",
+        size=True,
+        least=1,
+    )
+    mem_fraction_static: float | None = setting(
+        None,
+        "share of the memory that is free before loading, for weights and KV cache together",
+    )
+    memory_utilization: float | None = setting(
+        None,
+        "share of the device's memory for all that the engine holds: weights, KV cache and what "
+        "steps need beside them",
+    )
+    memory_for_speed: str = setting(
+        "auto",
+        "second copies of weights, in forms that decode steps read faster: all, none (off), or "
+        "those that leave enough KV cache (auto)",
+        choices=FORMS,
+    )
+    page_size: int = setting(16, "tokens per KV page", least=1)
+    disable_radix_cache: bool = setting(False, "compute every prompt from its start, reusing no KV")
+    max_running_requests: int = setting(
+        64,
+        "most requests that run at once (default: 64; on a device of its own memory 512, or as "
+        "many as find room for 2,048 tokens each)",
+        group="scheduling",
+        least=1,
+    )
+    max_queued_requests: int = setting(4096, "waiting requests before new ones get 503", least=1)
+    max_step_tokens: int = setting(2048, "most tokens that one step computes", least=1)
+    chunked_prefill_size: int = setting(
+        512, "most prompt tokens of one request in one step", also={"-1": 1 << 30}, least=1
+    )
+    max_itl: float | None = setting(
+        None,
+        "most milliseconds between tokens that the prompts in a step may cause, 0 for any: their "
+        "chunks are sized by what steps took (default: 50 in serve; elsewhere, and with "
+        "--deterministic, 0)",
+    )
+    prefix_chunk: int = setting(
+        4096, "cached tokens that one prefill expansion handles at a time", least=1
+    )
+    policy: str = setting("fifo", "order of waiting requests", choices=("fifo", "priority"))
+    disable_overlap_schedule: bool = setting(
+        False,
+        "schedule a step only once the last one's tokens are known, also where the device "
+        "computes beside the host",
+    )
+    disable_graph: bool = setting(
+        False, "run all steps op by op, also where the device can replay captured ones"
+    )
+    graph_sizes: tuple[int, ...] | None = setting(
+        None,
+        "decode steps to capture, by number of requests; a step is filled up to the next (default: "
+        "1, 2, 4, 8, then ever wider apart up to --max-running-requests; on a CPU each up to 32, "
+        "when it comes often)",
+    )
+    max_graph_size: int | None = setting(
+        None,
+        "largest decode step to capture unasked, by number of requests (default: all)",
+        least=1,
+    )
+    disable_prefill_graph: bool = setting(
+        False,
+        "run steps with prompts op by op, also where the device can replay what lies between their "
+        "attentions",
+    )
+    prefill_graph_sizes: tuple[int, ...] | None = setting(
+        None,
+        "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
+        "next (default: ever wider apart up to a chunk and a token of every request, at most "
+        f"{PREFILL_GRAPH_TOKENS}; with --tp at start, else each when it first comes)",
+    )
+    speculative_algorithm: str | None = setting(
+        None,
+        "draft tokens with the checkpoint's MTP layer and verify them in one forward; NEXTN and "
+        "EAGLE mean the same",
+        choices=(None, "NEXTN", "EAGLE"),
+        also={"mtp": "NEXTN", "deepseek_mtp": "NEXTN"},
+        group="speculation",
+    )
+    speculative_num_steps: int | None = setting(
+        None, f"runs of the draft layer per step (default: {DEFAULT_STEPS})"
+    )
+    speculative_eagle_topk: int | None = setting(
+        None, "continuations drafted per token: 1 is a chain, more a tree (default: 1)"
+    )
+    speculative_num_draft_tokens: int | None = setting(
+        None,
+        "tokens verified per sequence and step, the last one drawn included (default: all drafted)",
+    )
+    speculative_adaptive: bool = setting(
+        False,
+        "draft as many tokens as pay, none if none do, from measured step times and from how many "
+        "drafts were right",
+    )
+    speculative_draft_model_path: str | None = setting(
+        None, "folder or hub id with the draft layer, where the checkpoint itself has none"
+    )
+    speculative_draft_quantize: str = setting(
+        "auto",
+        "round what the checkpoint has in 16 bits and drafts alone are made by, eh_proj and a copy "
+        "of the head, to FP8; answers do not change. auto: where the device multiplies FP8. "
+        "w4afp8: as auto, and the draft layer's routed experts to int4",
+        choices=DRAFT_QUANTIZE,
+    )
+    attention_backend: str | None = setting(
+        None, "provider whose kernels attention uses (default: the best)", group="kernels"
+    )
+    disable_mla: bool = setting(
+        False,
+        "keep the keys and values of all heads in the KV cache and attend these, instead of "
+        "latents: for comparison, as it takes many times the memory",
+    )
+    enable_torch_compile: bool = setting(
+        False,
+        "have torch.compile make norms, activations, rotation and the choice of experts of small "
+        "steps, before the port opens; on a CPU steps then run op by op",
+    )
+    torch_compile_max_bs: int = setting(
+        32, "rows of the largest step that --enable-torch-compile is for", least=1
+    )
+    nsa_prefill_backend: str = setting(
+        "auto", "provider whose kernel sparse attention of prompts uses, or 'auto' for the best"
+    )
+    nsa_decode_backend: str = setting(
+        "auto", "provider whose kernel sparse attention of decode steps uses, or 'auto'"
+    )
+    nsa_topk_backend: str = setting(
+        "auto", "provider whose kernel chooses the tokens of sparse attention, or 'auto'"
+    )
+    moe_runner_backend: str | None = setting(
+        None, "provider whose kernels the routed experts use (default: the best)"
+    )
+    pin: tuple[str, ...] = setting((), "OP[@SITE-GLOB]=KERNEL: use this kernel", repeatable=True)
+    fusion: tuple[str, ...] = setting(
+        (),
+        "NAME=on or NAME=off (comma separated): whether to fuse qkv_a, index_keys, shared_experts, "
+        "or an op that is made of others (default: on, unless a plugin wishes it off)",
+    )
+    deterministic: bool = setting(False, "bind only kernels that give the same bits every run")
+    strict_ops: bool = setting(
+        False, "stop if a heavy op would fall to the reference, or weights would be converted"
+    )
+    plan: str | None = setting(None, "refuse to start unless the binding equals this plan file")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.max_loras is not None and not 0 <= self.max_loras <= 1024:
+            raise ConfigError(f"--max-loras {self.max_loras}: must be from 0 to 1024")
+        for name, off in _SIZES.items():
+            given = getattr(self, name)
+            if given is not None and min(given, default=0) < 1:
+                raise ConfigError(
+                    f"{flag_of(name)} {','.join(map(str, given))}: must be numbers of at least 1; "
+                    f"{flag_of(off)} captures nothing"
+                )
+        if self.max_itl is not None and not 0 <= self.max_itl < 1e6:
+            raise ConfigError(
+                f"--max-itl {self.max_itl:g}: must be milliseconds, at least 0 (which is no limit)"
+            )
+        if self.max_itl and self.deterministic:
+            raise ConfigError(
+                f"--max-itl {self.max_itl:g} with --deterministic: chunks that are sized by time "
+                "differ from run to run, and so may bits: leave one of them out"
+            )
+        if self.context_length == 1:
+            raise ConfigError(
+                "--context-length 1: must be at least 2, for one token of prompt and one of output"
+            )
+        if self.max_running_requests > MOST_REQUESTS:
+            raise ConfigError(
+                f"--max-running-requests {self.max_running_requests}: must be at most "
+                f"{MOST_REQUESTS}; more may wait (--max-queued-requests)"
+            )
+        for given in self.fusion:
+            name, _, state = given.partition("=")
+            if not name or state not in ("on", "off"):
+                raise ConfigError(f"--fusion {given}: write NAME=on or NAME=off")
+            if self.fusions[name] != (state == "on"):
+                raise ConfigError(f"--fusion {name}: is both on and off: leave one of them out")
+        _fraction(self)
+        check_speculation(self)
+        _divided(self)
+
+    @property
+    def fusions(self) -> dict[str, bool]:
+        """Fusions that are named, and whether they are to be."""
+        return {name: state == "on" for name, _, state in (f.partition("=") for f in self.fusion)}
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that divide the heads of attention."""
+        return 1 if self.enable_dp_attention else self.tp
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that divide the sequences: each has a KV cache of its own."""
+        return self.tp if self.enable_dp_attention else 1
+
+
+def _fraction(config: EngineConfig) -> None:
+    names = ("mem_fraction_static", "memory_utilization")
+    given = [name for name in names if getattr(config, name) is not None]
+    for name in given:
+        if not 0.0 < (share := getattr(config, name)) <= 1.0:
+            raise ConfigError(
+                f"{flag_of(name)} {share:g}: must be above 0 and at most 1, like 0.88"
+            )
+    given += ["kv_memory"] if config.kv_memory is not None else []
+    if given[1:]:
+        raise ConfigError(
+            f"{flag_of(given[0])}: leave it out, or {flag_of(given[1])}: both size one cache"
+        )
+
+
+def _divided(config: EngineConfig) -> None:
+    if not config.enable_dp_attention:
+        return
+    if config.tp == 1:
+        raise ConfigError(
+            "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
+            "give --tp N beside it, or leave it out"
+        )
+    if (topk := config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError(
+            f"--enable-dp-attention: trees of drafts (--speculative-eagle-topk {topk}) beside it "
+            "are not supported: leave that out, for a chain"
+        )
+
+
+def with_changes(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:
+    """A copy with other values, checked again."""
+    return replace(config, **values)

@@ -1,0 +1,29 @@
+"""What is said of a field that is wrong is in JSON's words, whatever pydantic's are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ds_runtime.server.errors import ApiError
+from ds_runtime.server.generate.protocol import Body
+from ds_runtime.server.http.body import validate
+from ds_runtime.server.protocols import anthropic, native, responses
+
+WRONG = (True, 1, 1.5, -(10**12), 10**12, "", "x", "é", "x" * 2000, [], [1], [True], {}, {"a": []})
+MODULES = (anthropic, native, responses)  # which define bodies
+
+
+def kinds(base: type[Body] = Body) -> list[type[Body]]:
+    return [base, *(kind for sub in base.__subclasses__() for kind in kinds(sub))]
+
+
+@pytest.mark.parametrize("kind", [k for k in kinds() if k.__module__.startswith("ds_runtime.")])
+def test_no_sentence_is_pydantic_s(kind: type[Body]) -> None:
+    for name in kind.model_fields:
+        for value in (*WRONG, [0] * 20_000, ["x"] * 20_000):
+            try:
+                validate(kind, {name: value})
+            except ApiError as e:
+                assert not re.search(r"Input|validation|dictionary|instance|pattern", str(e)), e
