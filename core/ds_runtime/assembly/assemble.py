@@ -36,8 +36,10 @@ from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.nextn import HEAD, find_nextn, nextn_sites
-from ds_runtime.description.sites import INDEX_KEYS, JOINS, FormatOf, Verify, model_sites
+from ds_runtime.description.joins import INDEX_KEYS, JOINS
+from ds_runtime.description.nextn import find_nextn, nextn_sites
+from ds_runtime.description.sites import DRAFT_HEAD, Verify, model_sites
+from ds_runtime.description.structure import FormatOf
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.ops.binding.bind import Binding, Pin, decide_all
 from ds_runtime.ops.contract import (
@@ -273,7 +275,11 @@ def _with_requests(assembly: Assembly, before: int) -> Assembly:
 def _widening(binding: Binding) -> str:
     """The kernel that would hold the copy of the head in more bits than it is rounded to, or ""."""
     for site, kernel in binding.choices:
-        if site.module == HEAD and kernel is not None and site.weight_format not in kernel.keeps:
+        if (
+            site.module == DRAFT_HEAD
+            and kernel is not None
+            and site.weight_format not in kernel.keeps
+        ):
             return kernel.name
     return ""
 
@@ -308,7 +314,7 @@ def _decide(
 
 
 def _held(binding: Binding, config: EngineConfig, model: ModelConfig) -> int:
-    return packed_bytes(model, binding, config.dtype, config.tp, 0, config.attention_tp)
+    return packed_bytes(model, binding, config.dtype, 0)
 
 
 def _fits(binding: Binding, config: EngineConfig, model: ModelConfig, memory: int) -> bool:

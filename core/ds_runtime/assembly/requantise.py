@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
+from ds_runtime.description.structure import EXPERTS, HEAD, JOIN, KV_B
 from ds_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def target_format(quantize: str, module: str, stored: str) -> str:
     as it is: decode multiplies by it from both sides, and it is small.
     """
     name = module.rpartition(".")[2]
-    if quantize == "none" or stored not in _FROM or name == "kv_b_proj":
+    if quantize == "none" or stored not in _FROM or name == KV_B:
         return stored
-    return "int8_channel" if name == "lm_head" else _FORMATS[quantize]
+    return "int8_channel" if name == HEAD else _FORMATS[quantize]
 
 
 def with_target(quantize: str, format_of: Callable[[str], str]) -> Callable[[str], str]:
@@ -53,11 +54,11 @@ def rounds_drafts(
 
 
 def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
-    """`format_of` of a draft layer's modules, with `eh_proj` rounded to FP8 where it is dense."""
+    """`format_of` of a draft layer's modules, with their join rounded to FP8 where it is dense."""
 
     def found(module: str) -> str:
         format = format_of(module)
-        return DRAFT_FORMAT if format == "dense" and module.endswith(".eh_proj") else format
+        return DRAFT_FORMAT if format == "dense" and module.endswith(f".{JOIN}") else format
 
     return found
 
@@ -75,7 +76,7 @@ def with_w4afp8_experts(
         )
 
     def found(module: str) -> str:
-        if ".mlp.experts." not in module:
+        if f".{EXPERTS}." not in module:
             return format_of(module)
         if (format := stored(module)) not in _FROM:
             raise ConfigError(

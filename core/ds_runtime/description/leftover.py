@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_runtime.checkpoint.base import base_of
 from ds_runtime.checkpoint.files import HEADER, LISTS, open_plain, read_object
-from ds_runtime.description.manifest import CACHE_SCALES
+from ds_runtime.description.structure import CACHE_SCALES
 from ds_runtime.errors import CheckpointError, shown
 
 # The names that `checkpoint/shards.py` opens, which would load torch.

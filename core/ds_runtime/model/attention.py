@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.sites import INDEXER, TREE, VERIFY
+from ds_runtime.description.sites import TREE, VERIFY
 from ds_runtime.model.indexer import Indexer, Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contracts.linear import Groups
     from ds_runtime.weights.loader import Loader
 
-AT = "self_attn"
+AT = structure.ATTENTION
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there
 
 
@@ -31,28 +32,21 @@ class Inputs:
     x; keys = wk x where the layer has an indexer.
     """
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, load: Loader, node: structure.AttentionNode) -> None:
         self.norm: RmsNormLayer | None = None
-        if config.q_lora:
-            weight = load.vector(layer, f"{AT}.q_a_layernorm")
-            self.norm = RmsNormLayer(load.ops(layer, AT), weight, LATENT_EPS)
-            self.up = load.linear(layer, f"{AT}.q_b_proj")
-        self.fused = load.bound.has("rms_norm_quantize", layer, AT)
-        first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
-        latent = f"{AT}.kv_a_proj_with_mqa"
-        query = config.q_lora or config.heads // load.heads.size * config.qk_head
-        keys = f"{INDEXER}.wk"
+        if node.up is not None and node.norm is not None:
+            ops = load.ops(node.layer, AT)
+            self.norm = RmsNormLayer(ops, load.vector(node.norm), LATENT_EPS)
+            self.up = load.linear(node.up)
+        self.fused = load.bound.has("rms_norm_quantize", node.layer, AT)
+        products = load.inputs(node)
+        self.makes_keys = node.indexer is not None and node.indexer.keys not in products
         self.joined: LinearLayer | None = None
-        self.makes_keys = config.has_indexer(layer) and not load.bound.has("linear", layer, keys)
-        if self.makes_keys:
-            assert config.indexing is not None
-            self.widths: tuple[int, ...] = (query, config.indexing.dim, config.latent)
-            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", (first, keys, latent))
-        elif load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
-            self.widths = (query, config.latent)
-            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", (first, latent))
+        if node.query in products:
+            self.query, self.latent = load.linear(node.query), load.linear(node.latent)
         else:
-            self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
+            self.widths = tuple(s.local(load.shards.ranks)[0] for s in products[0].parts)
+            self.joined = load.linear(products[0])
 
     def quantizes(self, rows: int, adapters: Tensor | None) -> Groups | None:
         """How that many rows may come as codes, if they may."""
@@ -112,17 +106,19 @@ class Attention:
 
     DECODE: ClassVar[str] = "mla_decode"  # the op whose kernels attend the cache
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: structure.AttentionNode) -> None:
+        layer = node.layer
         self.ops = load.ops(layer, AT)
         self.comm = load.head_comm
-        self.inputs = Inputs(config, load, layer)
-        self.kv_norm = load.vector(layer, f"{AT}.kv_a_layernorm")
-        self.kv_b = load.absorb(layer, f"{AT}.kv_b_proj")
-        self.o_proj = load.linear(layer, f"{AT}.o_proj")
-        self.fused = load.mla_inputs(layer, AT, LATENT_EPS)
+        self.inputs = Inputs(load, node)
+        self.kv_norm = load.vector(node.latent_norm)
+        self.kv_b = load.absorb(node.kv_b)
+        self.o_proj = load.linear(node.output)
+        self.fused = load.mla_inputs(node, LATENT_EPS)
         self.indexer: Indexer | None = None
-        if config.has_indexer(layer):
-            self.indexer = Indexer(config, load, layer, self.inputs.makes_keys)
+        if node.indexer is not None:
+            made = self.inputs.makes_keys
+            self.indexer = Indexer(config, load, layer, node.indexer, made)
         self.sparse = config.indexing is not None
         if not self.sparse:
             self.decode = self._kernel(load, layer, AT)
@@ -131,7 +127,7 @@ class Attention:
             self.tree = self._kernel(load, layer, TREE)
         has_trees = load.bound.has("cache_move", layer, TREE)
         self.move = load.ops(layer, TREE).cache_move if has_trees else None
-        self.heads = config.heads // load.heads.size
+        self.heads = config.heads // load.shards.heads.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
         self.v_head = config.v_head
         self.quantises = load.bound.has("mha_prefill_quantize", layer, AT)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.expanded import ExpandedAttention
@@ -27,18 +28,19 @@ if TYPE_CHECKING:
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)), with the sum carried as `residual`."""
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: structure.BlockNode) -> None:
+        layer = node.layer
         ops = load.ops(layer, "block")
-        self.input_norm = RmsNormLayer(ops, load.vector(layer, "input_layernorm"), config.eps)
+        self.input_norm = RmsNormLayer(ops, load.vector(node.norm), config.eps)
         attention = ExpandedAttention if config.expanded else Attention
-        self.attention = attention(config, load, layer)
+        self.attention = attention(config, load, node.attention)
         self.quantises = load.bound.has("rms_norm_quantize", layer, "block")
         self.adds_and_quantises = load.bound.has("add_rms_norm_quantize", layer, "block")
-        self.mlp_norm = RmsNormLayer(
-            ops, load.vector(layer, "post_attention_layernorm"), config.eps
-        )
+        self.mlp_norm = RmsNormLayer(ops, load.vector(node.mlp_norm), config.eps)
         self.mlp: DenseMlp | MoeMlp = (
-            MoeMlp(config, load, layer) if config.is_moe(layer) else DenseMlp(load, layer)
+            MoeMlp(config, load, node.mlp)
+            if isinstance(node.mlp, structure.MoeNode)
+            else DenseMlp(load, node.mlp)
         )
 
     def __call__(
@@ -126,12 +128,14 @@ class DeepSeekModel:
         self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
         self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
-        self.embed = load.embedding()
-        self.blocks = [DecoderLayer(config, load, layer) for layer in range(config.layers)]
+        node = load.tree
+        assert isinstance(node, structure.ModelTree) and node.embedding and node.norm and node.head
+        self.embed = load.embedding(node.embedding)
+        self.blocks = [DecoderLayer(config, load, block) for block in node.blocks]
         self._running: Sequence[int] = range(config.layers)
-        self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
-        self.lm_head = load.head()
-        self.draft_head = load.draft_head() or self.lm_head
+        self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(node.norm), config.eps)
+        self.lm_head = load.head(node.head)
+        self.draft_head = load.draft_head(node.head) or self.lm_head
         self.lora = load.lora
         self.packed_bytes = load.held_bytes + self.cos_sin.nbytes  # all weights, as they are held
         if load.lora is not None:

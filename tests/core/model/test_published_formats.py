@@ -15,7 +15,7 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.manifest import stored_modules
+from ds_runtime.description.structure import stored_modules
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.sites import INDEXER
+from ds_runtime.description.structure import INDEXER
 from ds_runtime.ops.contract import Facts, Site
 from ds_runtime_bench.ops.sparse_work import (
     index_bytes,
