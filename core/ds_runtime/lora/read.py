@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import Checkpoint, read_header
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import read_header
 from ds_runtime.description.adapter import PREFIX, WEIGHTS, PeftConfig, check_weights
 from ds_runtime.description.structure import EXPERTS, Stored
 from ds_runtime.errors import CheckpointError

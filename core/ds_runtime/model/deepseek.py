@@ -132,7 +132,8 @@ class DeepSeekModel:
         assert isinstance(node, structure.ModelTree) and node.embedding and node.norm and node.head
         self.embed = load.embedding(node.embedding)
         self.blocks = [DecoderLayer(config, load, block) for block in node.blocks]
-        self._running: Sequence[int] = range(config.layers)
+        self._running: Sequence[int] = range(len(self.blocks))
+        self._indexers = [n for n, b in enumerate(self.blocks) if b.attention.indexer is not None]
         self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(node.norm), config.eps)
         self.lm_head = load.head(node.head)
         self.draft_head = load.draft_head(node.head) or self.lm_head
@@ -153,8 +154,8 @@ class DeepSeekModel:
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
         few = None if every else self.few(batch)
-        for layer, block, cache, index in self._layers(caches):
-            rows = few if layer == self.config.layers - 1 else None
+        for block, cache, index in self._layers(caches):
+            rows = few if block is self.blocks[-1] else None
             x, residual = block(x, residual, batch, cache, self.cos_sin, rows, index, selection)
         assert residual is not None, "a model has at least one layer"
         if every or few is not None:
@@ -177,12 +178,11 @@ class DeepSeekModel:
 
     def _layers(
         self, caches: Sequence[Tensor]
-    ) -> Iterator[tuple[int, DecoderLayer, Tensor, Tensor | None]]:
-        """Each layer that runs: its number, itself, its cache, and its index cache or None."""
-        indexers = filter(self.config.has_indexer, range(self.config.layers))
-        indexed = dict(zip(indexers, caches[len(self.blocks) :], strict=False))
+    ) -> Iterator[tuple[DecoderLayer, Tensor, Tensor | None]]:
+        """Each layer that runs, its cache, and its index cache or None."""
+        indexed = dict(zip(self._indexers, caches[len(self.blocks) :], strict=False))
         for layer in self._running:
-            yield layer, self.blocks[layer], caches[layer], indexed.get(layer)
+            yield self.blocks[layer], caches[layer], indexed.get(layer)
 
     def few(self, batch: Batch) -> Tensor | None:
         """The logit rows, if these are all that the last layer has to compute behind its attention:
@@ -211,7 +211,7 @@ class DeepSeekModel:
         Returns the final hidden states [T, hidden]. batch: without a spread.
         """
         x, residual = self.embedded(batch.input_ids, batch), None
-        for _, block, cache, index in self._layers(caches):
+        for block, cache, index in self._layers(caches):
             normed, residual = block.enter(x, residual, batch)
             projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
             yield Cut(block, projected, residual, cache, index)
@@ -254,7 +254,7 @@ class DeepSeekModel:
         computed them, with all its rows.
         """
         index_keys = iter(batch.index_keys)
-        for _, block, cache, index in self._layers(caches):
+        for block, cache, index in self._layers(caches):
             attention = block.attention
             assert attention.move is not None, "steps with trees were not planned"
             attention.move(cache, moves.sources, moves.targets)

@@ -20,7 +20,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import DTYPES, Checkpoint, StoredTensor
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.structure import Stored
 from ds_runtime.errors import UnsupportedError

@@ -47,8 +47,8 @@ from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
 from ds_runtime.parallel.layout import Shard, Shards
 from ds_runtime.platform.contract import Communicator
 from ds_runtime.weights.check import check_checkpoint
-from ds_runtime.weights.layouts import with_order, with_rows
 from ds_runtime.weights.quant import PartRequest, Place, Quant
+from ds_runtime.weights.rows import with_order, with_rows
 
 _Layer = TypeVar("_Layer", LinearLayer, Absorb, MlaInputsLayer, ExpertsLayer)
 _AHEAD = 6  # experts that are read side by side before they are asked for
@@ -117,7 +117,7 @@ class Loader:
 
     def _reads(self) -> None:
         """At the beginning of one of the readers."""
-        self.checkpoint.undivided()
+        self.checkpoint.files.undivided()
         if (index := torch.device(self.device).index) is not None:
             torch.accelerator.set_device_index(index)
 

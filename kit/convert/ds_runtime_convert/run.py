@@ -20,7 +20,7 @@ from typing import Any
 from ds_runtime.checkpoint.base import KEY, base_of
 from ds_runtime.checkpoint.files import HEADER, read_object
 from ds_runtime.checkpoint.gguf.folder import LINK
-from ds_runtime.checkpoint.shards import DTYPES, INDEX
+from ds_runtime.checkpoint.tensors import DTYPES, INDEX
 from ds_runtime.common.progress import Progress, amount
 from ds_runtime.description.hf import QUANT_FILE, from_hf, with_quant_file
 from ds_runtime.description.structure import SHARED

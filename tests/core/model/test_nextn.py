@@ -14,7 +14,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.assembly.requantise import with_w4afp8_experts
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.checkpoint.shards import EXPORTED
+from ds_runtime.checkpoint.tensors import EXPORTED
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.sites import DRAFT_HEAD

@@ -20,8 +20,8 @@ from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.plugins.manager import load_plugins
-from ds_runtime.weights.layouts import with_rows
 from ds_runtime.weights.quant import PartRequest, Quant
+from ds_runtime.weights.rows import with_rows
 from ds_runtime_kit.models.oracle import Oracle
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")

@@ -12,7 +12,8 @@ from model_harness import CPU, Harness, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.assembly.estimate import packed_bytes
-from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import CheckpointError
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator

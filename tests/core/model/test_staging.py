@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from ds_runtime.checkpoint import shards as checkpoint
 from ds_runtime.checkpoint import staging
+from ds_runtime.checkpoint.reads import Files
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.staging import Staging
 from ds_runtime.description.hf import from_hf
@@ -109,7 +110,7 @@ def test_neighbours_are_read_at_once_and_others_by_themselves(
 ):
     tensors = {f"t{i}": torch.randn(32, 64) for i in range(6)}
     save_file(tensors, tmp_path / "model.safetensors")
-    files, filled = Checkpoint(tmp_path), Checkpoint._fill
+    files, filled = Checkpoint(tmp_path), Files.fill
     size = tensors["t0"].nbytes
     with files.together(["t1", "t0", "t2", "t4"], "meta"):
         assert sorted(by_way_of_a_device) == [size, 3 * size]
@@ -117,9 +118,9 @@ def test_neighbours_are_read_at_once_and_others_by_themselves(
             assert torch.equal(files.read(name, device="meta"), tensors[name])
         assert len(by_way_of_a_device) == 2
         with monkeypatch.context() as patch:  # the host has small ones as well
-            patch.setattr(Checkpoint, "_fill", None)
+            patch.setattr(Files, "fill", None)
             assert torch.equal(files.read("t2"), tensors["t2"])
-            patch.setattr(Checkpoint, "_fill", filled)
+            patch.setattr(Files, "fill", filled)
             files.read("t3", device="meta")
         assert len(by_way_of_a_device) == 3
     files.read("t0", device="meta")

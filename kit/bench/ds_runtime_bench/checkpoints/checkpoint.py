@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from ds_runtime.assembly.assemble import find_loader
-from ds_runtime.checkpoint.shards import INDEX
+from ds_runtime.checkpoint.tensors import INDEX
 from ds_runtime.common.progress import Progress
 from ds_runtime.description.hf import from_hf
 from ds_runtime.description.structure import Stored, by_name, draft_of, stored_modules

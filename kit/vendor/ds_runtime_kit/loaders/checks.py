@@ -18,16 +18,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.description.structure import ROWS, Stack, Stored
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
 from ds_runtime.ops.contract import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.parallel.layout import Shard
-from ds_runtime.weights.layouts import with_rows
 from ds_runtime.weights.place import LoaderSample, PartRequest, Place
 from ds_runtime.weights.quant import Quant
+from ds_runtime.weights.rows import with_rows
 from ds_runtime_kit.checks.conformance import CaseResult
 from ds_runtime_kit.loaders.forms import wrong_form
 
