@@ -37,8 +37,8 @@ from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.joins import INDEX_KEYS, JOINS
-from ds_runtime.description.nextn import find_nextn, nextn_sites
-from ds_runtime.description.sites import DRAFT_HEAD, Verify, model_sites
+from ds_runtime.description.nextn import find_nextn
+from ds_runtime.description.sites import DRAFT_HEAD, Verify, model_sites, nextn_sites
 from ds_runtime.description.structure import FormatOf
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
 from ds_runtime.ops.binding.bind import Binding, Pin, decide_all

@@ -7,24 +7,13 @@ the checkpoint are not read.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.sites import Verify, draft_sites
-from ds_runtime.description.structure import (
-    FormatOf,
-    Ranks,
-    Stored,
-    by_name,
-    draft_of,
-    model_of,
-)
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
-from ds_runtime.ops.contract import Site
 
 _FLAG = "--speculative-algorithm"
 
@@ -72,28 +61,3 @@ def find_nextn(algorithm: str, path: str | None, folder: Path, config: ModelConf
             )
     # Exported alone, the layer is the first and only one.
     return NextN(there, 0 if found.layers == 1 else found.layers, found)
-
-
-def nextn_modules(config: ModelConfig, nextn: NextN, format_of: FormatOf) -> dict[str, Stored]:
-    """What is read of the draft layer, by its path in the model."""
-    return by_name(draft_of(config, nextn.layer, format_of))
-
-
-def nextn_sites(
-    config: ModelConfig,
-    nextn: NextN,
-    format_of: FormatOf,
-    tp: int = 1,
-    apart: Collection[str] = (),
-    verify: Verify = "verify",
-    attention_tp: int | None = None,
-    head: str = "",
-) -> list[Site]:
-    """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
-    attention_tp: ranks that divide the heads of attention (default: all). head: the format of its
-    copy of the model's head; none: it has no copy.
-    """
-    ranks = Ranks(tp, attention_tp or tp)
-    copy = model_of(config, lambda module: head, range(config.layers, config.layers)).head
-    draft = draft_of(config, nextn.layer, format_of)
-    return draft_sites(draft, config, ranks, apart, verify, copy if head else None)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.joins import rewritten
+from ds_runtime.description.nextn import NextN
 from ds_runtime.description.structure import (
     ATTENTION,
     EMBEDDING,
@@ -22,15 +23,14 @@ from ds_runtime.description.structure import (
     MLP,
     AttentionNode,
     BlockNode,
-    DraftTree,
     FormatOf,
     IndexerNode,
     LinearNode,
-    ModelTree,
     MoeNode,
     Ranks,
     Stored,
     SwiGluNode,
+    draft_of,
     joined,
     model_of,
 )
@@ -55,6 +55,8 @@ def model_sites(
     adapted: Collection[str] = (),
     verify: Verify = "",
     attention_tp: int | None = None,
+    layers: range | None = None,
+    experts: range | None = None,
 ) -> list[Site]:
     """All sites of the target model on one of `tp` ranks.
 
@@ -62,20 +64,9 @@ def model_sites(
     heads of attention (default: all). apart: fusions that are not wanted. adapted: modules of the
     checkpoint that have slots for low-rank adapters; of routed experts all of a layer, or none.
     verify: the phase of decode steps with several tokens per sequence, if there are such steps.
+    layers, experts: as in `model_of`.
     """
-    ranks = Ranks(tp, attention_tp or tp)
-    return sites_of(model_of(config, format_of), config, ranks, apart, adapted, verify)
-
-
-def sites_of(
-    model: ModelTree,
-    config: ModelConfig,
-    ranks: Ranks,
-    apart: Collection[str] = (),
-    adapted: Collection[str] = (),
-    verify: Verify = "",
-) -> list[Site]:
-    """The sites of the part of a model that a tree describes; the rest as in `model_sites`."""
+    model, ranks = model_of(config, format_of, layers, experts), Ranks(tp, attention_tp or tp)
     make, sites = _Sites(config, ranks), list[Site]()
     if model.embedding is not None:
         values = math.prod(model.embedding.local(ranks))
@@ -90,24 +81,29 @@ def sites_of(
         # Drafts are drawn within captured steps, and trees are grown there.
         inside = {"verify": {"sample"}, "tree": {"logprobs"}, "": set()}[verify]
         sites += [Site(op, -1, "sampler", captured=op in inside) for op in SAMPLER_OPS]
-    products = (s for s in sites if s.op in ("linear", "mla_absorb"))
     return sites + [
         Site("lora_delta", s.layer, s.module, shape=s.shape, count=s.count)
-        for s in products
-        if any(name in adapted for name in s.weights)
+        for s in sites
+        if s.op in ("linear", "mla_absorb") and any(name in adapted for name in s.weights)
     ]
 
 
-def draft_sites(
-    draft: DraftTree,
+def nextn_sites(
     config: ModelConfig,
-    ranks: Ranks,
+    nextn: NextN,
+    format_of: FormatOf,
+    tp: int = 1,
     apart: Collection[str] = (),
     verify: Verify = "verify",
-    head: LinearNode | None = None,
+    attention_tp: int | None = None,
+    head: str = "",
 ) -> list[Site]:
-    """The sites of the draft layer, and of the copy of the model's head that it has, if any."""
-    make, layer = _Sites(config, ranks), draft.block.layer
+    """The draft layer's sites on one of `tp` ranks. format_of: of its own checkpoint's paths.
+    attention_tp: ranks that divide the heads of attention (default: all). head: the format of its
+    copy of the model's head; none: it has no copy.
+    """
+    draft, layer = draft_of(config, nextn.layer, format_of), config.layers
+    make = _Sites(config, Ranks(tp, attention_tp or tp))
     sites = [
         Site("rms_norm", layer, "nextn"),
         Site("add_rms_norm", layer, "nextn"),
@@ -115,8 +111,9 @@ def draft_sites(
         *make.block(rewritten(draft.block, apart), "verify"),
         *(make.tree(draft.block.attention) if verify == "tree" else ()),
     ]
-    if head is not None:
-        sites.append(make.product(head._replace(layer=layer, module=DRAFT_HEAD)))
+    copied = model_of(config, lambda module: head, range(layer, layer)).head
+    if head and copied is not None:
+        sites.append(make.product(copied._replace(layer=layer, module=DRAFT_HEAD)))
     return [replace(site, role=DRAFT) for site in sites]
 
 

@@ -18,8 +18,8 @@ from ds_runtime.assembly.estimate import (
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.common.progress import Progress, amount
-from ds_runtime.description.nextn import NextN, nextn_modules
-from ds_runtime.description.structure import stored_modules
+from ds_runtime.description.nextn import NextN
+from ds_runtime.description.structure import by_name, draft_of, model_of
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
@@ -112,11 +112,9 @@ def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Che
     folder = assembly.folder if nextn is None else nextn.folder
     if assembly.config.load_format != "dummy":
         return Checkpoint(folder, allow_nan=assembly.config.allow_nan_weights)
-    if nextn is None:
-        modules = stored_modules(assembly.model, quant.format_of)
-    else:
-        modules = nextn_modules(assembly.model, nextn, quant.format_of)
-    return DummyCheckpoint(folder, assembly.model, quant, modules.values())
+    model, of = assembly.model, quant.format_of
+    tree = model_of(model, of) if nextn is None else draft_of(model, nextn.layer, of)
+    return DummyCheckpoint(folder, model, quant, by_name(tree).values())
 
 
 def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:
