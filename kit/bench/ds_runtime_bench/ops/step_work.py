@@ -152,7 +152,7 @@ def decode_step(
     for site in sites:
         work = site_work(site, facts, tokens, context)
         if work.nbytes:
-            name = "lm_head" if site.module == HEAD else site.op
+            name = HEAD if site.module == HEAD else site.op
             found[name] = found.get(name, Work()) + work
     return found
 
