@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import TREE, VERIFY
-from ds_runtime.model.indexer import Indexer, Selection
+from ds_runtime.model.indexer import Indexer, LayerStep
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
 
@@ -155,32 +155,22 @@ class Attention:
             return None
         return self.inputs.quantizes(rows, batch.adapters)
 
-    def __call__(
-        self,
-        x: Tensor | Codes,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        index_cache: Tensor | None = None,
-        selection: Selection | None = None,
-    ) -> Tensor:
-        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first.
-
-        selection: of this step, where attention is sparse; index_cache: where this layer indexes.
-        """
+    def __call__(self, x: Tensor | Codes, step: LayerStep) -> Tensor:
+        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first."""
+        batch = step.batch
         if isinstance(x, Tensor) and x.shape[0] == 0:  # other ranks have sequences
             return x
         if self.fused is not None and batch.prefill is None:
             assert isinstance(x, Tensor), "see `quantizes`"
-            absorbed, query = self.fused(x, batch.positions, cos_sin, cache, batch.slots)
-            self._index(x, query, None, batch, index_cache, cos_sin, selection)
-            out = self._decode(absorbed, batch, cache, selection, batch.adapters)
+            rest = batch.positions, step.cos_sin, step.cache, batch.slots
+            absorbed, query = self.fused(x, *rest)
+            self._index(x, query, None, step)
+            out = self._decode(absorbed, step, batch.adapters)
             return self.output(out.flatten(1), batch.adapters)
-        projected = self.project(x, batch, cache, cos_sin)
+        projected = self.project(x, step)
         if (codes := self._quantised(projected, batch)) is not None:
             return self.comm.all_reduce(self.o_proj(codes))
-        out = self.attend(projected, batch, cache, cos_sin, index_cache, selection)
-        return self.output(out.flatten(1), batch.adapters)
+        return self.output(self.attend(projected, step).flatten(1), batch.adapters)
 
     def _quantised(self, projected: Projected, batch: Batch) -> Codes | None:
         """What `attend` gives, as the last projection multiplies it; None where it does not so, or
@@ -198,95 +188,53 @@ class Attention:
         attend = self.ops.mha_prefill_quantize
         return Codes(*attend(*parts, part.q_segs, self.scale, *groups))
 
-    def project(
-        self,
-        x: Tensor | Codes,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        ahead: bool = False,
-    ) -> Projected:
+    def project(self, x: Tensor | Codes, step: LayerStep, ahead: bool = False) -> Projected:
         """What every row is for itself: [T, hidden] → its query, and its latent in the cache.
 
         ahead: and its keys and values of all heads, unless attention is sparse.
         """
-        q, kv, query, keys = self.inputs(x, batch.adapters)
+        q, kv, query, keys = self.inputs(x, step.batch.adapters)
         q = q.view(-1, self.heads, self.qk_head)
-        made = self._cached(q, kv, batch, cache, cos_sin, ahead and not self.sparse)
+        made = self._cached(q, kv, step, ahead and not self.sparse)
         if self.indexer is None:
             return made
         assert isinstance(x, Tensor), "see `quantizes`"
         return made._replace(x=x, query=query, keys=keys)
 
-    def _cached(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        ahead: bool,
-    ) -> Projected:
+    def _cached(self, q: Tensor, kv: Tensor, step: LayerStep, ahead: bool) -> Projected:
         """q [T, heads, nope + rope] and kv [T, kv_lora + rope], once the cache holds their rows.
         ahead: with keys and values.
         """
-        q_rope, latent, k_rope = self.ops.mla_prologue(
-            q,
-            kv,
-            self.kv_norm,
-            LATENT_EPS,
-            batch.positions,
-            cos_sin,
-            cache,
-            batch.slots,
-        )
+        batch, norm = step.batch, (self.kv_norm, LATENT_EPS)
+        rest = batch.positions, step.cos_sin, step.cache, batch.slots
+        q_rope, latent, k_rope = self.ops.mla_prologue(q, kv, *norm, *rest)
         if not ahead:
             return Projected(q, q_rope, latent, k_rope)
         k, v = self.kv_b.expand(latent, batch.adapters)
         return Projected(q, q_rope, latent, k_rope, k=k, v=v)
 
-    def attend(
-        self,
-        projected: Projected,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        index_cache: Tensor | None = None,
-        selection: Selection | None = None,
-    ) -> Tensor:
+    def attend(self, projected: Projected, step: LayerStep) -> Tensor:
         """What rows are for each other: [T, heads, v]."""
         if projected.x is not None:
             assert projected.query is not None
-            x, query, keys = projected.x, projected.query, projected.keys
-            self._index(x, query, keys, batch, index_cache, cos_sin, selection)
-        return self._attend(projected, batch, cache, selection)
+            self._index(projected.x, projected.query, projected.keys, step)
+        return self._attend(projected, step)
 
     def output(self, attended: Tensor, adapters: Tensor | None) -> Tensor:
         """[T, heads · v] → [T, hidden], summed over the ranks that divide the heads."""
         return self.comm.all_reduce(self.o_proj(attended, adapters))
 
-    def _index(
-        self,
-        x: Tensor,
-        query: Tensor,
-        keys: Tensor | None,
-        batch: Batch,
-        index_cache: Tensor | None,
-        cos_sin: Tensor,
-        selection: Selection | None,
-    ) -> None:
+    def _index(self, x: Tensor, query: Tensor, keys: Tensor | None, step: LayerStep) -> None:
         """Choose the tokens to attend, in a layer that does."""
         if self.indexer is not None:
-            assert selection is not None and index_cache is not None
-            self.indexer(x, query, keys, batch, index_cache, cos_sin, selection)
+            self.indexer(x, query, keys, step)
 
-    def _attend(
-        self, projected: Projected, batch: Batch, cache: Tensor, selection: Selection | None
-    ) -> Tensor:
+    def _attend(self, projected: Projected, step: LayerStep) -> Tensor:
         """Decode and prefill rows, each their own way: [T, heads, v]."""
         q, q_rope = projected.q, projected.q_rope
+        batch, cache, selection = step.batch, step.cache, step.selection
         if batch.prefill is None:
-            return self._decode_rows(q, q_rope, batch, cache, selection, batch.adapters)
+            return self._decode_rows(q, q_rope, step, batch.adapters)
         n, adapters = batch.num_decode, batch.adapters
         first, rest = (None, None) if adapters is None else (adapters[:n], adapters[n:])
         if selection is not None and (part := selection.prefill) is not None:
@@ -300,37 +248,24 @@ class Attention:
             out = self._prefill(behind, batch.prefill, cache, rest)
         if not n:
             return out
-        decoded = self._decode_rows(q[:n], q_rope[:n], batch, cache, selection, first)
+        decoded = self._decode_rows(q[:n], q_rope[:n], step, first)
         return torch.cat((decoded, out))
 
     def _decode_rows(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        selection: Selection | None,
-        adapters: Tensor | None,
+        self, q: Tensor, q_rope: Tensor, step: LayerStep, adapters: Tensor | None
     ) -> Tensor:
         """Decode rows over the cache: q [n, heads, nope + rope], q_rope its part, rotated → [n,
         heads, v].
         """
-        absorbed = self._absorbed(q, q_rope, adapters)
-        return self._decode(absorbed, batch, cache, selection, adapters)
+        return self._decode(self._absorbed(q, q_rope, adapters), step, adapters)
 
     def _absorbed(self, q: Tensor, q_rope: Tensor, adapters: Tensor | None) -> Tensor:
         """[n, heads, nope + rope] → [n, heads, kv_lora + rope]: queries of the latent space."""
         return self.kv_b.apply_q(q.narrow(2, 0, self.nope), q_rope, adapters)
 
-    def _decode(
-        self,
-        absorbed: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        selection: Selection | None,
-        adapters: Tensor | None,
-    ) -> Tensor:
+    def _decode(self, absorbed: Tensor, step: LayerStep, adapters: Tensor | None) -> Tensor:
         """[n, heads, kv_lora + rope] → [n, heads, v]."""
+        batch, cache, selection = step.batch, step.cache, step.selection
         if selection is None:
             assert batch.decode is not None
             kernel, key = self.kernel_for(batch.decode)

@@ -14,7 +14,7 @@ from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.expanded import ExpandedAttention
-from ds_runtime.model.indexer import Selection
+from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
@@ -47,12 +47,8 @@ class DecoderLayer:
         self,
         x: Tensor,
         residual: Tensor | None,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
+        step: LayerStep,
         rows: Tensor | None = None,
-        index_cache: Tensor | None = None,
-        selection: Selection | None = None,
         tail: Spread | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(mlp output, residual before it), both [T, hidden]; the next norm adds them.
@@ -60,8 +56,9 @@ class DecoderLayer:
         rows: the only ones that are wanted; all are still written to the cache. tail: how these lie
         on the ranks, if the batch says so of its own.
         """
+        batch = step.batch
         normed, residual = self.enter(x, residual, batch)
-        attended = self.attention(normed, batch, cache, cos_sin, index_cache, selection)
+        attended = self.attention(normed, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
             if not rows.shape[0] and tail is None:
@@ -103,13 +100,12 @@ class Moves(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One layer's attention between two pieces of a forward. index_cache: where it indexes."""
+    """One layer's attention between two pieces of a forward."""
 
     block: DecoderLayer
     projected: Projected
     residual: Tensor
-    cache: Tensor
-    index_cache: Tensor | None
+    step: LayerStep
 
     def each(self, made: Callable[[Tensor], Tensor]) -> Cut:
         """The same of every tensor that the piece before it made."""
@@ -154,9 +150,8 @@ class DeepSeekModel:
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
         few = None if every else self.few(batch)
-        for block, cache, index in self._layers(caches):
-            rows = few if block is self.blocks[-1] else None
-            x, residual = block(x, residual, batch, cache, self.cos_sin, rows, index, selection)
+        for block, step in self._layers(caches, batch, selection):
+            x, residual = block(x, residual, step, few if block is self.blocks[-1] else None)
         assert residual is not None, "a model has at least one layer"
         if every or few is not None:
             return self.norm.add(x, residual)[0]
@@ -177,12 +172,13 @@ class DeepSeekModel:
             self._running = before
 
     def _layers(
-        self, caches: Sequence[Tensor]
-    ) -> Iterator[tuple[DecoderLayer, Tensor, Tensor | None]]:
-        """Each layer that runs, its cache, and its index cache or None."""
+        self, caches: Sequence[Tensor], batch: Batch, selection: Selection | None = None
+    ) -> Iterator[tuple[DecoderLayer, LayerStep]]:
+        """Each layer that runs, and what it sees of a step."""
         indexed = dict(zip(self._indexers, caches[len(self.blocks) :], strict=False))
         for layer in self._running:
-            yield self.blocks[layer], caches[layer], indexed.get(layer)
+            own = caches[layer], self.cos_sin, indexed.get(layer)
+            yield self.blocks[layer], LayerStep(batch, *own, selection)
 
     def few(self, batch: Batch) -> Tensor | None:
         """The logit rows, if these are all that the last layer has to compute behind its attention:
@@ -211,10 +207,10 @@ class DeepSeekModel:
         Returns the final hidden states [T, hidden]. batch: without a spread.
         """
         x, residual = self.embedded(batch.input_ids, batch), None
-        for block, cache, index in self._layers(caches):
+        for block, step in self._layers(caches, batch):
             normed, residual = block.enter(x, residual, batch)
-            projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
-            yield Cut(block, projected, residual, cache, index)
+            projected = block.attention.project(normed, step, ahead=True)
+            yield Cut(block, projected, residual, step)
             out = block.attention.output(attended, batch.adapters)
             x, residual = block.leave(out, residual, batch)
         assert residual is not None, "a model has at least one layer"
@@ -226,9 +222,8 @@ class DeepSeekModel:
         """
         n = batch.num_tokens
         projected = cut.projected.each(lambda t: t[:n])
-        attended = cut.block.attention.attend(
-            projected, batch, cut.cache, self.cos_sin, cut.index_cache, selection
-        )
+        step = cut.step._replace(batch=batch, selection=selection)
+        attended = cut.block.attention.attend(projected, step)
         out.copy_(attended.flatten(1))
 
     def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor:
@@ -254,18 +249,18 @@ class DeepSeekModel:
         computed them, with all its rows.
         """
         index_keys = iter(batch.index_keys)
-        for block, cache, index in self._layers(caches):
+        for block, step in self._layers(caches, batch):
             attention = block.attention
             assert attention.move is not None, "steps with trees were not planned"
-            attention.move(cache, moves.sources, moves.targets)
-            if index is not None:
+            attention.move(step.cache, moves.sources, moves.targets)
+            if step.index_cache is not None:
                 assert attention.indexer is not None
                 rows = moves.rows.flatten()
                 attention.indexer.cache_keys(
                     next(index_keys)[rows],
                     batch.positions[rows],
                     torch.where(moves.sources < 0, -1, moves.targets).flatten(),
-                    index,
+                    step.index_cache,
                     self.cos_sin,
                 )
 

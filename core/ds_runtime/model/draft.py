@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_runtime.description.structure import DraftTree
 from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
-from ds_runtime.model.indexer import Selection
+from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
@@ -77,9 +77,8 @@ class DraftModel:
         if (indexing := model.config.indexing) is not None:
             index = caches[1]
             selection = Selection.of(batch, indexing.top_k, model.captured, model.page_size)
-        x, residual = self.block(
-            self.join(both), None, batch, caches[0], model.cos_sin, rows, index, selection, tail
-        )
+        step = LayerStep(batch, caches[0], model.cos_sin, index, selection)
+        x, residual = self.block(self.join(both), None, step, rows, tail)
         normed, _ = self.norm.add(x, residual)
         return normed
 

@@ -8,7 +8,7 @@ Every rank has the whole indexer: equal inputs give equal choices, and no exchan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,6 +125,17 @@ class Selection:
         return made
 
 
+class LayerStep(NamedTuple):
+    """What one layer sees of a step. cache: in the bound KV layout; index_cache: in the index
+    layout, where the layer has an indexer. selection: where attention is sparse."""
+
+    batch: Batch
+    cache: Tensor
+    cos_sin: Tensor
+    index_cache: Tensor | None = None
+    selection: Selection | None = None
+
+
 def _decode_owners(part: DecodePart) -> Tensor:
     device, counts = part.page_table.device, part.q_lens
     if len(set(counts)) <= 1:  # computed on the device, so that it can be captured
@@ -175,20 +186,13 @@ class Indexer:
         has_trees = load.bound.has("index_scores", layer, INDEXER_TREE)
         self.trees = load.ops(layer, INDEXER_TREE) if has_trees else None
 
-    def __call__(
-        self,
-        x: Tensor,
-        query: Tensor,
-        keys: Tensor | None,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        selection: Selection,
-    ) -> None:
-        """Cache the keys of x [T, hidden] and choose slots for the parts of `selection`.
+    def __call__(self, x: Tensor, query: Tensor, keys: Tensor | None, step: LayerStep) -> None:
+        """Cache the keys of x [T, hidden] and choose slots for the parts of the step's selection.
 
         query: the normed query latent, [T, q_lora]. keys: those of x [T, dim], if it is there.
         """
+        batch, cache, selection = step.batch, step.index_cache, step.selection
+        assert selection is not None and cache is not None
         parts = [p for p in (selection.decode, selection.prefill) if p is not None]
         wanted = any(p.scored for p in parts)
         heads = self.heads if wanted else 0
@@ -205,7 +209,7 @@ class Indexer:
             self.norm_bias,
             NORM_EPS,
             batch.positions,
-            cos_sin,
+            step.cos_sin,
             self.interleaved,
             cache,
             batch.slots,
