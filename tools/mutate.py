@@ -175,9 +175,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "swapped shard",
-        "core/ds_runtime/weights/loader.py",
-        "rows = _share(shard, stored.shape[0],",
-        "rows = _share(Shard(shard.size - 1 - shard.rank, shard.size), stored.shape[0],",
+        "core/ds_runtime/parallel/layout.py",
+        "share = shard.slice(size,",
+        "share = Shard(shard.size - 1 - shard.rank, shard.size).slice(size,",
         ("tests/core/model/test_parity.py::test_tensor_parallel",),
     ),
     Fault(

@@ -14,7 +14,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes, packed_bytes
 from ds_runtime.assembly.plan import render
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.sites import joined
+from ds_runtime.description.structure import joined
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import Binder
 from ds_runtime.ops.binding.pins import Pin
@@ -133,7 +133,7 @@ def test_where_dense_weights_do_not_fit_they_are_rounded(
 ) -> None:
     write_blocks(tmp_path)
     dense = assemble(config(tmp_path))
-    needed = packed_bytes(dense.model, dense.binding, "float32", 1, 0)
+    needed = packed_bytes(dense.model, dense.binding, "float32", 0)
     device = assembling._device
     for memory, held in ((needed, "dense"), (needed - 1, "int8_channel"), (0, "dense")):
         small = partial(replace, memory=memory)

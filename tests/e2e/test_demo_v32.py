@@ -10,7 +10,7 @@ import torch
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.checkpoint.shards import SINGLE, read_header
+from ds_runtime.checkpoint.tensors import SINGLE, read_header
 from ds_runtime_bench.engine import accuracy
 
 FOLDER = resolve_model("demo-v32")

@@ -18,7 +18,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import lora_bytes, needed_bytes
 from ds_runtime.assembly.plan import difference, render
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.manifest import adaptable_modules
+from ds_runtime.description.structure import Ranks, adaptable_modules
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
@@ -163,7 +163,7 @@ def test_the_estimate_counts_whole_weights_of_attention(tiny):
     copies = next(k.copies for s, k in divided.binding.choices if s.op == "mla_absorb")
     whole = 96 * 32 + copies * 128 * 32 + 64 * 64  # q_b, kv_b and o of a layer
     assert needed_bytes(divided) - needed_bytes(by_heads) == 3 * 4 * whole // 2
-    slots = [lora_bytes(divided.model, plan_of(divided), "float32", 2, n) for n in (1, 2)]
+    slots = [lora_bytes(divided.model, plan_of(divided), "float32", Ranks(2, n)) for n in (1, 2)]
     # Outputs of q_b and kv_b and inputs of o, at rank 4.
     assert slots[0] - slots[1] == 3 * 4 * 4 * (96 + 128 + 64) // 2
 

@@ -198,7 +198,7 @@ def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):
             has = "12 from 1 to" in row.note
             assert has == any(name.lower().startswith(row.op[:6]) for name in forms), row.note
     assert not any("shared_experts" in site for r in assembly.plan.rows for site in r.sites)
-    needed = packed_bytes(assembly.model, assembly.binding, "bfloat16", 1, 0)
+    needed = packed_bytes(assembly.model, assembly.binding, "bfloat16", 0)
     assert round(needed / 1e9) == size
 
 

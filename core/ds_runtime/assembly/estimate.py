@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import COLS, ROWS, VOCAB, adaptable_modules, is_attention
-from ds_runtime.description.sites import INDEXER, vocab_rows
+from ds_runtime.description.structure import Ranks, adaptable_modules
 from ds_runtime.ops.binding.bind import Binding, site_facts
 from ds_runtime.ops.contract import Kernel, Site
 from ds_runtime.ops.contracts.sparse import scored_rows
@@ -20,52 +18,34 @@ _GROUP = 128  # columns that share a scale, of which kernels keep at most one pe
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def packed_bytes(
-    config: ModelConfig,
-    binding: Binding,
-    dtype: str,
-    tp: int,
-    positions: int,
-    attention_tp: int | None = None,
-) -> int:
+def packed_bytes(config: ModelConfig, binding: Binding, dtype: str, positions: int) -> int:
     """Bytes of one rank's packed weights, embedding, routers and rotation table.
 
     A kernel holds a weight in the compute dtype unless it keeps the format, as often as it says,
     and those that share it what they say of forms beside that. Padding is not counted; scales are,
     one per row and group of columns.
     """
-    total: float = vocab_rows(config, tp) * config.hidden * ITEM_BYTES[dtype]
-    total += rotation_bytes(config, positions)
-    for site, _ in binding.choices:
-        if site.op == "router_logits":
-            rows = config.experts
-            if config.indexing is not None and site.module == INDEXER:
-                rows = config.indexing.heads
-            total += rows * config.hidden * 4
-    for site, kernel, size in _sizes(config, binding, dtype, attention_tp or tp):
+    total: float = rotation_bytes(config, positions)
+    for site, kernel, size in _sizes(binding, dtype):
         copies = 1.0 if kernel is None else kernel.copies + beside_of(binding, site, kernel)
-        total += copies * size
+        total += copies * size if site.weight_format else size
     return int(total)
 
 
-def beside_bytes(
-    config: ModelConfig, binding: Binding, dtype: str, attention_tp: int
-) -> dict[str, float]:
+def beside_bytes(binding: Binding, dtype: str) -> dict[str, float]:
     """Bytes of one rank's second forms of weights, by op, of those that have any."""
     found: dict[str, float] = {}
-    for site, kernel, size in _sizes(config, binding, dtype, attention_tp):
+    for site, kernel, size in _sizes(binding, dtype):
         if share := beside_of(binding, site, kernel):
             found[site.op] = found.get(site.op, 0) + share * size
     return found
 
 
-def saved_bytes(
-    model: ModelConfig, binding: Binding, dtype: str, attention_tp: int
-) -> dict[str, float]:
+def saved_bytes(model: ModelConfig, binding: Binding, dtype: str) -> dict[str, float]:
     """Bytes that a decode step of one request reads less for second forms of weights, by op. Of
     routed experts it reads as many as one token chooses."""
     found: dict[str, float] = {}
-    for site, kernel, size in _sizes(model, binding, dtype, attention_tp):
+    for site, kernel, size in _sizes(binding, dtype):
         if share := beside_of(binding, site, kernel):
             read = size
             if site.op == "experts":
@@ -76,29 +56,23 @@ def saved_bytes(
     return found
 
 
-def _sizes(
-    config: ModelConfig, binding: Binding, dtype: str, attention_tp: int
-) -> Iterator[tuple[Site, Kernel | None, float]]:
+def _sizes(binding: Binding, dtype: str) -> Iterator[tuple[Site, Kernel | None, float]]:
     """(site, kernel, bytes of its weights, held once)."""
     for site, kernel in binding.choices:
-        if not site.weight_format or not site.shape:
+        if not site.values or (kernel is None and OPS[site.op].optional):
             continue
-        if kernel is None and OPS[site.op].optional:
-            continue
-        matrices = 3 if site.op == "experts" else site.count
-        kept = kernel is not None and site.weight_format in kernel.keeps
-        count = math.prod(site.shape)
-        if site.op == "mla_inputs":  # beside the first projections, its shape
-            heads, inner = config.heads // attention_tp, config.q_lora or 0
-            count += heads * (config.qk_head * inner + config.qk_nope * config.kv_lora)
-        size: float = count * ITEM_BYTES[dtype]
-        if kept and site.weight_format in FORMATS:
+        size: float = site.values * (4 if site.op == "router_logits" else ITEM_BYTES[dtype])
+        if (
+            kernel is not None
+            and site.weight_format in kernel.keeps
+            and site.weight_format in FORMATS
+        ):
             cols = site.shape[-1]
             form = FORMATS[site.weight_format]
             group = min(form.block[1] or _GROUP, _GROUP)
-            scales = count // cols * -(-cols // group) * form.scale_bytes
-            size = count * form.bits / 8 + scales
-        yield site, kernel, matrices * size
+            scales = site.values // cols * -(-cols // group) * form.scale_bytes
+            size = site.values * form.bits / 8 + scales
+        yield site, kernel, size
 
 
 def beside_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:
@@ -169,32 +143,16 @@ def positions_of(assembly: Assembly) -> int:
 
 def needed_bytes(assembly: Assembly) -> int:
     """What one rank's packed weights will take."""
-    config, positions = assembly.config, positions_of(assembly)
-    weights = packed_bytes(
-        assembly.model, assembly.binding, config.dtype, config.tp, positions, config.attention_tp
-    )
-    ranks = (config.tp, config.attention_tp)
-    return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, *ranks)
+    config = assembly.config
+    weights = packed_bytes(assembly.model, assembly.binding, config.dtype, positions_of(assembly))
+    ranks = Ranks(config.tp, config.attention_tp)
+    return weights + lora_bytes(assembly.model, assembly.lora, config.dtype, ranks)
 
 
-def lora_bytes(
-    config: ModelConfig, lora: LoraPlan | None, dtype: str, tp: int, attention_tp: int | None = None
-) -> int:
-    """Bytes of one rank's slots of low-rank adapters. attention_tp: ranks that divide the heads of
-    attention (default: all).
-    """
+def lora_bytes(config: ModelConfig, lora: LoraPlan | None, dtype: str, ranks: Ranks) -> int:
+    """Bytes of one rank's slots of low-rank adapters."""
     if lora is None:
         return 0
-    total = 0
-    for module, stored in adaptable_modules(config).items():
-        if module in lora.modules:
-            out, cols = stored.shape
-            parts = (attention_tp or tp) if is_attention(module) else tp
-            if stored.cut == VOCAB:
-                out = vocab_rows(config, tp)
-            elif stored.cut == ROWS:
-                out //= parts
-            elif stored.cut == COLS:
-                cols //= parts
-            total += out + cols
+    adaptable = adaptable_modules(config).items()
+    total = sum(sum(s.local(ranks)) for module, s in adaptable if module in lora.modules)
     return total * lora.slots * lora.rank * ITEM_BYTES[dtype]

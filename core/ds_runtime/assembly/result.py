@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -14,8 +15,9 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
-from ds_runtime.ops.binding.bind import Binding
+from ds_runtime.ops.binding.bind import INDEX, KV, Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
 
@@ -91,15 +93,21 @@ class Assembly:
             versions=_versions(self.plugins),
         )
 
+    @cached_property
+    def _caches(self) -> Counter[str]:
+        """How many layers have a cache of each kind of layout."""
+        found = {(OPS[site.op].layout, site.layer) for site, _ in self.binding.choices}
+        return Counter(layout for layout, _ in found)
+
     @property
     def cached_layers(self) -> int:
-        """Layers with a KV cache: the draft layer is one more."""
-        return self.model.layers + (self.nextn is not None)
+        """Layers with a KV cache, the draft layer among them."""
+        return self._caches[KV]
 
     @property
     def indexers(self) -> int:
-        """Layers with an index cache, where attention is sparse: the draft layer has one, too."""
-        return self.model.indexers + (self.nextn is not None and self.model.indexing is not None)
+        """Layers with an index cache, where attention is sparse; the draft layer has one, too."""
+        return self._caches[INDEX]
 
     def left_over(self) -> list[str]:
         """A sentence per quantization_config, of the model and of its drafts, that is not used."""

@@ -26,7 +26,7 @@ from ds_runtime.common.progress import amount
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
-from ds_runtime.description.sites import vocab_rows
+from ds_runtime.description.structure import padded
 from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.reference import LATENT_PAGES
 
@@ -62,7 +62,7 @@ def reserve(assembly: Assembly) -> Reserve:
     config = assembly.config
     shape = Speculation.of(config)
     rows = config.max_running_requests * (1 if shape is None else shape.tokens)
-    vocab = vocab_rows(assembly.model, config.tp) * config.tp
+    vocab = padded(assembly.model.vocab_size, config.tp) * config.tp
     logits = _DRAWN * min(rows, config.max_step_tokens) * vocab * 4
     step = activation_bytes(assembly) + sparse_bytes(assembly) + page_table_bytes(assembly)
     captured = 0
@@ -167,13 +167,11 @@ def second_forms(every: Assembly, chosen: Assembly) -> tuple[SecondForm, ...]:
 
 
 def _forms(assembly: Assembly) -> dict[str, float]:
-    config = assembly.config
-    return beside_bytes(assembly.model, assembly.binding, config.dtype, config.attention_tp)
+    return beside_bytes(assembly.binding, assembly.config.dtype)
 
 
 def _saved(assembly: Assembly) -> dict[str, float]:
-    config = assembly.config
-    return saved_bytes(assembly.model, assembly.binding, config.dtype, config.attention_tp)
+    return saved_bytes(assembly.model, assembly.binding, assembly.config.dtype)
 
 
 def _wanted(bare: Assembly) -> int:

@@ -22,8 +22,8 @@ from ds_runtime.assembly.room import (
 )
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.nextn import HEAD
-from ds_runtime.description.sites import INDEX_KEYS
+from ds_runtime.description.joins import INDEX_KEYS
+from ds_runtime.description.sites import DRAFT_HEAD
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.bind import Binding
 
@@ -112,7 +112,7 @@ def widening(draft: Draft) -> Fired | None:
     """Drafts read the model's head where a kernel would hold the rounded copy in more bits."""
     config = draft.assembly.config
     for site, kernel in draft.assembly.binding.choices:
-        if site.module != HEAD or kernel is None or site.weight_format in kernel.keeps:
+        if site.module != DRAFT_HEAD or kernel is None or site.weight_format in kernel.keeps:
             continue
         why = f"{kernel.name} would hold the copy of the head in {config.dtype}"
         if config.speculative_draft_quantize == "fp8":
@@ -151,7 +151,7 @@ def compact(draft: Draft) -> Fired | None:
     converted = any(decision.converts for decision in made.binding.decisions)
     if draft.terms.compact or not memory or not converted:
         return None
-    held = packed_bytes(made.model, made.binding, config.dtype, config.tp, 0, config.attention_tp)
+    held = packed_bytes(made.model, made.binding, config.dtype, 0)
     if held <= memory:
         return None
     why = f"weights would take {amount(held)} of {amount(memory)}"

@@ -14,8 +14,10 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.nextn import NextN, nextn_sites
-from ds_runtime.description.sites import JOINS, FormatOf, Verify, model_sites
+from ds_runtime.description.joins import JOINS
+from ds_runtime.description.nextn import NextN
+from ds_runtime.description.sites import Verify, model_sites, nextn_sites
+from ds_runtime.description.structure import EXPERTS, HEAD, JOIN, KV_B, FormatOf
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import QuantLoader, Site
 from ds_runtime.ops.table import OPS
@@ -46,7 +48,7 @@ class SiteList:
         encoding = cache(loader.encodings(model.quantization))
 
         def stored(module: str) -> str:
-            tied = module == "lm_head" and model.tie_embeddings
+            tied = module == HEAD and model.tie_embeddings
             return "dense" if tied else encoding(module).format
 
         self.apart = apart(config)
@@ -58,7 +60,7 @@ class SiteList:
         if drafts is not None:
             nextn, reader = drafts
             self._draft_format = _draft_format(config, model, nextn, reader)
-            head = self._format_of("lm_head")
+            head = self._format_of(HEAD)
             self.rounds = rounds_drafts(config, head, model.hidden, fast_dtypes)
 
     def sites(self, apart: frozenset[str], rounded: bool) -> list[Site]:
@@ -113,9 +115,9 @@ def target_format(quantize: str, module: str, stored: str) -> str:
     as it is: decode multiplies by it from both sides, and it is small.
     """
     name = module.rpartition(".")[2]
-    if quantize == "none" or stored not in _FROM or name == "kv_b_proj":
+    if quantize == "none" or stored not in _FROM or name == KV_B:
         return stored
-    return "int8_channel" if name == "lm_head" else _FORMATS[quantize]
+    return "int8_channel" if name == HEAD else _FORMATS[quantize]
 
 
 def with_target(quantize: str, format_of: Callable[[str], str]) -> Callable[[str], str]:
@@ -139,11 +141,11 @@ def rounds_drafts(
 
 
 def with_fp8_drafts(format_of: Callable[[str], str]) -> Callable[[str], str]:
-    """`format_of` of a draft layer's modules, with `eh_proj` rounded to FP8 where it is dense."""
+    """`format_of` of a draft layer's modules, with their join rounded to FP8 where it is dense."""
 
     def found(module: str) -> str:
         format = format_of(module)
-        return DRAFT_FORMAT if format == "dense" and module.endswith(".eh_proj") else format
+        return DRAFT_FORMAT if format == "dense" and module.endswith(f".{JOIN}") else format
 
     return found
 
@@ -161,7 +163,7 @@ def with_w4afp8_experts(
         )
 
     def found(module: str) -> str:
-        if ".mlp.experts." not in module:
+        if f".{EXPERTS}." not in module:
             return format_of(module)
         if (format := stored(module)) not in _FROM:
             raise ConfigError(

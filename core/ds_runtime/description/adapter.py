@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 from ds_runtime.checkpoint.files import HEADER, open_plain, read_object
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import adaptable_modules
+from ds_runtime.description.structure import EXPERTS, adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError, shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of tensor names, before the module
 _N = TypeVar("_N", int, float)
+_ROUTED = f".{EXPERTS}."  # in the path of a routed expert's Linear
 _RANK_STEP = 16  # kernels multiply tiles: ranks of slots are filled up to whole ones
 
 # Keys that change nothing about a finished adapter, whatever they hold.
@@ -246,7 +247,7 @@ class LoraPlan:
     @property
     def has_experts(self) -> bool:
         """Whether routed experts have slots."""
-        return any(".mlp.experts." in m for m in self.modules)
+        return any(_ROUTED in m for m in self.modules)
 
     @staticmethod
     def of(config: EngineConfig, model: ModelConfig) -> LoraPlan | None:
@@ -301,7 +302,7 @@ def _targets(
     elif specs:
         found = {m for spec in specs for m in adapted_modules(spec.folder, known)}
     else:
-        found = {m for m in known if ".mlp.experts." not in m}
-    layers = {m.partition(".mlp.experts.")[0] for m in found if ".mlp.experts." in m}
-    whole = {m for m in known if ".mlp.experts." in m and m.partition(".mlp.experts.")[0] in layers}
+        found = {m for m in known if _ROUTED not in m}
+    layers = {m.partition(_ROUTED)[0] for m in found if _ROUTED in m}
+    whole = {m for m in known if _ROUTED in m and m.partition(_ROUTED)[0] in layers}
     return frozenset(found | whole)

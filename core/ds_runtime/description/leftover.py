@@ -14,10 +14,10 @@ from typing import Any
 
 from ds_runtime.checkpoint.base import base_of
 from ds_runtime.checkpoint.files import HEADER, LISTS, open_plain, read_object
-from ds_runtime.description.manifest import CACHE_SCALES
+from ds_runtime.description.structure import CACHE_SCALES
 from ds_runtime.errors import CheckpointError, shown
 
-# The names that `checkpoint/shards.py` opens, which would load torch.
+# The names that `checkpoint/tensors.py` opens, which would load torch.
 _INDEX = "model.safetensors.index.json"
 _WHOLE = ("model.safetensors", "nextn_layer_parameters.safetensors")
 _METHODS = ("fp8", "w8a8_int8", "blockwise_int8", "awq", "gptq", "compressed-tensors", "quark")

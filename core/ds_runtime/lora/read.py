@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import Checkpoint, read_header
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import read_header
 from ds_runtime.description.adapter import PREFIX, WEIGHTS, PeftConfig, check_weights
-from ds_runtime.description.manifest import Stored
+from ds_runtime.description.structure import EXPERTS, Stored
 from ds_runtime.errors import CheckpointError
 from ds_runtime.weights.layouts import FLOATS
 
@@ -113,7 +114,7 @@ class Adapter:
     def _pair(self, module: str) -> None:
         """Check the shapes of one module's tensors and note its pair, or its experts' pairs."""
         stack = module.removesuffix(".base_layer")
-        if stack.endswith(".mlp.experts"):
+        if stack.endswith(f".{EXPERTS}"):
             self._stacked(module, stack)
             return
         stored = self._modules.get(module)

@@ -7,7 +7,7 @@ read and checked as a whole (`stage`) before any slot changes (`put`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import COLS, ROWS, VOCAB, Stored
-from ds_runtime.description.sites import vocab_rows
+from ds_runtime.description.structure import Stored
 from ds_runtime.errors import CheckpointError, DsRuntimeError
 from ds_runtime.lora.read import Adapter
 from ds_runtime.model.rope import paired_rows
 from ds_runtime.ops.contracts.lora import LoraDelta
-from ds_runtime.parallel.layout import Shard
+from ds_runtime.parallel.layout import Shards
 from ds_runtime.platform.contract import Communicator
 
 Staged = dict[str, tuple[Tensor, Tensor]]  # module → this rank's (A [r, in], B [out, r])
@@ -120,8 +119,8 @@ class AbsorbDelta:
 
 
 class LoraSlots:
-    """Every slot of one rank. `modules`: the model's Linears, whole; `shard_of`: the share of one
-    that this rank holds, if it is cut; `nbytes` of all slots.
+    """Every slot of one rank. `modules`: the model's Linears, whole; `shards`: the share of them
+    that this rank holds; `nbytes` of all slots.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class LoraSlots:
         plan: LoraPlan,
         config: ModelConfig,
         modules: Mapping[str, Stored],
-        shard_of: Callable[[str], Shard],
+        shards: Shards,
         device: Any,
         dtype: torch.dtype,
     ) -> None:
@@ -137,7 +136,7 @@ class LoraSlots:
         self.modules = modules
         self.nbytes = 0
         self._config = config
-        self._shard_of = shard_of
+        self._shards = shards
         self._device = device
         self._dtype = dtype
         self._pairs: dict[str, Pairs] = {}
@@ -148,15 +147,8 @@ class LoraSlots:
 
     def _local(self, module: str) -> tuple[int, int]:
         """This rank's [out, in]."""
-        stored = self.modules[module]
-        out, width = stored.shape
-        parts = self._shard_of(module).size
-        if stored.cut == VOCAB:
-            return vocab_rows(self._config, parts), width
-        return (
-            out // parts if stored.cut == ROWS else out,
-            width // parts if stored.cut == COLS else width,
-        )
+        out, width = self.modules[module].local(self._shards.ranks)
+        return out, width
 
     def _held(self, module: str, pairs: Pairs) -> None:
         self._pairs[module] = pairs
@@ -179,7 +171,7 @@ class LoraSlots:
         if module not in self.plan.modules:
             return None
         config = self._config
-        heads = config.heads // self._shard_of(module).size
+        heads = config.heads // self._shards.heads.size
         pairs = HeadPairs(
             self._zeros(1, config.kv_lora),
             self._zeros(heads, config.qk_nope),
@@ -231,16 +223,12 @@ class LoraSlots:
 
     def _cut(self, adapter: Adapter, module: str) -> tuple[Tensor, Tensor]:
         a, b = adapter.read(module)
-        stored, shard = self.modules[module], self._shard_of(module)
-        if stored.cut == COLS:
-            a = a[:, shard.slice(a.shape[1], f"columns of {module}")]
-        elif stored.cut == ROWS:
-            b = b[shard.slice(b.shape[0], f"rows of {module}")]
-        elif stored.cut == VOCAB:
-            b = b[shard.padded_slice(b.shape[0])]
-            short = self._local(module)[0] - b.shape[0]
+        stored = self.modules[module]
+        rows, cols = self._shards.part(stored)
+        a, b = a[:, cols], b[rows]
+        if short := self._local(module)[0] - b.shape[0]:  # of a vocabulary
             b = torch.cat((b, b.new_zeros(short, b.shape[1])))
-        order = paired_rows(self._config, module, b.shape[0])
+        order = paired_rows(self._config, stored, b.shape[0])
         if order is not None:
             b = b[order]
         cast = a.to(self._dtype), b.to(self._dtype)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.sites import INDEXER, TREE, VERIFY
-from ds_runtime.model.indexer import Indexer, Selection
+from ds_runtime.description.sites import TREE, VERIFY
+from ds_runtime.model.indexer import Indexer, LayerStep
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contracts.linear import Groups
     from ds_runtime.weights.loader import Loader
 
-AT = "self_attn"
+AT = structure.ATTENTION
 LATENT_EPS = 1e-6  # of the two inner norms; published modelling code ignores rms_norm_eps there
 
 
@@ -31,28 +32,21 @@ class Inputs:
     x; keys = wk x where the layer has an indexer.
     """
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, load: Loader, node: structure.AttentionNode) -> None:
         self.norm: RmsNormLayer | None = None
-        if config.q_lora:
-            weight = load.vector(layer, f"{AT}.q_a_layernorm")
-            self.norm = RmsNormLayer(load.ops(layer, AT), weight, LATENT_EPS)
-            self.up = load.linear(layer, f"{AT}.q_b_proj")
-        self.fused = load.bound.has("rms_norm_quantize", layer, AT)
-        first = f"{AT}.q_a_proj" if config.q_lora else f"{AT}.q_proj"
-        latent = f"{AT}.kv_a_proj_with_mqa"
-        query = config.q_lora or config.heads // load.heads.size * config.qk_head
-        keys = f"{INDEXER}.wk"
+        if node.up is not None and node.norm is not None:
+            ops = load.ops(node.layer, AT)
+            self.norm = RmsNormLayer(ops, load.vector(node.norm), LATENT_EPS)
+            self.up = load.linear(node.up)
+        self.fused = load.bound.has("rms_norm_quantize", node.layer, AT)
+        products = load.inputs(node)
+        self.makes_keys = node.indexer is not None and node.indexer.keys not in products
         self.joined: LinearLayer | None = None
-        self.makes_keys = config.has_indexer(layer) and not load.bound.has("linear", layer, keys)
-        if self.makes_keys:
-            assert config.indexing is not None
-            self.widths: tuple[int, ...] = (query, config.indexing.dim, config.latent)
-            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", (first, keys, latent))
-        elif load.bound.has("linear", layer, f"{AT}.qkv_a_proj"):
-            self.widths = (query, config.latent)
-            self.joined = load.linear(layer, f"{AT}.qkv_a_proj", (first, latent))
+        if node.query in products:
+            self.query, self.latent = load.linear(node.query), load.linear(node.latent)
         else:
-            self.query, self.latent = load.linear(layer, first), load.linear(layer, latent)
+            self.widths = tuple(s.local(load.shards.ranks)[0] for s in products[0].parts)
+            self.joined = load.linear(products[0])
 
     def quantizes(self, rows: int, adapters: Tensor | None) -> Groups | None:
         """How that many rows may come as codes, if they may."""
@@ -112,17 +106,19 @@ class Attention:
 
     DECODE: ClassVar[str] = "mla_decode"  # the op whose kernels attend the cache
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: structure.AttentionNode) -> None:
+        layer = node.layer
         self.ops = load.ops(layer, AT)
         self.comm = load.head_comm
-        self.inputs = Inputs(config, load, layer)
-        self.kv_norm = load.vector(layer, f"{AT}.kv_a_layernorm")
-        self.kv_b = load.absorb(layer, f"{AT}.kv_b_proj")
-        self.o_proj = load.linear(layer, f"{AT}.o_proj")
-        self.fused = load.mla_inputs(layer, AT, LATENT_EPS)
+        self.inputs = Inputs(load, node)
+        self.kv_norm = load.vector(node.latent_norm)
+        self.kv_b = load.absorb(node.kv_b)
+        self.o_proj = load.linear(node.output)
+        self.fused = load.mla_inputs(node, LATENT_EPS)
         self.indexer: Indexer | None = None
-        if config.has_indexer(layer):
-            self.indexer = Indexer(config, load, layer, self.inputs.makes_keys)
+        if node.indexer is not None:
+            made = self.inputs.makes_keys
+            self.indexer = Indexer(config, load, layer, node.indexer, made)
         self.sparse = config.indexing is not None
         if not self.sparse:
             self.decode = self._kernel(load, layer, AT)
@@ -131,7 +127,7 @@ class Attention:
             self.tree = self._kernel(load, layer, TREE)
         has_trees = load.bound.has("cache_move", layer, TREE)
         self.move = load.ops(layer, TREE).cache_move if has_trees else None
-        self.heads = config.heads // load.heads.size
+        self.heads = config.heads // load.shards.heads.size
         self.nope, self.qk_head, self.kv_lora = config.qk_nope, config.qk_head, config.kv_lora
         self.v_head = config.v_head
         self.quantises = load.bound.has("mha_prefill_quantize", layer, AT)
@@ -159,32 +155,22 @@ class Attention:
             return None
         return self.inputs.quantizes(rows, batch.adapters)
 
-    def __call__(
-        self,
-        x: Tensor | Codes,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        index_cache: Tensor | None = None,
-        selection: Selection | None = None,
-    ) -> Tensor:
-        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first.
-
-        selection: of this step, where attention is sparse; index_cache: where this layer indexes.
-        """
+    def __call__(self, x: Tensor | Codes, step: LayerStep) -> Tensor:
+        """[T, hidden] → [T, hidden]. Writes every row's latent and key to the cache first."""
+        batch = step.batch
         if isinstance(x, Tensor) and x.shape[0] == 0:  # other ranks have sequences
             return x
         if self.fused is not None and batch.prefill is None:
             assert isinstance(x, Tensor), "see `quantizes`"
-            absorbed, query = self.fused(x, batch.positions, cos_sin, cache, batch.slots)
-            self._index(x, query, None, batch, index_cache, cos_sin, selection)
-            out = self._decode(absorbed, batch, cache, selection, batch.adapters)
+            rest = batch.positions, step.cos_sin, step.cache, batch.slots
+            absorbed, query = self.fused(x, *rest)
+            self._index(x, query, None, step)
+            out = self._decode(absorbed, step, batch.adapters)
             return self.output(out.flatten(1), batch.adapters)
-        projected = self.project(x, batch, cache, cos_sin)
+        projected = self.project(x, step)
         if (codes := self._quantised(projected, batch)) is not None:
             return self.comm.all_reduce(self.o_proj(codes))
-        out = self.attend(projected, batch, cache, cos_sin, index_cache, selection)
-        return self.output(out.flatten(1), batch.adapters)
+        return self.output(self.attend(projected, step).flatten(1), batch.adapters)
 
     def _quantised(self, projected: Projected, batch: Batch) -> Codes | None:
         """What `attend` gives, as the last projection multiplies it; None where it does not so, or
@@ -202,95 +188,53 @@ class Attention:
         attend = self.ops.mha_prefill_quantize
         return Codes(*attend(*parts, part.q_segs, self.scale, *groups))
 
-    def project(
-        self,
-        x: Tensor | Codes,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        ahead: bool = False,
-    ) -> Projected:
+    def project(self, x: Tensor | Codes, step: LayerStep, ahead: bool = False) -> Projected:
         """What every row is for itself: [T, hidden] → its query, and its latent in the cache.
 
         ahead: and its keys and values of all heads, unless attention is sparse.
         """
-        q, kv, query, keys = self.inputs(x, batch.adapters)
+        q, kv, query, keys = self.inputs(x, step.batch.adapters)
         q = q.view(-1, self.heads, self.qk_head)
-        made = self._cached(q, kv, batch, cache, cos_sin, ahead and not self.sparse)
+        made = self._cached(q, kv, step, ahead and not self.sparse)
         if self.indexer is None:
             return made
         assert isinstance(x, Tensor), "see `quantizes`"
         return made._replace(x=x, query=query, keys=keys)
 
-    def _cached(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        ahead: bool,
-    ) -> Projected:
+    def _cached(self, q: Tensor, kv: Tensor, step: LayerStep, ahead: bool) -> Projected:
         """q [T, heads, nope + rope] and kv [T, kv_lora + rope], once the cache holds their rows.
         ahead: with keys and values.
         """
-        q_rope, latent, k_rope = self.ops.mla_prologue(
-            q,
-            kv,
-            self.kv_norm,
-            LATENT_EPS,
-            batch.positions,
-            cos_sin,
-            cache,
-            batch.slots,
-        )
+        batch, norm = step.batch, (self.kv_norm, LATENT_EPS)
+        rest = batch.positions, step.cos_sin, step.cache, batch.slots
+        q_rope, latent, k_rope = self.ops.mla_prologue(q, kv, *norm, *rest)
         if not ahead:
             return Projected(q, q_rope, latent, k_rope)
         k, v = self.kv_b.expand(latent, batch.adapters)
         return Projected(q, q_rope, latent, k_rope, k=k, v=v)
 
-    def attend(
-        self,
-        projected: Projected,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        index_cache: Tensor | None = None,
-        selection: Selection | None = None,
-    ) -> Tensor:
+    def attend(self, projected: Projected, step: LayerStep) -> Tensor:
         """What rows are for each other: [T, heads, v]."""
         if projected.x is not None:
             assert projected.query is not None
-            x, query, keys = projected.x, projected.query, projected.keys
-            self._index(x, query, keys, batch, index_cache, cos_sin, selection)
-        return self._attend(projected, batch, cache, selection)
+            self._index(projected.x, projected.query, projected.keys, step)
+        return self._attend(projected, step)
 
     def output(self, attended: Tensor, adapters: Tensor | None) -> Tensor:
         """[T, heads · v] → [T, hidden], summed over the ranks that divide the heads."""
         return self.comm.all_reduce(self.o_proj(attended, adapters))
 
-    def _index(
-        self,
-        x: Tensor,
-        query: Tensor,
-        keys: Tensor | None,
-        batch: Batch,
-        index_cache: Tensor | None,
-        cos_sin: Tensor,
-        selection: Selection | None,
-    ) -> None:
+    def _index(self, x: Tensor, query: Tensor, keys: Tensor | None, step: LayerStep) -> None:
         """Choose the tokens to attend, in a layer that does."""
         if self.indexer is not None:
-            assert selection is not None and index_cache is not None
-            self.indexer(x, query, keys, batch, index_cache, cos_sin, selection)
+            self.indexer(x, query, keys, step)
 
-    def _attend(
-        self, projected: Projected, batch: Batch, cache: Tensor, selection: Selection | None
-    ) -> Tensor:
+    def _attend(self, projected: Projected, step: LayerStep) -> Tensor:
         """Decode and prefill rows, each their own way: [T, heads, v]."""
         q, q_rope = projected.q, projected.q_rope
+        batch, cache, selection = step.batch, step.cache, step.selection
         if batch.prefill is None:
-            return self._decode_rows(q, q_rope, batch, cache, selection, batch.adapters)
+            return self._decode_rows(q, q_rope, step, batch.adapters)
         n, adapters = batch.num_decode, batch.adapters
         first, rest = (None, None) if adapters is None else (adapters[:n], adapters[n:])
         if selection is not None and (part := selection.prefill) is not None:
@@ -304,37 +248,24 @@ class Attention:
             out = self._prefill(behind, batch.prefill, cache, rest)
         if not n:
             return out
-        decoded = self._decode_rows(q[:n], q_rope[:n], batch, cache, selection, first)
+        decoded = self._decode_rows(q[:n], q_rope[:n], step, first)
         return torch.cat((decoded, out))
 
     def _decode_rows(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        selection: Selection | None,
-        adapters: Tensor | None,
+        self, q: Tensor, q_rope: Tensor, step: LayerStep, adapters: Tensor | None
     ) -> Tensor:
         """Decode rows over the cache: q [n, heads, nope + rope], q_rope its part, rotated → [n,
         heads, v].
         """
-        absorbed = self._absorbed(q, q_rope, adapters)
-        return self._decode(absorbed, batch, cache, selection, adapters)
+        return self._decode(self._absorbed(q, q_rope, adapters), step, adapters)
 
     def _absorbed(self, q: Tensor, q_rope: Tensor, adapters: Tensor | None) -> Tensor:
         """[n, heads, nope + rope] → [n, heads, kv_lora + rope]: queries of the latent space."""
         return self.kv_b.apply_q(q.narrow(2, 0, self.nope), q_rope, adapters)
 
-    def _decode(
-        self,
-        absorbed: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        selection: Selection | None,
-        adapters: Tensor | None,
-    ) -> Tensor:
+    def _decode(self, absorbed: Tensor, step: LayerStep, adapters: Tensor | None) -> Tensor:
         """[n, heads, kv_lora + rope] → [n, heads, v]."""
+        batch, cache, selection = step.batch, step.cache, step.selection
         if selection is None:
             assert batch.decode is not None
             kernel, key = self.kernel_for(batch.decode)

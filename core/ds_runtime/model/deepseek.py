@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.attention import Attention, Projected
 from ds_runtime.model.expanded import ExpandedAttention
-from ds_runtime.model.indexer import Selection
+from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
@@ -27,30 +28,27 @@ if TYPE_CHECKING:
 class DecoderLayer:
     """x += attention(norm(x)); x += mlp(norm(x)), with the sum carried as `residual`."""
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: structure.BlockNode) -> None:
+        layer = node.layer
         ops = load.ops(layer, "block")
-        self.input_norm = RmsNormLayer(ops, load.vector(layer, "input_layernorm"), config.eps)
+        self.input_norm = RmsNormLayer(ops, load.vector(node.norm), config.eps)
         attention = ExpandedAttention if config.expanded else Attention
-        self.attention = attention(config, load, layer)
+        self.attention = attention(config, load, node.attention)
         self.quantises = load.bound.has("rms_norm_quantize", layer, "block")
         self.adds_and_quantises = load.bound.has("add_rms_norm_quantize", layer, "block")
-        self.mlp_norm = RmsNormLayer(
-            ops, load.vector(layer, "post_attention_layernorm"), config.eps
-        )
+        self.mlp_norm = RmsNormLayer(ops, load.vector(node.mlp_norm), config.eps)
         self.mlp: DenseMlp | MoeMlp = (
-            MoeMlp(config, load, layer) if config.is_moe(layer) else DenseMlp(load, layer)
+            MoeMlp(config, load, node.mlp)
+            if isinstance(node.mlp, structure.MoeNode)
+            else DenseMlp(load, node.mlp)
         )
 
     def __call__(
         self,
         x: Tensor,
         residual: Tensor | None,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
+        step: LayerStep,
         rows: Tensor | None = None,
-        index_cache: Tensor | None = None,
-        selection: Selection | None = None,
         tail: Spread | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(mlp output, residual before it), both [T, hidden]; the next norm adds them.
@@ -58,8 +56,9 @@ class DecoderLayer:
         rows: the only ones that are wanted; all are still written to the cache. tail: how these lie
         on the ranks, if the batch says so of its own.
         """
+        batch = step.batch
         normed, residual = self.enter(x, residual, batch)
-        attended = self.attention(normed, batch, cache, cos_sin, index_cache, selection)
+        attended = self.attention(normed, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
             if not rows.shape[0] and tail is None:
@@ -101,13 +100,12 @@ class Moves(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One layer's attention between two pieces of a forward. index_cache: where it indexes."""
+    """One layer's attention between two pieces of a forward."""
 
     block: DecoderLayer
     projected: Projected
     residual: Tensor
-    cache: Tensor
-    index_cache: Tensor | None
+    step: LayerStep
 
     def each(self, made: Callable[[Tensor], Tensor]) -> Cut:
         """The same of every tensor that the piece before it made."""
@@ -126,12 +124,15 @@ class DeepSeekModel:
         self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
         self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
-        self.embed = load.embedding()
-        self.blocks = [DecoderLayer(config, load, layer) for layer in range(config.layers)]
-        self._running: Sequence[int] = range(config.layers)
-        self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(-1, "norm"), config.eps)
-        self.lm_head = load.head()
-        self.draft_head = load.draft_head() or self.lm_head
+        node = load.tree
+        assert isinstance(node, structure.ModelTree) and node.embedding and node.norm and node.head
+        self.embed = load.embedding(node.embedding)
+        self.blocks = [DecoderLayer(config, load, block) for block in node.blocks]
+        self._running: Sequence[int] = range(len(self.blocks))
+        self._indexers = [n for n, b in enumerate(self.blocks) if b.attention.indexer is not None]
+        self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(node.norm), config.eps)
+        self.lm_head = load.head(node.head)
+        self.draft_head = load.draft_head(node.head) or self.lm_head
         self.lora = load.lora
         self.packed_bytes = load.held_bytes + self.cos_sin.nbytes  # all weights, as they are held
         if load.lora is not None:
@@ -149,9 +150,8 @@ class DeepSeekModel:
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
         few = None if every else self.few(batch)
-        for layer, block, cache, index in self._layers(caches):
-            rows = few if layer == self.config.layers - 1 else None
-            x, residual = block(x, residual, batch, cache, self.cos_sin, rows, index, selection)
+        for block, step in self._layers(caches, batch, selection):
+            x, residual = block(x, residual, step, few if block is self.blocks[-1] else None)
         assert residual is not None, "a model has at least one layer"
         if every or few is not None:
             return self.norm.add(x, residual)[0]
@@ -172,13 +172,13 @@ class DeepSeekModel:
             self._running = before
 
     def _layers(
-        self, caches: Sequence[Tensor]
-    ) -> Iterator[tuple[int, DecoderLayer, Tensor, Tensor | None]]:
-        """Each layer that runs: its number, itself, its cache, and its index cache or None."""
-        indexers = filter(self.config.has_indexer, range(self.config.layers))
-        indexed = dict(zip(indexers, caches[len(self.blocks) :], strict=False))
+        self, caches: Sequence[Tensor], batch: Batch, selection: Selection | None = None
+    ) -> Iterator[tuple[DecoderLayer, LayerStep]]:
+        """Each layer that runs, and what it sees of a step."""
+        indexed = dict(zip(self._indexers, caches[len(self.blocks) :], strict=False))
         for layer in self._running:
-            yield layer, self.blocks[layer], caches[layer], indexed.get(layer)
+            own = caches[layer], self.cos_sin, indexed.get(layer)
+            yield self.blocks[layer], LayerStep(batch, *own, selection)
 
     def few(self, batch: Batch) -> Tensor | None:
         """The logit rows, if these are all that the last layer has to compute behind its attention:
@@ -207,10 +207,10 @@ class DeepSeekModel:
         Returns the final hidden states [T, hidden]. batch: without a spread.
         """
         x, residual = self.embedded(batch.input_ids, batch), None
-        for _, block, cache, index in self._layers(caches):
+        for block, step in self._layers(caches, batch):
             normed, residual = block.enter(x, residual, batch)
-            projected = block.attention.project(normed, batch, cache, self.cos_sin, ahead=True)
-            yield Cut(block, projected, residual, cache, index)
+            projected = block.attention.project(normed, step, ahead=True)
+            yield Cut(block, projected, residual, step)
             out = block.attention.output(attended, batch.adapters)
             x, residual = block.leave(out, residual, batch)
         assert residual is not None, "a model has at least one layer"
@@ -222,9 +222,8 @@ class DeepSeekModel:
         """
         n = batch.num_tokens
         projected = cut.projected.each(lambda t: t[:n])
-        attended = cut.block.attention.attend(
-            projected, batch, cut.cache, self.cos_sin, cut.index_cache, selection
-        )
+        step = cut.step._replace(batch=batch, selection=selection)
+        attended = cut.block.attention.attend(projected, step)
         out.copy_(attended.flatten(1))
 
     def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor:
@@ -250,18 +249,18 @@ class DeepSeekModel:
         computed them, with all its rows.
         """
         index_keys = iter(batch.index_keys)
-        for _, block, cache, index in self._layers(caches):
+        for block, step in self._layers(caches, batch):
             attention = block.attention
             assert attention.move is not None, "steps with trees were not planned"
-            attention.move(cache, moves.sources, moves.targets)
-            if index is not None:
+            attention.move(step.cache, moves.sources, moves.targets)
+            if step.index_cache is not None:
                 assert attention.indexer is not None
                 rows = moves.rows.flatten()
                 attention.indexer.cache_keys(
                     next(index_keys)[rows],
                     batch.positions[rows],
                     torch.where(moves.sources < 0, -1, moves.targets).flatten(),
-                    index,
+                    step.index_cache,
                     self.cos_sin,
                 )
 

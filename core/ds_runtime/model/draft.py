@@ -1,6 +1,6 @@
 """The draft layer (MTP, NextN): from a token and the hidden state before it to the next one's.
 
-x = eh_proj([enorm(embedding) ; hnorm(hidden)]), one ordinary block, then a norm of its own. Its
+x = join([norm(embedding) ; norm(hidden)]), one ordinary block, then a norm of its own. Its
 result is what the model's head takes, and what it takes itself in place of the model's hidden
 state when it drafts the token after. Source: DeepSeek-V3 technical report, arXiv 2412.19437, 2.2.
 """
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ds_runtime.description.structure import DraftTree
 from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
-from ds_runtime.model.indexer import Selection
+from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
@@ -27,14 +28,15 @@ class DraftModel:
     """One rank's part of the draft layer; embedding, head and rotation are those of `model`."""
 
     def __init__(self, model: DeepSeekModel, load: Loader) -> None:
-        config, layer = model.config, model.config.layers
-        ops = load.ops(layer, "nextn")
+        config, node = model.config, load.tree
+        assert isinstance(node, DraftTree)
+        ops = load.ops(node.block.layer, "nextn")
         self.model = model
-        self.embedding_norm = RmsNormLayer(ops, load.vector(layer, "enorm"), config.eps)
-        self.hidden_norm = RmsNormLayer(ops, load.vector(layer, "hnorm"), config.eps)
-        self.join = load.linear(layer, "eh_proj")
-        self.block = DecoderLayer(config, load, layer)
-        self.norm = RmsNormLayer(ops, load.vector(layer, "shared_head.norm"), config.eps)
+        self.embedding_norm = RmsNormLayer(ops, load.vector(node.embedding_norm), config.eps)
+        self.hidden_norm = RmsNormLayer(ops, load.vector(node.hidden_norm), config.eps)
+        self.join = load.linear(node.join)
+        self.block = DecoderLayer(config, load, node.block)
+        self.norm = RmsNormLayer(ops, load.vector(node.norm), config.eps)
         attention = self.block.attention
         # Of its steps of one token per sequence, and of several continuations. Sparse attention
         # has no state.
@@ -75,9 +77,8 @@ class DraftModel:
         if (indexing := model.config.indexing) is not None:
             index = caches[1]
             selection = Selection.of(batch, indexing.top_k, model.captured, model.page_size)
-        x, residual = self.block(
-            self.join(both), None, batch, caches[0], model.cos_sin, rows, index, selection, tail
-        )
+        step = LayerStep(batch, caches[0], model.cos_sin, index, selection)
+        x, residual = self.block(self.join(both), None, step, rows, tail)
         normed, _ = self.norm.add(x, residual)
         return normed
 

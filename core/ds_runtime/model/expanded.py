@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.model.attention import LATENT_EPS, Attention, Projected
-from ds_runtime.model.indexer import Selection
-from ds_runtime.ops.batch import Batch, PrefixChunk
+from ds_runtime.model.indexer import LayerStep
+from ds_runtime.ops.batch import PrefixChunk
 
 
 class ExpandedAttention(Attention):
@@ -17,36 +17,22 @@ class ExpandedAttention(Attention):
 
     DECODE = "mha_decode"
 
-    def _cached(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        ahead: bool,
-    ) -> Projected:
-        ops = self.ops
+    def _cached(self, q: Tensor, kv: Tensor, step: LayerStep, ahead: bool) -> Projected:
+        ops, batch = self.ops, step.batch
         latent = ops.rms_norm(kv[:, : self.kv_lora], self.kv_norm, LATENT_EPS)
         rotated = q[..., self.nope :], kv[:, self.kv_lora :]
-        q_rope, k_rope = ops.rope(*rotated, batch.positions, cos_sin)
+        q_rope, k_rope = ops.rope(*rotated, batch.positions, step.cos_sin)
         k, v = self.kv_b.expand(latent, batch.adapters)
-        ops.cache_write(cache, torch.cat((k, v), -1).flatten(1), k_rope, batch.slots)
+        ops.cache_write(step.cache, torch.cat((k, v), -1).flatten(1), k_rope, batch.slots)
         return Projected(q, q_rope, latent, k_rope, k=k, v=v)
 
     def _decode_rows(
-        self,
-        q: Tensor,
-        q_rope: Tensor,
-        batch: Batch,
-        cache: Tensor,
-        selection: Selection | None,
-        adapters: Tensor | None,
+        self, q: Tensor, q_rope: Tensor, step: LayerStep, adapters: Tensor | None
     ) -> Tensor:
+        batch, nope = step.batch, q.narrow(2, 0, self.nope)
         assert batch.decode is not None
         kernel, key = self.kernel_for(batch.decode)
-        nope = q.narrow(2, 0, self.nope)
-        attended: Tensor = kernel.run(batch.states[key], nope, q_rope, cache, self.scale)
+        attended: Tensor = kernel.run(batch.states[key], nope, q_rope, step.cache, self.scale)
         return attended
 
     def _prefix(

@@ -8,13 +8,15 @@ Every rank has the whole indexer: equal inputs give equal choices, and no exchan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.sites import INDEXER, INDEXER_TREE
+from ds_runtime.description.sites import INDEXER_TREE
+from ds_runtime.description.structure import INDEXER
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, PrefillPart
 from ds_runtime.ops.contracts.sparse import scored_rows
 
@@ -123,6 +125,17 @@ class Selection:
         return made
 
 
+class LayerStep(NamedTuple):
+    """What one layer sees of a step. cache: in the bound KV layout; index_cache: in the index
+    layout, where the layer has an indexer. selection: where attention is sparse."""
+
+    batch: Batch
+    cache: Tensor
+    cos_sin: Tensor
+    index_cache: Tensor | None = None
+    selection: Selection | None = None
+
+
 def _decode_owners(part: DecodePart) -> Tensor:
     device, counts = part.page_table.device, part.q_lens
     if len(set(counts)) <= 1:  # computed on the device, so that it can be captured
@@ -152,44 +165,41 @@ class Indexer:
     """One layer's indexer. keys_come: index keys are always handed over with the step's rows."""
 
     def __init__(
-        self, config: ModelConfig, load: Loader, layer: int, keys_come: bool = False
+        self,
+        config: ModelConfig,
+        load: Loader,
+        layer: int,
+        node: structure.IndexerNode,
+        keys_come: bool = False,
     ) -> None:
         assert config.indexing is not None
         self.ops = load.ops(layer, INDEXER)
-        self.wq_b = load.linear(layer, f"{INDEXER}.wq_b")
-        self.wk = None if keys_come else load.linear(layer, f"{INDEXER}.wk")
-        self.norm = load.wide(layer, f"{INDEXER}.k_norm")
-        self.norm_bias = load.wide(layer, f"{INDEXER}.k_norm.bias")
+        self.query = load.linear(node.query)
+        self.keys = None if keys_come else load.linear(node.keys)
+        self.norm, self.norm_bias = load.wide(node.norm), load.wide(node.bias)
         self.heads, self.dim = config.indexing.heads, config.indexing.dim
         self.top_k, self.interleaved = config.indexing.top_k, config.indexing.interleaved
-        weights = load.wide(layer, f"{INDEXER}.weights_proj")  # [heads, hidden]
+        weights = load.wide(node.weights)  # [heads, hidden]
         self.weights = weights * (self.heads * self.dim) ** -0.5
         base = load.bound.base
         self.page_size, self.coded = base.page_size, base.index_dtype != base.dtype
         has_trees = load.bound.has("index_scores", layer, INDEXER_TREE)
         self.trees = load.ops(layer, INDEXER_TREE) if has_trees else None
 
-    def __call__(
-        self,
-        x: Tensor,
-        query: Tensor,
-        keys: Tensor | None,
-        batch: Batch,
-        cache: Tensor,
-        cos_sin: Tensor,
-        selection: Selection,
-    ) -> None:
-        """Cache the keys of x [T, hidden] and choose slots for the parts of `selection`.
+    def __call__(self, x: Tensor, query: Tensor, keys: Tensor | None, step: LayerStep) -> None:
+        """Cache the keys of x [T, hidden] and choose slots for the parts of the step's selection.
 
-        query: the normed query latent, [T, q_lora]. keys: wk x [T, dim], if it is there.
+        query: the normed query latent, [T, q_lora]. keys: those of x [T, dim], if it is there.
         """
+        batch, cache, selection = step.batch, step.index_cache, step.selection
+        assert selection is not None and cache is not None
         parts = [p for p in (selection.decode, selection.prefill) if p is not None]
         wanted = any(p.scored for p in parts)
         heads = self.heads if wanted else 0
-        q = self.wq_b(query, batch.adapters) if wanted else x.new_empty(x.shape[0], 0)
+        q = self.query(query, batch.adapters) if wanted else x.new_empty(x.shape[0], 0)
         if keys is None:
-            assert self.wk is not None, "keys were to be handed over"
-            keys = self.wk(x, batch.adapters)
+            assert self.keys is not None, "keys were to be handed over"
+            keys = self.keys(x, batch.adapters)
         if selection.decode is not None and selection.decode.window is not None:
             batch.index_keys.append(keys.contiguous())  # not a part of what else was projected
         q, scale = self.ops.index_prologue(
@@ -199,7 +209,7 @@ class Indexer:
             self.norm_bias,
             NORM_EPS,
             batch.positions,
-            cos_sin,
+            step.cos_sin,
             self.interleaved,
             cache,
             batch.slots,

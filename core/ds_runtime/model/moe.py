@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ds_runtime.description import structure
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
@@ -21,12 +22,11 @@ if TYPE_CHECKING:
 class SwiGlu:
     """down(silu(gate x) · up x) on one rank's width; the sum over ranks is the caller's."""
 
-    def __init__(self, load: Loader, layer: int, module: str) -> None:
-        self.ops = load.ops(layer, module)
-        parts = (f"{module}.gate_proj", f"{module}.up_proj")
-        self.gate_up = load.linear(layer, f"{module}.gate_up_proj", parts)
-        self.down = load.linear(layer, f"{module}.down_proj")
-        self.fused = load.bound.has("silu_mul_quantize", layer, module)
+    def __init__(self, load: Loader, node: structure.SwiGluNode) -> None:
+        self.ops = load.ops(node.layer, node.module)
+        self.gate_up = load.linear(node.gate_up)
+        self.down = load.linear(node.down)
+        self.fused = load.bound.has("silu_mul_quantize", node.layer, node.module)
 
     def __call__(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """[T, hidden] → [T, hidden]; adapters [T] as in Batch."""
@@ -40,8 +40,8 @@ class SwiGlu:
 class DenseMlp:
     """The MLP of the first layers."""
 
-    def __init__(self, load: Loader, layer: int) -> None:
-        self.mlp = SwiGlu(load, layer, "mlp")
+    def __init__(self, load: Loader, node: structure.SwiGluNode) -> None:
+        self.mlp = SwiGlu(load, node)
         self.comm = load.comm
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
@@ -55,20 +55,18 @@ class MoeMlp:
     the routed experts that every token takes.
     """
 
-    def __init__(self, config: ModelConfig, load: Loader, layer: int) -> None:
+    def __init__(self, config: ModelConfig, load: Loader, node: structure.MoeNode) -> None:
         assert config.routing is not None
-        self.ops = load.ops(layer, "mlp")
+        self.ops = load.ops(node.layer, structure.MLP)
         self.comm = load.comm
-        self.router = load.wide(layer, "mlp.gate")
-        self.bias: Tensor | None = None
-        if config.routing.method == "noaux_tc":
-            self.bias = load.wide(layer, "mlp.gate.e_score_correction_bias")
-        self.experts = load.experts(layer)
-        slots = load.shared_slots(layer)
+        self.router = load.wide(node.router)
+        self.bias = None if node.correction is None else load.wide(node.correction)
+        self.experts = load.experts(node)
+        slots = load.shared_slots(node)
         self.routing = replace(config.routing, shared=slots)
         self.shared: SwiGlu | None = None
-        if config.shared_experts and not slots:
-            self.shared = SwiGlu(load, layer, "mlp.shared_experts")
+        if node.shared is not None and not slots:
+            self.shared = SwiGlu(load, node.shared)
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.description.config import ModelConfig, Yarn
+from ds_runtime.description.structure import Stored
 
 
 def cos_sin_table(
@@ -63,14 +64,12 @@ def _ramp(yarn: Yarn, dim: int, theta: float) -> Tensor:
     return ((steps - low) / (high - low)).clamp(0, 1)
 
 
-def paired_rows(config: ModelConfig, module: str, rows: int) -> Tensor | None:
+def paired_rows(config: ModelConfig, stored: Stored, rows: int) -> Tensor | None:
     """The checkpoint's row for each row of a rank's weight, where its rotated dims are not stored
-    as pairs, but as all first halves before all second ones; None for any other module.
+    as pairs, but as all first halves before all second ones; None for any other weight.
     """
-    name = module.rpartition(".")[2]
-    if config.rope_interleave or name not in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+    if config.rope_interleave or not (head := stored.rotated):
         return None
-    head = config.latent if name == "kv_a_proj_with_mqa" else config.qk_head
     plain, half = head - config.qk_rope, config.qk_rope // 2
     pairs = plain + torch.arange(config.qk_rope).view(2, half).T.reshape(-1)
     order = torch.cat((torch.arange(plain), pairs))  # new row → old row, within a head

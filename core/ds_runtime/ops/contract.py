@@ -142,7 +142,8 @@ class Site:
 
     captured: False outside the model's forward pass, which is what is captured. count: weights of
     this shape that the place owns. stored: the format of the weight in the checkpoint, where it is
-    converted to `weight_format` while it is loaded.
+    converted to `weight_format` while it is loaded. weights: names in the model of what the place
+    is made from, one as often as all of it is read. values: how many numbers it holds of these.
     """
 
     op: str
@@ -155,6 +156,8 @@ class Site:
     captured: bool = True
     count: int = 1
     stored: str = ""
+    weights: tuple[str, ...] = field(default=(), compare=False)
+    values: int = field(default=0, compare=False)
 
     @property
     def is_captured(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ds_runtime.description.structure import Axis, Ranks, Stored, padded
 from ds_runtime.errors import ConfigError
 
 Range: TypeAlias = slice  # inside the class, `slice` is the method
@@ -34,5 +35,39 @@ class Shard:
 
     def padded_slice(self, n: int) -> Range:
         """This rank's part when every rank holds ⌈n / size⌉ places and the last ones stay empty."""
-        part = -(-n // self.size)
+        part = padded(n, self.size)
         return Range(min(n, self.rank * part), min(n, (self.rank + 1) * part))
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """One rank among those that divide FFNs and the vocabulary, and those that divide heads."""
+
+    width: Shard
+    heads: Shard
+
+    @property
+    def ranks(self) -> Ranks:
+        """How many ranks there are of each."""
+        return Ranks(self.width.size, self.heads.size)
+
+    def of(self, cut: Axis | None) -> Shard:
+        """The share of what is cut so."""
+        return self.heads if cut is not None and cut.over == "heads" else self.width
+
+    def part(self, stored: Stored, piece: int = 0, pieces: int = 1) -> tuple[Range, Range]:
+        """This rank's rows and columns of a matrix.
+
+        piece: of the `pieces` equal ones, along what ranks divide, that the matrix is taken as.
+        Raises ConfigError where ranks do not divide it.
+        """
+        found = [slice(0, n) for n in stored.shape]
+        if (cut := stored.cut) is not None:
+            shard, size = self.of(cut), stored.shape[cut.dim] // pieces
+            if cut.over == "vocab":
+                share = shard.padded_slice(size)
+            else:
+                share = shard.slice(size, f"{('rows', 'columns')[cut.dim]} of {stored.name}")
+            found[cut.dim] = slice(piece * size + share.start, piece * size + share.stop)
+        rows, cols = found
+        return rows, cols

@@ -7,16 +7,23 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import CACHE_SCALES, Stored
+from ds_runtime.description.structure import (
+    ATTENTION,
+    CACHE_SCALES,
+    HEAD,
+    INDEXER,
+    JOIN,
+    Stored,
+)
 from ds_runtime.errors import CheckpointError, shown
 from ds_runtime.ops.contract import DENSE
 from ds_runtime.weights.layouts import FLOATS
-from ds_runtime.weights.quant import Place, Quant, wrong_components, wrong_plain
+from ds_runtime.weights.quant import Place, Quant, wrong_components
 
 _SHOWN = 4
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\.")
-_DRAFT = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # only a layer that drafts has it
+_INDEXER = re.compile(rf"model\.layers\.(\d+)\.{re.escape(INDEXER)}\.")
+_DRAFT = re.compile(rf"model\.layers\.(\d+)\.{JOIN}\.")  # only a layer that drafts has it
 
 
 def check_checkpoint(
@@ -54,7 +61,7 @@ def check_checkpoint(
     if extra:
         behind, hint = f"model.layers.{config.layers}.", ""
         if config.mtp_layers and not within and all(n.startswith(behind) for n in extra):
-            hint = f"; were they a draft layer, {behind}eh_proj.weight would be there, too"
+            hint = f"; were they a draft layer, {behind}{JOIN}.weight would be there, too"
         raise CheckpointError(
             f"{checkpoint.folder}: {_some(extra)} not expected; config.json and "
             f"its quantization_config describe another model than these weights{hint}"
@@ -89,7 +96,7 @@ def _chooses(lacking: Mapping[str, str], checkpoint: Checkpoint) -> str:
     whole = not any(n.startswith(f"{at}indexer.") for at in found for n in checkpoint.names)
     if not whole or not all(_INDEXER.match(m) for m in lacking):
         return ""
-    if "model.layers.0.self_attn." in found:  # nobody chose before
+    if f"model.layers.0.{ATTENTION}." in found:  # nobody chose before
         return ""
     return (
         f". If {_layers(found)} attended what an earlier one chose, indexer_types, "
@@ -154,7 +161,7 @@ def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
     draft layers behind the last."""
     if ignorable(name) or _shares(name, config):
         return True
-    if config.tie_embeddings and name == "lm_head.weight":
+    if config.tie_embeddings and name == f"{HEAD}.weight":
         return True
     layer = _LAYER.match(name)
     return layer is not None and layer[1] in drafts and int(layer[1]) >= config.layers
@@ -162,9 +169,8 @@ def _ignorable(name: str, config: ModelConfig, drafts: set[str]) -> bool:
 
 def _wrong(checkpoint: Checkpoint, quant: Quant, stored: Stored, place: Place) -> list[str]:
     """Complaints about the components of one module, where their shapes are known."""
-    if not stored.format:
-        return wrong_plain(checkpoint, stored.shape, place)
-    said = wrong_components(checkpoint, quant.encoding(stored.module), place)
+    shape = None if stored.format else stored.shape
+    said = wrong_components(checkpoint, quant.encoding_of(stored), place, shape)
     stacked = checkpoint.entry(place.names[0]).shape
     if not said and place.index is not None and place.index >= stacked[0]:
         said.append(f"{place.names[0]}: {stacked[0]} experts found, more expected")

@@ -20,11 +20,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import DTYPES, Checkpoint, StoredTensor
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import Stored
+from ds_runtime.description.structure import Stored
 from ds_runtime.errors import UnsupportedError
-from ds_runtime.ops.contract import DENSE, Encoding
+from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.weights.layouts import expected
 from ds_runtime.weights.quant import Quant
@@ -35,7 +36,8 @@ _UNEVEN = math.sqrt((1 + 0.25) / 2)  # root mean square of scales of which half 
 _BASE = {"e4m3": 60.0, "int8": 40.0, "int4": 2.2, "e2m1": 2.0}  # standard deviation of codes
 _E2M1 = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the values 0, 0.5, 1, 1.5, 2, 3, 4, 6
 _ACTIVATION = {"e4m3": 2.0**-5, "int8": 2.0**-3, "int4": 2.0**-5, "e2m1": 2.0**-7}  # static scales
-_CORRECTION = 0.002  # of routers' biases: wider ones would leave some experts idle
+# Of biases; those of routers would leave some experts idle if they were wider.
+_BARE = {"bias": 0.05, "correction": 0.002}
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -114,18 +116,17 @@ def _tensors(
 ) -> Iterator[tuple[str, RandomTensor, tuple[int, ...]]]:
     """(name, content, shape) of one module's tensors."""
     module, shape = stored.module, stored.shape
-    if module.endswith(("e_score_correction_bias", "k_norm.bias")):
-        std = 0.05 if module.endswith("k_norm.bias") else _CORRECTION
-        yield module, RandomTensor("normal", "F32", std), shape
+    if stored.bare:
+        yield module, RandomTensor("normal", "F32", _BARE[stored.kind]), shape
         return
-    encoding = quant.encoding(module) if stored.format else DENSE
+    encoding = quant.encoding_of(stored)
     wanted = expected(encoding, shape)
     if wanted is None or encoding.layout == "blocks":
         raise UnsupportedError(
             f"--load-format dummy: {module} is stored as {encoding.layout!r}, which only its "
             "loader can make; give a config.json with another quantization_config, or none"
         )
-    contents = _contents(config, encoding, module, shape)
+    contents = _contents(config, encoding, stored)
     names = Quant.named(module, encoding)
     for component, want in wanted.items():
         if component not in encoding.optional:
@@ -134,11 +135,10 @@ def _tensors(
             yield names[component], replace(content, dtype=dtype), want.shapes[0]
 
 
-def _contents(
-    config: ModelConfig, encoding: Encoding, module: str, shape: tuple[int, ...]
-) -> dict[str, RandomTensor]:
+def _contents(config: ModelConfig, encoding: Encoding, stored: Stored) -> dict[str, RandomTensor]:
     """Component → content. dtype "": the first that the layout may have."""
-    std, dtype = _std(config, module, shape), _NAMES[config.dtype]
+    shape = stored.shape
+    std, dtype = _std(config, stored), _NAMES[config.dtype]
     if encoding.format == "dense":
         return {"weight": RandomTensor("norm" if len(shape) == 1 else "normal", dtype, std)}
     kind = _codes(encoding)
@@ -167,14 +167,14 @@ def _contents(
     return found
 
 
-def _std(config: ModelConfig, module: str, shape: tuple[int, ...]) -> float:
+def _std(config: ModelConfig, stored: Stored) -> float:
     """The standard deviation of decoded weights: a Linear keeps the size of its input."""
     head = math.sqrt(max(1.0, 2 * (math.log(config.vocab_size) - _ENTROPY)))
-    if module.endswith("embed_tokens"):
+    if stored.kind == "embedding":
         return head / math.sqrt(config.hidden) if config.tie_embeddings else 1.0
-    if module == "lm_head":
+    if stored.kind == "head":
         return head / math.sqrt(config.hidden)
-    return 1 / math.sqrt(shape[-1])
+    return 1 / math.sqrt(stored.shape[-1])
 
 
 def _codes(encoding: Encoding) -> str:

@@ -15,7 +15,7 @@ through groups, blocks, bytes and words.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_runtime.checkpoint.gguf.blocks import BLOCKS
 from ds_runtime.checkpoint.staging import shares_memory
-from ds_runtime.errors import CheckpointError, UnsupportedError
+from ds_runtime.errors import CheckpointError
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.formats import FORMATS
@@ -167,11 +167,10 @@ class _Part:
     def scalar(self, component: str) -> Tensor:
         """A stored number as [1] float32; CheckpointError unless it is positive and finite."""
         value = self.here(component).to(torch.float32).reshape(1)
-        files = self.request.checkpoint
-        if float(value) <= 0 or not bool(files.is_good(value).all()):
+        nan = self.request.checkpoint.nan
+        if float(value) <= 0 or not bool(nan.is_good(value).all()):
             raise CheckpointError(
-                f"{self.at(component)}: is {float(value)}, expected a positive number; "
-                f"{files.remedy}"
+                f"{self.at(component)}: is {float(value)}, expected a positive number; {nan.remedy}"
             )
         return self.sent(1 / value if self.encoding.divides else value)
 
@@ -196,8 +195,8 @@ class _Part:
 
     def check(self, scale: Tensor) -> None:
         """CheckpointError if one of a scale grid of the host's is no number."""
-        files = self.request.checkpoint
-        good = files.is_good(decode_scale(scale, torch.float32))
+        nan = self.request.checkpoint.nan
+        good = nan.is_good(decode_scale(scale, torch.float32))
         if not bool(good.all()):
             row, col = (~good).nonzero()[0].tolist()
             said = scale[row, col]
@@ -206,7 +205,7 @@ class _Part:
             means = " (no number)" if one_byte else ""
             raise CheckpointError(
                 f"{self.at('scale')}: scale [{row}, {col}] of the part read is {value}{means}, "
-                f"expected a finite number; {files.remedy}"
+                f"expected a finite number; {nan.remedy}"
             )
 
     def made(self, tensors: dict[str, Tensor]) -> WeightPart:
@@ -366,58 +365,6 @@ LAYOUTS: Mapping[str, Callable[[_Part], WeightPart]] = {
     "gptq": _gptq,
     "gptq_v2": _gptq,
 }
-
-
-def with_order(part: WeightPart, rows: Tensor) -> WeightPart:
-    """The part with its rows in another order: new row → old row.
-
-    UnsupportedError where rows would leave the block whose scale they share with others.
-    """
-    rows = rows.to(part.tensors["weight"].device)
-    tensors = {**part.tensors, "weight": _rows_of(part.tensors["weight"], rows)}
-    if part.block is not None and part.block[0] == 1:
-        grids = {"scale", "zero"} & part.tensors.keys()
-        tensors |= {name: _rows_of(part.tensors[name], rows) for name in grids}
-    elif part.block is not None:
-        height, first = part.block[0], part.offset[0]
-        places = torch.arange(len(rows), device=rows.device)
-        if not torch.equal((rows + first) // height, (places + first) // height):
-            raise UnsupportedError(
-                f"config.json: rope_interleave false with {part.format} weights is not supported "
-                f"where rotated rows lie in two blocks of {height} rows, as those of {part.name}; "
-                "convert the checkpoint to bfloat16"
-            )
-    return replace(part, tensors=tensors)
-
-
-def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
-    """These rows, by their bytes: not every dtype can be indexed."""
-    return tensor.contiguous().view(torch.uint8)[rows].view(tensor.dtype)
-
-
-def with_rows(part: WeightPart, rows: int) -> WeightPart:
-    """The part with rows of zeros below, so that it has so many."""
-    if part.shape[0] == rows:
-        return part
-    tensors = {**part.tensors, "weight": _below(part.tensors["weight"], rows, 0)}
-    block = part.block
-    if block is not None:
-        whole = not FORMATS[part.format].block[0]
-        block = (max(block[0], rows), block[1]) if whole else block
-        grid = -(-(rows + part.offset[0]) // block[0])
-        tensors["scale"] = _below(part.tensors["scale"], grid, 1)
-        if "zero" in tensors:
-            tensors["zero"] = _below(part.tensors["zero"], grid, 0)
-    return replace(part, shape=(rows, part.shape[1]), tensors=tensors, block=block)
-
-
-def _below(tensor: Tensor, rows: int, value: int) -> Tensor:
-    """Rows of one value below, by their bytes: not every dtype can be joined."""
-    more = torch.full((rows - tensor.shape[0], tensor.shape[1]), value, device=tensor.device)
-    if value and tensor.dtype == torch.uint8:
-        more += 126  # the exponent byte of 1
-    added = more.to(torch.float32).to(tensor.dtype)
-    return torch.cat((tensor.view(torch.uint8), added.view(torch.uint8))).view(tensor.dtype)
 
 
 def read_layout(request: PartRequest) -> WeightPart:

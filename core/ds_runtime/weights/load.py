@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from ds_runtime.assembly.estimate import (
@@ -17,8 +18,8 @@ from ds_runtime.assembly.estimate import (
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.common.progress import Progress, amount
-from ds_runtime.description.manifest import stored_modules
-from ds_runtime.description.nextn import NextN, nextn_modules
+from ds_runtime.description.nextn import NextN
+from ds_runtime.description.structure import by_name, draft_of, model_of
 from ds_runtime.errors import ConfigError
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
@@ -46,53 +47,56 @@ def load_model(
     Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
     the packed weights would not fit, both before any weight is read.
     """
-    config = assembly.model
-    quant, lora = quant_of(assembly), assembly.lora
-    checkpoint = _opened(assembly, quant)
-    dtype = torch_dtype(assembly.config.dtype)
-    try:
-        alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
-        load = Loader(config, quant, checkpoint, bound, comm, device, dtype, lora, head_comm=alone)
+    with _loader(assembly, bound, comm, device) as load:
         check_memory(assembly, comm, device)
-        unread = (*assembly.left_over(), unread_indexers(checkpoint, config))
+        unread = (*assembly.left_over(), unread_indexers(load.checkpoint, assembly.model))
         for said in filter(None, unread) if progress else ():
             print(f"warning: {said}", file=sys.stderr, flush=True)
-        with (
-            closing(load),
-            Progress("loading weights", load.total_bytes(), enabled=progress) as bar,
-        ):
-            checkpoint.on_read = bar.advance
-            made = DeepSeekModel(config, load, positions_of(assembly))
-            checkpoint.finish()
-            return made
-    finally:
-        checkpoint.close()
+        with _shown(load, "loading weights", progress):
+            return DeepSeekModel(assembly.model, load, positions_of(assembly))
 
 
 def load_draft(
     assembly: Assembly, model: DeepSeekModel, bound: BoundOps, device: Any, progress: bool = False
 ) -> DraftModel | None:
     """The draft layer behind `model`, if the assembly has one. CheckpointError as in load_model."""
-    nextn = assembly.nextn
-    if nextn is None:
+    if assembly.nextn is None:
         return None
-    quant = quant_of(assembly, nextn)
+    with (
+        _loader(assembly, bound, model.comm, device, assembly.nextn) as load,
+        _shown(load, "loading the draft layer", progress),
+    ):
+        return DraftModel(model, load)
+
+
+@contextmanager
+def _loader(
+    assembly: Assembly,
+    bound: BoundOps,
+    comm: Communicator,
+    device: Any,
+    nextn: NextN | None = None,
+) -> Iterator[Loader]:
+    """What reads the model, or its draft layer, from its checkpoint, which is open within."""
+    quant, lora = quant_of(assembly, nextn), None if nextn else assembly.lora
     checkpoint = _opened(assembly, quant, nextn)
-    dtype = torch_dtype(assembly.config.dtype)
+    alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
+    own = (bound, comm, device, torch_dtype(assembly.config.dtype))
     try:
-        alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
-        own = (bound, model.comm, device, dtype)
-        load = Loader(model.config, quant, checkpoint, *own, nextn=nextn, head_comm=alone)
-        with (
-            closing(load),
-            Progress("loading the draft layer", load.total_bytes(), enabled=progress) as bar,
-        ):
-            checkpoint.on_read = bar.advance
-            made = DraftModel(model, load)
-            checkpoint.finish()
-            return made
+        load = Loader(assembly.model, quant, checkpoint, *own, lora, nextn, head_comm=alone)
+        with closing(load):
+            yield load
     finally:
         checkpoint.close()
+
+
+@contextmanager
+def _shown(load: Loader, what: str, progress: bool) -> Iterator[None]:
+    """Within, a bar shows what is read; CheckpointError at the end for NaN on the device."""
+    with Progress(what, load.total_bytes(), enabled=progress) as bar:
+        load.checkpoint.on_read = bar.advance
+        yield
+        load.checkpoint.finish()
 
 
 def quant_of(assembly: Assembly, nextn: NextN | None = None) -> Quant:
@@ -108,11 +112,9 @@ def _opened(assembly: Assembly, quant: Quant, nextn: NextN | None = None) -> Che
     folder = assembly.folder if nextn is None else nextn.folder
     if assembly.config.load_format != "dummy":
         return Checkpoint(folder, allow_nan=assembly.config.allow_nan_weights)
-    if nextn is None:
-        modules = stored_modules(assembly.model, quant.format_of)
-    else:
-        modules = nextn_modules(assembly.model, nextn, quant.format_of)
-    return DummyCheckpoint(folder, assembly.model, quant, modules.values())
+    model, of = assembly.model, quant.format_of
+    tree = model_of(model, of) if nextn is None else draft_of(model, nextn.layer, of)
+    return DummyCheckpoint(folder, model, quant, by_name(tree).values())
 
 
 def check_memory(assembly: Assembly, comm: Communicator, device: Any) -> None:

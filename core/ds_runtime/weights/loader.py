@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -15,30 +16,39 @@ from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.staging import shares_memory
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import (
-    COLS,
-    ROWS,
-    VOCAB,
+from ds_runtime.description.nextn import NextN
+from ds_runtime.description.sites import DRAFT_HEAD, INPUTS
+from ds_runtime.description.structure import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    JOINED_INPUTS,
+    SHARED,
+    AttentionNode,
+    DraftTree,
+    LinearNode,
+    ModelTree,
+    MoeNode,
     Stored,
     adaptable_modules,
-    is_attention,
-    stored_modules,
+    by_name,
+    draft_of,
+    model_of,
 )
-from ds_runtime.description.nextn import HEAD, SHARED, NextN, nextn_modules
-from ds_runtime.description.sites import INPUTS, MLA_INPUTS, vocab_rows
 from ds_runtime.lora.experts import AdaptedExperts
 from ds_runtime.lora.slots import Delta, LoraSlots
 from ds_runtime.model.layers import Absorb, Embedding, ExpertsLayer, LinearLayer, MlaInputsLayer
 from ds_runtime.model.rope import paired_rows
 from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.contract import Site
 from ds_runtime.ops.reference.matrices.rounding import convert_part
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
-from ds_runtime.parallel.layout import Shard
+from ds_runtime.parallel.layout import Shard, Shards
 from ds_runtime.platform.contract import Communicator
 from ds_runtime.weights.check import check_checkpoint
-from ds_runtime.weights.layouts import with_order, with_rows
 from ds_runtime.weights.quant import PartRequest, Place, Quant
+from ds_runtime.weights.rows import with_order, with_rows
 
 _Layer = TypeVar("_Layer", LinearLayer, Absorb, MlaInputsLayer, ExpertsLayer)
 _AHEAD = 6  # experts that are read side by side before they are asked for
@@ -48,10 +58,9 @@ _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any
 class Loader:
     """What model classes build themselves from: bound ops, the communicator, packed weights.
 
-    Modules are named as in the checkpoint, below `model.layers.N.`. Construction checks every
-    tensor's name, shape and dtype; nothing is read before a layer asks. nextn: load the draft
-    layer, from that checkpoint. head_comm: of the ranks that divide the heads of attention
-    (default: all).
+    Construction checks every tensor's name, shape and dtype; nothing is read before a layer asks.
+    Weights are those of `tree`, which describes the model, or with `nextn` the draft layer of that
+    checkpoint. head_comm: of the ranks that divide the heads of attention (default: all).
     """
 
     def __init__(
@@ -75,34 +84,40 @@ class Loader:
         self.device = device
         self.dtype = dtype
         self.head_comm = head_comm or comm
-        self.shard = Shard(comm.rank, comm.size)
-        self.heads = Shard(self.head_comm.rank, self.head_comm.size)
+        others = self.head_comm
+        self.shards = Shards(Shard(comm.rank, comm.size), Shard(others.rank, others.size))
         self.lora: LoraSlots | None = None
         if lora is not None:
             modules = adaptable_modules(config)
-            self.lora = LoraSlots(lora, config, modules, self.shard_of, device, dtype)
+            self.lora = LoraSlots(lora, config, modules, self.shards, device, dtype)
         self.readers: ThreadPoolExecutor | None = None  # where the device computes beside the host
         if not shares_memory(device):
             self.readers = ThreadPoolExecutor(_AHEAD, "experts", self._reads)
         self.held_bytes = 0  # of all that was made so far: packed weights and plain tensors
-        self.modules: Mapping[str, Stored]
+        self.tree: ModelTree | DraftTree
         within, shared = "", tuple[str, ...]()
         if nextn is None:
-            self.modules = stored_modules(config, quant.format_of)
+            self.tree = model_of(config, quant.format_of)
         else:
-            self.modules = nextn_modules(config, nextn, quant.format_of)
+            self.tree = draft_of(config, nextn.layer, quant.format_of)
             within, shared = f"model.layers.{nextn.layer}.", SHARED
+        self.modules: Mapping[str, Stored] = by_name(self.tree)
         self.places: Mapping[str, Place] = check_checkpoint(
             checkpoint, config, quant, self.modules, within, shared
         )
-
-    def shard_of(self, module: str) -> Shard:
-        """Which share of a Linear that is cut this rank holds."""
-        return self.heads if is_attention(module) else self.shard
+        if isinstance(self.tree, ModelTree) and self.tree.head is not None:
+            (head,) = self.tree.head.parts  # where it is tied, it lies where the embedding does
+            self.modules = {**self.modules, head.name: head}
+            self.places = {**self.places, head.name: self.places[head.module]}
+        self._sites: Mapping[tuple[str, int, str], Site] = {
+            key: site
+            for site, _ in bound.binding.choices
+            if bound.has(*(key := (site.op, site.layer, site.module)))
+        }
 
     def _reads(self) -> None:
         """At the beginning of one of the readers."""
-        self.checkpoint.undivided()
+        self.checkpoint.files.undivided()
         if (index := torch.device(self.device).index) is not None:
             torch.accelerator.set_device_index(index)
 
@@ -121,38 +136,21 @@ class Loader:
         Of a weight cut by columns every rank reads all: a row's columns are not worth a seek.
         """
         total = 0
+        reads = Counter(name for site in self._sites.values() for name in site.weights)
         for name, stored in self.modules.items():
-            place = self.places[name]
+            place, cut = self.places[name], stored.cut
             share = stored.shape[0] / place.shape[0]  # gate and up may lie in one tensor
+            parts = self.shards.of(cut).size if cut is not None and cut.dim == 0 else 1
             for tensor in place.names:
                 entry = self.checkpoint.entry(tensor)
                 stack = entry.shape[0] if place.index is not None else 1
                 size = entry.nbytes * share / stack
-                reads = self._reads_of(name)
-                parts = self.shard_of(name).size if stored.cut in (ROWS, VOCAB) else 1
-                total += int(reads * size / parts)
+                total += int(max(1, reads[name]) * size / parts)
         return total
 
-    def _reads_of(self, module: str) -> int:
-        """How often a weight is read: twice where two packed ones are made of it (a tied embedding,
-        inputs that have a fused form), and whole for each slot of it that is cut by columns.
-        """
-        heads = 1 + self.bound.has("linear", self.config.layers, HEAD)
-        if module == "model.embed_tokens":
-            return 1 + heads * self.config.tie_embeddings
-        if module == "lm_head":
-            return heads
-        at, _, name = module.rpartition(".")
-        parts = at.split(".")
-        if module.endswith("mlp.shared_experts.down_proj"):
-            return max(1, self.shared_slots(int(parts[2])))
-        if name not in MLA_INPUTS or len(parts) != 4:
-            return 1
-        return 1 + self.bound.has("mla_inputs", int(parts[2]), INPUTS)
-
-    def _read(self, module: str, rows: slice | None = None) -> Tensor:
+    def _read(self, stored: Stored, rows: slice | None = None) -> Tensor:
         """A plain tensor, or rows of it, on the device."""
-        (name,) = self.places[module].names
+        (name,) = self.places[stored.name].names
         return self.checkpoint.read(name, rows, device=self.device)
 
     def _held(self, tensor: Tensor) -> Tensor:
@@ -165,92 +163,84 @@ class Loader:
         self.held_bytes += layer.packed.nbytes
         return layer
 
-    def vector(self, layer: int, name: str) -> Tensor:
-        """A norm weight in the compute dtype: [n]; layer −1 outside the layers."""
-        at = f"model.layers.{layer}.{name}" if layer >= 0 else f"model.{name}"
-        return self._held(self._read(at).to(self.dtype))
+    def vector(self, stored: Stored) -> Tensor:
+        """A norm weight in the compute dtype: [n]."""
+        return self._held(self._read(stored).to(self.dtype))
 
-    def wide(self, layer: int, name: str) -> Tensor:
+    def wide(self, stored: Stored) -> Tensor:
         """A plain tensor in float32: routers, their biases, what the indexer does not pack."""
-        weight = self._read(f"model.layers.{layer}.{name}")
-        return self._held(weight.to(torch.float32))
+        return self._held(self._read(stored).to(torch.float32))
 
-    def embedding(self) -> Embedding:
+    def embedding(self, stored: Stored) -> Embedding:
         """This rank's rows of the vocabulary, in the compute dtype."""
-        rows = self.shard.padded_slice(self.config.vocab_size)
-        table = self._held(self._read("model.embed_tokens", rows).to(self.dtype))
-        return Embedding(self.ops(-1, "embed_tokens"), table, rows.start)
+        rows, _ = self.shards.part(stored)
+        table = self._held(self._read(stored, rows).to(self.dtype))
+        return Embedding(self.ops(-1, EMBEDDING), table, rows.start)
 
-    def head(self) -> LinearLayer:
+    def head(self, head: LinearNode) -> LinearLayer:
         """This rank's rows of the head, filled up with zero rows so that all ranks have as many."""
-        facts = self.bound.facts("linear", -1, "lm_head")
-        rows = self.shard.padded_slice(self.config.vocab_size)
-        part = with_rows(self._head_rows(rows), vocab_rows(self.config, self.shard.size))
+        facts = self.bound.facts("linear", -1, HEAD)
+        rows, _ = self.shards.part(head.parts[0])
+        part = with_rows(self._head_rows(head, rows), head.shape(self.shards.ranks)[0])
         part = convert_part(part, facts.weight_format, self.dtype)
-        kernel = self.ops(-1, "lm_head").linear
-        return self._packed(
-            LinearLayer(kernel, Weight((part,)), facts, self._deltas(-1, "lm_head"))
-        )
+        kernel = self.ops(-1, HEAD).linear
+        return self._packed(LinearLayer(kernel, Weight((part,)), facts, self._deltas(head)))
 
-    def draft_head(self) -> LinearLayer | None:
+    def draft_head(self, head: LinearNode) -> LinearLayer | None:
         """The copy of the head that drafts are drawn by, if one is bound; without adapters."""
         layer = self.config.layers
-        if not self.bound.has("linear", layer, HEAD):
+        if not self.bound.has("linear", layer, DRAFT_HEAD):
             return None
-        facts = self.bound.facts("linear", layer, HEAD)
-        rows = self.shard.padded_slice(self.config.vocab_size)
-        left, parts = vocab_rows(self.config, self.shard.size), list[WeightPart]()
+        facts = self.bound.facts("linear", layer, DRAFT_HEAD)
+        rows, _ = self.shards.part(head.parts[0])
+        left, parts = head.shape(self.shards.ranks)[0], list[WeightPart]()
         while left:  # rounding takes several times the bytes
             count = min(_ROUNDED, left)
             own = slice(rows.start, min(rows.start + count, rows.stop))
-            part = with_rows(self._head_rows(own), count)
+            part = with_rows(self._head_rows(head, own), count)
             parts.append(convert_part(part, facts.weight_format, self.dtype))
             left, rows = left - count, slice(own.stop, rows.stop)
-        kernel = self.ops(layer, HEAD).linear
+        kernel = self.ops(layer, DRAFT_HEAD).linear
         return self._packed(LinearLayer(kernel, Weight(tuple(parts)), facts))
 
-    def _head_rows(self, rows: slice) -> WeightPart:
+    def _head_rows(self, head: LinearNode, rows: slice) -> WeightPart:
         """Rows of the head, on the device, as the checkpoint has them."""
-        if not self.config.tie_embeddings:
-            return self._cut("lm_head", rows, slice(0, self.config.hidden))
-        values = self._read("model.embed_tokens", rows)
-        shape = (values.shape[0], self.config.hidden)
-        return WeightPart("lm_head", "dense", shape, {"weight": values})
+        (stored,) = head.parts
+        if stored.kind == "head":
+            return self._cut(stored, rows, slice(0, stored.shape[1]))
+        values = self._read(stored, rows)
+        return WeightPart(HEAD, "dense", (values.shape[0], stored.shape[1]), {"weight": values})
 
-    def part(self, module: str, target: str, piece: int = 0, pieces: int = 1) -> WeightPart:
+    def part(self, stored: Stored, target: str, piece: int = 0, pieces: int = 1) -> WeightPart:
         """This rank's part of one Linear, on the device, in the format that it is packed from.
 
         piece: of the `pieces` equal ones, along what ranks divide, that the Linear is taken as.
         """
-        stored, shard = self.modules[module], self.shard_of(module)
-        rows, cols = (slice(0, n) for n in stored.shape)
-        if stored.cut == ROWS:
-            rows = _share(shard, stored.shape[0], piece, pieces, f"rows of {module}")
-        elif stored.cut == COLS:
-            cols = _share(shard, stored.shape[1], piece, pieces, f"columns of {module}")
-        assert stored.cut != VOCAB
-        part = self._interleaved(self._cut(module, rows, cols))
+        part = self._cut(stored, *self.shards.part(stored, piece, pieces))
+        # Rows of rotated dims may be stored as all first halves before all second ones.
+        order = paired_rows(self.config, stored, part.shape[0])
+        part = part if order is None else with_order(part, order)
         return convert_part(part, target, self.dtype)
 
-    def whole(self, modules: Sequence[str]) -> AbstractContextManager[None]:
+    def whole(self, linears: Iterable[Stored]) -> AbstractContextManager[None]:
         """Within, this thread reads all of these Linears: in few reads, where this rank needs all
         and the device computes beside the host."""
-        places = [self.places[module] for module in modules]
+        places = [self.places[stored.name] for stored in linears]
         stacked = any(place.index is not None for place in places)
-        if self.shard.size > 1 or stacked or shares_memory(self.device):
+        if self.comm.size > 1 or stacked or shares_memory(self.device):
             return nullcontext()
         names = [name for place in places for name in place.names]
         return self.checkpoint.together(names, self.device)
 
-    def _cut(self, module: str, rows: slice, cols: slice) -> WeightPart:
+    def _cut(self, stored: Stored, rows: slice, cols: slice) -> WeightPart:
         """These rows and columns of one Linear, on the device, as the checkpoint has them."""
-        quant, name = self.quant, self.modules[module].module
+        quant, name = self.quant, stored.module
         request = PartRequest(
             self.checkpoint,
             quant.quantization,
             name,
             quant.encoding(name),
-            self.places[module],
+            self.places[stored.name],
             rows,
             cols,
             self.device,
@@ -259,87 +249,73 @@ class Loader:
         tensors = {name: t.to(self.device) for name, t in part.tensors.items()}
         return replace(part, tensors=tensors)
 
-    def weight(self, layer: int, modules: Sequence[str], target: str) -> Weight:
-        """The parts of several Linears, one below the other."""
-        return Weight(tuple(self.part(f"model.layers.{layer}.{m}", target) for m in modules))
+    def weight(self, linear: LinearNode, target: str) -> Weight:
+        """The parts of a product, one below the other."""
+        return Weight(tuple(self.part(stored, target) for stored in linear.parts))
 
-    def linear(
-        self, layer: int, module: str, parts: Sequence[str] = (), site: str | None = None
-    ) -> LinearLayer:
-        """A packed Linear; `parts` are the checkpoint's modules if it joins several.
-
-        site: the place that its ops are bound at, where it is one of many.
-        """
-        at, parts = site or module, parts or (module,)
-        kernel = self.ops(layer, at).linear
-        facts = self.bound.facts("linear", layer, at)
-        deltas = self._deltas(layer, at, parts)
-        return self._packed(
-            LinearLayer(kernel, self.weight(layer, parts, facts.weight_format), facts, deltas)
+    def inputs(self, attention: AttentionNode) -> tuple[LinearNode, ...]:
+        """The products of hidden states in a layer's attention, joined as they are bound."""
+        site = self._sites.get(("linear", attention.layer, JOINED_INPUTS))
+        if site is None:
+            return attention.inputs
+        both = LinearNode(
+            site.layer, site.module, tuple(map(self.modules.__getitem__, site.weights))
         )
+        return (both, *(p for p in attention.inputs if p.parts[0] not in both.parts))
 
-    def _deltas(self, layer: int, site: str, parts: Sequence[str] = ()) -> tuple[Delta, ...]:
-        """What adapters add to the Linear at a site, if any may."""
+    def linear(self, linear: LinearNode) -> LinearLayer:
+        """A product, packed."""
+        at = (linear.layer, linear.module)
+        kernel, facts = self.ops(*at).linear, self.bound.facts("linear", *at)
+        weight = self.weight(linear, facts.weight_format)
+        return self._packed(LinearLayer(kernel, weight, facts, self._deltas(linear)))
+
+    def _deltas(self, linear: LinearNode) -> tuple[Delta, ...]:
+        """What adapters add to a product, if any may."""
         if self.lora is None:
             return ()
-        names = [f"model.layers.{layer}.{part}" for part in parts] or [site]
-        return self.lora.deltas(self.ops(layer, site).lora_delta, names)
+        op = self.ops(linear.layer, linear.module).lora_delta
+        return self.lora.deltas(op, [stored.name for stored in linear.parts])
 
-    def mla_inputs(self, layer: int, at: str, eps: float) -> MlaInputsLayer | None:
+    def mla_inputs(self, attention: AttentionNode, eps: float) -> MlaInputsLayer | None:
         """All before attention in one kernel, from its own copy of the weights, if one is bound."""
+        layer = attention.layer
         if not self.bound.has("mla_inputs", layer, INPUTS):
             return None
         facts = self.bound.facts("mla_inputs", layer, INPUTS)
-        q_a, q_b, kv_a, kv_b = (
-            self.weight(layer, (f"{at}.{n}",), facts.weight_format) for n in MLA_INPUTS
-        )
-        q_norm, kv_norm = (self.vector(layer, f"{at}.{n}_a_layernorm") for n in ("q", "kv"))
+        assert attention.up is not None and attention.norm is not None
+        products = (attention.query, attention.up, attention.latent, attention.kv_b)
+        q_a, q_b, kv_a, kv_b = (self.weight(p, facts.weight_format) for p in products)
+        q_norm, kv_norm = self.vector(attention.norm), self.vector(attention.latent_norm)
         weights = MlaWeights(q_a, q_b, kv_a, kv_b, q_norm, kv_norm)
         kernel = self.ops(layer, INPUTS).mla_inputs
         return self._packed(MlaInputsLayer(kernel, weights, facts, eps))
 
-    def absorb(self, layer: int, module: str) -> Absorb:
-        """kv_b_proj, packed for expansion and absorption."""
-        kernel = self.ops(layer, module).mla_absorb
-        facts = self.bound.facts("mla_absorb", layer, module)
-        weight = self.weight(layer, (module,), facts.weight_format)
+    def absorb(self, linear: LinearNode) -> Absorb:
+        """kv_b, packed for expansion and absorption."""
+        at = (linear.layer, linear.module)
+        kernel, facts = self.ops(*at).mla_absorb, self.bound.facts("mla_absorb", *at)
+        weight = self.weight(linear, facts.weight_format)
         delta = None
         if self.lora is not None:
-            op = self.ops(layer, module).lora_delta
-            delta = self.lora.absorb(op, f"model.layers.{layer}.{module}")
+            delta = self.lora.absorb(self.ops(*at).lora_delta, linear.parts[0].name)
         return self._packed(Absorb(kernel, weight, facts, delta))
 
-    def shared_slots(self, layer: int) -> int:
+    def shared_slots(self, moe: MoeNode) -> int:
         """How many slots behind the routed experts of a layer hold its shared experts."""
-        if not self.bound.has("experts", layer, "mlp.experts"):
+        if not self.bound.has("experts", moe.layer, EXPERTS):
             return 0
-        return self.bound.facts("experts", layer, "mlp.experts").shape[0] - self.config.experts
+        return self.bound.facts("experts", moe.layer, EXPERTS).shape[0] - len(moe.experts)
 
-    def experts(self, layer: int) -> ExpertsLayer | AdaptedExperts:
+    def experts(self, moe: MoeNode) -> ExpertsLayer | AdaptedExperts:
         """The routed experts of a layer, and the shared ones where they are slots behind them."""
-        if self.bound.has("linear", layer, "mlp.experts.down_proj"):
-            return self._adapted_experts(layer)
-        kernel = self.ops(layer, "mlp.experts").experts
-        facts = self.bound.facts("experts", layer, "mlp.experts")
-        return self._packed(
-            ExpertsLayer(kernel, LayerExperts(self, layer, facts.weight_format), facts)
-        )
-
-    def _adapted_experts(self, layer: int) -> AdaptedExperts:
-        """The routed experts of a layer, one by one."""
-        at, gate_up, down = "mlp.experts", [], []
-        for e in range(self.config.experts):
-            parts = (f"{at}.{e}.gate_proj", f"{at}.{e}.up_proj")
-            gate_up.append(self.linear(layer, f"{at}.{e}", parts, f"{at}.gate_up_proj"))
-            down.append(self.linear(layer, f"{at}.{e}.down_proj", site=f"{at}.down_proj"))
-        return AdaptedExperts(self.ops(layer, at), gate_up, down)
-
-    def _interleaved(self, part: WeightPart) -> WeightPart:
-        """Rows of rotated dims reordered from (all first halves, all second halves) to pairs."""
-        rows = paired_rows(self.config, part.name, part.shape[0])
-        if rows is None:
-            return part
-        return with_order(part, rows)
+        at = (moe.layer, EXPERTS)
+        if not self.bound.has("experts", *at):  # they are products of their own
+            pairs = [(self.linear(e.gate_up), self.linear(e.down)) for e in moe.experts]
+            return AdaptedExperts(self.ops(*at), *zip(*pairs, strict=True))
+        kernel, facts = self.ops(*at).experts, self.bound.facts("experts", *at)
+        source = LayerExperts(self, moe, facts.weight_format)
+        return self._packed(ExpertsLayer(kernel, source, facts))
 
 
 class LayerExperts:
@@ -348,14 +324,12 @@ class LayerExperts:
     Where the device computes beside the host, the next ones are read while one is packed.
     """
 
-    def __init__(self, loader: Loader, layer: int, target: str) -> None:
-        config = loader.config
-        self.slots = loader.shared_slots(layer)
-        self.num_experts = config.experts + self.slots
-        self.hidden = config.hidden
-        self.intermediate = config.moe_intermediate // loader.shard.size
-        self._at = f"model.layers.{layer}.mlp"
+    def __init__(self, loader: Loader, moe: MoeNode, target: str) -> None:
+        self.slots = loader.shared_slots(moe)
+        self.num_experts = len(moe.experts) + self.slots
+        self.intermediate, self.hidden = moe.experts[0].parts[0].local(loader.shards.ranks)
         self.format = target
+        self._moe = moe
         self._loader = loader
         self._coming: dict[int, Future[tuple[Weight, Weight, Weight]]] = {}
 
@@ -371,21 +345,15 @@ class LayerExperts:
         return self._coming.pop(index).result()
 
     def _read(self, index: int) -> tuple[Weight, Weight, Weight]:
-        routed = self.num_experts - self.slots
-        at, piece, pieces = f"{self._at}.experts.{index}", 0, 1
-        if index >= routed:
-            at, piece, pieces = f"{self._at}.shared_experts", index - routed, self.slots
-        modules = [f"{at}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-        with self._loader.whole(modules) if pieces == 1 else nullcontext():
+        routed, mlp, piece, pieces = self._moe.experts, self._moe.shared, 0, 1
+        if index < len(routed):
+            mlp = routed[index]
+        else:
+            piece, pieces = index - len(routed), self.slots
+        assert mlp is not None
+        with self._loader.whole(mlp.parts) if pieces == 1 else nullcontext():
             gate, up, down = (
-                Weight((self._loader.part(module, self.format, piece, pieces),))
-                for module in modules
+                Weight((self._loader.part(stored, self.format, piece, pieces),))
+                for stored in mlp.parts
             )
         return gate, up, down
-
-
-def _share(shard: Shard, size: int, piece: int, pieces: int, what: str) -> slice:
-    """A rank's share of one of the equal pieces of `size`."""
-    width = size // pieces
-    share = shard.slice(width, what)
-    return slice(piece * width + share.start, piece * width + share.stop)

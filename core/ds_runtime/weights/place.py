@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import Checkpoint, StoredTensor
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import StoredTensor
 from ds_runtime.ops.contract import Encoding
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_runtime.checkpoint.gguf.blocks import BLOCKS
 from ds_runtime.checkpoint.shards import Checkpoint
-from ds_runtime.description.manifest import Stored
+from ds_runtime.description.structure import Stored
 from ds_runtime.errors import CheckpointError, blaming
 from ds_runtime.ops.contract import DENSE, Encoding, QuantLoader, load_attr
 from ds_runtime.ops.weight import WeightPart
@@ -58,25 +58,25 @@ class Quant:
         """The weight format of one Linear in the checkpoint."""
         return self.encoding(module).format
 
+    def encoding_of(self, stored: Stored) -> Encoding:
+        """How the checkpoint stores a weight."""
+        return self.encoding(stored.module) if stored.format else DENSE
+
     def place(self, checkpoint: Checkpoint, stored: Stored) -> Place:
         """The tensors that hold `stored`, whether or not they exist; optional ones if they do."""
-        encoding = self.encoding(stored.module) if stored.format else DENSE
+        encoding = self.encoding_of(stored)
         rows, cols = (*stored.shape, 1)[:2]
-        if stored.module.endswith(("e_score_correction_bias", "k_norm.bias")):
+        if stored.bare:
             return Place({"weight": stored.module}, (rows, cols))
-        if stored.expert is not None:
-            layer, index = stored.expert
-            name = stored.module.rpartition(".")[2]
-            fused = "down_proj" if name == "down_proj" else "gate_up_proj"
-            base = f"model.layers.{layer}.mlp.experts.{fused}"
+        if (stack := stored.stack) is not None:
             stacked = {
-                c: base + n.removeprefix("weight")
+                c: stack.module + n.removeprefix("weight")
                 for c, n in encoding.tensors.items()
                 if c not in encoding.optional  # static scales of activations: they go by expert
             }
             if stacked["weight"] in checkpoint:
-                total = rows if fused == "down_proj" else 2 * rows
-                return Place(stacked, (total, cols), index, rows if name == "up_proj" else 0)
+                shape = (stack.parts * rows, cols)
+                return Place(stacked, shape, stack.number, stack.part * rows)
         tensors = {
             component: name
             for component, name in self.named(stored.module, encoding).items()
@@ -112,26 +112,18 @@ def wrong_component(checkpoint: Checkpoint, name: str, want: Expected, stack: bo
     return None
 
 
-def wrong_components(checkpoint: Checkpoint, encoding: Encoding, place: Place) -> list[str]:
-    """Complaints about the tensors of one module, where their shapes are known."""
-    return _wrong(checkpoint, expected(encoding, place.shape), place)
-
-
-def _wrong(
-    checkpoint: Checkpoint, wanted: Mapping[str, Expected] | None, place: Place
+def wrong_components(
+    checkpoint: Checkpoint, encoding: Encoding, place: Place, shape: tuple[int, ...] | None = None
 ) -> list[str]:
-    if wanted is None:
+    """Complaints about the tensors of one module, where their shapes are known. shape: of the
+    module, where that is no matrix."""
+    if (wanted := expected(encoding, place.shape if shape is None else shape)) is None:
         return []
     found = (
         wrong_component(checkpoint, name, wanted[component], place.index is not None)
         for component, name in place.tensors.items()
     )
     return [complaint for complaint in found if complaint is not None]
-
-
-def wrong_plain(checkpoint: Checkpoint, shape: tuple[int, ...], place: Place) -> list[str]:
-    """Complaints about a tensor that no kernel packs."""
-    return _wrong(checkpoint, expected(DENSE, shape), place)
 
 
 def read_part(request: PartRequest) -> WeightPart:

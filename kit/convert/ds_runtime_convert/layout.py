@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_runtime.checkpoint.shards import DTYPES, StoredTensor
+from ds_runtime.checkpoint.tensors import DTYPES, StoredTensor
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.weights.quant import Place, Quant
 from ds_runtime_convert.packing import planned
@@ -76,7 +76,7 @@ class ShardPlan:
     def nbytes(self) -> int:
         return len(self.header) + sum(item.nbytes for item in self.items)
 
-    def entries(self, file: Path) -> dict[str, StoredTensor]:
+    def entries(self, file: Path) -> Mapping[str, StoredTensor]:
         """The tensors where they lie in `file`."""
         at, found = len(self.header), {}
         for item in self.items:
@@ -130,7 +130,7 @@ def _header(items: tuple[Item, ...], about: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def fingerprint(entries: dict[str, StoredTensor], quantization: object) -> str:
+def fingerprint(entries: Mapping[str, StoredTensor], quantization: object) -> str:
     """What a source is: its tensors, and its files' sizes and times."""
     files = sorted({e.file for e in entries.values()})
     stats = [(f.name, s.st_size, s.st_mtime_ns) for f in files if (s := f.stat())]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import DTYPES
+from ds_runtime.checkpoint.tensors import DTYPES
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale
 from ds_runtime.ops.weight import WeightPart

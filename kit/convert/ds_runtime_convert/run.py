@@ -20,9 +20,10 @@ from typing import Any
 from ds_runtime.checkpoint.base import KEY, base_of
 from ds_runtime.checkpoint.files import HEADER, read_object
 from ds_runtime.checkpoint.gguf.folder import LINK
-from ds_runtime.checkpoint.shards import DTYPES, INDEX
+from ds_runtime.checkpoint.tensors import DTYPES, INDEX
 from ds_runtime.common.progress import Progress, amount
 from ds_runtime.description.hf import QUANT_FILE, from_hf, with_quant_file
+from ds_runtime.description.structure import SHARED
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
 from ds_runtime.weights.quant import Quant
 from ds_runtime_convert.layout import Item, ShardPlan, copied, fingerprint, linear, shards
@@ -34,7 +35,7 @@ SHARD_BYTES = 5_000_000_000
 _CONFIG = "config.json"
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "*.sha256", "LICENSE*")
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_TABLES = ("embed_tokens.weight", "shared_head.head.weight")  # as large as the head
+_TABLES = tuple(f"{name}.weight" for name in SHARED)  # as large as the head
 _MARK = "ds_runtime_conversion"  # in the shards' headers
 
 

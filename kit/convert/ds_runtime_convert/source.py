@@ -13,8 +13,14 @@ from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.manifest import Stored, stored_modules
-from ds_runtime.description.nextn import SHARED, draft_modules
+from ds_runtime.description.structure import (
+    JOIN,
+    SHARED,
+    Stored,
+    draft_of,
+    stored_modules,
+    weights,
+)
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.plugins.manager import load_plugins
@@ -42,7 +48,8 @@ class Source:
         self.places = check_checkpoint(self.checkpoint, self.config, self.quant, self.modules)
         for layer in self._draft_layers():
             at = f"model.layers.{layer}."
-            drafts = draft_modules(self.config, layer, self.quant.format_of)
+            draft = draft_of(self.config, layer, self.quant.format_of)
+            drafts = {stored.module: stored for stored in weights(draft)}
             self.places |= check_checkpoint(
                 self.checkpoint, self.config, self.quant, drafts, at, SHARED
             )
@@ -52,7 +59,7 @@ class Source:
         first = self.config.layers
         layers = range(first, first + self.config.mtp_layers)
         names = self.checkpoint.names
-        return [n for n in layers if any(x.startswith(f"model.layers.{n}.eh_proj.") for x in names)]
+        return [n for n in layers if any(x.startswith(f"model.layers.{n}.{JOIN}.") for x in names)]
 
     @property
     def linears(self) -> dict[str, Stored]:

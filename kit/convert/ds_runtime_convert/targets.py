@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_runtime.description.manifest import Stored
+from ds_runtime.description.structure import HEAD, JOIN, KV_B, Stored
 from ds_runtime.errors import UnsupportedError
 
-_NEVER = ["lm_head", r"re:.*mlp\.gate$", r"re:.*eh_proj$", r"re:.*weights_proj$"]
-_KV_B = r"re:.*kv_b_proj$"  # small, and decode multiplies by it from both sides
+_NEVER = [HEAD, r"re:.*mlp\.gate$", rf"re:.*{JOIN}$", r"re:.*weights_proj$"]
+_KV_B = rf"re:.*{KV_B}$"  # small, and decode multiplies by it from both sides
 
 
 @dataclass(frozen=True, slots=True)

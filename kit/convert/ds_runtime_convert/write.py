@@ -16,7 +16,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import DTYPES, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import DTYPES
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.ops.contract import Encoding
 from ds_runtime.ops.dtypes import decode_scale

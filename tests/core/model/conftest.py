@@ -32,9 +32,9 @@ def by_way_of_a_device(monkeypatch):
     monkeypatch.setattr(Checkpoint, "_ring", lambda self, device: ring)
     plain = Checkpoint._fetched
 
-    def fetched(self, entry, begin, size, device, beside=()):
+    def fetched(self, file, begin, size, device, *rest):
         sizes.append(size)
-        return plain(self, entry, begin, size, "cpu", beside)
+        return plain(self, file, begin, size, "cpu", *rest)
 
     monkeypatch.setattr(Checkpoint, "_fetched", fetched)
     return sizes

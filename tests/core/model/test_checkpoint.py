@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ds_runtime.checkpoint import shards as module
+from ds_runtime.checkpoint import reads
 from ds_runtime.checkpoint.gguf.folder import LINK
-from ds_runtime.checkpoint.shards import DTYPES, INDEX, SINGLE, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import DTYPES, INDEX, SINGLE
 from ds_runtime.errors import CheckpointError
 
 
@@ -81,7 +82,7 @@ def test_columns_in_strips(tmp_path, monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2, 4, 9])
 def test_several_threads_read_a_tensor(tmp_path, monkeypatch, threads):
     """Any number of bytes, cut where they fall; one that finds the file short ends the read."""
-    monkeypatch.setattr(module, "_SHARE", 7)
+    monkeypatch.setattr(reads, "_SHARE", 7)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     values = {str(n): content(torch.int8, n) for n in (0, 1, 13, 14, 15, 29, 1000)}
     save_file(values, tmp_path / SINGLE)

@@ -19,7 +19,7 @@ from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.manifest import stored_modules
+from ds_runtime.description.structure import stored_modules
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.reference.matrices import moe

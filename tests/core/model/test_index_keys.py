@@ -11,7 +11,8 @@ from ds_runtime.api import Weight, WeightPart
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.sites import INDEX_KEYS, QKV_A, model_sites
+from ds_runtime.description.joins import INDEX_KEYS, QKV_A
+from ds_runtime.description.sites import model_sites
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.reference.matrices import fp8_blocks
 

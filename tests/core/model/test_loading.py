@@ -12,7 +12,8 @@ from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 from safetensors.torch import load_file, save_file
 
 from ds_runtime.assembly.estimate import page_table_bytes
-from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.binding.bound import BoundOps

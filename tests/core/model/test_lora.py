@@ -11,7 +11,7 @@ from model_harness import CPU, Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.assembly.estimate import lora_bytes
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.manifest import adaptable_modules
+from ds_runtime.description.structure import Ranks, adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.lora.read import Adapter
 from ds_runtime.ops.binding.bound import BoundOps
@@ -215,7 +215,7 @@ def test_slots_take_the_memory_that_is_said(bases, tp):
             assembly = decide(bases(shape)[0], "cpu", tp=tp, **settings)
             model = load_model(assembly, BoundOps(assembly.binding), comm, CPU)
             config = assembly.config
-            said = lora_bytes(assembly.model, assembly.lora, config.dtype, config.tp)
+            said = lora_bytes(assembly.model, assembly.lora, config.dtype, Ranks(tp, tp))
             assert assembly.lora.rank == 16 and assembly.lora.slots == 3
             assert model.lora.nbytes == said > 0
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from model_harness import Harness, decide
 from safetensors.torch import load_file, save_file
 
-from ds_runtime.checkpoint import shards as module
+from ds_runtime.checkpoint import nan_looks, reads, shards
 from ds_runtime.checkpoint.nan import KINDS, any_nan, first_nan
-from ds_runtime.checkpoint.shards import DTYPES, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import DTYPES
 from ds_runtime.errors import CheckpointError
 from ds_runtime_kit.models.tiny import write_tiny
 
@@ -63,8 +64,8 @@ def test_the_first_is_named_however_it_is_read(tmp_path_factory, data):
     first = data.draw(st.integers(0, rows - 1))
     cut = slice(first, data.draw(st.integers(first, rows)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_SHARE", data.draw(st.sampled_from([7, 64, 1 << 20])))
-        patch.setattr(module, "PIECE", data.draw(st.sampled_from([16, 48, 1 << 20])))
+        patch.setattr(reads, "_SHARE", data.draw(st.sampled_from([7, 64, 1 << 20])))
+        patch.setattr(reads, "PIECE", data.draw(st.sampled_from([16, 48, 1 << 20])))
         patch.setattr(torch, "get_num_threads", lambda: 3)
         for allowed in (False, True, None):
             files = Checkpoint(folder, allow_nan=allowed)
@@ -96,14 +97,14 @@ def test_a_device_finds_what_it_was_sent(by_way_of_a_device, tmp_path_factory, d
         tensors[bad].view(torch.uint8).view(tensors[bad].numel(), -1)[at] = 0xFF
     save_file(tensors, folder / "model.safetensors")
     files = Checkpoint(folder, allow_nan=data.draw(st.sampled_from([False, False, True, None])))
-    found = bad is not None and files.allow_nan is False
+    found = bad is not None and files.nan.allow is False
     said = rf"safetensors: {bad}: element \[{at}\] is NaN; "
     with (
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(CheckpointError, match=said) if found else nullcontext(),
     ):
-        patch.setattr(module, "_SMALL", data.draw(st.sampled_from([0, 1 << 16])))
-        patch.setattr(module, "_ASKED", data.draw(st.sampled_from([8, 64, 1 << 26])))
+        patch.setattr(shards, "_SMALL", data.draw(st.sampled_from([0, 1 << 16])))
+        patch.setattr(nan_looks, "_ASKED", data.draw(st.sampled_from([8, 64, 1 << 26])))
         together = data.draw(st.booleans())
         with files.together(names, "meta") if together else nullcontext():
             for name in names:
@@ -117,8 +118,8 @@ def test_nan_that_only_the_device_has_is_told(by_way_of_a_device, tmp_path):
     save_file({"t": torch.ones(9)}, tmp_path / "model.safetensors")
     files = Checkpoint(tmp_path, allow_nan=False)
     files.read("t", device="meta")
-    group, _ = files._asked[0]
-    files._asked = [(group, torch.tensor(True))]
+    group, _ = files.nan._asked[0]
+    files.nan._asked = [(group, torch.tensor(True))]
     with pytest.raises(CheckpointError, match="t: is NaN on the device and not in the file"):
         files.finish()
 

@@ -14,10 +14,10 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.assembly.site_list import with_w4afp8_experts
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.checkpoint.shards import EXPORTED
+from ds_runtime.checkpoint.tensors import EXPORTED
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
-from ds_runtime.description.nextn import HEAD
+from ds_runtime.description.sites import DRAFT_HEAD
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
 from ds_runtime.parallel.group import SoloCommunicator
@@ -253,18 +253,18 @@ def test_drafts_alone_are_rounded_where_the_device_multiplies_fp8():
         return {s.module: s.weight_format for s in sites if s.layer in (5, -1)}
 
     for found in (formats(), formats("sm90", speculative_draft_quantize="none")):
-        assert found["eh_proj"] == found["lm_head"] == "dense" and HEAD not in found
+        assert found["eh_proj"] == found["lm_head"] == "dense" and DRAFT_HEAD not in found
     for found in (formats("sm90"), formats(speculative_draft_quantize="fp8")):
-        assert found["eh_proj"] == found[HEAD] == "fp8_block" and found["lm_head"] == "dense"
+        assert found["eh_proj"] == found[DRAFT_HEAD] == "fp8_block" and found["lm_head"] == "dense"
     assert formats("sm90", dtype="float32")["eh_proj"] == "dense"
     found = formats("sm90", quantize="int8")  # nothing of 16 bits is left
-    assert found["eh_proj"] == found["lm_head"] == "int8_channel" and HEAD not in found
+    assert found["eh_proj"] == found["lm_head"] == "int8_channel" and DRAFT_HEAD not in found
     with pytest.raises(ConfigError, match="the head is int8_channel already"):
         formats("sm90", quantize="int8", speculative_draft_quantize="fp8")
     with pytest.raises(ConfigError, match=r"fp8: .* would hold the copy of the head in bfloat16"):
         formats("sm80", speculative_draft_quantize="fp8")
     pinned = formats("sm90", pin=("linear=triton.linear_dense",))
-    assert pinned["eh_proj"] == "dense" and HEAD not in pinned
+    assert pinned["eh_proj"] == "dense" and DRAFT_HEAD not in pinned
 
 
 def test_the_draft_layer_s_experts_may_be_rounded_to_int4():
@@ -276,11 +276,11 @@ def test_the_draft_layer_s_experts_may_be_rounded_to_int4():
         return {(s.layer, s.module): s.weight_format for s, _ in binding.choices if s.weight_format}
 
     found = formats("sm90")
-    assert found[5, "mlp.experts"] == "w4afp8" and found[5, HEAD] == "fp8_block"
+    assert found[5, "mlp.experts"] == "w4afp8" and found[5, DRAFT_HEAD] == "fp8_block"
     assert found[4, "mlp.experts"] == "dense" and found[-1, "lm_head"] == "dense"
     assert "w4afp8" not in {form for (layer, _), form in found.items() if layer != 5}
     found = formats()
-    assert found[5, "mlp.experts"] in ("w4afp8", "int4_group") and (5, HEAD) not in found
+    assert found[5, "mlp.experts"] in ("w4afp8", "int4_group") and (5, DRAFT_HEAD) not in found
     found = formats(quantize="int8")  # the checkpoint's own are rounded, once
     assert found[5, "mlp.experts"] in ("w4afp8", "int4_group")
     assert found[4, "mlp.experts"] == "int8_channel"

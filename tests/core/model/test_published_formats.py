@@ -15,13 +15,13 @@ from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.manifest import stored_modules
+from ds_runtime.description.structure import stored_modules
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.plugins.manager import load_plugins
-from ds_runtime.weights.layouts import with_rows
 from ds_runtime.weights.quant import PartRequest, Quant
+from ds_runtime.weights.rows import with_rows
 from ds_runtime_kit.models.oracle import Oracle
 
 FACTS = Facts(DeviceInfo("cpu", "", ""), Dims({}), dtype="float32")

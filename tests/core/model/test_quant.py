@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import CheckpointError
 from ds_runtime.weights.loaders.encodings import FP8_BLOCK
 from ds_runtime.weights.quant import PartRequest, Place, read_part

@@ -9,7 +9,7 @@ import pytest
 
 from ds_runtime.assembly.assemble import find_loader
 from ds_runtime.description.hf import QUANT_FILE, from_hf, with_quant_file
-from ds_runtime.description.manifest import stored_modules
+from ds_runtime.description.structure import stored_modules
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, QuantLoader
 from ds_runtime.plugins.manager import load_plugins

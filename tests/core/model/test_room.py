@@ -51,8 +51,7 @@ def settled(model, device, **flags):
 
 
 def forms(assembly):
-    config = assembly.config
-    return beside_bytes(assembly.model, assembly.binding, config.dtype, config.attention_tp)
+    return beside_bytes(assembly.binding, assembly.config.dtype)
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -14,11 +14,16 @@ from safetensors.torch import save_file
 
 from ds_runtime.checkpoint import shards as checkpoint
 from ds_runtime.checkpoint import staging
+from ds_runtime.checkpoint.reads import Files
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.staging import Staging
+from ds_runtime.description.hf import from_hf
+from ds_runtime.description.structure import model_of
 from ds_runtime.errors import CheckpointError
 from ds_runtime.ops.weight import WeightPart
+from ds_runtime.parallel.layout import Shard, Shards
 from ds_runtime.weights.loader import LayerExperts
+from ds_runtime_bench.shapes import config_of
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,7 @@ def test_neighbours_are_read_at_once_and_others_by_themselves(
 ):
     tensors = {f"t{i}": torch.randn(32, 64) for i in range(6)}
     save_file(tensors, tmp_path / "model.safetensors")
-    files, filled = Checkpoint(tmp_path), Checkpoint._fill
+    files, filled = Checkpoint(tmp_path), Files.fill
     size = tensors["t0"].nbytes
     with files.together(["t1", "t0", "t2", "t4"], "meta"):
         assert sorted(by_way_of_a_device) == [size, 3 * size]
@@ -113,9 +118,9 @@ def test_neighbours_are_read_at_once_and_others_by_themselves(
             assert torch.equal(files.read(name, device="meta"), tensors[name])
         assert len(by_way_of_a_device) == 2
         with monkeypatch.context() as patch:  # the host has small ones as well
-            patch.setattr(Checkpoint, "_fill", None)
+            patch.setattr(Files, "fill", None)
             assert torch.equal(files.read("t2"), tensors["t2"])
-            patch.setattr(Checkpoint, "_fill", filled)
+            patch.setattr(Files, "fill", filled)
             files.read("t3", device="meta")
         assert len(by_way_of_a_device) == 3
     files.read("t0", device="meta")
@@ -123,27 +128,23 @@ def test_neighbours_are_read_at_once_and_others_by_themselves(
 
 
 class _Loader:
-    """Stands for model.loader.Loader: parts are named, one is damaged."""
+    """Stands for weights.loader.Loader: parts are named, one is damaged."""
 
-    class config:
-        experts, hidden, moe_intermediate = 6, 8, 4
-
-    class shard:
-        size = 1
+    shards = Shards(Shard(), Shard())
 
     def __init__(self):
         self.read = []
         self.readers = ThreadPoolExecutor(3)
 
-    def shared_slots(self, layer):
+    def shared_slots(self, moe):
         return 0
 
-    def whole(self, modules):
+    def whole(self, linears):
         return nullcontext()
 
-    def part(self, module, target, piece, pieces):
+    def part(self, stored, target, piece, pieces):
         assert (piece, pieces) == (0, 1)
-        self.read.append(module)
+        self.read.append(module := stored.module)
         if module == "model.layers.3.mlp.experts.4.up_proj":
             raise CheckpointError("damaged")
         return WeightPart(module, target, (1, 1), {})
@@ -151,7 +152,10 @@ class _Loader:
 
 def test_experts_are_read_before_they_are_asked_for_and_errors_come_with_their_own():
     load = _Loader()
-    experts = LayerExperts(load, 3, "dense")
+    raw = config_of("v2-lite", "bfloat16") | {"n_routed_experts": 6}
+    node = model_of(from_hf(raw), lambda module: "dense", range(3, 4)).blocks[0].mlp
+    experts = LayerExperts(load, node, "dense")
+    assert (experts.num_experts, experts.intermediate, experts.hidden) == (6, 1408, 2048)
     for index in range(4):
         names = [w.parts[0].name for w in experts.expert(index)]
         at = f"model.layers.3.mlp.experts.{index}."

@@ -9,7 +9,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.assembly.room import expanded_said
 from ds_runtime.common.progress import amount
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import stored_modules
+from ds_runtime.description.structure import stored_modules
 from ds_runtime.engine.device.runner import Runner
 
 DUMMY = "weights   DUMMY: random numbers made on the device; answers mean nothing"

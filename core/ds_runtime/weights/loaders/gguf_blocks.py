@@ -60,13 +60,13 @@ def _blocks(request: PartRequest) -> WeightPart:
 
 def _check(checkpoint: Checkpoint, name: str, scale: Tensor) -> None:
     """CheckpointError if one of a tensor's scales [rows, groups] is no number."""
-    bad = ~checkpoint.is_good(scale)
+    bad = ~checkpoint.nan.is_good(scale)
     if bool(bad.any()):
         row, group = (int(i[0]) for i in bad.nonzero(as_tuple=True))
         file, value = checkpoint.entry(name).file, float(scale[row, group])
         raise CheckpointError(
             f"{file}: {name}: a scale is {value}, that of row {row}, group {group} of the part "
-            f"read, expected a finite number; {checkpoint.remedy}"
+            f"read, expected a finite number; {checkpoint.nan.remedy}"
         )
 
 

@@ -20,11 +20,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from ds_runtime.assembly.assemble import find_loader
-from ds_runtime.checkpoint.shards import INDEX
+from ds_runtime.checkpoint.tensors import INDEX
 from ds_runtime.common.progress import Progress
 from ds_runtime.description.hf import from_hf
-from ds_runtime.description.manifest import Stored, stored_modules
-from ds_runtime.description.nextn import NextN, nextn_modules
+from ds_runtime.description.structure import Stored, by_name, draft_of, stored_modules
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.plugins.manager import load_plugins
@@ -107,27 +106,24 @@ def plan_tensors(raw: dict[str, Any]) -> Iterator[Planned]:
     loader = find_loader(load_plugins(()).offers(facts), config)
     quant = Quant.open(loader, config.quantization)
     dtype = _TORCH[config.dtype]
-    modules = stored_modules(config, quant.format_of)
+    modules = [*stored_modules(config, quant.format_of).values()]
     if config.mtp_layers:  # without the copies of embedding and head, which nobody reads
-        nextn = NextN(Path(), config.layers, config)
-        modules |= nextn_modules(config, nextn, quant.format_of)
-    for stored in modules.values():
+        modules += by_name(draft_of(config, config.layers, quant.format_of)).values()
+    for stored in modules:
         yield from _components(stored, dtype)
 
 
 def _components(stored: Stored, dtype: torch.dtype) -> Iterator[Planned]:
     module, shape, size = stored.module, stored.shape, math.prod(stored.shape)
-    if module.endswith(("e_score_correction_bias", "k_norm.bias")):
-        kind = "bias" if module.endswith("k_norm.bias") else "correction"
-        yield Planned(module, kind, "F32", shape, 4 * size)
+    if stored.bare:
+        yield Planned(module, stored.kind, "F32", shape, 4 * size)
     elif stored.format == "fp8_block":
         grid = tuple(-(-n // 128) for n in shape)
         yield Planned(f"{module}.weight", "fp8", "F8_E4M3", shape, size)
         name = f"{module}.weight_scale_inv"
         yield Planned(name, "scale", "F32", grid, 4 * math.prod(grid))
     else:
-        embeds = module.endswith("embed_tokens")
-        kind = "embedding" if embeds else "norm" if len(shape) == 1 else "weight"
+        kind = stored.kind if stored.kind in ("embedding", "norm") else "weight"
         nbytes = size * dtype.itemsize
         yield Planned(f"{module}.weight", kind, _NAMES[dtype], shape, nbytes)
 

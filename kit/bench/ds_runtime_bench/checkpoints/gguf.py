@@ -21,7 +21,7 @@ from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.common.progress import Progress
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
-from ds_runtime.description.manifest import Stored, stored_modules
+from ds_runtime.description.structure import Stored, stored_modules
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.dtypes import torch_dtype
@@ -149,9 +149,9 @@ def plan_targets(config: ModelConfig, stored: dict[str, Stored]) -> Iterator[Tar
 
     dtype = torch_dtype(config.dtype)
     for module, found in stored.items():
-        if found.expert is not None:
+        if found.stack is not None:
             before, _, short = module.rpartition(".")
-            if found.expert[1] == 0:
+            if found.stack.number == 0:
                 experts = before.removesuffix(".0")
                 each = tuple(f"{experts}.{e}.{short}" for e in range(config.experts))
                 shape = (config.experts, *found.shape)

@@ -21,7 +21,7 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
-from ds_runtime.description.sites import vocab_rows
+from ds_runtime.description.structure import padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import INDEX, refusal, site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
@@ -154,7 +154,7 @@ def _inner(op: str, assembly: Assembly) -> str:
     vocabulary."""
     dims, model = assembly.binding.base.dims, assembly.model
     if op in _VOCABULARY:
-        return str(vocab_rows(model, assembly.config.tp))
+        return str(padded(model.vocab_size, assembly.config.tp))
     if op in _CHOOSING:
         return f"{model.routing.num_experts} experts" if model.routing is not None else ""
     if op in _EXPANDED:
@@ -304,7 +304,7 @@ class Measurement:
             routing=model.routing,
             layout=binding.index_layout if indexed and binding.index_layout else binding.layout,
             context=self.context,
-            vocab=vocab_rows(model, config.tp),
+            vocab=padded(model.vocab_size, config.tp),
             device=self.device,
             memory=self._memory(),
         )

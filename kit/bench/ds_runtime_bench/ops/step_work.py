@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.sites import INDEXER
+from ds_runtime.description.sites import model_sites
+from ds_runtime.description.structure import HEAD
 from ds_runtime.ops.contract import Facts, Site
 from ds_runtime_bench.ops.sparse_work import (
     index_bytes,
@@ -110,12 +110,9 @@ def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
         reached = distinct_experts(routed, dims["top_k"], tokens) + (slots if tokens else 0)
         whole = experts(inter, hidden, site.weight_format, dtype, tokens, top_k, reached)
         return Work(whole.weights, flops=whole.flops)
-    if site.op == "mla_absorb":
-        heads, nope, rope_dim = dims["heads"], dims["qk_nope"], dims["qk_rope"]
-        sizes = heads, nope, rope_dim, dims["v"], dims["kv_lora"]
-        both = mla_absorb("apply_q", *sizes, dtype, tokens)
-        both += mla_absorb("apply_v", *sizes, dtype, tokens)
-        return Work(both.weights, flops=both.flops)
+    if site.op in ("mla_absorb", "router_logits"):
+        item = ITEM_BYTES[dtype] if site.op == "mla_absorb" else ITEM_BYTES["float32"]
+        return Work(site.values * item if tokens else 0, flops=2.0 * tokens * site.values)
     if site.op == "mla_inputs":  # the sites of its parts say it
         return Work()
     if site.op == "mla_decode":
@@ -144,12 +141,6 @@ def site_work(site: Site, facts: Facts, tokens: int, context: int) -> Work:
         )
         cached = sum(lens) * (dims["kv_lora"] + dims["qk_rope"]) * ITEM_BYTES[facts.kv_dtype]
         return Work(reads=cached, flops=whole.flops)
-    if site.op == "router_logits" and site.module == INDEXER:
-        whole = router_logits(dims["index_heads"], dims["hidden"], dtype, tokens)
-        return Work(whole.weights, flops=whole.flops)
-    if site.op == "router_logits":
-        whole = router_logits(dims["experts"], dims["hidden"], dtype, tokens)
-        return Work(whole.weights, flops=whole.flops)
     return Work()
 
 
@@ -161,28 +152,23 @@ def decode_step(
     for site in sites:
         work = site_work(site, facts, tokens, context)
         if work.nbytes:
-            name = "lm_head" if site.module == "lm_head" else site.op
+            name = HEAD if site.module == HEAD else site.op
             found[name] = found.get(name, Work()) + work
     return found
 
 
 def prefill_flops(config: ModelConfig, tokens: int, tp: int = 1) -> float:
     """FLOPs of a prompt of `tokens` tokens on one of `tp` ranks, the head for its last only."""
-    c, heads = config, config.heads // tp
-    query = c.q_lora or 0
-    per_token = heads * c.qk_head * (query or c.hidden) + query * c.hidden
-    per_token += c.latent * c.hidden + heads * (c.qk_nope + c.v_head) * c.kv_lora
-    per_token += c.hidden * heads * c.v_head
-    total = 0.0
-    for layer in range(c.layers):
-        width: float = c.intermediate
-        if c.is_moe(layer):
-            top_k = c.routing.top_k if c.routing else 0
-            width = (top_k + c.shared_experts) * c.moe_intermediate
-            total += 2.0 * tokens * c.experts * c.hidden
-        total += 2.0 * tokens * (per_token + 3 * width / tp * c.hidden)
-        total += mha_prefill(heads, c.qk_nope, c.qk_rope, c.v_head, "bfloat16", tokens).flops
-    return total + 2.0 * math.ceil(c.vocab_size / tp) * c.hidden
+    c, heads, total = config, config.heads // tp, 0.0
+    for site in model_sites(config, lambda module: "dense", tp):
+        if site.op == "mha_prefill":
+            total += mha_prefill(heads, c.qk_nope, c.qk_rope, c.v_head, c.dtype, tokens).flops
+        elif site.op in ("linear", "mla_absorb", "router_logits", "experts"):
+            rows: float = 1 if site.module == HEAD else tokens
+            if site.op == "experts" and c.routing is not None:
+                rows *= (c.routing.top_k + site.shape[0] - c.experts) / site.shape[0]
+            total += 2.0 * rows * site.values
+    return total
 
 
 def _matrix(site: Site) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_runtime.description.sites import INDEXER
+from ds_runtime.description.structure import INDEXER
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.reference.attention.dense import decode_batch
 from ds_runtime.ops.weight import Weight

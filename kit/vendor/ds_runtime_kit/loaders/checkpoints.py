@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from ds_runtime.checkpoint.hub import resolve_model
-from ds_runtime.checkpoint.shards import SINGLE
+from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import QuantLoader, load_attr
 from ds_runtime.ops.dtypes import torch_dtype

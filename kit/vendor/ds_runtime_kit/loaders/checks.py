@@ -18,16 +18,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_runtime.checkpoint.shards import SINGLE, Checkpoint
-from ds_runtime.description.manifest import ROWS, Stored
+from ds_runtime.checkpoint.shards import Checkpoint
+from ds_runtime.checkpoint.tensors import SINGLE
+from ds_runtime.description.structure import ROWS, Stack, Stored
 from ds_runtime.errors import CheckpointError, PluginError, UnsupportedError, named
 from ds_runtime.ops.contract import DENSE, QuantLoader, load_attr
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.weight import WeightPart
 from ds_runtime.parallel.layout import Shard
-from ds_runtime.weights.layouts import with_rows
 from ds_runtime.weights.place import LoaderSample, PartRequest, Place
 from ds_runtime.weights.quant import Quant
+from ds_runtime.weights.rows import with_rows
 from ds_runtime_kit.checks.conformance import CaseResult
 from ds_runtime_kit.loaders.forms import wrong_form
 
@@ -242,7 +243,8 @@ def _stack(
     save_file(tensors, into / SINGLE)
     for first, name in enumerate(("gate_proj", "up_proj")):
         module = _EXPERT.replace("gate_proj", name)
-        stored = Stored(module, shape, quant.format_of(module), ROWS, (1, 1))
+        stack = Stack(_STACK, 1, first, 2)
+        stored = Stored(module, shape, quant.format_of(module), ROWS, stack=stack)
         rows = slice(first * shape[0], (first + 1) * shape[0])
         half = replace(trio[1], values=trio[1].values[rows])
         checkpoint = Checkpoint(into)

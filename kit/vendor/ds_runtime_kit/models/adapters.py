@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ds_runtime.description.config import ModelConfig
-from ds_runtime.description.manifest import adaptable_modules
+from ds_runtime.description.structure import adaptable_modules
 
 Wanted = Callable[[str], bool]
 
