@@ -39,7 +39,6 @@ from ds_runtime.ops.contract import (
     Gates,
     Kernel,
     Layout,
-    Op,
     Phase,
     QuantLoader,
     Refusal,
@@ -48,6 +47,7 @@ from ds_runtime.ops.contract import (
     load_attr,
 )
 from ds_runtime.ops.contracts.linear import Groups
+from ds_runtime.ops.declare import Op
 from ds_runtime.ops.provider import Declared, Provider
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.torch_platform import TorchPlatform

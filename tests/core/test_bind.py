@@ -22,7 +22,7 @@ from ds_runtime.ops.binding.bind import Binding, Pin, decide_all, refusal
 from ds_runtime.ops.binding.bound import BoundOps, _say_plain
 from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
-from ds_runtime.ops.reference import LATENT_PAGES
+from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
 from ds_runtime.plugins.manager import load_plugins

@@ -12,7 +12,7 @@ from ds_runtime.description.manifest import COLS, ROWS, VOCAB, adaptable_modules
 from ds_runtime.description.sites import INDEXER, vocab_rows
 from ds_runtime.ops.binding.bind import Binding, site_facts
 from ds_runtime.ops.contract import Kernel, Site
-from ds_runtime.ops.contracts.sparse import scored_rows
+from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import INDEXER, INDEXER_TREE
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, PrefillPart
-from ds_runtime.ops.contracts.sparse import scored_rows
+from ds_runtime.ops.contracts.attention.index import scored_rows
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
+from ds_runtime.ops.declare import Op
+
 API_VERSION = 1
 
 RANK_REFERENCE = 0
@@ -184,43 +186,6 @@ class Layout:
     @property
     def tag(self) -> str:
         return f"{self.name}.v{self.version}"
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """A contract: semantics (reference), evidence (samples) and slack (tolerance).
-
-    `protocol` names the typing.Protocol whose docstring is the contract. `kind` is "function"
-    (`fn` is the callable) or "object" (`fn` is called with the site's Facts and returns the
-    object). `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which
-    runs where no fused kernel is bound. `layout` names the shared layout that kernels of this op
-    must agree on. `optional` (fusions only): where no plugin offers it the model itself computes it
-    by the ops in `uses`, at their own sites, and has no site for it.
-    `tolerance` is dtype → relative error bound: ‖out − oracle‖ / ‖oracle‖.
-    `adapter` names a function that takes what a kernel of the contract's previous version names
-    with `fn` and returns the same by this version; empty: that version is served no more.
-    """
-
-    name: str
-    protocol: str
-    reference: str
-    samples: str
-    tolerance: Mapping[str, float]
-    kind: Literal["function", "object"] = "function"
-    version: int = 1
-    adapter: str = ""
-    heavy: bool = False
-    composition: str = ""
-    optional: bool = False
-    uses: tuple[str, ...] = ()
-    taps: tuple[str, ...] = ()
-    layout: str = ""
-    summary: str = ""
-
-    @property
-    def served(self) -> tuple[int, ...]:
-        """The versions of the contract whose kernels can serve, newest first."""
-        return (self.version, self.version - 1) if self.adapter else (self.version,)
 
 
 Gate = Callable[[Facts], "str | None"]

@@ -13,7 +13,8 @@ from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.ops.binding.bind import Binding, site_facts
 from ds_runtime.ops.binding.by_rows import Shares, asks_for
 from ds_runtime.ops.binding.checked import Bound, checking, suspect
-from ds_runtime.ops.contract import Facts, Kernel, Op, Site, load_attr, load_kernel
+from ds_runtime.ops.contract import Facts, Kernel, Site, load_attr, load_kernel
+from ds_runtime.ops.declare import Op
 from ds_runtime.ops.table import OPS, Ops
 
 if TYPE_CHECKING:
