@@ -18,7 +18,7 @@ import statistics
 
 from cpu_steps import RESULTS, Steps
 
-from ds_runtime.ops.cost import OpWork
+from ds_runtime.ops.declare import OpWork
 from ds_runtime_bench.ops.step_work import step_bytes
 from ds_runtime_bench.record import append, environment
 

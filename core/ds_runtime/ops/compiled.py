@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.ops.contract import RANK_SPECIALISED, Facts, Kernel
+from ds_runtime.ops.kernel import RowRange
 from ds_runtime.ops.table import OPS
 
 PROVIDER = "compiled"
@@ -39,8 +40,7 @@ def ds_ops(facts: Facts) -> Sequence[Kernel]:
             refuse=_converts_fp8 if op.name.endswith("_quantize") else _accept,
             phases=frozenset({"prefill", "decode", "verify", "tree"}),
             contract=op.version,
-            below_rows=facts.compiled_rows + 1,
-            source="ds_runtime.ops.reference.compiling",
+            rows=RowRange(below=facts.compiled_rows + 1),
         )
         for op in OPS.values()
         if op.compiles

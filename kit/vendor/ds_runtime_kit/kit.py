@@ -127,7 +127,7 @@ def check_rows(subject: Subject) -> list[CaseResult]:
 def check_memory(subject: Subject) -> list[CaseResult]:
     """Packed bytes as `nbytes` says; workspace as declared."""
     kernel, found = subject.kernel, []
-    if kernel.workspace is None and not kernel.formats:
+    if kernel.footprint.workspace is None and not kernel.formats:
         return []
     for _, case in cases_for((kernel,), subject.facts):
         measured: list[Measured] = []

@@ -13,7 +13,7 @@ from ds_runtime.description.hf import from_hf
 from ds_runtime.description.sites import model_sites
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing, load_attr
 from ds_runtime.ops.contracts.work import Sizes, distinct_experts, matrix_bytes
-from ds_runtime.ops.cost import OpWork
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
 from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.table import OPS

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import codes, half, name_of
 from ds_runtime.ops.contracts.work import GROUP, quantised, then_quantised
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

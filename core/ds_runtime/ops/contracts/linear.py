@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ds_runtime.ops.contracts.results import codes, name_of, of_weight
 from ds_runtime.ops.contracts.work import GROUP, ID, by_vocab, product, quantised
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 from ds_runtime.ops.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -318,7 +317,7 @@ class MatrixOps(Area):
         rows={"apply": (0,), "apply_quantized": (0, 1), "apply_float32": (0, 2)},
         contiguous=True,
         heavy=True,
-        beside=(f"{__name__}:QuantizedLinear",),
+        beside=(f"{__name__}:QuantizedLinear", f"{__name__}:Float32Linear"),
         cost=Cost({"apply": (_rows, _linear)}, step=("apply",)),
         summary="dense projection, packed once",
     )

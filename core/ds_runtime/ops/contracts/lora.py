@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

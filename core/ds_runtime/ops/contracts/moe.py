@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ds_runtime.ops.contract import Routing
 from ds_runtime.ops.contracts.results import form
 from ds_runtime.ops.contracts.work import by_choice, distinct_experts, matrix_bytes
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

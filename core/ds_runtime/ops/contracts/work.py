@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_runtime.ops.contract import FP8_GROUPS, Facts, Routing
-from ds_runtime.ops.cost import OpWork
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.formats import FORMATS
 
 ITEM_BYTES: Mapping[str, float] = {

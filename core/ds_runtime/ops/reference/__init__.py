@@ -13,6 +13,7 @@ from ds_runtime.common.hookimpl import hookimpl
 from ds_runtime.ops.contract import FP8_GROUPS, RANK_REFERENCE, Facts, Kernel, Layout
 from ds_runtime.ops.contracts.attention.index import SCORES
 from ds_runtime.ops.formats import FORMATS
+from ds_runtime.ops.kernel import Footprint
 from ds_runtime.ops.reference.layouts import (
     EXPANDED_PAGES,
     INDEX_PAGES,
@@ -72,7 +73,6 @@ def _offer(name: str) -> Kernel:
         contract=op.version,
         graph_safe=not op.waits,
         batch_invariant=op.plain,
-        source="ds_runtime.ops.reference",
     )
 
 
@@ -99,7 +99,6 @@ FP8_W8A8 = Kernel(
     formats=frozenset({"fp8_block"}),
     phases=frozenset({"prefill", "decode", "verify", "tree"}),
     note="FP8 arithmetic step by step, for comparing numerics; slow",
-    source="ds_runtime.ops.reference",
     numerics="fp8_w8a8",
     keeps=frozenset({"fp8_block"}),
 )
@@ -117,7 +116,7 @@ TOPK = replace(
     fn="ds_runtime.ops.reference.attention.index:topk",
     provider="torch",
     rank=RANK_REFERENCE - 1,  # only a pin selects it
-    workspace=_topk_bytes,
+    footprint=Footprint(workspace=_topk_bytes),
 )
 
 

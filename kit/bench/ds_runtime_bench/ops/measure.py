@@ -26,7 +26,7 @@ from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import INDEX, refusal, site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.contracts.work import Sizes
-from ds_runtime.ops.cost import Cost, OpWork
+from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime_bench.ops.step_work import as_read

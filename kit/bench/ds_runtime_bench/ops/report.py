@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.ops.cost import OpWork
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime_bench.ops.measure import Figure, Measurement
 from ds_runtime_bench.record import environment

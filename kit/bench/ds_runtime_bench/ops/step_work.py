@@ -11,13 +11,14 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.ops.binding.bind import site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.contracts.work import Sizes
-from ds_runtime.ops.cost import OpWork
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.table import OPS
 
 
 def as_read(work: OpWork, kernel: Kernel, facts: Facts) -> OpWork:
     """The work with the weights' bytes as `kernel` reads them, where it packs them tighter."""
-    share = 1.0 if kernel.reads is None else kernel.reads(facts)
+    reads = kernel.footprint.reads
+    share = 1.0 if reads is None else reads(facts)
     return replace(work, weights=share * work.weights)
 
 

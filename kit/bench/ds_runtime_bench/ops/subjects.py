@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.contract import Dims, Kernel, load_attr
 from ds_runtime.ops.contracts.work import matrix_bytes
-from ds_runtime.ops.cost import Cost, OpWork
+from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.reference.attention.dense import decode_batch
 from ds_runtime.ops.reference.inputs import Copies, TrueInputs
 from ds_runtime.ops.weight import Weight

@@ -97,7 +97,6 @@ def _offer(name: str) -> Kernel:
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         note="computes nothing",
         contract=op.version,
-        source=_KERNELS,
     )
 
 

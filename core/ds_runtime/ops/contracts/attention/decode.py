@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import of_heads
 from ds_runtime.ops.contracts.work import by_heads, by_latent
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.attention.index_keys import key_bytes, query_bytes
 from ds_runtime.ops.contracts.work import by_index
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

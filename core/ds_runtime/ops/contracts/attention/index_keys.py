@@ -6,8 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.work import ID, ITEM_BYTES, SCALE, by_index
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

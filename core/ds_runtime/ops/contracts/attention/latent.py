@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ds_runtime.ops.contract import Dims, Facts
 from ds_runtime.ops.contracts.results import name_of, of_heads
 from ds_runtime.ops.contracts.work import ID, by_latent, product
-from ds_runtime.ops.cost import Cost, OpWork
-from ds_runtime.ops.declare import Area, later, op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
