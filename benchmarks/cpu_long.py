@@ -18,20 +18,16 @@ import statistics
 
 from cpu_steps import RESULTS, Steps
 
-from ds_runtime_bench.ops import work
-from ds_runtime_bench.ops.work import Work
+from ds_runtime.ops.declare import OpWork
+from ds_runtime_bench.ops.step_work import step_bytes
 from ds_runtime_bench.record import append, environment
 
 PAIRS, WARM = 200, 16  # the first ones record the step
 
 
-def attention(steps: Steps, length: int) -> Work:
+def attention(steps: Steps, length: int) -> OpWork:
     """What decode reads and multiplies in all layers for a context."""
-    assembly = steps.runner.assembly
-    dims, model = assembly.model.dims(), assembly.model
-    heads, latent, rope = dims["heads"], dims["kv_lora"], dims["qk_rope"]
-    one = work.mla_decode(heads, latent, rope, "bfloat16", "bfloat16", (length,))
-    return Work(reads=one.reads * model.layers, flops=one.flops * model.layers)
+    return step_bytes(steps.runner.assembly, (1,), length, ["mla_decode"])[1]["mla_decode"]
 
 
 def main() -> None:
@@ -57,7 +53,7 @@ def main() -> None:
     each = {length: [pair[i] for pair in pairs] for i, length in enumerate((short, long))}
     extra = statistics.median(b - a for a, b in pairs)
     less, more = attention(steps, short), attention(steps, long)
-    by_bytes = (more.reads - less.reads) / bandwidth
+    by_bytes = (more.cached - less.cached) / bandwidth
     by_flops = (more.flops - less.flops) / compute["bfloat16"]
     row = {
         "bench": "cpu-long",

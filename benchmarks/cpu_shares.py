@@ -20,7 +20,7 @@ from typing import Any
 from cpu_experts import Reading
 from cpu_steps import PROMPT, RESULTS, Steps
 
-from ds_runtime_bench.ops.measure import step_bytes
+from ds_runtime_bench.ops.step_work import step_bytes
 from ds_runtime_bench.record import append, environment
 
 FIRST, STEPS = 16, 150  # before anything is timed; timed

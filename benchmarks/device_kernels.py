@@ -22,12 +22,12 @@ import torch
 from ds_runtime.ops.batch import Batch, DecodePart, Limits
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import FP8_GROUPS, Dims, Facts, Kernel, load_attr
+from ds_runtime.ops.reference.inputs import TrueInputs
+from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Weight, WeightPart
 from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
-from ds_runtime_bench.ops.place import Memory, Place
-from ds_runtime_bench.ops.sparse_inputs import INPUTS
 from ds_runtime_bench.record import append, environment
 
 DIMS = Dims({"heads": 128, "qk_nope": 128, "qk_rope": 64, "v": 128, "kv_lora": 512})
@@ -50,6 +50,8 @@ DECODES = (
     (16, 32, 8192),
 )
 INDEX = {"index_heads": 64, "index_dim": 128, "index_topk": 2048}
+SPARSE = ("index_prologue", "index_scores", "index_topk", "index_select")
+SPARSE += ("sparse_prefill", "sparse_decode")
 SPARSE_ROWS, SPARSE_CONTEXT = 32, 65536
 _CACHE_BYTES = 200 << 20  # more than any chip's cache
 _MOST_OUTPUT = 6e8  # elements
@@ -166,7 +168,7 @@ class Bench:
 
     def sparse(self) -> None:
         """A row per sequence; keys of the index in FP8, both kinds of latents."""
-        for op, kv_dtype in product(INPUTS, ("bfloat16", FP8_GROUPS)):
+        for op, kv_dtype in product(SPARSE, ("bfloat16", FP8_GROUPS)):
             facts = replace(
                 self.facts,
                 dims=Dims({**DIMS, **INDEX}),
@@ -178,11 +180,14 @@ class Bench:
             for kernel in self.serving(op, facts):
                 tags = kernel.layouts or {self.layouts[0].tag}
                 layout = next(x for x in self.layouts if x.tag in tags)
-                place = Place(
-                    kernel, facts, 0, None, layout, SPARSE_CONTEXT, 0, self.device, Memory(0, 0, 0)
+                place = TrueInputs(
+                    facts=facts, layout=layout, context=SPARSE_CONTEXT, device=self.device
                 )
-                args, todo = INPUTS[op](place, SPARSE_ROWS)
-                made = place.made()
+                cost = OPS[op].cost
+                assert cost is not None
+                inputs, work = cost.calls[""]
+                args, todo = inputs(place, SPARSE_ROWS), work(place, SPARSE_ROWS)
+                made = load_attr(kernel.fn)
                 us = self.time([lambda: made(*args)])  # noqa: B023
                 what = f"{op} {SPARSE_ROWS} x {SPARSE_CONTEXT}, latents {kv_dtype}"
                 self.note(what, kernel, us, todo.nbytes, todo.flops)

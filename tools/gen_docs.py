@@ -24,7 +24,8 @@ from ds_runtime.cli.known import BATCH, KNOWN, SERVING
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.config.spelling import Spelling
 from ds_runtime.engine.messages import Ready, Stats
-from ds_runtime.ops.contract import Op, load_attr
+from ds_runtime.ops.contract import load_attr
+from ds_runtime.ops.declare import Op
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import hookspecs
 from ds_runtime.plugins.hooks import of as hooks_of

@@ -85,7 +85,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bounds of rows that hold for every method",
         "core/ds_runtime/ops/binding/bound.py",
-        "and method in (kernel.by_rows or (method,))",
+        "and method in (kernel.rows.methods or (method,))",
         "",
         ("tests/core/test_bind.py",),
     ),

@@ -20,11 +20,7 @@ from ds_runtime.ops import checks
 from ds_runtime.ops.binding.branch import branch
 from ds_runtime.ops.contract import (
     API_VERSION,
-    DENSE_EXPERTS,
-    DENSE_ROWS,
-    FP8_EXPERTS,
     FP8_GROUPS,
-    FP8_ROWS,
     RANK_PLATFORM,
     RANK_PORTABLE,
     RANK_REFERENCE,
@@ -39,7 +35,6 @@ from ds_runtime.ops.contract import (
     Gates,
     Kernel,
     Layout,
-    Op,
     Phase,
     QuantLoader,
     Refusal,
@@ -48,6 +43,16 @@ from ds_runtime.ops.contract import (
     load_attr,
 )
 from ds_runtime.ops.contracts.linear import Groups
+from ds_runtime.ops.declare import Op
+from ds_runtime.ops.kernel import (
+    DENSE_EXPERTS,
+    DENSE_ROWS,
+    FP8_EXPERTS,
+    FP8_ROWS,
+    Compiles,
+    Footprint,
+    RowRange,
+)
 from ds_runtime.ops.provider import Declared, Provider
 from ds_runtime.ops.table import OPS
 from ds_runtime.parallel.torch_platform import TorchPlatform
@@ -163,6 +168,7 @@ __all__ = [
     "Change",
     "CheckpointError",
     "Communicator",
+    "Compiles",
     "ConfigError",
     "Declared",
     "DecodePart",
@@ -174,6 +180,7 @@ __all__ = [
     "ExpertSource",
     "Facts",
     "Fixable",
+    "Footprint",
     "Gate",
     "Gates",
     "Generated",
@@ -205,6 +212,7 @@ __all__ = [
     "RoutedEngine",
     "Routing",
     "RowOwners",
+    "RowRange",
     "SamplingParams",
     "Segments",
     "Spelling",

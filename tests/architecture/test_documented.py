@@ -7,20 +7,20 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Any
 
 import pytest
 
-from ds_runtime.ops import table
-from ds_runtime.ops.contract import DeviceInfo, Op, load_attr
+from ds_runtime.ops import contracts, table
+from ds_runtime.ops.contract import DeviceInfo, load_attr
+from ds_runtime.ops.declare import Area, Op
 from ds_runtime.ops.reference.cases import Case
 from ds_runtime.ops.table import OPS, Ops
 from ds_runtime.plugins import hookspecs
 from ds_runtime_kit.checks.conformance import facts_for
 
 ROOT = Path(__file__).parents[2]
-AREAS = ("activation", "attention", "cache", "linear", "lora", "moe", "norm", "rope", "sampling")
-AREAS += ("sparse",)
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
@@ -51,11 +51,18 @@ def test_the_docs_name_no_hook_that_does_not_exist() -> None:
 
 def test_every_op_of_every_area_is_in_the_table_and_has_a_field() -> None:
     found = {}
-    for area in AREAS:
-        module = import_module(f"ds_runtime.ops.contracts.{area}")
-        found |= {v.name: v for v in vars(module).values() if isinstance(v, Op)}
+    for area in walk_packages(contracts.__path__, f"{contracts.__name__}."):
+        module = import_module(area.name)
+        areas = [a for a in vars(module).values() if inspect.isclass(a) and issubclass(a, Area)]
+        found |= {n: op for a in areas for n, op in vars(a).items() if isinstance(op, Op)}
     assert found == OPS
-    assert list(Ops.__dataclass_fields__) == list(OPS)
+    view = Ops.of({}, "here")
+    assert list(vars(view)) == list(OPS)
+    for op in OPS:
+        with pytest.raises(RuntimeError, match=f"op '{op}' is not bound at site 'here'"):
+            getattr(view, op)()
+    with pytest.raises(AttributeError, match="frozen"):
+        view.rms_norm = None
     assert table.__doc__
 
 

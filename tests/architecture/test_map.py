@@ -15,7 +15,7 @@ TASKS = {  # the heading that a reader would choose: files that the task needs
     "Add a flag": ["config/engine.py", "config/server.py", "cli/known.py"],
     "Add a kernel for my chip": ["ops/contracts", "ops/binding/bind.py"],
     "Add a platform": ["platform/contract.py"],
-    "Add an op": ["ops/table.py", "ops/reference", "description/sites.py"],
+    "Add an op": ["ops/contracts", "ops/declare.py", "ops/reference", "description/sites.py"],
     "Read another checkpoint format": ["weights/loaders", "weights/layouts.py"],
     "Serve another family's template or tool calls": [
         "text/formats/families.py",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.contract import RANK_PORTABLE, DeviceInfo, Facts, Kernel, Offers
+from ds_runtime.ops.kernel import Footprint
 from ds_runtime.ops.reference import norm, sampling
 from ds_runtime.ops.reference.attention import dense as attention
 from ds_runtime.ops.reference.attention.cache import cache_write as reference_write
@@ -214,7 +215,7 @@ WRONG: list[tuple[str, str, Any, dict[str, Any], str]] = [
         "memory",
         "rms_norm",
         copies_the_input_thrice,
-        {"workspace": lambda facts, rows: 2 * rows * 576 * 4},
+        {"footprint": Footprint(workspace=lambda facts, rows: 2 * rows * 576 * 4)},
         "are declared",
     ),
     ("memory", "linear", SaysHalfOfWhatItHolds, {}, "(nbytes)"),
@@ -280,7 +281,7 @@ def test_a_right_kernel_passes_them_all(op: str) -> None:
     if op == "rms_norm":
         declared |= {
             "batch_invariant": True,
-            "workspace": lambda facts, rows: (rows + 1) * 576 * 32,
+            "footprint": Footprint(workspace=lambda facts, rows: (rows + 1) * 576 * 32),
         }
     kernel = kernel_of(op, fn, **declared)
     results = list(check_all(subjects_of(kernel), ReplayBackend()))

@@ -23,7 +23,8 @@ from ds_runtime.ops.binding.bound import BoundOps, _say_plain
 from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Kernel, Layout, Offers, Site
-from ds_runtime.ops.reference import LATENT_PAGES
+from ds_runtime.ops.kernel import Footprint, RowRange
+from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
 from ds_runtime.plugins.manager import load_plugins
@@ -45,6 +46,14 @@ Refuse = Callable[[Facts], str | None]
 def sites(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
     folder = tiny_config(tmp_path_factory.mktemp("m"))
     return model_sites(load_config(folder), lambda module: "dense")
+
+
+BESIDE = Footprint(beside=0.75)
+
+
+def asking(first, below=0):
+    """For calls of so many rows of the shared packing."""
+    return RowRange("rows.v9", first, below)
 
 
 def kernel(op: str, provider: str = "mine", rank: int = 20, **more: object) -> Kernel:
@@ -416,8 +425,8 @@ def marked_middle(facts: Facts) -> _Marked:
 
 
 def _pair(few_rank: int, many_rank: int, packing: str = "rows.v9") -> list[Kernel]:
-    few = kernel("linear", "few", few_rank, packing="rows.v9")
-    many = kernel("linear", "many", many_rank, packing=packing, from_rows=3)
+    few = kernel("linear", "few", few_rank, rows=RowRange("rows.v9"))
+    many = kernel("linear", "many", many_rank, rows=RowRange(packing, 3))
     fn = f"{__name__}:marked_"
     return [replace(few, fn=fn + "few"), replace(many, fn=fn + "many")]
 
@@ -475,20 +484,20 @@ def test_bounds_may_hold_for_one_method_alone() -> None:
     from ds_runtime.ops.binding.bound import _ByRows
     from ds_runtime.ops.weight import Packed
 
-    few = kernel("mla_absorb", "few", 30, packing="rows.v9")
-    many = kernel("mla_absorb", "many", 10, packing="rows.v9", from_rows=3)
+    few = kernel("mla_absorb", "few", 30, rows=RowRange("rows.v9"))
+    many = kernel("mla_absorb", "many", 10, rows=RowRange("rows.v9", 3))
     for by_rows, said, name in (
         (frozenset(), "many.mla_absorb from 3 rows on", "many"),
         (frozenset({"expand"}), "many.mla_absorb expand from 3 rows on", "few"),
     ):
-        shares = shares_of([few, replace(many, by_rows=by_rows)])
+        shares = shares_of([few, replace(many, rows=replace(many.rows, methods=by_rows))])
         assert shares is not None and shares.beside(few) == said
         both = _ByRows(shares, [_Absorb("few"), _Absorb("many")])
         packed, two, three = Packed("rows.v9", (), {}, 0), torch.zeros(2, 1), torch.zeros(3, 1)
         assert both.expand(two, packed) == ("few", "values")
         assert both.expand(three, packed) == ("many", "values")
         assert both.apply_q(three, three, packed) == name == both.apply_q(three, None, packed)
-        assert _ByRows.apply_q(both, two, two, packed) == "few"
+        assert both.apply_q(two, two, packed) == "few"
 
 
 def _served(binding: Binding, *rows: int) -> list[str]:
@@ -503,7 +512,7 @@ def _served(binding: Binding, *rows: int) -> list[str]:
 def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
     """One for a middle range, one from a number of rows on, and one for the rest, which packs."""
     few, many = _pair(20, 30)
-    middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=2, below_rows=4)
+    middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, rows=asking(2, 4))
     binding = bind(sites, few, many, middle)
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
         "many.marked_middle of 2 rows; few.marked_few below 2 rows"
@@ -518,19 +527,19 @@ def test_three_kernels_of_one_packing_share_a_place(sites) -> None:
 
 def test_where_all_kernels_ask_the_best_packs_and_serves_the_rest(sites) -> None:
     _, many = _pair(20, 30)
-    middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, from_rows=0, below_rows=6)
-    few = replace(many, fn=f"{__name__}:marked_few", rank=20, from_rows=2, below_rows=5)
+    middle = replace(many, fn=f"{__name__}:marked_middle", rank=10, rows=asking(0, 6))
+    few = replace(many, fn=f"{__name__}:marked_few", rank=20, rows=asking(2, 5))
     binding = bind(sites, many, middle, few)
     assert {d.note for d in binding.decisions if d.op == "linear"} == {
         "many.marked_few of 2 rows; many.marked_middle below 2 rows"
     }
     shares = next(s for (op, *_), s in binding.shares.items() if op == "linear")
     assert shares.calls_of(many) == "from 3 rows on"
-    from_four = replace(many, from_rows=4)
+    from_four = replace(many, rows=asking(4))
     others = shares_of([from_four, middle, few])
     assert others is not None and others.calls_of(from_four) == "from 4 rows on"
-    bounded = replace(many, from_rows=4, below_rows=8)
-    others = shares_of([bounded, replace(few, below_rows=0, from_rows=10)])
+    bounded = replace(many, rows=asking(4, 8))
+    others = shares_of([bounded, replace(few, rows=asking(10))])
     assert others is not None and others.calls_of(bounded) == "below 10 rows"
     assert _served(binding, 1, 2, 3, 9) == [
         "middle of many",
@@ -571,7 +580,7 @@ def test_a_kernel_may_hold_a_form_of_its_own_beside(sites) -> None:
     import torch
 
     few, many = _pair(20, 10)
-    many = replace(many, fn=f"{__name__}:marked_beside", beside=0.75)
+    many = replace(many, fn=f"{__name__}:marked_beside", footprint=BESIDE)
     binding = bind(sites, few, many)
     said = [f"{name} of few and beside" for name in ("few", "beside", "few")]
     assert _served(binding, 2, 3, 5) == said
@@ -584,7 +593,7 @@ def test_a_kernel_may_hold_a_form_of_its_own_beside(sites) -> None:
 
 def test_without_room_nothing_is_held_beside(sites) -> None:
     few, many = _pair(20, 10)
-    many = replace(many, fn=f"{__name__}:marked_beside", beside=0.75)
+    many = replace(many, fn=f"{__name__}:marked_beside", footprint=BESIDE)
     facts = replace(BASE, crowded=frozenset({"linear"}))
     said = "holds 75% of the weight beside, for which memory has no room"
     assert refusal(many, facts) == said and refusal(few, facts) is None
@@ -594,7 +603,8 @@ def test_without_room_nothing_is_held_beside(sites) -> None:
 
 def test_one_that_packs_holds_its_form_then(sites) -> None:
     few, many = (
-        replace(k, fn=f"{__name__}:marked_beside", beside=0.75, from_rows=1) for k in _pair(20, 10)
+        replace(k, fn=f"{__name__}:marked_beside", footprint=BESIDE, rows=asking(1))
+        for k in _pair(20, 10)
     )
     linear = BoundOps(bind(sites, few, many)).at(0, "self_attn.o_proj").linear
     packed = linear.pack("rows.v9", BASE)
@@ -604,7 +614,7 @@ def test_one_that_packs_holds_its_form_then(sites) -> None:
 def test_a_weight_without_the_form_is_said_once(sites, caplog) -> None:
     _say_plain.cache_clear()
     few, many = _pair(20, 10)
-    many = replace(many, fn=f"{__name__}:marked_without", beside=0.75)
+    many = replace(many, fn=f"{__name__}:marked_without", footprint=BESIDE)
     for _ in range(2):
         assert _served(bind(sites, few, many), 2, 3) == ["few of few"] * 2
     said = [r.message for r in caplog.records]

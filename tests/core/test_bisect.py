@@ -16,6 +16,7 @@ from ds_runtime.api import OPS, Facts, Kernel, hookimpl
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import DeviceInfo
+from ds_runtime.ops.kernel import RowRange
 from ds_runtime.ops.reference import norm
 from ds_runtime.ops.reference.attention import dense as attention
 from ds_runtime.ops.reference.matrices import linear
@@ -112,8 +113,8 @@ def test_both_kernels_of_a_pair_are_watched(
     made = planted(monkeypatch, "linear", Few)
     made.Many = Many  # type: ignore[attr-defined]
     (few,) = made.ds_ops(facts_for(DeviceInfo("cpu", "any", "any"), "float32"))
-    few = replace(few, packing=Few.tag)
-    many = replace(few, fn=f"{PLUGIN}:Many", from_rows=4)
+    few = replace(few, rows=RowRange(Few.tag))
+    many = replace(few, fn=f"{PLUGIN}:Many", rows=RowRange(Few.tag, 4))
     made.ds_ops = hookimpl(lambda facts: [few, many])  # type: ignore[attr-defined]
     finding = find(made, tmp_path / "case")
     assert finding.culprit is not None

@@ -42,7 +42,7 @@ IN_OFFERS = {
     "generator that raises": ("yield 1; raise KeyError('late')", "ds_ops returned no sequence"),
     "not an offer": ("return ['rms_norm']", "'rms_norm', which is no Kernel"),
     "unknown op": (
-        "return [Kernel(Op('warp', '', '', '', {}), 'bad:x', 'bad')]",
+        "return [Kernel(Op('', {}, '', name='warp'), 'bad:x', 'bad')]",
         "op 'warp', which does not exist",
     ),
     "another's name": (

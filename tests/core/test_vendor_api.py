@@ -31,6 +31,7 @@ from ds_runtime.api import (
     torch_built_for,
     visible,
 )
+from ds_runtime.ops.kernel import Compiles
 from ds_runtime.ops.provider import Declared
 from ds_runtime.ops.table import OPS
 from ds_runtime.plugins import hookspecs
@@ -44,7 +45,7 @@ ACME = Provider(
     checks.devices("acme", "Acme devices", "acme_x1"),
     contracts={"route": 2},
     numerics={"fp8_block": "fp8_w8a8"},
-    declared={"rehearsal": "ahead:context", "batch_invariant": True},
+    declared={"compiles": Compiles(rehearsal="ahead:context"), "batch_invariant": True},
 )
 
 
@@ -60,7 +61,8 @@ def test_an_offer_has_what_the_provider_says(op: str) -> None:
     assert (kernel.fn, kernel.provider) == ("ds_runtime_acme.module:fn", "acme")
     assert kernel.contract == (2 if op == "route" else 1)
     assert kernel.phases == {"prefill", "decode", "verify"}
-    assert kernel.rehearsal == "ds_runtime_acme.ahead:context" and kernel.batch_invariant
+    assert kernel.compiles == Compiles(rehearsal="ds_runtime_acme.ahead:context")
+    assert kernel.batch_invariant
 
 
 @given(st.sets(st.sampled_from(["dense", "fp8_block", "int8_channel", "mxfp4"])))
@@ -74,10 +76,12 @@ def test_who_reads_dense_weights_keeps_no_other_encoding(formats: set[str]) -> N
 
 
 def test_an_offer_says_more_than_the_provider() -> None:
-    own = {"layouts": {"mine.v1"}, "phases": {"tree"}, "contract": 7, "ahead": "m:compile"}
-    kernel = ACME.offer("mla_decode", "m:f", 3, checks.same_kv, rehearsal="", **own)
+    own = {"layouts": {"mine.v1"}, "phases": {"tree"}, "contract": 7}
+    kernel = ACME.offer(
+        "mla_decode", "m:f", 3, checks.same_kv, compiles=Compiles("m:compile"), **own
+    )
     assert (kernel.layouts, kernel.phases, kernel.contract) == ({"mine.v1"}, {"tree"}, 7)
-    assert (kernel.ahead, kernel.rehearsal, kernel.rank) == ("ds_runtime_acme.m:compile", "", 3)
+    assert (kernel.compiles, kernel.rank) == (Compiles("ds_runtime_acme.m:compile"), 3)
 
 
 def test_the_devices_gate_is_asked_first() -> None:

@@ -160,7 +160,7 @@ def plan_of(assembly):
 def test_the_estimate_counts_whole_weights_of_attention(tiny):
     divided = assemble(config_of(tiny, 2))
     by_heads = assemble(replace(divided.config, enable_dp_attention=False))
-    copies = next(k.copies for s, k in divided.binding.choices if s.op == "mla_absorb")
+    copies = next(k.footprint.copies for s, k in divided.binding.choices if s.op == "mla_absorb")
     whole = 96 * 32 + copies * 128 * 32 + 64 * 64  # q_b, kv_b and o of a layer
     assert needed_bytes(divided) - needed_bytes(by_heads) == 3 * 4 * whole // 2
     slots = [lora_bytes(divided.model, plan_of(divided), "float32", Ranks(2, n)) for n in (1, 2)]

@@ -1,4 +1,4 @@
-"""Whether calls of which `Kernel.variant` says the same launch the same compilations, for rows up
+"""Whether calls of which `Compiles.variant` says the same launch the same compilations, for rows up
 to a step's most; a program of its own: see launches.py. Shapes are those of V2-Lite, and of V3
 whole and divided by 8; weights are memory that nobody reads.
 """
@@ -212,7 +212,9 @@ def missed(fn: str, facts: Facts, make, rows) -> tuple[list[str], int, int]:
     variants there are; what these compiled)."""
     kernel = next(k for k in ALL if k.fn == f"ds_runtime_triton.{fn}")
     call = make(facts)
-    firsts = representatives([(partial(load_attr(kernel.variant), facts), range(1, MOST + 1))])
+    firsts = representatives(
+        [(partial(load_attr(kernel.compiles.variant), facts), range(1, MOST + 1))]
+    )
     launches.forget()
     for count in firsts:
         call(count)

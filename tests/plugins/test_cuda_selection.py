@@ -17,7 +17,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.kv.budget import Room, kv_memory
 from ds_runtime.ops.binding.bind import refusal
-from ds_runtime.ops.contracts.sparse import SCORES
+from ds_runtime.ops.contracts.attention.index import SCORES
 from ds_runtime.plugins.described_devices import described
 from ds_runtime.plugins.manager import load_plugins
 

@@ -73,7 +73,7 @@ def test_grouped_experts_compile(home):
 def test_kernels_of_fewer_bits_compile(home):
     tiles = {*linear._TILES, *linear._UNEVEN.values()}
     made = [("packed12_linear.cu", linear._defines(tile), (b"linear",)) for tile in tiles]
-    size = {"ARGS": ctypes.sizeof(packed12._Dense12Args)}
+    size = {"ARGS": ctypes.sizeof(packed12._Packed12Args)}
     made += [("packed12.cu", size, (b"count", b"encode"))]
     made += [("fp8_compressed.cu", fp8_compressed.defines(), (b"measure", b"encode"))]
     made += [("packed12_linear_few.cu", linear.few_defines(), (b"few",))]
@@ -152,10 +152,10 @@ def test_a_kernel_that_cannot_be_loaded_says_what_runs_without(monkeypatch):
         ("experts_streaming.cu", experts_streaming._StreamedArgs, ["gate_up", "down", "x", "h"]),
         ("grouped.cu", grouped_fp8._GroupedArgs, ["x", "w"]),
         ("attention.cu", attention._AttentionArgs, ["q", "q_rope", "k", "k_rope", "v"]),
-        ("packed12_linear.cu", linear._Linear12Args, ["x"]),
+        ("packed12_linear.cu", linear._Packed12LinearArgs, ["x"]),
         ("packed12_linear_few.cu", linear._FewArgs, []),
-        ("packed12.cu", packed12._Dense12Args, []),
-        ("fp8_compressed.cu", fp8_compressed._Block7Args, []),
+        ("packed12.cu", packed12._Packed12Args, []),
+        ("fp8_compressed.cu", fp8_compressed._Fp8CompressedArgs, []),
         ("packed12_experts.cu", token_experts._TokenExpertsArgs, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every number of rows launches what one of `Kernel.variant`'s representatives had compiled."""
+"""Every number of rows launches what one of `Compiles.variant`'s representatives had compiled."""
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ from ds_runtime.api import DENSE_EXPERTS, FP8_EXPERTS, FP8_ROWS
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.estimate import packed_bytes
 from ds_runtime.config import EngineConfig
-from ds_runtime.ops.binding.by_rows import asks_for
 from ds_runtime.ops.reference.cases import Maker, SampleExperts
 from ds_runtime.ops.reference.matrices.moe import ReferenceExperts
 from ds_runtime_cuda import experts_streaming as own
@@ -191,7 +190,9 @@ def test_second_forms_of_weights_need_room(tmp_path, settings, forms, size):
     shutil.copy(FIXTURES / "deepseek-v2-lite.json", tmp_path / "config.json")
     config = EngineConfig(model=str(tmp_path), plugins=("cuda", "triton"), **settings)
     assembly = assemble(config, tuple(settings), device="h200")
-    found = {k.name for s in assembly.binding.shares.values() for k in s.kernels if k.beside}
+    found = {
+        k.name for s in assembly.binding.shares.values() for k in s.kernels if k.footprint.beside
+    }
     assert found == {f"cuda.{name}12" for name in forms}
     for row in assembly.plan.rows:
         if row.op in ("linear", "experts"):
@@ -230,5 +231,5 @@ def test_rows_go_to_the_kernel_that_asks_first(tmp_path, without, long, longest)
     if "cuda.bindings" not in without:
         served[1280] = long
     for rows, name in served.items():
-        serving = next((k for k in shares.some if asks_for(k, rows)), shares.rest)
+        serving = next((k for k in shares.some if k.rows.holds(rows)), shares.rest)
         assert serving.name == name, rows

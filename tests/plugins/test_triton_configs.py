@@ -18,6 +18,7 @@ from interpreter import DEVICE, faithful, needs_triton
 from ds_runtime.errors import PluginError
 from ds_runtime.ops.batch import Limits, Segments
 from ds_runtime.ops.contract import Dims
+from ds_runtime.ops.contracts.attention import index as contract
 from ds_runtime.ops.reference.attention import dense as attention
 from ds_runtime.ops.reference.attention import index as reference
 from ds_runtime.ops.reference.attention.dense import decode_batch
@@ -415,7 +416,7 @@ def test_index_scores(size, config, index_dtype, monkeypatch):
 
     monkeypatch.setattr(index, "tuned", lambda *_: Sizes((1,), (config,)))
     here = replace(facts(), index_dtype=index_dtype)
-    (case,) = (c for c in reference.index_scores_samples(here) if c.label == "prefill")
+    (case,) = (c for c in contract.index_scores_samples(here) if c.label == "prefill")
     args = case.calls[0].args
     cache = index_pages(args[2], here)
     with faithful():

@@ -10,7 +10,7 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.structure import Ranks, adaptable_modules
 from ds_runtime.ops.binding.bind import Binding, site_facts
 from ds_runtime.ops.contract import Kernel, Site
-from ds_runtime.ops.contracts.sparse import scored_rows
+from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.formats import FORMATS
 from ds_runtime.ops.table import OPS
 
@@ -27,7 +27,9 @@ def packed_bytes(config: ModelConfig, binding: Binding, dtype: str, positions: i
     """
     total: float = rotation_bytes(config, positions)
     for site, kernel, size in _sizes(binding, dtype):
-        copies = 1.0 if kernel is None else kernel.copies + beside_of(binding, site, kernel)
+        copies = (
+            1.0 if kernel is None else kernel.footprint.copies + beside_of(binding, site, kernel)
+        )
         total += copies * size if site.weight_format else size
     return int(total)
 
@@ -79,7 +81,7 @@ def beside_of(binding: Binding, site: Site, kernel: Kernel | None) -> float:
     """What second forms of a site's weight take, as a share of it."""
     shares = binding.shares.get((site.op, site.layer, site.module))
     kernels = (kernel,) if shares is None else shares.kernels
-    return sum(each.beside for each in kernels if each is not None)
+    return sum(each.footprint.beside for each in kernels if each is not None)
 
 
 def rotation_bytes(config: ModelConfig, positions: int) -> int:
@@ -106,9 +108,9 @@ def sparse_bytes(assembly: Assembly) -> int:
     groups = {"index_scores": rows, "index_topk": rows, "index_select": config.max_step_tokens}
     groups |= dict.fromkeys(("sparse_prefill", "sparse_decode"), config.max_step_tokens)
     held = [
-        kernel.workspace(site_facts(assembly.facts, site), groups[site.op])
+        kernel.footprint.workspace(site_facts(assembly.facts, site), groups[site.op])
         for site, kernel in assembly.binding.choices
-        if site.op in groups and kernel is not None and kernel.workspace is not None
+        if site.op in groups and kernel is not None and kernel.footprint.workspace is not None
     ]
     return rows * width * 4 + chosen + max(held, default=0)
 

@@ -28,7 +28,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
 from ds_runtime.description.structure import padded
 from ds_runtime.ops.binding.pins import Pin
-from ds_runtime.ops.reference import LATENT_PAGES
+from ds_runtime.ops.reference.layouts import LATENT_PAGES
 
 REQUESTS = 512  # that run at once where memory allows
 REQUEST_TOKENS = 2048  # of each of them, at least, or its context

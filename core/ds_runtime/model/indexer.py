@@ -18,7 +18,7 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import INDEXER_TREE
 from ds_runtime.description.structure import INDEXER
 from ds_runtime.ops.batch import TAIL, Batch, DecodePart, PrefillPart
-from ds_runtime.ops.contracts.sparse import scored_rows
+from ds_runtime.ops.contracts.attention.index import scored_rows
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader

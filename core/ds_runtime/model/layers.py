@@ -11,7 +11,8 @@ from ds_runtime.ops.contract import Facts
 
 if TYPE_CHECKING:
     from ds_runtime.lora.slots import AbsorbDelta, Delta
-    from ds_runtime.ops.contracts import attention, linear, moe
+    from ds_runtime.ops.contracts import linear, moe
+    from ds_runtime.ops.contracts.attention import latent
     from ds_runtime.ops.table import Ops
     from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
 
@@ -132,7 +133,7 @@ class MlaInputsLayer:
     __slots__ = ("_eps", "_kernel", "packed")
 
     def __init__(
-        self, kernel: attention.MlaInputs, weights: MlaWeights, facts: Facts, eps: float
+        self, kernel: latent.MlaInputs, weights: MlaWeights, facts: Facts, eps: float
     ) -> None:
         self._kernel, self._eps = kernel, eps
         self.packed: Packed = kernel.pack(weights, facts)
@@ -151,7 +152,7 @@ class Absorb:
 
     def __init__(
         self,
-        kernel: attention.MlaAbsorb,
+        kernel: latent.MlaAbsorb,
         weight: Weight,
         facts: Facts,
         delta: AbsorbDelta | None = None,

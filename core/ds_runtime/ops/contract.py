@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
+from ds_runtime.ops.declare import Op
+from ds_runtime.ops.kernel import Compiles, Footprint, RowRange
+
 API_VERSION = 1
 
 RANK_REFERENCE = 0
@@ -20,15 +23,6 @@ RANK_PLATFORM = 20
 RANK_SPECIALISED = 30
 
 FP8_GROUPS = "fp8_groups"  # a kv_dtype: e4m3 latents with a scale per 128, keys in bfloat16
-
-# Packings that kernels may share (`Kernel.packing`), and what `Packed.tensors` holds under these
-# names: e4m3 values, and a float32 scale for each 128 × 128 block. Whoever packed may keep more.
-FP8_ROWS = "fp8_rows.v1"  # weight [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉]
-FP8_EXPERTS = "fp8_experts.v1"  # gate_up [experts, 2 · I, H] (gate rows first), gate_up_scale,
-# down [experts, H, I], down_scale; H and I in whole blocks. ue8m0, where it is there: whether all
-# scales are powers of two, so that those of activations are, too
-DENSE_EXPERTS = "dense_experts.v1"  # gate_up and down, as FP8_EXPERTS, in the compute dtype
-DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
 
 Phase = Literal["any", "prefill", "decode", "verify", "tree"]
 RefusalKind = Literal["absent", "not installed", "unsupported", "not allowed", "broken"]
@@ -110,7 +104,7 @@ class Facts:
     `shape` is the logical [out, in] of this rank's weight, where the op owns one. `graph_capture`:
     calls are recorded and replayed with other contents of the same tensors, so a call may not wait
     for the device, and what it launches may depend on shapes and limits, but on no length.
-    `crowded`: ops for second forms of whose weights (`Kernel.beside`) memory has no room.
+    `crowded`: ops for second forms of whose weights (`Footprint.beside`) memory has no room.
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
     """
@@ -189,43 +183,6 @@ class Layout:
         return f"{self.name}.v{self.version}"
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """A contract: semantics (reference), evidence (samples) and slack (tolerance).
-
-    `protocol` names the typing.Protocol whose docstring is the contract. `kind` is "function"
-    (`fn` is the callable) or "object" (`fn` is called with the site's Facts and returns the
-    object). `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which
-    runs where no fused kernel is bound. `layout` names the shared layout that kernels of this op
-    must agree on. `optional` (fusions only): where no plugin offers it the model itself computes it
-    by the ops in `uses`, at their own sites, and has no site for it.
-    `tolerance` is dtype → relative error bound: ‖out − oracle‖ / ‖oracle‖.
-    `adapter` names a function that takes what a kernel of the contract's previous version names
-    with `fn` and returns the same by this version; empty: that version is served no more.
-    """
-
-    name: str
-    protocol: str
-    reference: str
-    samples: str
-    tolerance: Mapping[str, float]
-    kind: Literal["function", "object"] = "function"
-    version: int = 1
-    adapter: str = ""
-    heavy: bool = False
-    composition: str = ""
-    optional: bool = False
-    uses: tuple[str, ...] = ()
-    taps: tuple[str, ...] = ()
-    layout: str = ""
-    summary: str = ""
-
-    @property
-    def served(self) -> tuple[int, ...]:
-        """The versions of the contract whose kernels can serve, newest first."""
-        return (self.version, self.version - 1) if self.adapter else (self.version,)
-
-
 Gate = Callable[[Facts], "str | None"]
 
 
@@ -274,42 +231,16 @@ def _accept(facts: Facts) -> str | None:
 class Kernel:
     """One implementation of one op, offered by one plugin.
 
-    `fn` is lazy, `"module:attr"`. `refuse(facts)` returns None or a sentence; `gates` makes one
-    of several. `formats` are the
-    weight formats that `pack` reads (ops that own weights). `layouts` are the tags of the shared
-    layouts that it reads or writes. What is not declared is refused (closed world).
-    `numerics` names the row of the op's tolerance that applies where the arithmetic is coarser
-    than the compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `keeps` are the
-    formats that stay packed in their own encoding (others are held in the compute dtype), and
-    `copies` says how often `pack` keeps the weight (laid out for several uses): both are for the
-    estimate of memory. `batch_invariant`: a row's bits depend on that row alone, not on how many
-    others there are. `workspace(facts, rows)` gives the bytes that a call of so many rows holds at
-    most beyond its arguments, weights and results; None says nothing. Conformance holds a kernel
-    to both.
-    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
-    kernels of one packing may serve one place, those with `from_rows` or `below_rows` (0: no bound)
-    the calls of so many rows or more, or of fewer, and one without bounds, which packs, the rest
-    (without one, the best of them does). Functions need no packing: those that rank before the
-    first without bounds divide its calls so. `by_rows` names the methods of which that holds;
-    empty: all. Others are served by the one that packs, for any number of rows. `beside`, of a
-    kernel that reads such a weight in a form of its own, is how much that takes as a share of the
-    weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which is called once
-    the weight is packed, by whichever kernel, and adds the form if it can, and `serves(rows,
-    packed)`, which says whether a call within its bounds is one for it. Where memory has no room,
-    it is refused.
-    `ahead`, of a kernel that compiles when it first runs, is the `"module:attr"` of a function
-    `(facts, rows) -> None` that has calls of each of these numbers of rows compiled, all that a
-    step can have, without weights, into a cache on disk. Other processes call it while weights
-    are loaded, with the device as torch's current one. `rehearsal`, of such a kernel, is the
-    `"module:attr"` of a function that gives a context, whose value says whether it works here:
-    within, calls of all kernels that name it compile and do not run, their results are zeros, and
-    leaving it waits until all have compiled. `variant`, of such a kernel, is the `"module:attr"`
-    of a function `(facts, rows) -> Hashable`: calls of numbers of rows for which it is the same
-    are served by what one of them had compiled (rows of attention over prompts: the longest
-    sequence's). It is asked of every number that a step can have; empty: one call serves for all.
-    `reads(facts)`, of a kernel that may pack weights tighter than their own format, is the share of
-    that format's bytes that its calls read then. It says what a step must read; the estimate of
-    memory does not count on it.
+    `fn` is lazy, `"module:attr"`. `refuse(facts)` returns None or a sentence; `gates` makes one of
+    several. `formats` are the weight formats that `pack` reads (ops that own weights), `keeps` are
+    those that stay packed in their own encoding (others are held in the compute dtype). `layouts`
+    are the tags of the shared layouts that it reads or writes. What is not declared is refused
+    (closed world). `contract` is the version of the contract that it was written for. `numerics`
+    names the row of the op's tolerance that applies where the arithmetic is coarser than the
+    compute dtype (e.g. "fp8_w8a8"); empty: the compute dtype's row. `batch_invariant`: a row's bits
+    depend on that row alone, not on how many others there are; conformance holds a kernel to it.
+    `rows` says which calls it serves, where several kernels divide them, `footprint` what it takes
+    and reads of memory, and `compiles` how calls are compiled before they are needed.
     """
 
     op: Op
@@ -318,28 +249,18 @@ class Kernel:
     rank: int = RANK_PLATFORM
     refuse: Gate = _accept
     formats: frozenset[str] = frozenset()
+    keeps: frozenset[str] = frozenset()
     layouts: frozenset[str] = frozenset()
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     deterministic: bool = True
     graph_safe: bool = True
-    taps: frozenset[str] = frozenset()
+    batch_invariant: bool = False
     note: str = ""
     contract: int = 1
-    source: str = ""
     numerics: str = ""
-    keeps: frozenset[str] = frozenset()
-    copies: float = 1
-    batch_invariant: bool = False
-    workspace: Callable[[Facts, int], int] | None = None
-    packing: str = ""
-    from_rows: int = 0
-    ahead: str = ""
-    below_rows: int = 0
-    rehearsal: str = ""
-    variant: str = ""
-    by_rows: frozenset[str] = frozenset()
-    beside: float = 0
-    reads: Callable[[Facts], float] | None = None
+    rows: RowRange = field(default_factory=RowRange)
+    footprint: Footprint = field(default_factory=Footprint)
+    compiles: Compiles = field(default_factory=Compiles)
 
     @property
     def name(self) -> str:

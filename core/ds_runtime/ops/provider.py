@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict, Unpack
 
-from ds_runtime.ops.contract import Facts, Gate, Kernel, gates
+from ds_runtime.ops.contract import Gate, Kernel, gates
+from ds_runtime.ops.kernel import Compiles, Footprint, RowRange
 from ds_runtime.ops.table import OPS
 
 PHASES = frozenset({"prefill", "decode", "verify"})
@@ -16,36 +17,25 @@ LAYOUTS = {"kv": "latent_pages.v1", "index": "index_pages.v1"}
 class Declared(TypedDict, total=False):
     """What an offer may say of its kernel beside op, function, rank and gates: fields of `Kernel`.
 
-    The functions that `ahead`, `rehearsal` and `variant` name lie below the provider's package.
+    The functions that `compiles` names lie below the provider's package.
     """
 
     formats: Collection[str]
+    keeps: Collection[str]
     layouts: Collection[str]
     phases: Collection[str]
     deterministic: bool
     graph_safe: bool
-    taps: frozenset[str]
+    batch_invariant: bool
     note: str
     contract: int
-    source: str
     numerics: str
-    keeps: Collection[str]
-    copies: float
-    batch_invariant: bool
-    workspace: Callable[[Facts, int], int] | None
-    packing: str
-    from_rows: int
-    ahead: str
-    below_rows: int
-    rehearsal: str
-    variant: str
-    by_rows: Collection[str]
-    beside: float
-    reads: Callable[[Facts], float] | None
+    rows: RowRange
+    footprint: Footprint
+    compiles: Compiles
 
 
-_SETS = frozenset({"formats", "layouts", "phases", "keeps", "by_rows"})
-_LAZY = ("ahead", "rehearsal", "variant")
+_SETS = frozenset({"formats", "keeps", "layouts", "phases"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +79,8 @@ class Provider:
             says.setdefault("numerics", self.numerics.get(next(iter(formats)), ""))
         for name in says.keys() & _SETS:
             says[name] = frozenset(says[name])
-        for name in _LAZY:
-            if says.get(name):
-                says[name] = f"{self.package}.{says[name]}"
+        if compiles := says.get("compiles"):
+            below = {n: f"{self.package}.{path}" for n, path in asdict(compiles).items() if path}
+            says["compiles"] = Compiles(**below)
         refuse = gates(*((self.gate,) if self.gate else ()), *each)
         return Kernel(OPS[op], f"{self.package}.{fn}", self.name, rank, refuse, **says)

@@ -1,79 +1,22 @@
-"""The whole vocabulary of the runtime: one typed field per op, bound once at start-up."""
+"""The whole vocabulary of the runtime, from the areas of `ops/contracts/`: each op is a field."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import NoReturn
 
-from ds_runtime.ops.contract import Op
-from ds_runtime.ops.contracts import (
-    activation,
-    attention,
+from ds_runtime.ops.contracts import activation, linear, lora, moe, norm, sampling
+from ds_runtime.ops.contracts.attention import (
     cache,
-    linear,
-    lora,
-    moe,
-    norm,
+    decode,
+    index,
+    index_keys,
+    latent,
+    prefill,
     rope,
-    sampling,
     sparse,
 )
-
-if TYPE_CHECKING:
-    from ds_runtime.ops.contracts.attention import (
-        MergeState,
-        MhaDecode,
-        MhaPrefill,
-        MhaPrefillQuantize,
-        MlaAbsorb,
-        MlaDecode,
-        MlaInputs,
-        MlaPrologue,
-    )
-    from ds_runtime.ops.contracts.cache import CacheGather, CacheMove, CacheWrite
-    from ds_runtime.ops.contracts.linear import Embed, Linear, QuantizeGroup
-    from ds_runtime.ops.contracts.lora import LoraDelta
-    from ds_runtime.ops.contracts.moe import Experts, Route, RouterLogits
-
-OPS: dict[str, Op] = {
-    op.name: op
-    for op in (
-        linear.EMBED,
-        norm.RMS_NORM,
-        norm.ADD_RMS_NORM,
-        norm.RMS_NORM_QUANTIZE,
-        norm.ADD_RMS_NORM_QUANTIZE,
-        rope.ROPE,
-        linear.LINEAR,
-        linear.QUANTIZE_GROUP,
-        lora.LORA_DELTA,
-        cache.CACHE_WRITE,
-        cache.CACHE_GATHER,
-        cache.CACHE_MOVE,
-        attention.MLA_INPUTS,
-        attention.MLA_PROLOGUE,
-        attention.MLA_ABSORB,
-        attention.MHA_PREFILL,
-        attention.MHA_PREFILL_QUANTIZE,
-        attention.MERGE_STATE,
-        attention.MLA_DECODE,
-        attention.MHA_DECODE,
-        sparse.INDEX_PROLOGUE,
-        sparse.INDEX_SELECT,
-        sparse.INDEX_SCORES,
-        sparse.INDEX_TOPK,
-        sparse.SPARSE_PREFILL,
-        sparse.SPARSE_DECODE,
-        activation.SILU_MUL,
-        activation.SILU_MUL_QUANTIZE,
-        moe.ROUTER_LOGITS,
-        moe.ROUTE,
-        moe.EXPERTS,
-        sampling.MASK_LOGITS,
-        sampling.SAMPLE,
-        sampling.LOGPROBS,
-    )
-}
+from ds_runtime.ops.declare import Area, Op, Results
 
 
 class _Unbound:
@@ -89,47 +32,47 @@ class _Unbound:
         raise RuntimeError(self._what)
 
 
-@dataclass(frozen=True, slots=True)
-class Ops:
+class Ops(
+    linear.EmbeddingOps,
+    norm.NormOps,
+    rope.RotationOps,
+    linear.MatrixOps,
+    lora.AdapterOps,
+    cache.CacheOps,
+    latent.LatentOps,
+    prefill.PrefillOps,
+    decode.DecodeOps,
+    index_keys.IndexKeyOps,
+    index.IndexOps,
+    sparse.SparseOps,
+    activation.ActivationOps,
+    moe.ExpertOps,
+    sampling.SamplingOps,
+):
     """One site's view: every op that it may call, as a field. Frozen after binding."""
 
-    embed: Embed
-    rms_norm: norm.RmsNorm
-    add_rms_norm: norm.AddRmsNorm
-    rms_norm_quantize: norm.RmsNormQuantize
-    add_rms_norm_quantize: norm.AddRmsNormQuantize
-    rope: rope.Rope
-    linear: Linear
-    quantize_group: QuantizeGroup
-    lora_delta: LoraDelta
-    cache_write: CacheWrite
-    cache_gather: CacheGather
-    cache_move: CacheMove
-    mla_inputs: MlaInputs
-    mla_prologue: MlaPrologue
-    mla_absorb: MlaAbsorb
-    mha_prefill: MhaPrefill
-    mha_prefill_quantize: MhaPrefillQuantize
-    merge_state: MergeState
-    mla_decode: MlaDecode
-    mha_decode: MhaDecode
-    index_prologue: sparse.IndexPrologue
-    index_select: sparse.IndexSelect
-    index_scores: sparse.IndexScores
-    index_topk: sparse.IndexTopk
-    sparse_prefill: sparse.SparseMla
-    sparse_decode: sparse.SparseMla
-    silu_mul: activation.SiluMul
-    silu_mul_quantize: activation.SiluMulQuantize
-    router_logits: RouterLogits
-    route: Route
-    experts: Experts
-    mask_logits: sampling.MaskLogits
-    sample: sampling.Sample
-    logprobs: sampling.Logprobs
+    def __init__(self, bound: Mapping[str, object], site: str) -> None:
+        vars(self).update({n: bound.get(n, _Unbound(n, site)) for n in OPS})
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"an Ops view is frozen: {name}")
 
     @staticmethod
-    def of(bound: dict[str, object], site: str) -> Ops:
+    def of(bound: Mapping[str, object], site: str) -> Ops:
         """A view from op name → callable or object; the rest raises when used."""
-        values = {f.name: bound.get(f.name, _Unbound(f.name, site)) for f in fields(Ops)}
-        return Ops(**values)  # type: ignore[arg-type]
+        return Ops(bound, site)
+
+
+OPS: dict[str, Op] = {
+    name: said
+    for area in Ops.__mro__
+    if area not in (Ops, Area)
+    for name, said in vars(area).items()
+    if isinstance(said, Op)
+}
+# By op, and method of one that is an object: the results of a call, of facts and arguments.
+RESULTS: dict[str, Results] = {
+    f"{name}.{method}".rstrip("."): made
+    for name, said in OPS.items()
+    for method, made in said.results.items()
+}

@@ -28,7 +28,7 @@ from ds_runtime_kit.checks.conformance import (
     facts_for,
 )
 from ds_runtime_kit.checks.memory import Measured
-from ds_runtime_kit.checks.refusals import SIZED_BY_DIMS, dishonest
+from ds_runtime_kit.checks.refusals import dishonest
 from ds_runtime_kit.checks.rewrap import weight_variants
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,7 +48,7 @@ class Width:
 
 WIDTHS: Mapping[str, Width] = {
     "small": Width(SMALL_DIMS, 4, frozenset(OPS)),
-    "true": Width(TRUE_DIMS, 16, SIZED_BY_DIMS),
+    "true": Width(TRUE_DIMS, 16, frozenset(n for n, op in OPS.items() if op.layout or op.sized)),
     "wide pages": Width(TRUE_DIMS, 64, frozenset({"mla_decode"})),
     "pages of one": Width(SMALL_DIMS, 1, USES_CACHE),
 }
@@ -108,11 +108,11 @@ def check_weights(subject: Subject) -> list[CaseResult]:
 def check_rows(subject: Subject) -> list[CaseResult]:
     """Batch-invariance bits, where the kernel declares them or its contract asks for them."""
     kernel, found = subject.kernel, []
-    if not kernel.batch_invariant and kernel.op.name not in rows.BY_CONTRACT:
+    if not kernel.batch_invariant and not kernel.op.own_rows:
         return []
     cases = cases_for((kernel,), subject.facts)
-    if cases and kernel.op.name not in rows.OPS:
-        lacks = f"declares batch_invariant, and testing/rows.py knows no rows of {kernel.op.name}"
+    if cases and not rows.can_be_taken_apart(kernel.op):
+        lacks = f"declares batch_invariant, and its contract knows no rows of {kernel.op.name}"
         return [_result(subject, cases[0][1], "rows", lacks)]
     for _, case in cases:
         try:
@@ -127,7 +127,7 @@ def check_rows(subject: Subject) -> list[CaseResult]:
 def check_memory(subject: Subject) -> list[CaseResult]:
     """Packed bytes as `nbytes` says; workspace as declared."""
     kernel, found = subject.kernel, []
-    if kernel.workspace is None and not kernel.formats:
+    if kernel.footprint.workspace is None and not kernel.formats:
         return []
     for _, case in cases_for((kernel,), subject.facts):
         measured: list[Measured] = []

@@ -18,6 +18,7 @@ from ds_runtime.api import (
     Declared,
     Facts,
     Fixable,
+    Footprint,
     Gate,
     Kernel,
     Provider,
@@ -163,14 +164,15 @@ def _native(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kern
 def _by_row(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
     """Native: each element of a result is summed by one thread, in the order that any other number
     of rows would have, and nothing is allocated beside results."""
-    says: Declared = {"batch_invariant": True, "workspace": _nothing, **declared}
+    none: Declared = {"batch_invariant": True, "footprint": Footprint(workspace=_nothing)}
+    says: Declared = {**none, **declared}
     return _native(op, fn, *each, **says)
 
 
 def _panels(op: str, fn: str, **declared: Unpack[Declared]) -> Kernel:
     """A kernel that keeps fp8 blocks as they are."""
-    kept: Declared = {"formats": _DENSE, "keeps": {"fp8_block"}, "reads": _reads, "note": _PANELS}
-    says: Declared = {**kept, **declared}
+    kept: Declared = {"formats": _DENSE, "keeps": {"fp8_block"}, "note": _PANELS}
+    says: Declared = {**kept, "footprint": Footprint(reads=_reads), **declared}
     return _native(op, fn, **says)
 
 
@@ -191,8 +193,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "absorb:mla_absorb_native",
         formats=_FORMATS,
         keeps={"fp8_block"},
-        copies=1.5,
-        reads=_reads,
+        footprint=Footprint(copies=1.5, workspace=_nothing, reads=_reads),
         note="W_UK is kept twice: by rows to expand keys, by columns for the queries of decode; "
         f"{_TIGHT}",
     ),
@@ -202,7 +203,7 @@ ATTENTION: tuple[Kernel, ...] = (
         RANK_PLATFORM,
         _onednn,
         formats=_FORMATS,
-        copies=2,  # whole for the expansion, per head for decode
+        footprint=Footprint(copies=2),  # whole for the expansion, per head for decode
         note=_KV_B,
     ),
     _native("cache_write", "prologue:cache_write", _native_cache),
@@ -241,7 +242,12 @@ ROUTING: tuple[Kernel, ...] = (
     _by_row("route", "routing:route", _native_route),
 )
 LINEAR_KERNELS: tuple[Kernel, ...] = (
-    _panels("linear", "linear:linear_native", batch_invariant=True, workspace=_nothing),
+    _panels(
+        "linear",
+        "linear:linear_native",
+        batch_invariant=True,
+        footprint=Footprint(workspace=_nothing, reads=_reads),
+    ),
     _native("linear", "linear:linear_int8", formats={"int8_channel"}, note=_A8),
     _native("linear", "linear:linear_int4", formats={"int4_group"}, note=_A8),
     cpu.offer(

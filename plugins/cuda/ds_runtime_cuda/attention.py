@@ -52,7 +52,7 @@ def _function(device: torch.device) -> Any:
 
 
 def compile_attention(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead`."""
+    """`Compiles.ahead`."""
     nvrtc.compile_for_device(_SOURCE, _defines())
 
 

@@ -101,7 +101,7 @@ def _edge(count: int) -> bool:
 
 
 def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of LinearFp8: it compiles per shape of the weight and kind of tile."""
+    """`Compiles.ahead` of LinearFp8: it compiles per shape of the weight and kind of tile."""
     n, k = facts.shape
     values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="cuda")
     scale = torch.empty(-(-n // 128), -(-k // 128), dtype=torch.float32, device="cuda")
@@ -147,7 +147,7 @@ class MlaAbsorb:
 
 
 def compile_absorb(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of MlaAbsorb."""
+    """`Compiles.ahead` of MlaAbsorb."""
     compile_linear(facts, [count for count in rows if count >= EXPANDED])
 
 

@@ -121,12 +121,12 @@ def _compile(facts: Facts, coded: bool, rows: Sequence[int]) -> None:
 
 
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of ExpertsFp8 and ExpertsDense."""
+    """`Compiles.ahead` of ExpertsFp8 and ExpertsDense."""
     _compile(facts, False, rows)
 
 
 def compile_coded(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of ExpertsBlock7 and ExpertsDense12."""
+    """`Compiles.ahead` of ExpertsBlock7 and ExpertsDense12."""
     _compile(facts, True, rows)
     few = any(0 < count <= token_experts.MOST_TOKENS for count in rows)
     if few and facts.weight_format != "fp8_block":
@@ -198,11 +198,11 @@ class _Beside:
     _encode: Callable[..., fp8_compressed.CodedFp8 | packed12.CodedDense | None]
 
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Kernel.beside."""
+        """See Footprint.beside."""
         return _HELD in packed.tensors
 
     def hold_beside(self, packed: Packed) -> Packed:
-        """See Kernel.beside."""
+        """See Footprint.beside."""
         upper = self._encode(packed.tensors["gate_up"], _PIN, halves=2)
         lower = None if upper is None else self._encode(packed.tensors["down"], _PIN)
         if upper is None or lower is None:

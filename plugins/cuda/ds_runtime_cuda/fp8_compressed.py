@@ -29,7 +29,7 @@ class CodedFp8:
         return {"tiles": self.tiles.data_ptr(), "stride": self.stride, "base": self.base}
 
 
-class _Block7Args(ctypes.Structure):
+class _Fp8CompressedArgs(ctypes.Structure):
     """Args of csrc/fp8_compressed.cu."""
 
     _fields_ = (
@@ -39,7 +39,11 @@ class _Block7Args(ctypes.Structure):
 
 
 def defines() -> dict[str, int]:
-    return {"ARGS": ctypes.sizeof(_Block7Args), "OTHERS_AT": OTHERS_AT, "MOST_OTHERS": MOST_OTHERS}
+    return {
+        "ARGS": ctypes.sizeof(_Fp8CompressedArgs),
+        "OTHERS_AT": OTHERS_AT,
+        "MOST_OTHERS": MOST_OTHERS,
+    }
 
 
 @cache
@@ -59,7 +63,7 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> CodedFp8 | None:
     assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
     assert columns % BLOCK == 0 and values.shape[-2] % (BLOCK * halves) == 0
     most = torch.zeros(_BASES, dtype=torch.int32, device=device)
-    args = _Block7Args(values.data_ptr(), None, most.data_ptr(), columns)
+    args = _Fp8CompressedArgs(values.data_ptr(), None, most.data_ptr(), columns)
     args.halves, args.half = halves, values.shape[-2] // halves // BLOCK
     module, grid = _module(device, pin), (rows // BLOCK, columns // BLOCK)
     nvrtc.launch(module.function("measure"), grid, 256, 0, args)

@@ -46,7 +46,7 @@ def _module(device: torch.device) -> nvrtc.Module:
 
 
 def compile_experts(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead`."""
+    """`Compiles.ahead`."""
     nvrtc.compile_for_device(_SOURCE, _defines())
 
 

@@ -20,9 +20,12 @@ from ds_runtime.api import (
     RANK_PORTABLE,
     RANK_REFERENCE,
     RANK_SPECIALISED,
+    Compiles,
     Facts,
+    Footprint,
     Gate,
     Kernel,
+    RowRange,
     checks,
 )
 from ds_runtime_cuda import blackwell
@@ -140,7 +143,7 @@ ATTENTION: tuple[Kernel, ...] = (
         HALVES,
         fp8_keys,
         checks.page_sizes(64),
-        workspace=copied_keys,
+        footprint=Footprint(workspace=copied_keys),
     ),
     flashinfer.offer(
         "index_topk",
@@ -171,11 +174,9 @@ ATTENTION: tuple[Kernel, ...] = (
         BF16,
         checks.linear_groups(BLOCK, 8),
         formats=FP8,
-        packing=FP8_ROWS,
-        from_rows=EXPANDED,
-        ahead="deep_gemm:compile_absorb",
-        by_rows={"expand"},
-        copies=3,  # in FP8, and in bfloat16 for decode, if it packs
+        rows=RowRange(FP8_ROWS, EXPANDED, methods=frozenset({"expand"})),
+        footprint=Footprint(copies=3),  # in FP8, and in bfloat16 for decode, if it packs
+        compiles=Compiles("deep_gemm:compile_absorb"),
     ),
     _flash_mla("MlaDecode", RANK_PLATFORM, _most_filled),
     _flash_mla("MlaDecodeFewHeads", RANK_BEHIND, _few_filled, "computes 64 heads at once"),
@@ -199,7 +200,7 @@ ATTENTION: tuple[Kernel, ...] = (
             BF16,
             HEADS_192,
             note="compiled by NVRTC when it is first needed",
-            ahead="attention:compile_attention",
+            compiles=Compiles("attention:compile_attention"),
         )
         for op in ("mha_prefill", "mha_prefill_quantize")
     ),
@@ -228,8 +229,7 @@ ATTENTION: tuple[Kernel, ...] = (
 def _streamed(
     name: str,
     formats: set[str],
-    packing: str,
-    rows: tuple[int, int],
+    rows: RowRange,
     *each: Gate,
     rank: int = RANK_BESIDE,
     beside: float = 0,
@@ -247,15 +247,13 @@ def _streamed(
         *each,
         formats=formats,
         note="compiled by NVRTC when it is first needed",
-        packing=packing,
-        from_rows=rows[0],
-        below_rows=rows[1],
-        beside=beside,
-        ahead="experts_streaming:compile_coded" if beside else "experts_streaming:compile_experts",
+        rows=rows,
+        footprint=Footprint(beside=beside),
+        compiles=Compiles(f"experts_streaming:compile_{'coded' if beside else 'experts'}"),
     )
 
 
-def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
+def _dense12(name: str, ahead: str, below: int, size: Gate) -> Kernel:
     return cuda.offer(
         "linear",
         f"packed12.linear:{name}",
@@ -266,11 +264,9 @@ def _dense12(name: str, ahead: str, below_rows: int, size: Gate) -> Kernel:
         size,
         formats=DENSE,
         note="compiled by NVRTC when it is first needed",
-        packing=DENSE_ROWS,
-        from_rows=1,
-        below_rows=below_rows,
-        beside=CODED,
-        ahead=f"packed12.linear:{ahead}",
+        rows=RowRange(DENSE_ROWS, 1, below),
+        footprint=Footprint(beside=CODED),
+        compiles=Compiles(f"packed12.linear:{ahead}"),
     )
 
 
@@ -301,10 +297,8 @@ MOE: tuple[Kernel, ...] = (
         column_pairs,
         formats=FP8,
         note="compiled by NVRTC when it is first needed",
-        packing=FP8_EXPERTS,
-        from_rows=1280,
-        below_rows=10240,
-        ahead="grouped_fp8:compile_experts",
+        rows=RowRange(FP8_EXPERTS, 1280, 10240),
+        compiles=Compiles("grouped_fp8:compile_experts"),
     ),
     deep_gemm.offer(
         "experts",
@@ -317,8 +311,7 @@ MOE: tuple[Kernel, ...] = (
         EXPERT_BLOCKS,
         formats=FP8,
         note="fills every expert's rows up to 128: for long prompts",
-        packing=FP8_EXPERTS,
-        from_rows=4096,  # where it takes as long as the portable kernel
+        rows=RowRange(FP8_EXPERTS, 4096),  # where it takes as long as the portable kernel
     ),
     cuda.offer(
         "experts",
@@ -330,21 +323,27 @@ MOE: tuple[Kernel, ...] = (
         formats=DENSE,
     ),
     _streamed(
-        "ExpertsFp8", FP8, FP8_EXPERTS, (3, 17), scales_on_chip, many_experts, as_wide_as(2048)
+        "ExpertsFp8",
+        FP8,
+        RowRange(FP8_EXPERTS, 3, 17),
+        scales_on_chip,
+        many_experts,
+        as_wide_as(2048),
     ),
     _streamed(
         "ExpertsBlock7",
         FP8,
-        FP8_EXPERTS,
-        (3, 321),
+        RowRange(FP8_EXPERTS, 3, 321),
         scales_on_chip,
         many_experts,
         as_wide_as(512),
         rank=RANK_BESIDE + 1,
         beside=CODED_FP8,
     ),
-    _streamed("ExpertsDense", DENSE, DENSE_EXPERTS, (3, 33)),
-    _streamed("ExpertsDense12", DENSE, DENSE_EXPERTS, (1, 321), rank=RANK_BESIDE + 1, beside=CODED),
+    _streamed("ExpertsDense", DENSE, RowRange(DENSE_EXPERTS, 3, 33)),
+    _streamed(
+        "ExpertsDense12", DENSE, RowRange(DENSE_EXPERTS, 1, 321), rank=RANK_BESIDE + 1, beside=CODED
+    ),
 )
 LINEAR: tuple[Kernel, ...] = (
     _dense12("LinearDense12", "compile_linear", 129, large),
@@ -359,9 +358,9 @@ LINEAR: tuple[Kernel, ...] = (
         BF16,
         checks.linear_groups(BLOCK, 8),
         formats=FP8,
-        packing=FP8_ROWS,
-        from_rows=2,  # one row needs no matrix unit, and no launch that quantises it
-        ahead="deep_gemm:compile_linear",
+        # One row needs no matrix unit, and no launch that quantises it.
+        rows=RowRange(FP8_ROWS, 2),
+        compiles=Compiles("deep_gemm:compile_linear"),
     ),
     flashinfer.offer(
         "linear",

@@ -19,7 +19,7 @@ _FP8 = "float8_e4m3fn"
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant`."""
+    """`Compiles.variant`."""
     return _sizes(facts).number(rows)
 
 

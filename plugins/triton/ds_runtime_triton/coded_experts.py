@@ -81,7 +81,7 @@ class CodedLayer:
 
 
 def weight_only_variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of ExpertsWeightOnly, which may have to keep weights dense."""
+    """`Compiles.variant` of ExpertsWeightOnly, which may have to keep weights dense."""
     return variant(facts, "experts_weight_only", rows), dense_variant(facts, rows)
 
 

@@ -18,7 +18,7 @@ _VALUES = 1024  # of a token that one program writes
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of MhaDecode."""
+    """`Compiles.variant` of MhaDecode."""
     return fills(facts.device.cores, rows * facts.dims["heads"], _WAVES)
 
 

@@ -91,7 +91,7 @@ def variant(facts: Facts, op: str, tokens: int) -> Hashable:
 
 
 def dense_variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of ExpertsDense."""
+    """`Compiles.variant` of ExpertsDense."""
     return variant(facts, "experts_dense", rows)
 
 

@@ -63,7 +63,7 @@ def index_prologue(
 
 
 def scores_variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of IndexScores, of one sequence or of one row of each."""
+    """`Compiles.variant` of IndexScores, of one sequence or of one row of each."""
     return _scores_sizes(facts.index_dtype).number(rows)
 
 

@@ -8,6 +8,7 @@ they are (docs/formats.md).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Unpack
 
 from ds_runtime.api import (
@@ -17,12 +18,15 @@ from ds_runtime.api import (
     FP8_GROUPS,
     FP8_ROWS,
     RANK_PORTABLE,
+    Compiles,
     Declared,
     Facts,
     Fixable,
+    Footprint,
     Gate,
     Kernel,
     Provider,
+    RowRange,
     checks,
     gates,
 )
@@ -136,17 +140,22 @@ triton = Provider(
     "ds_runtime_triton",
     phases={"prefill", "decode", "verify", "tree"},
     numerics={"fp8_block": "fp8_w8a8", "w4afp8": "fp8_w8a8"},
-    declared={"rehearsal": "rehearsal:rehearsal"},
 )
 
 
-def _offer(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
-    return triton.offer(op, fn, RANK_PORTABLE, *each, _compiles, _dtype, **declared)
+def _offer(
+    op: str,
+    fn: str,
+    *each: Gate,
+    rank: int = RANK_PORTABLE,
+    variant: str = "",
+    **declared: Unpack[Declared],
+) -> Kernel:
+    says: Declared = {"compiles": Compiles("", "rehearsal:rehearsal", variant), **declared}
+    return triton.offer(op, fn, rank, *each, _compiles, _dtype, **says)
 
 
-def _keeping(op: str, fn: str, *each: Gate, **declared: Unpack[Declared]) -> Kernel:
-    """Of weights that stay as they are: one rank above the kernel that converts."""
-    return triton.offer(op, fn, RANK_PORTABLE + 1, *each, _compiles, _dtype, **declared)
+_keeping = partial(_offer, rank=RANK_PORTABLE + 1)  # of weights that stay as they are
 
 
 ATTENTION: tuple[Kernel, ...] = (
@@ -166,7 +175,7 @@ ATTENTION: tuple[Kernel, ...] = (
         "absorb:mla_absorb",
         formats=_BOTH,
         keeps=_BLOCKS,
-        packing=FP8_ROWS,
+        rows=RowRange(FP8_ROWS),
         variant="absorb:variant",
     ),
     _offer("mla_prologue", "cache:mla_prologue", _kv_dtype),
@@ -182,7 +191,10 @@ ATTENTION: tuple[Kernel, ...] = (
         "index_scores", "index:index_scores", _index_sums, _index, variant="index:scores_variant"
     ),
     _offer(
-        "index_topk", "index:index_topk", workspace=held.index_topk, variant="index:topk_variant"
+        "index_topk",
+        "index:index_topk",
+        footprint=Footprint(workspace=held.index_topk),
+        variant="index:topk_variant",
     ),
     *(
         _offer(
@@ -190,7 +202,7 @@ ATTENTION: tuple[Kernel, ...] = (
             f"sparse:{fn}",
             fits,
             layouts=layouts,
-            workspace=held.sparse_mla,
+            footprint=Footprint(workspace=held.sparse_mla),
             variant="sparse:variant",
         )
         for op in ("sparse_prefill", "sparse_decode")
@@ -206,7 +218,7 @@ MOE: tuple[Kernel, ...] = (
         "experts:experts_fp8",
         _fp8,
         formats=_BLOCKS,
-        packing=FP8_EXPERTS,
+        rows=RowRange(FP8_EXPERTS),
         variant="experts:fp8_variant",
     ),
     _keeping(
@@ -234,7 +246,7 @@ MOE: tuple[Kernel, ...] = (
         "experts",
         "experts:experts_dense",
         formats=_BOTH,
-        packing=DENSE_EXPERTS,
+        rows=RowRange(DENSE_EXPERTS),
         variant="experts:dense_variant",
     ),
 )
@@ -244,7 +256,7 @@ LINEAR: tuple[Kernel, ...] = (
         "linear:linear_fp8",
         _fp8,
         formats=_BLOCKS,
-        packing=FP8_ROWS,
+        rows=RowRange(FP8_ROWS),
         variant="linear:fp8_variant",
     ),
     _keeping(
@@ -262,7 +274,7 @@ LINEAR: tuple[Kernel, ...] = (
         "linear",
         "linear:linear_dense",
         formats=_BOTH,
-        packing=DENSE_ROWS,
+        rows=RowRange(DENSE_ROWS),
         variant="linear:dense_variant",
     ),
 )

@@ -52,7 +52,7 @@ def variant(facts: Facts, op: str, rows: int) -> Hashable:
 
 
 def dense_variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of LinearDense."""
+    """`Compiles.variant` of LinearDense."""
     return variant(facts, "linear_dense", rows)
 
 

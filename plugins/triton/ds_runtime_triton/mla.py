@@ -33,7 +33,7 @@ class DecodeState:
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of MlaDecode."""
+    """`Compiles.variant` of MlaDecode."""
     sizes = _sizes(facts)
     config = sizes.at(rows)
     programs = rows * cdiv(facts.dims["heads"], config["BLOCK_H"])

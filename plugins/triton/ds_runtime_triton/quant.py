@@ -19,7 +19,7 @@ def block_of(rows: int) -> int:
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of QuantizeGroup."""
+    """`Compiles.variant` of QuantizeGroup."""
     return block_of(rows)
 
 

@@ -69,7 +69,7 @@ def _ready(compile: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def rehearsal() -> Iterator[bool]:
-    """`Kernel.rehearsal`: launches are compiled and not run; leaving waits for all of them."""
+    """`Compiles.rehearsal`: launches are compiled and not run; leaving waits for all of them."""
     mode = getattr(triton, "AsyncCompileMode", None)
     if mode is None or knobs.runtime.interpret:
         yield False

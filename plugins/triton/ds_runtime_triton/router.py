@@ -74,7 +74,7 @@ def _way(tokens: int, n: int, experts: int, size: int) -> Streamed | Tiled:
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of RouterLogits."""
+    """`Compiles.variant` of RouterLogits."""
     dims, size = facts.dims, 4 if facts.dtype == "float32" else 2
     counts = [dims[name] for name in ("experts", "index_heads") if dims.get(name)]
     ways = [_way(rows, dims["hidden"], count, size) for count in counts]

@@ -19,7 +19,7 @@ from ds_runtime_triton.workspace import SPLITS
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of either: `_sizes` and `_splits` of the kind that has more."""
+    """`Compiles.variant` of either: `_sizes` and `_splits` of the kind that has more."""
     size = rows * facts.dims["heads"]
     found = [_sizes(facts.dtype, kind) for kind in ("plain", "grouped")]
     # of one, of two or more pieces: between these only numbers change

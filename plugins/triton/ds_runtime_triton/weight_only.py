@@ -24,7 +24,7 @@ def ptx(config: Config, form: Form, dtype: torch.dtype) -> bool:
 
 
 def variant(facts: Facts, rows: int) -> Hashable:
-    """`Kernel.variant` of LinearWeightOnly, which may have to keep a weight dense."""
+    """`Compiles.variant` of LinearWeightOnly, which may have to keep a weight dense."""
     return products(facts, "linear_weight_only", rows), dense_variant(facts, rows)
 
 

@@ -12,14 +12,15 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.ops.contract import Routing
+from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.reference.matrices.linear import ReferenceLinear
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform import ceilings
 from ds_runtime.platform.contract import Ceilings, Platform
 from ds_runtime_bench import record
-from ds_runtime_bench.ops import measure, report, work
-from ds_runtime_bench.ops.op_subjects import MAKERS
-from ds_runtime_bench.ops.place import Memory, held
+from ds_runtime_bench.ops import measure, report
+from ds_runtime_bench.ops.subjects import Memory, Timed
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_cpu.platform import CpuPlatform
 
@@ -44,8 +45,16 @@ def measured(assembly, only=(), tokens=(1, 3), kernels=()):
     return list(measurement.figures(only, tokens, kernels))
 
 
+def timed(measurement, group):
+    place = measurement._place(group, group.bound)
+    return Timed(group.bound, place, measurement._memory())
+
+
 def test_every_op_can_be_measured():
-    assert set(MAKERS) == set(OPS)
+    for name, op in OPS.items():
+        assert op.cost is not None, name
+        assert set(op.cost.calls) <= set(op.parameters) - {"pack", "state", "prepare"}, name
+        assert set(op.cost.step) <= set(op.cost.calls), name
 
 
 @pytest.mark.parametrize(
@@ -76,8 +85,9 @@ def test_every_bound_kernel_of_a_model_is_measured(shape, weights, flags):
 
 
 def test_rates_follow_from_time_and_work():
-    (figure,) = measured(assembled(), ["route"], [4])
-    todo = work.route(16, 4, 4)
+    (figure,) = measured(assembly := assembled(), ["route"], [4])
+    sizes = Sizes(facts=assembly.facts, routing=Routing(4, 16))
+    todo = OPS["route"].cost.calls[""][1](sizes, 4)
     assert figure.gb_per_s == pytest.approx(todo.nbytes / figure.us / 1e3)
     assert figure.gflop_per_s == pytest.approx(todo.flops / figure.us / 1e3)
     assert figure.of_compute == pytest.approx(figure.gflop_per_s / 100)  # float32's ceiling
@@ -114,7 +124,7 @@ def test_inputs_that_memory_does_not_hold_are_said_so(monkeypatch):
         def at(self, tokens, error=error):
             raise error
 
-        monkeypatch.setattr(MAKERS["route"], "at", at)
+        monkeypatch.setattr(Timed, "at", at)
         (figure,) = measured(assembly, ["route"], [10**9])
         assert figure.error.startswith("more memory than there is: take fewer --tokens")
 
@@ -188,7 +198,7 @@ def test_copies_have_memory_of_their_own():
     assembly = assembled(pin=("linear=reference.ReferenceLinear",))
     measurement = measure.Measurement(assembly, 20, 32 << 20, 1e-4)
     group = next(g for g in measure.groups(assembly, ["linear"]) if g.sites[0].shape == (640, 128))
-    maker = MAKERS["linear"](measurement._place(group, group.bound))
+    maker = timed(measurement, group)
     pointers = {p.tensors["weight"].data_ptr() for p in maker.packed}
     assert len(pointers) == len(maker.packed) == math.ceil(2 * (1 << 20) / (640 * 128 * 2))
     (subject,) = maker.at(3)
@@ -201,20 +211,17 @@ def test_experts_that_do_not_fit_are_fewer():
     assembly = assembled("tiny-v3")
     group = measure.groups(assembly, ["experts"])[0]
     one = 3 * 192 * 128 * 2
-    place = measure.Measurement(assembly, 20, 6 * one, 1e-4)._place(group, group.bound)
-    maker = MAKERS["experts"](place)
-    assert maker.count == 6
+    maker = timed(measure.Measurement(assembly, 20, 6 * one, 1e-4), group)
+    assert maker.place.facts.shape[0] == 6
     (subject,) = maker.at(2)
     assert subject.note == "6 of 17 experts fit"
     assert subject.calls[0]().shape == (2, 128)
 
 
-def test_work_counts_the_experts_that_were_chosen():
+def test_work_counts_the_experts_that_even_routing_reaches():
     group = measure.groups(assembly := assembled("tiny-v3"), ["experts"])[0]
-    place = measure.Measurement(assembly, 20, 32 << 20, 1e-4)._place(group, group.bound)
-    (subject,) = MAKERS["experts"](place).at(1)
-    expected = work.experts(192, 128, held(place), "bfloat16", 1, 5, 5)
-    assert subject.work == expected
+    (subject,) = timed(measure.Measurement(assembly, 20, 32 << 20, 1e-4), group).at(1)
+    assert subject.work.weights == 5 * 3 * 192 * 128 * 2  # four and a shared one
 
 
 def test_widths_of_small_ops_come_from_their_neighbours():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_runtime.assembly.site_list import with_target
 from ds_runtime.description.hf import from_hf
 from ds_runtime.description.sites import model_sites
-from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, load_attr
+from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing, load_attr
+from ds_runtime.ops.contracts.work import Sizes, distinct_experts, matrix_bytes
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
 from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.table import OPS
-from ds_runtime_bench.ops import step_work, work
+from ds_runtime_bench.ops import step_work
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_kit.checks.conformance import facts_for
 
@@ -29,10 +31,24 @@ def counted(call):
     return result, counter.get_total_flops()
 
 
+def work(op, tokens, method="", context=0, shape=(), dtype="float32", kv_dtype="", **dims):
+    """Of one call, with these dims."""
+    facts = Facts(DEVICE, Dims(dims), dtype, kv_dtype or dtype, shape=shape)
+    return OPS[op].cost.calls[method][1](Sizes(facts=facts, context=context), tokens)
+
+
 def test_every_op_has_its_work():
-    assert set(step_work.WORK) == set(OPS)
-    for name, function in step_work.WORK.items():
-        assert inspect.signature(function).return_annotation == "Work", name
+    every = {**FACTS.dims, "hidden": 64, "q_lora": 32, "experts": 8, "top_k": 2}
+    facts = Facts(DEVICE, Dims(every), shape=(8, 16))
+    sizes = Sizes(facts=facts, width=16, context=9, vocab=50, routing=Routing(2, 8))
+    for name, op in OPS.items():
+        here = (
+            replace(sizes, facts=replace(facts, shape=(9, 8, 16))) if name == "experts" else sizes
+        )
+        for method, (_, of) in op.cost.calls.items():
+            small, large = (of(here, tokens) for tokens in (1, 5))
+            assert isinstance(small, OpWork), (name, method)
+            assert 0 < small.nbytes < large.nbytes, (name, method)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -42,7 +58,7 @@ def test_linear(tokens):
     linear = load_attr(OPS["linear"].reference)(FACTS)
     packed = linear.pack(weight, FACTS)
     out, flops = counted(lambda: linear.apply(x, packed))
-    got = work.linear(96, 64, "dense", "float32", tokens)
+    got = work("linear", tokens, "apply", shape=(96, 64))
     assert got.flops == flops
     assert (got.reads, got.writes) == (x.nbytes, out.nbytes)
     assert got.weights == (96 * 64 * 4 if tokens else 0)
@@ -59,7 +75,7 @@ def test_the_bytes_of_a_format_are_those_of_its_tensors(fmt):
     sizes = {name: t.nbytes for name, t in part.tensors.items()}
     if fmt == "int4_group":
         sizes["weight"] //= 2  # two codes to a byte in memory, one in the checkpoint's tensor
-    assert work.matrix_bytes(rows, cols, fmt, "bfloat16") == sum(sizes.values())
+    assert matrix_bytes(rows, cols, fmt, "bfloat16") == sum(sizes.values())
 
 
 def test_experts():
@@ -70,9 +86,12 @@ def test_experts():
     ids = torch.tensor([[0, 3], [3, 5], [0, 7]], dtype=torch.int32)
     x, weights = torch.randn(3, 40), torch.rand(3, 2)
     out, flops = counted(lambda: kernel.apply(x, weights, ids, packed))
-    got = work.experts(24, 40, "dense", "float32", 3, 2, len(ids.unique()))
+    got = work("experts", 3, "apply", shape=(8, 24, 40), experts=8, top_k=2)
     assert got.flops == flops
-    assert got.weights == 4 * sum(t.parts[0].tensors["weight"].nbytes for t in trios[0])
+    trio = sum(t.parts[0].tensors["weight"].nbytes for t in trios[0])
+    assert got.weights == pytest.approx(distinct_experts(8, 2, 3) * trio)
+    shared = work("experts", 3, "apply", shape=(9, 24, 40), experts=8, top_k=2)
+    assert shared.weights == got.weights + trio  # which every token takes
     assert got.reads == x.nbytes + weights.nbytes + ids.nbytes
     assert got.writes == out.nbytes
 
@@ -91,7 +110,7 @@ def test_absorb():
     halves = 0.0
     for method, x in inputs.items():
         out, flops = counted(lambda m=method, a=x: getattr(kernel, m)(*a, packed))
-        got = work.mla_absorb(method, 3, 16, 8, 12, 32, "float32", 5)
+        got = work("mla_absorb", 5, method, **dims)
         assert got.flops == flops, method
         assert got.reads == sum(t.nbytes for t in x), method
         made = out if isinstance(out, tuple) else (out,)
@@ -107,32 +126,35 @@ def test_prefill_attention_counts_what_is_seen():
     segs = segments(tokens)
     attend = load_attr(OPS["mha_prefill"].reference)
     (out, lse), flops = counted(lambda: attend(*parts, segs, segs, True, 0.2))
-    got = work.mha_prefill(3, 16, 8, 12, "float32", tokens)
+    got = work("mha_prefill", tokens, heads=3, qk_nope=16, qk_rope=8, v=12)
     assert got.flops == pytest.approx(flops * (tokens + 1) / (2 * tokens))  # it masks a square
     assert got.reads == sum(part.nbytes for part in parts)
     assert got.writes == out.nbytes + lse.nbytes
 
 
 def test_decode_attention():
-    lens = (5, 5, 30)
-    got = work.mla_decode(3, 32, 8, "bfloat16", "float8_e4m3fn", lens)
-    assert got.reads == 40 * 40 + 3 * 3 * 40 * 2
+    dims = {"heads": 3, "kv_lora": 32, "qk_rope": 8}
+    got = work("mla_decode", 3, "run", 13, dtype="bfloat16", kv_dtype="float8_e4m3fn", **dims)
+    assert got.cached == 39 * 40
+    assert got.reads == 3 * 3 * 40 * 2
     assert got.writes == 3 * 3 * 32 * 2
-    assert got.flops == 2 * 40 * 3 * (40 + 32)
+    assert got.flops == 2 * 39 * 3 * (40 + 32)
 
 
 def test_decode_over_expanded_keys_and_values():
     """Of a token a key and a value per head, and the rotated key once."""
-    got = work.mha_decode(3, 16, 8, 12, "bfloat16", "bfloat16", (5, 30))
-    assert got.reads == 35 * (3 * (16 + 12) + 8) * 2 + 2 * 3 * (16 + 8) * 2
+    dims = {"heads": 3, "qk_nope": 16, "qk_rope": 8, "v": 12}
+    got = work("mha_decode", 2, "run", 17, dtype="bfloat16", **dims)
+    assert got.cached == 34 * (3 * (16 + 12) + 8) * 2
+    assert got.reads == 2 * 3 * (16 + 8) * 2
     assert got.writes == 2 * 3 * 12 * 2
-    assert got.flops == 2 * 35 * 3 * (16 + 8 + 12)
+    assert got.flops == 2 * 34 * 3 * (16 + 8 + 12)
 
 
 def test_work_adds_up():
-    a = work.Work(1, 2, 3, 4)
-    assert a + a == a.times(2) == work.Work(2, 4, 6, 8)
-    assert a.nbytes == 6
+    a = OpWork(1, 2, 3, 4, 5)
+    assert a + a == a.times(2) == OpWork(2, 4, 6, 8, 10)
+    assert a.nbytes == 11
 
 
 def test_distinct_experts_against_draws():
@@ -141,8 +163,8 @@ def test_distinct_experts_against_draws():
         len(torch.stack([torch.randperm(64)[:6] for _ in range(16)]).unique()) for _ in range(300)
     ]
     mean = sum(draws) / len(draws)
-    assert work.distinct_experts(64, 6, 16) == pytest.approx(mean, abs=0.5)
-    assert work.distinct_experts(64, 6, 1) == pytest.approx(6)
+    assert distinct_experts(64, 6, 16) == pytest.approx(mean, abs=0.5)
+    assert distinct_experts(64, 6, 1) == pytest.approx(6)
 
 
 def step(shape, stored, quantize, batch):
@@ -185,7 +207,7 @@ def test_the_cache_counts_with_the_context():
     facts = Facts(DEVICE, config.dims(), dtype="bfloat16", kv_dtype="float8_e4m3fn")
     sites = model_sites(config, lambda m: "dense")
     got = step_work.decode_step(sites, facts, 3, 1000)["mla_decode"]
-    assert got.reads == 3 * 1000 * 576 * 8
+    assert got.cached == 3 * 1000 * 576 * 8
 
 
 def test_prefill_flops_of_a_whole_model():

@@ -12,6 +12,7 @@ import torch
 from ds_runtime.engine.device.compile_record import CompileRecord, inodes
 from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
+from ds_runtime.ops.kernel import Compiles, RowRange
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.compilations import counted
 from ds_runtime_kit.checks.conformance import facts_for
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 def bound(*kernels: tuple[str, tuple[int, ...]]) -> SimpleNamespace:
     """Stands for BoundOps: `ahead` of kernels, with the shapes of their places."""
     found = [
-        (Kernel(OPS["linear"], "m:k", "me", ahead=ahead), replace(FACTS, shape=shape))
+        (Kernel(OPS["linear"], "m:k", "me", compiles=Compiles(ahead)), replace(FACTS, shape=shape))
         for ahead, shape in kernels
     ]
     return SimpleNamespace(kernels=lambda: iter(found))
@@ -71,19 +72,19 @@ def test_rows_are_cut_where_there_are_more_processes_than_tasks():
 
 
 def test_a_kernel_compiles_for_the_rows_that_it_serves():
-    def rows_of(*kernels):
-        held = [(replace(Kernel(OPS["linear"], "m:k", "me", ahead="a:b"), **k), FACTS)
-                for k in kernels]  # fmt: skip
+    def rows_of(*ranges):
+        one = Kernel(OPS["linear"], "m:k", "me", compiles=Compiles("a:b"))
+        held = [(replace(one, rows=rows), FACTS) for rows in ranges]
         ops = SimpleNamespace(kernels=lambda: iter(held))
         return [task[2] for task in tasks_of(ops, 100)]
 
-    assert rows_of({}) == [range(1, 101)]
-    assert rows_of({"from_rows": 9}) == [range(9, 101)]
-    assert rows_of({"below_rows": 9}) == [range(1, 9)]
-    assert rows_of({"from_rows": 5, "below_rows": 9}) == [range(5, 9)]
-    assert rows_of({"from_rows": 5, "by_rows": frozenset({"expand"})}) == [range(1, 101)]
-    assert rows_of({"from_rows": 101}) == [], "no step has so many"
-    assert rows_of({"below_rows": 9}, {"from_rows": 50}) == [range(1, 101)], "one compiler"
+    assert rows_of(RowRange()) == [range(1, 101)]
+    assert rows_of(RowRange(first=9)) == [range(9, 101)]
+    assert rows_of(RowRange(below=9)) == [range(1, 9)]
+    assert rows_of(RowRange(first=5, below=9)) == [range(5, 9)]
+    assert rows_of(RowRange(first=5, methods=frozenset({"expand"}))) == [range(1, 101)]
+    assert rows_of(RowRange(first=101)) == [], "no step has so many"
+    assert rows_of(RowRange(below=9), RowRange(first=50)) == [range(1, 101)], "one compiler"
 
 
 def test_one_that_fails_is_a_line_and_stops_nothing(compiler, capfd):

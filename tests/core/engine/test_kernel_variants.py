@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.variants import StepLimits, covering_steps, representatives
 from ds_runtime.ops.contract import DeviceInfo, Kernel
+from ds_runtime.ops.kernel import Compiles
 from ds_runtime.ops.table import OPS
 from ds_runtime.testing.conformance import facts_for
 
@@ -40,7 +41,12 @@ def bound():
     sys.modules[module.__name__] = module
     at = {"any": "rows", "prefill": "others", "decode": "others"}
     held = [
-        (Kernel(OPS["linear"], "m:k", "me", variant=f"compiled_by_fives:{fn}"), phase)
+        (
+            Kernel(
+                OPS["linear"], "m:k", "me", compiles=Compiles(variant=f"compiled_by_fives:{fn}")
+            ),
+            phase,
+        )
         for phase, fn in at.items()
     ]
     facts = {phase: replace(FACTS, phase=phase) for phase in at}

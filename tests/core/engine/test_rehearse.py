@@ -12,6 +12,7 @@ import torch
 
 from ds_runtime.engine.capture.rehearse import Rehearsed, rehearsing
 from ds_runtime.ops.contract import DeviceInfo, Kernel
+from ds_runtime.ops.kernel import Compiles
 from ds_runtime.ops.table import OPS
 from ds_runtime_kit.checks.conformance import facts_for
 
@@ -39,7 +40,10 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def bound(*paths: str) -> SimpleNamespace:
-    kernels = [(Kernel(OPS["linear"], "m:k", "me", rehearsal=path), FACTS) for path in paths]
+    kernels = [
+        (Kernel(OPS["linear"], "m:k", "me", compiles=Compiles(rehearsal=path)), FACTS)
+        for path in paths
+    ]
     return SimpleNamespace(kernels=lambda: iter(kernels))
 
 

@@ -18,8 +18,9 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError, KernelError
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.binding.by_rows import asks_for, shares_of
+from ds_runtime.ops.binding.by_rows import shares_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
+from ds_runtime.ops.kernel import RowRange
 from ds_runtime.ops.reference import activation, norm
 from ds_runtime.ops.reference.matrices import moe
 from ds_runtime.ops.table import OPS
@@ -80,7 +81,7 @@ def test_rows_are_at_least_one(most):
 
 
 def bounded(i, first, below):
-    return Kernel(OPS["silu_mul"], f"m:k{i}", f"p{i}", from_rows=first, below_rows=below)
+    return Kernel(OPS["silu_mul"], f"m:k{i}", f"p{i}", rows=RowRange("", first, below))
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -92,13 +93,13 @@ def test_functions_divide_calls_by_rows(bounds, rows):
     """The first that asks for so many rows, of those before the first that asks for nothing."""
     accepted = [bounded(i, *each) for i, each in enumerate(bounds)]
     shares = shares_of(accepted)
-    free = next((k for k in accepted if not (k.from_rows or k.below_rows)), None)
+    free = next((k for k in accepted if not k.rows.bounded), None)
     before = accepted if free is None else accepted[: accepted.index(free)]
-    expected = next((k for k in before if asks_for(k, rows)), free or accepted[0])
+    expected = next((k for k in before if k.rows.holds(rows)), free or accepted[0])
     if shares is None:
         assert expected is accepted[0]
     else:
-        serving = next((k for k in shares.some if asks_for(k, rows)), shares.rest)
+        serving = next((k for k in shares.some if k.rows.holds(rows)), shares.rest)
         assert serving is expected
 
 

@@ -13,10 +13,10 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
 
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing
+from ds_runtime.ops.contracts.moe import settled_tokens
 from ds_runtime.ops.reference.cases import SampleExperts
 from ds_runtime.ops.reference.matrices.moe import ReferenceExperts, route, router_logits
 from ds_runtime.ops.weight import Weight, WeightPart
-from ds_runtime_kit.checks.comparers import settled_tokens
 from examples import examples
 
 HIDDEN = 32

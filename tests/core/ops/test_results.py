@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ds_runtime.ops.contract import DeviceInfo, Kernel
+from ds_runtime.ops.contracts.results import form
 from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.results import RESULTS, form
-from ds_runtime.ops.table import OPS
+from ds_runtime.ops.table import OPS, RESULTS
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import cases_for, facts_for, run_case
 

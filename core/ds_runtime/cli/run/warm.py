@@ -58,7 +58,7 @@ def warm(
     assembly = assemble(config, tuple(explicit), plugins)
     chosen = [kernel for _, kernel in assembly.binding.choices if kernel is not None]
     chosen += (kernel for shares in assembly.binding.shares.values() for kernel in shares.kernels)
-    if not any(kernel.ahead or kernel.rehearsal for kernel in chosen):
+    if not any(k.compiles.ahead or k.compiles.rehearsal for k in chosen):
         device = assembly.platform.info()
         raise UnsupportedError(
             f"warm: no kernel that serves this model on {device.name} (platform "

@@ -17,7 +17,7 @@ from ds_runtime.ops.contract import load_attr
 @contextmanager
 def rehearsing(bound: BoundOps) -> Iterator[bool]:
     """Whether there is anything to rehearse: contexts that bound kernels name, and that work."""
-    paths = sorted({kernel.rehearsal for kernel, _ in bound.kernels() if kernel.rehearsal})
+    paths = sorted({k.compiles.rehearsal for k, _ in bound.kernels() if k.compiles.rehearsal})
     with ExitStack() as stack:
         works = [stack.enter_context(load_attr(path)()) for path in paths]
         yield any(works)

@@ -32,7 +32,7 @@ _MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than
 
 
 Task = tuple[str, Facts, range]
-"""`Kernel.ahead`, facts of a place, rows of the calls there."""
+"""`Compiles.ahead`, facts of a place, rows of the calls there."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def tasks_of(bound: BoundOps, most: int) -> list[Task]:
     found: dict[tuple[str, tuple[int, ...], str, str], Task] = {}
     for kernel, facts in bound.kernels():
         rows = served(kernel, most)
-        if kernel.ahead and rows:
-            key = kernel.ahead, facts.shape, facts.weight_format, facts.dtype
-            held = found.get(key, (kernel.ahead, facts, rows))[2]
+        if kernel.compiles.ahead and rows:
+            key = kernel.compiles.ahead, facts.shape, facts.weight_format, facts.dtype
+            held = found.get(key, (kernel.compiles.ahead, facts, rows))[2]
             both = range(min(held.start, rows.start), max(held.stop, rows.stop))
-            found[key] = kernel.ahead, facts, both
+            found[key] = kernel.compiles.ahead, facts, both
     return sorted(found.values(), key=lambda task: -prod(task[1].shape))
 
 

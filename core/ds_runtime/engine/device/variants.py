@@ -24,9 +24,9 @@ Variant = Callable[[int], Hashable]
 
 def served(kernel: Kernel, most: int) -> range:
     """Numbers of rows, up to `most`, of the calls that may be this kernel's."""
-    if kernel.by_rows:
+    if kernel.rows.methods:
         return range(1, most + 1)
-    return range(max(1, kernel.from_rows), min(most, (kernel.below_rows or most + 1) - 1) + 1)
+    return range(max(1, kernel.rows.first), min(most, (kernel.rows.below or most + 1) - 1) + 1)
 
 
 def representatives(variants: Sequence[tuple[Variant, range]]) -> tuple[int, ...]:
@@ -57,14 +57,14 @@ def _variants(bound: BoundOps, phases: Collection[str], most: int) -> list[tuple
     """Of the bound kernels that have any, once per shape."""
     found: dict[tuple[object, ...], tuple[Variant, range]] = {}
     for kernel, facts in bound.kernels():
-        if kernel.variant and facts.phase in phases:
-            key = kernel.variant, facts.shape, facts.weight_format, facts.dtype
+        if kernel.compiles.variant and facts.phase in phases:
+            key = kernel.compiles.variant, facts.shape, facts.weight_format, facts.dtype
             found.setdefault(key, (_variant(kernel, facts), served(kernel, most)))
     return list(found.values())
 
 
 def _variant(kernel: Kernel, facts: Facts) -> Variant:
-    return partial(load_attr(kernel.variant), facts)
+    return partial(load_attr(kernel.compiles.variant), facts)
 
 
 class StepLimits(NamedTuple):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_runtime.ops.contract import Facts
-    from ds_runtime.ops.contracts.attention import MlaDecode
+    from ds_runtime.ops.contracts.attention.decode import MlaDecode
 
 
 def mla_decode(make: Callable[[Facts], MlaDecode]) -> Callable[[Facts], MlaDecode]:

@@ -73,8 +73,9 @@ def refusals(kernel: Kernel, facts: Facts, tag: str = "") -> Iterator[str]:
         yield f"does not serve the {facts.phase} phase"
     if facts.deterministic and not kernel.deterministic:
         yield Fixable("not deterministic", "leave --deterministic out")
-    if kernel.beside and op.name in facts.crowded:
-        yield f"holds {kernel.beside:.0%} of the weight beside, for which memory has no room"
+    if kernel.footprint.beside and op.name in facts.crowded:
+        share = f"{kernel.footprint.beside:.0%}"
+        yield f"holds {share} of the weight beside, for which memory has no room"
     if facts.graph_capture and not kernel.graph_safe:
         yield Fixable("not safe under graph capture", "pass --disable-graph")
     checks = kernel.refuse.checks if isinstance(kernel.refuse, Gates) else (kernel.refuse,)

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError, PluginError, named
 from ds_runtime.ops.binding.bind import Binding, site_facts
-from ds_runtime.ops.binding.by_rows import Shares, asks_for
+from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.checked import Bound, checking, suspect
-from ds_runtime.ops.contract import Facts, Kernel, Op, Site, load_attr, load_kernel
+from ds_runtime.ops.contract import Facts, Kernel, Site, load_attr, load_kernel
+from ds_runtime.ops.declare import Op, parameters_of
 from ds_runtime.ops.table import OPS, Ops
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ds_runtime.ops.contracts.linear import Groups
     from ds_runtime.ops.weight import Packed
 
 
@@ -34,20 +32,28 @@ def _say_plain(kernel: str, shape: tuple[int, ...]) -> None:
 
 
 class _ByRows:
-    """Kernels of one packing behind one contract: by the rows of x, where the weight could be
-    packed so that all of them read it. loaded: those of `shares.kernels`, in this order.
+    """Kernels of one packing behind one contract: by the rows of a method's first argument, where
+    the weight could be packed so that all of them read it. loaded: those of `shares.kernels`, in
+    this order.
     """
 
     def __init__(self, shares: Shares, loaded: Sequence[Any]) -> None:
+        op = shares.rest.op
         made = list(zip(shares.kernels, loaded, strict=True))
         self._rest = next(one for kernel, one in made if kernel is shares.rest)
         self._some = [(kernel, one) for kernel, one in made if kernel in shares.some]
-        self._packing = shares.rest.packing
-        self._holding = [
-            (kernel, one)
-            for kernel, one in self._some
-            if kernel.beside and kernel is not shares.rest  # which holds its form when it packs
-        ]
+        self._packing = shares.rest.rows.packing
+        # `rest` holds its own form when it packs.
+        beside = [(k, one) for k, one in self._some if k.footprint.beside]
+        self._holding = [(k, one) for k, one in beside if k is not shares.rest]
+        for method, parameters in op.parameters.items():
+            if method != "pack":
+                at = parameters.index("packed")
+                setattr(self, method, functools.partial(self._call, method, method, at))
+        for protocol in map(load_attr, op.beside):
+            for method, parameters in parameters_of(protocol).items():
+                at = parameters.index("packed")
+                setattr(self, method, functools.partial(self._call, method, "apply", at))
 
     def pack(self, *source: Any) -> Packed:
         """(weight or ExpertSource, facts)."""
@@ -59,56 +65,20 @@ class _ByRows:
                     _say_plain(kernel.name, tuple(packed.shape))
         return packed
 
-    def apply(self, x: Tensor, *rest: Any) -> Tensor:
-        """x [rows, …] and what else the op's contract says, the Packed last."""
-        out: Tensor = self._of(x.shape[0], rest[-1]).apply(x, *rest)
-        return out
+    def _call(self, method: str, bounds: str, at: int, *args: Any) -> Any:
+        """Of the kernel that serves so many rows, by the bounds of a method; None, of what a kernel
+        need not have. at: which argument is the Packed."""
+        rows = args[0] if isinstance(args[0], int) else args[0].shape[0]
+        call = getattr(self._of(rows, args[at], bounds), method, None)
+        return None if call is None else call(*args)
 
-    def expand(self, latent: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        """See MlaAbsorb."""
-        k, v = self._of(latent.shape[0], packed, "expand").expand(latent, packed)
-        return k, v
-
-    def apply_q(self, q_nope: Tensor, q_rope: Tensor, packed: Packed) -> Tensor:
-        """See MlaAbsorb."""
-        kernel = self._of(q_nope.shape[0], packed, "apply_q")
-        out: Tensor = kernel.apply_q(q_nope, q_rope, packed)
-        return out
-
-    def apply_v(self, x: Tensor, packed: Packed) -> Tensor:
-        """See MlaAbsorb."""
-        out: Tensor = self._of(x.shape[0], packed, "apply_v").apply_v(x, packed)
-        return out
-
-    def _of(self, rows: int, packed: Packed, method: str = "apply") -> Any:
+    def _of(self, rows: int, packed: Packed, method: str) -> Any:
         if packed.tag == self._packing:
             for kernel, loaded in self._some:
-                asked = asks_for(kernel, rows) and method in (kernel.by_rows or (method,))
-                if asked and (not kernel.beside or loaded.serves(rows, packed)):
+                asked = kernel.rows.holds(rows) and method in (kernel.rows.methods or (method,))
+                if asked and (not kernel.footprint.beside or loaded.serves(rows, packed)):
                     return loaded
         return self._rest
-
-    def quantizes(self, rows: int, packed: Packed) -> Groups | None:
-        """See QuantizedLinear; that of the kernel which serves so many rows."""
-        found: Groups | None = None
-        if hasattr(kernel := self._of(rows, packed), "quantizes"):
-            found = kernel.quantizes(rows, packed)
-        return found
-
-    def apply_quantized(self, q: Tensor, scale: Tensor, packed: Packed) -> Tensor:
-        """See QuantizedLinear."""
-        out: Tensor = self._of(q.shape[0], packed).apply_quantized(q, scale, packed)
-        return out
-
-    def gives_float32(self, rows: int, packed: Packed) -> bool:
-        """See Float32Linear; as of the kernel which serves so many rows."""
-        kernel = self._of(rows, packed)
-        return hasattr(kernel, "gives_float32") and bool(kernel.gives_float32(rows, packed))
-
-    def apply_float32(self, x: Tensor, packed: Packed, out: Tensor | None = None) -> Tensor:
-        """See Float32Linear."""
-        y: Tensor = self._of(x.shape[0], packed).apply_float32(x, packed, out)
-        return y
 
 
 class _CallsByRows:
@@ -123,7 +93,7 @@ class _CallsByRows:
 
     def __call__(self, *args: Any) -> Any:
         rows = args[0].shape[0]
-        found = (place for kernel, place in self._some if asks_for(kernel, rows))
+        found = (place for kernel, place in self._some if kernel.rows.holds(rows))
         return getattr(next(found, self._rest), self._op)(*args)
 
 

@@ -38,7 +38,7 @@ class Shares:
         ranges = self._ranges(kernel)
         if kernel in self.some:
             said = " and ".join(starmap(_words, ranges)) or "no call, as others do"
-            return f"{' and '.join(sorted(kernel.by_rows))} {said}".lstrip()
+            return f"{' and '.join(sorted(kernel.rows.methods))} {said}".lstrip()
         (first, below), *more = ranges or [(0, _ALL)]
         return "otherwise" if first or more or below == _ALL else _words(first, below)
 
@@ -46,7 +46,7 @@ class Shares:
         """[first, below) of the rows of its calls, rising and apart."""
         free, taken = [(0, _ALL)], list[tuple[int, int]]()
         for each in self.some:
-            asked = each.from_rows, each.below_rows or _ALL
+            asked = each.rows.first, each.rows.below or _ALL
             if each is kernel:
                 taken = [r for other in free if (r := _common(other, asked))]
             outside = (0, asked[0]), (asked[1], _ALL)
@@ -58,11 +58,6 @@ class Shares:
             touches = joined and joined[-1][1] == first
             joined.append((joined.pop()[0], below) if touches else (first, below))
         return joined
-
-
-def asks_for(kernel: Kernel, rows: int) -> bool:
-    """Whether a call of so many rows lies within the kernel's bounds."""
-    return kernel.from_rows <= rows and (not kernel.below_rows or rows < kernel.below_rows)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int] | None:
@@ -82,10 +77,10 @@ def shares_of(accepted: Sequence[Kernel]) -> Shares | None:
     """The best kernel with those of its packing that take other sizes. Functions need no packing:
     of those before the first that takes all sizes, each serves the sizes that it asks for."""
     best = accepted[0]
-    alike = [k for k in accepted if best.packing and k.packing == best.packing]
+    alike = [k for k in accepted if best.rows.packing and k.rows.packing == best.rows.packing]
     if best.op.kind == "function":
-        asking = [*takewhile(lambda k: k.from_rows or k.below_rows, accepted)]
+        asking = [*takewhile(lambda k: k.rows.bounded, accepted)]
         alike = list(accepted[: len(asking) + 1])
-    some = tuple(k for k in alike if k.from_rows or k.below_rows)
+    some = tuple(k for k in alike if k.rows.bounded)
     rest = next((k for k in alike if k not in some), best)
     return Shares(rest, some) if any(k is not rest for k in some) else None

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ds_runtime.errors import KernelError, blaming
 from ds_runtime.ops.contract import Facts, Kernel, Site
-from ds_runtime.ops.results import RESULTS, forms, said
+from ds_runtime.ops.contracts.results import forms, said
+from ds_runtime.ops.table import RESULTS
 
 # Of kernels that are objects: those that RESULTS knows, and those that make something ready.
 _METHODS = sorted({n.partition(".")[2] for n in RESULTS if "." in n} | {"pack", "state", "prepare"})

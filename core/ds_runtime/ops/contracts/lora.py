@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ds_runtime.ops.contract import Op
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-_REF = "ds_runtime.ops.reference.matrices.lora"
+    from ds_runtime.ops.contract import Facts
+    from ds_runtime.ops.contracts.work import Sizes
+    from ds_runtime.ops.reference.cases import Case, Maker
+    from ds_runtime.ops.reference.inputs import TrueInputs
+
+torch = later("torch")
+cases = later("ds_runtime.ops.reference.cases")
+_RANK, _SLOTS = 16, 4  # where it is timed
 
 
 class LoraDelta(Protocol):
@@ -28,11 +37,90 @@ class LoraDelta(Protocol):
     def __call__(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None: ...
 
 
-LORA_DELTA = Op(
-    name="lora_delta",
-    protocol=f"{__name__}:LoraDelta",
-    reference=f"{_REF}:lora_delta",
-    samples=f"{_REF}:lora_delta_samples",
-    tolerance={"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3},
-    summary="what low-rank adapters add, several per batch",
-)
+_Four = tuple[int, int, int, int]
+
+
+def lora_delta_samples(facts: Facts) -> Iterator[Case]:
+    """A Linear, columns of a wider result, and kv_b in its uses; slots without rows and rows
+    without slots.
+    """
+    sizes = ((1, 1, 1, 1), (2, 16, 48, 33), (4, 16, 128, 70), (3, 48, 77, 257))
+    for slots, rank, width, out in sizes:
+        for rows in (0, 1, 7, 70) if slots == 4 else (9,):
+            label = f"{rows} rows, {slots} slots of rank {rank}, {width} to {out}"
+            yield _case(facts, label, rows, (1, 1, 1, 1), (slots, rank, width, out))
+    for rows in (0, 3):
+        for label, groups in (
+            ("group per head of x and y", (5, 5, 1, 5)),
+            ("group per head of b", (1, 1, 5, 5)),
+            ("group per head of x and b", (5, 1, 5, 5)),
+            ("group per head of all", (3, 3, 3, 3)),
+        ):
+            yield _case(facts, f"{label}, {rows} rows", rows, groups, (3, 16, 40, 24))
+    yield _case(facts, "no row has an adapter", 6, (1, 1, 1, 1), (2, 16, 32, 48), none=True)
+    make = cases.Maker(facts, label := "awkward rows")
+    y, x, a, b, adapters = _arguments(make, 8, (1, 1, 1, 1), (2, 16, 64, 32))
+    adapters[:] = torch.tensor([0, 1, -1, 0, 1, 1, 0, -1])
+    x[1], x[2], x[3] = float("nan"), float("nan"), x[3] * 500
+    yield cases.case(label, facts, y, x, a, b, adapters, written=(0,))
+
+
+def _case(
+    facts: Facts, label: str, rows: int, groups: _Four, sizes: _Four, none: bool = False
+) -> Case:
+    y, x, a, b, adapters = _arguments(cases.Maker(facts, label), rows, groups, sizes)
+    if none:
+        adapters.fill_(-1)
+    made: Case = cases.case(label, facts, y, x, a, b, adapters, written=(0,))
+    return made
+
+
+def _arguments(
+    make: Maker, rows: int, groups: _Four, sizes: _Four
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """groups: of x, a, b and y. The last slot's upper half of the ranks is filled with zeros."""
+    slots, rank, width, out = sizes
+    of_x, of_a, of_b, of_y = groups
+    y = make.inside(make.normal(rows, of_y, out))
+    x = make.inside(make.normal(rows, of_x, width))
+    a = make.normal(of_a, slots, rank, width, scale=width**-0.5)
+    b = make.normal(of_b, slots, rank, out)
+    a[:, -1, (rank + 1) // 2 :] = 0
+    b[:, -1, (rank + 1) // 2 :] = 0
+    adapters = make.integers(-1, slots, rows).to(torch.int32)
+    return y, x, a, b, adapters
+
+
+def _inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
+    out, cols = p.facts.shape
+    return (
+        p.normal(tokens, 1, out),
+        p.normal(tokens, 1, cols),
+        p.normal(1, _SLOTS, _RANK, cols),
+        p.normal(1, _SLOTS, _RANK, out),
+        (p.positions(tokens) % _SLOTS).to(torch.int32),
+    )
+
+
+def _work(s: Sizes, tokens: int) -> OpWork:
+    """Of one group, with several adapters among the rows."""
+    out, cols = s.facts.shape
+    return OpWork(
+        min(_SLOTS, tokens) * _RANK * (cols + out) * s.item,
+        tokens * ((cols + out) * s.item + 4),
+        tokens * out * s.item,
+        2.0 * tokens * _RANK * (cols + out),
+    )
+
+
+class AdapterOps(Area):
+    """Low-rank adapters."""
+
+    lora_delta: LoraDelta = op(
+        reference="ds_runtime.ops.reference.matrices.lora:lora_delta",
+        tolerance={"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3},
+        rows={"": (0, 1, 4)},
+        writes=("y",),
+        cost=Cost({"": (_inputs, _work)}),
+        summary="what low-rank adapters add, several per batch",
+    )

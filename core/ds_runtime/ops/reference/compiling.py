@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from ds_runtime.errors import ConfigError, DsRuntimeError, named
-from ds_runtime.ops.reference import activation, norm
-from ds_runtime.ops.reference.attention import rope as rotation
-from ds_runtime.ops.reference.matrices import moe
+from ds_runtime.ops.contract import load_attr
+from ds_runtime.ops.table import OPS
 
 _COMPILERS = ("g++", "clang++", "c++", "gcc", "clang", "cc")
 _KINDS = 64  # of calls of one function: widths, dtypes and strides, by one row and by several
@@ -79,11 +78,11 @@ def compiling() -> Iterator[None]:
 
 
 check_compiler()
-rms_norm = Compiled(norm.rms_norm)
-add_rms_norm = Compiled(norm.add_rms_norm)
-rms_norm_quantize = Compiled(norm.rms_norm_quantize)
-add_rms_norm_quantize = Compiled(norm.add_rms_norm_quantize)
-rope = Compiled(rotation.rope)
-silu_mul = Compiled(activation.silu_mul)
-silu_mul_quantize = Compiled(activation.silu_mul_quantize)
-route = Compiled(moe.route)
+
+
+def __getattr__(name: str) -> Compiled:
+    """Of the op of this name, made once."""
+    if name not in OPS or not OPS[name].compiles:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()[name] = Compiled(load_attr(OPS[name].reference))
+    return made

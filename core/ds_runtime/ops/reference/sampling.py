@@ -7,14 +7,10 @@ a row of DeepSeek's 129,280 tokens would take longer than some models' whole ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import wide
-from ds_runtime.ops.reference.cases import Case, Maker, case
 
 _BINS, _PER_UNIT = 1024, 16  # of a row's falling log-masses; the last bin is open
 
@@ -121,77 +117,3 @@ def mask_logits(logits: Tensor, masks: Tensor, which: Tensor) -> Tensor:
     keep = keep.index_select(0, which.clamp(min=0)) | -(which < 0).to(ints).unsqueeze(1)
     forbidden = torch.full((1,), float("-inf"), dtype=logits.dtype, device=masks.device).view(ints)
     return (logits.view(ints) & keep).bitwise_or_(~keep & forbidden).view(logits.dtype)
-
-
-def _settled(args: tuple[Tensor, ...]) -> Tensor:
-    """Rows whose token does not hang on the last bits of a threshold or a sum: bool [rows]."""
-    logits, temperature, top_k, top_p, min_p, uniform = args
-    tokens = sample(*args)
-    settled = torch.ones_like(tokens, dtype=torch.bool)
-    for sign in (-1e-5, 1e-5):
-        nudged = (uniform + sign).clamp(0, 1 - 1e-9)
-        settled &= sample(logits, temperature, top_k, top_p, min_p, nudged) == tokens
-        share = torch.where(top_p < 1, top_p + sign, top_p)
-        settled &= sample(logits, temperature, top_k, share, min_p, uniform) == tokens
-        floor = min_p * (1 + sign)
-        settled &= sample(logits, temperature, top_k, top_p, floor, uniform) == tokens
-    return settled
-
-
-def _settings(make: Maker, rows: int) -> tuple[Tensor, ...]:
-    def pick(*values: float) -> Tensor:
-        return torch.tensor(values)[make.integers(0, len(values), rows)]
-
-    temperature, top_k = pick(0, 0.3, 1, 1, 2), pick(0, 0, 1, 2, 5, 40).to(torch.int32)
-    return temperature, top_k, pick(1, 1, 0.9, 0.5, 1e-3), pick(0, 0, 0.05, 0.5), make.uniform(rows)
-
-
-def sample_samples(facts: Facts) -> Iterator[Case]:
-    """Every filter alone and together, forbidden tokens, ties, both ends of the draw."""
-    f32 = torch.float32
-    for rows, vocab in ((0, 50), (1, 1), (64, 7), (64, 50), (48, 1000), (12, 6000)):
-        make = Maker(facts, label := f"{rows}x{vocab}")
-        logits = make.normal(rows, vocab, scale=3, dtype=f32)
-        logits[:, 1::3] = float("-inf")
-        args = (logits, *_settings(make, rows))
-        keep = _settled(args)
-        yield case(label, facts, *(t[keep] for t in args))
-    tied = torch.tensor([0.0, 1.0, 1.0, -2.0, 1.0, 0.0]).repeat(8, 1)
-    rows_of = torch.ones(8)
-    draws = torch.tensor([0, 0.1, 0.3, 0.45, 0.6, 0.75, 0.9, 0.999], dtype=torch.float64)
-    for label, temperature, top_k in (
-        ("ties, greedy", 0, 0),
-        ("ties", 1, 0),
-        ("ties, top 2", 1, 2),
-    ):
-        k = torch.full((8,), top_k, dtype=torch.int32)
-        yield case(label, facts, tied, rows_of * temperature, k, rows_of, rows_of * 0, draws)
-
-
-def mask_logits_samples(facts: Facts) -> Iterator[Case]:
-    """No rows, no masks, shared masks, a part of a word; everything forbidden; NaN kept."""
-    f32 = torch.float32
-    shapes = ((0, 40, 1), (3, 40, 0), (1, 1, 1), (4, 31, 2), (5, 32, 3), (6, 33, 1), (7, 6001, 4))
-    for rows, vocab, count in shapes:
-        make = Maker(facts, label := f"{rows}x{vocab}, {count} masks")
-        logits = make.inside(make.normal(rows, vocab, scale=3, dtype=f32))
-        masks = make.integers(-(1 << 31), 1 << 31, count, -(-vocab // 32)).to(torch.int32)
-        which = make.integers(-1, count, rows).to(torch.int32)
-        yield case(label, facts, logits, masks, which)
-    logits = torch.tensor([[1.0, float("nan"), float("-inf"), float("inf"), -0.0]]).repeat(3, 1)
-    masks = torch.tensor([[0], [-1], [0b01010]], dtype=torch.int32)
-    yield case("special", facts, logits, masks, torch.tensor([2, 0, 1], dtype=torch.int32))
-
-
-def logprobs_samples(facts: Facts) -> Iterator[Case]:
-    """No rows, no alternatives, all of them; ties, forbidden tokens, large logits."""
-    f32 = torch.float32
-    for rows, vocab, top_n in ((0, 9, 2), (1, 1, 1), (5, 33, 0), (17, 1000, 20), (3, 7, 7)):
-        make = Maker(facts, label := f"{rows}x{vocab}, best {top_n}")
-        logits = make.normal(rows, vocab, scale=4, dtype=f32)
-        yield case(label, facts, logits, make.integers(0, vocab, rows), top_n)
-    tied = torch.tensor([[2.0, 5.0, 2.0, 5.0, float("-inf"), 5.0], [0.0] * 6])
-    yield case("ties, forbidden", facts, tied, torch.tensor([4, 3]), 5)
-    make = Maker(facts, "large")
-    logits = make.normal(4, 200, scale=1e4, dtype=f32)
-    yield case("large", facts, logits, make.integers(0, 200, 4), 3)

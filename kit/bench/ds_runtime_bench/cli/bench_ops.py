@@ -71,6 +71,7 @@ def run_ops(args: Namespace) -> int:
         raise ConfigError("--memory 0: must be above 0; leave it out for a quarter of the free")
     config, explicit = build(EngineConfig, args)
     from ds_runtime_bench.ops import measure, report
+    from ds_runtime_bench.ops.step_work import step_bytes
 
     measure.check_names(args.op)
     assembly = measure.assembled(config, explicit, args.shape, args.weights)
@@ -85,7 +86,7 @@ def run_ops(args: Namespace) -> int:
             f"{assembly.model.max_positions} tokens; give at most that"
         )
     if args.bytes:
-        steps = measure.step_bytes(assembly, args.tokens, args.context, args.op)
+        steps = step_bytes(assembly, args.tokens, args.context, args.op)
         return show(
             report.bytes_report(assembly, steps), args.json, lambda _: report.render_bytes(steps)
         )

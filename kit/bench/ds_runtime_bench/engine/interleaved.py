@@ -19,6 +19,7 @@ from typing import Any, Protocol, TextIO
 
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.ops.contract import load_attr
+from ds_runtime.ops.table import OPS
 from ds_runtime_bench.engine.one_batch import generate_seconds, random_prompts
 from ds_runtime_bench.record import as_served
 
@@ -55,7 +56,7 @@ class Ours:
         from ds_runtime import LLM
         from ds_runtime.checkpoint.hub import resolve_model
         from ds_runtime.description.hf import load_config
-        from ds_runtime_bench.ops.measure import step_bytes
+        from ds_runtime_bench.ops.step_work import step_bytes
 
         start = time.perf_counter()
         self._llm = LLM(**wanted)
@@ -67,7 +68,7 @@ class Ours:
         import torch
 
         plan = self._llm.plan
-        heavy = ("linear", "experts", "mla_absorb", "mla_decode", "mha_decode", "mha_prefill")
+        heavy = [name for name, op in OPS.items() if op.heavy]
         return {
             "arch": plan.arch,
             "dtype": plan.dtype,

@@ -25,19 +25,19 @@ from ds_runtime.description.structure import padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import INDEX, refusal, site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
+from ds_runtime.ops.contracts.work import Sizes
+from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import Ceilings
-from ds_runtime_bench.ops.step_work import decode_step
-from ds_runtime_bench.ops.work import Work, as_read
+from ds_runtime_bench.ops.step_work import as_read
 from ds_runtime_bench.record import Neighbours, as_served
 from ds_runtime_bench.shapes import config_of
 
 if TYPE_CHECKING:
-    from ds_runtime_bench.ops.place import Memory, Place, Subject
+    from ds_runtime.ops.reference.inputs import TrueInputs
+    from ds_runtime_bench.ops.subjects import Memory, Subject
 
 _ARITHMETIC = {"int8_w8a8": "int8", "int4_w4a8": "int8", "fp8_w8a8": "float8_e4m3fn"}
-# Whatever the dtype.
-_FLOAT32 = frozenset({"router_logits", "route", "mask_logits", "sample", "logprobs"})
 _UNKNOWN_CACHE = 64 << 20  # bytes to keep clear of where nobody knows the cache's size
 _PASSES = 3  # over all calls at least, within reason
 
@@ -124,6 +124,8 @@ def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
     found: dict[tuple[Any, ...], list[tuple[Site, Kernel, int]]] = {}
     choices = [(site, kernel) for site, kernel in assembly.binding.choices if kernel is not None]
     widths = _widths(assembly)
+    vocab = padded(assembly.model.vocab_size, assembly.config.tp)
+    sizes = Sizes(facts=assembly.binding.base, vocab=vocab, routing=assembly.model.routing)
     for site, kernel in choices:
         if only and site.op not in only:
             continue
@@ -137,32 +139,17 @@ def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
             site_facts(assembly.binding.base, same[0][0]),
             same[0][1],
             same[0][2],
-            _inner(same[0][0].op, assembly),
+            _cost(same[0][0].op).size(sizes),
         )
         for same in found.values()
     ]
     return sorted(made, key=lambda g: order[g.op])
 
 
-_EXPANDED = frozenset({"mha_decode", "mha_prefill", "mha_prefill_quantize", "merge_state", "rope"})
-_CHOOSING = frozenset({"router_logits", "route"})
-_VOCABULARY = frozenset({"embed", "mask_logits", "sample", "logprobs"})
-
-
-def _inner(op: str, assembly: Assembly) -> str:
-    """What a token is for an op whose sites do not say it: widths of heads, choices, the
-    vocabulary."""
-    dims, model = assembly.binding.base.dims, assembly.model
-    if op in _VOCABULARY:
-        return str(padded(model.vocab_size, assembly.config.tp))
-    if op in _CHOOSING:
-        return f"{model.routing.num_experts} experts" if model.routing is not None else ""
-    if op in _EXPANDED:
-        return f"{dims['heads']}×({dims['qk_nope']}+{dims['qk_rope']}, {dims['v']})"
-    if OPS[op].layout == INDEX or "index" in op:
-        return f"{dims['index_heads']}×{dims['index_dim']}"
-    heads = "" if op.startswith("cache_") else f"{dims['heads']}×"
-    return f"{heads}({dims['kv_lora']}+{dims['qk_rope']})"
+def _cost(op: str) -> Cost:
+    found = OPS[op].cost
+    assert found is not None, op
+    return found
 
 
 def _widths(assembly: Assembly) -> Callable[[Site], int]:
@@ -175,13 +162,10 @@ def _widths(assembly: Assembly) -> Callable[[Site], int]:
     }
 
     def width(site: Site) -> int:
-        if site.op in ("silu_mul", "silu_mul_quantize"):
-            return downs[(site.layer, site.module)]
-        if "rms_norm" in site.op:
-            if site.module == "self_attn":
-                return config.q_lora or config.kv_lora
-            return config.hidden
-        return 0
+        if not _cost(site.op).by_width:
+            return 0
+        inner = config.q_lora or config.kv_lora if site.module == "self_attn" else config.hidden
+        return downs.get((site.layer, site.module), inner)
 
     return width
 
@@ -279,47 +263,48 @@ class Measurement:
                 yield Figure(*about, sizes[0], name, False, error=f"refused: {said}")
 
     def _kernel(self, group: Group, kernel: Kernel, tokens: Sequence[int]) -> Iterator[Figure]:
-        from ds_runtime_bench.ops.op_subjects import MAKERS
+        from ds_runtime_bench.ops.subjects import Timed
 
         bound = kernel.name == group.bound.name
         about = (group.op, "", group.what, len(group.sites))
         n = tokens[0]
         try:
-            maker = MAKERS[group.op](self._place(group, kernel))
+            timed = Timed(kernel, self._place(group, kernel), self._memory())
             for n in tokens:
-                for subject in maker.at(n):
+                for subject in timed.at(n):
                     yield self._figure(group, kernel, n, subject)
         except Exception as e:  # one kernel's failure is its own figure
             yield Figure(*about, n, kernel.name, bound, error=_failure(e))
 
-    def _place(self, group: Group, kernel: Kernel) -> Place:
-        from ds_runtime_bench.ops.place import Place
+    def _place(self, group: Group, kernel: Kernel) -> TrueInputs:
+        from ds_runtime.ops.reference.inputs import TrueInputs
 
         model, config = self.assembly.model, self.assembly.config
         binding, indexed = self.assembly.binding, OPS[group.op].layout == INDEX
-        return Place(
-            kernel=kernel,
+        fmt = group.facts.weight_format
+        return TrueInputs(
             facts=group.facts,
+            held=fmt if fmt in kernel.keeps else "dense",
             width=group.width,
             routing=model.routing,
             layout=binding.index_layout if indexed and binding.index_layout else binding.layout,
             context=self.context,
             vocab=padded(model.vocab_size, config.tp),
             device=self.device,
-            memory=self._memory(),
+            copies=self._memory().copies,
         )
 
     def _memory(self) -> Memory:
-        from ds_runtime_bench.ops.place import Memory
+        from ds_runtime_bench.ops.subjects import Memory
 
         most = self._most or self.platform.memory(0).free // 4
         return Memory(self.ceilings.cache or _UNKNOWN_CACHE, needed_bytes(self.assembly), most)
 
     def _figure(self, group: Group, kernel: Kernel, tokens: int, subject: Subject) -> Figure:
         spent = self._time(subject.calls)
-        work: Work = as_read(subject.work, kernel, group.facts)
+        work: OpWork = as_read(subject.work, kernel, group.facts)
         arithmetic = _ARITHMETIC.get(kernel.numerics, group.facts.dtype)
-        if group.op in _FLOAT32:
+        if _cost(group.op).float32:
             arithmetic = "float32"
         rate, flops = work.nbytes / spent, work.flops / spent
         limit = self.ceilings.compute.get(arithmetic)
@@ -383,19 +368,3 @@ class Measurement:
             self.platform.synchronize()
             times.append((time.perf_counter() - start) / len(many))
         return statistics.median(times)
-
-
-def step_bytes(
-    assembly: Assembly, tokens: Sequence[int], context: int, only: Sequence[str] = ()
-) -> dict[int, dict[str, Work]]:
-    """What decode steps of so many sequences must read, by op; `only` these."""
-    base = assembly.binding.base
-    found: dict[int, dict[str, Work]] = {n: {} for n in tokens}
-    for site, kernel in assembly.binding.choices:
-        if kernel is None or (only and site.op not in only):
-            continue
-        for n, step in found.items():
-            for name, whole in decode_step((site,), base, n, context).items():
-                work = as_read(whole, kernel, site_facts(base, site))
-                step[name] = step.get(name, Work()) + work
-    return found

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.ops.declare import OpWork
 from ds_runtime.platform.contract import Ceilings
 from ds_runtime_bench.ops.measure import Figure, Measurement
-from ds_runtime_bench.ops.work import Work
 from ds_runtime_bench.record import environment
 
 DISTURBED = 0.05  # share of processor time from which others are worth a word
@@ -70,20 +70,20 @@ def report(measurement: Measurement, figures: Sequence[Figure]) -> dict[str, Any
     }
 
 
-def bytes_report(assembly: Assembly, steps: Mapping[int, Mapping[str, Work]]) -> dict[str, Any]:
+def bytes_report(assembly: Assembly, steps: Mapping[int, Mapping[str, OpWork]]) -> dict[str, Any]:
     """The JSON form: bytes by batch and op."""
     found = {n: {name: work.nbytes for name, work in step.items()} for n, step in steps.items()}
     sums = {n: sum(step.values()) for n, step in found.items()}
     return {"bench": "ops", "model": assembly.plan.model, "step_bytes": found, "all": sums}
 
 
-def render_bytes(steps: Mapping[int, Mapping[str, Work]]) -> str:
+def render_bytes(steps: Mapping[int, Mapping[str, OpWork]]) -> str:
     """Megabytes per step by op, and the sum."""
     names = list(dict.fromkeys(name for step in steps.values() for name in step))
     head = f"{'MB a step':<16}" + "".join(f"{f'batch {n}':>14}" for n in steps)
     lines = [head]
     for name in names:
-        cells = (step.get(name, Work()).nbytes / 1e6 for step in steps.values())
+        cells = (step.get(name, OpWork()).nbytes / 1e6 for step in steps.values())
         lines.append(f"{name:<16}" + "".join(f"{c:>14,.1f}" for c in cells))
     sums = (sum(w.nbytes for w in step.values()) / 1e6 for step in steps.values())
     lines.append(f"{'all':<16}" + "".join(f"{c:>14,.1f}" for c in sums))

@@ -1,4 +1,4 @@
-"""Every op as calls that can be timed, with random inputs of true sizes.
+"""Every op as calls that can be timed, as its contract declares them, with inputs of true sizes.
 
 A subject is one method of one kernel at one number of tokens, with its minimal work. Its calls
 take turns over copies of the weights (or caches), so that each finds them where the model would:
@@ -7,129 +7,148 @@ in memory, where the whole model does not fit into the last-level cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_runtime.description.structure import INDEXER
 from ds_runtime.ops.batch import Limits
+from ds_runtime.ops.contract import Dims, Kernel, load_attr
+from ds_runtime.ops.contracts.work import matrix_bytes
+from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.reference.attention.dense import decode_batch
+from ds_runtime.ops.reference.inputs import Copies, TrueInputs
 from ds_runtime.ops.weight import Weight
-from ds_runtime_bench.ops import work
-from ds_runtime_bench.ops.inputs import INPUTS
-from ds_runtime_bench.ops.place import (
-    Place,
-    Subject,
-    copied,
-    held,
-    pack_copies,
-    random_weight,
-    subject,
-)
 from ds_runtime_kit.checks.inputs import rebuild
 
-CHOICES = 16  # of experts, per subject: every call has others
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How weights are kept out of the caches.
+
+    cache: bytes of the last-level cache. model: bytes of the model's weights. most: bytes that
+    the copies of one op may take.
+    """
+
+    cache: int
+    model: int
+    most: int
+
+    def copies(self, nbytes: float) -> int:
+        """How many of `nbytes` are twice as large as the cache; one if the model fits into it."""
+        if self.model <= self.cache or not nbytes:
+            return 1
+        wanted = -(-2 * self.cache // int(nbytes))
+        return max(1, min(wanted, self.most // int(nbytes)))
+
+    def cold(self, nbytes: float, copies: int) -> bool:
+        """Whether so many copies cannot all stay in the cache, or need not leave it."""
+        return self.model <= self.cache or nbytes * copies > self.cache
 
 
-class Function:
-    """A kernel that is called with tensors alone."""
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is timed: the calls, one after the other and again; `work` is that of one call."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.call = place.made()
-
-    def at(self, tokens: int) -> Iterator[Subject]:
-        args, todo = INPUTS[self.place.kernel.op.name](self.place, tokens)
-        yield Subject("", [partial(self.call, *args)], todo)
-
-
-class Linear:
-    """`apply` over copies of one packed weight."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.kernel = place.made()
-        out, cols = place.facts.shape
-        self.base = random_weight(place, out, cols, place.facts.weight_format)
-        self.packed = pack_copies(place, lambda: self.pack(self.base))
-
-    def pack(self, base: Weight) -> Any:
-        return self.kernel.pack(copied(base, self.place.device), self.place.facts)
-
-    def at(self, tokens: int) -> Iterator[Subject]:
-        place, (out, cols) = self.place, self.place.facts.shape
-        x = place.normal(tokens, cols)
-        calls = [partial(self.kernel.apply, x, p) for p in self.packed]
-        todo = work.linear(out, cols, held(place), place.facts.dtype, tokens)
-        yield subject(place, "", calls, todo, self.packed)
+    method: str
+    calls: Sequence[Callable[[], Any]]
+    work: OpWork
+    copies: int = 1
+    cold: bool = True
+    note: str = ""
 
 
-class Absorb(Linear):
-    """`apply_q`, `apply_v` and `expand` over copies of one packed kv_b."""
+class Timed:
+    """One kernel at one place, with as many copies of its weight as take turns."""
 
-    def at(self, tokens: int) -> Iterator[Subject]:
-        place, dims = self.place, self.place.facts.dims
-        heads, nope, rope = dims["heads"], dims["qk_nope"], dims["qk_rope"]
-        sizes = heads, nope, rope, dims["v"], (lora := dims["kv_lora"])
-        inputs: dict[str, tuple[Tensor, ...]] = {
-            "apply_q": (place.normal(tokens, heads, nope), place.normal(tokens, heads, rope)),
-            "apply_v": (place.normal(tokens, heads, lora),),
-            "expand": (place.normal(tokens, lora),),
-        }
-        for method, given in inputs.items():
-            calls = [partial(getattr(self.kernel, method), *given, p) for p in self.packed]
-            todo = work.mla_absorb(method, *sizes, place.facts.dtype, tokens)
-            yield subject(place, method, calls, todo, self.packed)
+    def __init__(self, kernel: Kernel, place: TrueInputs, memory: Memory) -> None:
+        self.op, self.memory = kernel.op, memory
+        self.place, self.note = _fitting(place, memory)
+        made = load_attr(kernel.fn)
+        self.kernel = made if self.op.kind == "function" else made(self.place.facts)
+        self.packed = Copies()
+        if self.op.owns_weights:
+            source = _source(self.cost, self.place)
 
+            def pack() -> Any:
+                return self.kernel.pack(_on_device(source, place.device), self.place.facts)
 
-class Experts:
-    """`apply` over copies of one layer's experts, and over choices of them."""
+            first = pack()
+            self.packed += [first, *(pack() for _ in range(memory.copies(first.nbytes) - 1))]
 
-    def __init__(self, place: Place) -> None:
-        self.kernel = place.made()
-        count, inter, hidden = place.facts.shape
-        fmt = place.facts.weight_format
-        one = 2 * work.matrix_bytes(inter, hidden, fmt, place.facts.dtype)
-        one += work.matrix_bytes(hidden, inter, fmt, place.facts.dtype)
-        assert place.routing is not None
-        self.slots = max(0, count - place.routing.num_experts)  # that every token takes
-        self.top_k = place.routing.top_k + self.slots
-        self.count = max(self.top_k, min(count, int(place.memory.most // one)))
-        self.note = "" if self.count == count else f"{self.count} of {count} experts fit"
-        facts = replace(place.facts, shape=(self.count, inter, hidden))
-        self.place = replace(place, facts=facts)
-        up, down = (random_weight(place, *s, fmt) for s in ((inter, hidden), (hidden, inter)))
-        self.packed = pack_copies(
-            self.place, lambda: self.kernel.pack(_Source(self.count, up, down, place.device), facts)
-        )
+    @property
+    def cost(self) -> Cost:
+        """As the op declares it."""
+        assert self.op.cost is not None
+        return self.op.cost
 
     def at(self, tokens: int) -> Iterator[Subject]:
-        place, (_, inter, hidden) = self.place, self.place.facts.shape
-        x = place.normal(tokens, hidden)
-        ids = [self._choose(tokens) for _ in range(CHOICES)]
-        weights = torch.rand(tokens, self.top_k, device=place.device)
-        calls = [
-            partial(self.kernel.apply, x, weights, ids[i % CHOICES], p)
-            for i, p in enumerate(self.packed * -(-CHOICES // len(self.packed)))
-        ]
-        distinct = sum(len(set(i.flatten().tolist())) for i in ids) / CHOICES
-        todo = work.experts(
-            inter, hidden, held(place), place.facts.dtype, tokens, self.top_k, distinct
-        )
-        yield subject(place, "", calls, todo, self.packed, self.note)
+        """A subject per method."""
+        for method, (inputs, work) in self.cost.calls.items():
+            args, note = [*inputs(self.place, tokens)], self.note
+            if "state" in self.op.parameters[method]:
+                args, note = [self._state(tokens), *args], f"{self.place.context} tokens each"
+            if self.packed:
+                args.append(self.packed)
+            function = getattr(self.kernel, method) if method else self.kernel
+            copies = next((a for a in args if isinstance(a, Copies)), Copies())
+            count = len(copies) or 1
+            most = max((len(a) for a in args if isinstance(a, list)), default=1)
+            calls = [
+                partial(function, *(a[i % len(a)] if isinstance(a, list) else a for a in args))
+                for i in range(count * -(-most // count))
+            ]
+            cold = not copies or self.memory.cold(copies[0].nbytes, count)
+            name = method if len(self.cost.calls) > 1 else ""
+            yield Subject(name, calls, work(self.place, tokens), count, cold, note)
 
-    def _choose(self, tokens: int) -> Tensor:
-        """Distinct experts for each token, all as likely, and the slots of shared ones."""
-        scores = torch.rand(tokens, self.count)
-        scores[:, self.count - self.slots :] += 1
-        return scores.topk(self.top_k).indices.to(torch.int32).to(self.place.device)
+    def _state(self, tokens: int) -> Any:
+        """Of a step whose sequences have a token each, prepared."""
+        place, (table, _, _) = self.place, self.place.rows(tokens)
+        size, heads = place.facts.page_size, place.facts.dims["heads"]
+        step = decode_batch((place.context,) * tokens, table.cpu())
+        limits = Limits(tokens, tokens, table.shape[1], size, heads, place.device)
+        state = self.kernel.state(limits)
+        self.kernel.prepare(state, _on_device(step, place.device))
+        return state
 
 
-class _Source:
+def _fitting(place: TrueInputs, memory: Memory) -> tuple[TrueInputs, str]:
+    """The place with as many experts of a layer as memory holds, and a note if not all."""
+    facts = place.facts
+    if len(facts.shape) != 3:
+        return place, ""
+    count, inter, hidden = facts.shape
+    shapes = ((inter, hidden), (inter, hidden), (hidden, inter))
+    one = sum(matrix_bytes(*shape, facts.weight_format, facts.dtype) for shape in shapes)
+    shared = count - facts.dims["experts"]
+    fit = max(facts.dims["top_k"] + shared, min(count, int(memory.most // one)))
+    if fit == count:
+        return place, ""
+    dims = Dims({**facts.dims, "experts": fit - shared})
+    fewer = replace(facts, shape=(fit, inter, hidden), dims=dims)
+    return replace(place, facts=fewer), f"{fit} of {count} experts fit"
+
+
+def _source(cost: Cost, place: TrueInputs) -> Any:
+    """What `pack` gets: one weight, a layer's experts, or what the op says."""
+    if cost.source is not None:
+        return cost.source(place)
+    *count, rows, cols = place.facts.shape
+    if not count:
+        return place.weight(rows, cols)
+    return _Experts(count[0], place.weight(rows, cols), place.weight(cols, rows), place.device)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    """The same values in tensors of their own: a kernel may keep, change or drop them."""
+    return rebuild(value, lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x)
+
+
+class _Experts:
     """An ExpertSource whose experts have the same values in memory of their own."""
 
     def __init__(self, count: int, up: Weight, down: Weight, device: torch.device) -> None:
@@ -139,78 +158,5 @@ class _Source:
         self._device = device
 
     def expert(self, index: int) -> tuple[Weight, Weight, Weight]:
-        gate, up, down = (copied(w, self._device) for w in self._of)
+        gate, up, down = (_on_device(w, self._device) for w in self._of)
         return gate, up, down
-
-
-class Decode:
-    """`run` over several caches; `prepare` once, as in a step."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.kernel = place.made()
-
-    def at(self, tokens: int) -> Iterator[Subject]:
-        place, facts, dims = self.place, self.place.facts, self.place.facts.dims
-        size, heads = facts.page_size, dims["heads"]
-        each = -(-place.context // size)
-        table = torch.randperm(tokens * each).view(tokens, each).to(torch.int32)
-        batch = rebuild(
-            decode_batch((place.context,) * tokens, table),
-            lambda leaf: leaf.to(place.device) if isinstance(leaf, Tensor) else leaf,
-        )
-        state = self.kernel.state(Limits(tokens, tokens, each, size, heads, place.device))
-        self.kernel.prepare(state, batch)
-        first = place.cache(tokens * each)
-        copies = place.memory.copies(first.nbytes)
-        caches = [first, *(place.cache(tokens * each) for _ in range(copies - 1))]
-        queries, scale = self.queries(tokens)
-        calls = [partial(self.kernel.run, state, *queries, cache, scale) for cache in caches]
-        lens = (place.context,) * tokens
-        todo = self.todo(lens)
-        cold = place.memory.cold(first.nbytes, copies)
-        note = f"{place.context} tokens each"
-        yield Subject("", calls, todo, copies, cold, note)
-
-    def queries(self, rows: int) -> tuple[tuple[Tensor, ...], float]:
-        """Those of so many rows, and the scale of their scores."""
-        dims = self.place.facts.dims
-        width = dims["kv_lora"] + dims["qk_rope"]
-        return (self.place.normal(rows, dims["heads"], width),), width**-0.5
-
-    def todo(self, lens: Iterable[int]) -> work.Work:
-        """Of one row per sequence of these lengths."""
-        facts, dims = self.place.facts, self.place.facts.dims
-        sizes = dims["heads"], dims["kv_lora"], dims["qk_rope"]
-        return work.mla_decode(*sizes, facts.dtype, facts.kv_dtype, lens)
-
-
-class ExpandedDecode(Decode):
-    """The same over keys and values of all heads."""
-
-    def queries(self, rows: int) -> tuple[tuple[Tensor, ...], float]:
-        """Those of so many rows, and the scale of their scores."""
-        heads, nope, rope = (self.place.facts.dims[k] for k in ("heads", "qk_nope", "qk_rope"))
-        parts = self.place.normal(rows, heads, nope), self.place.normal(rows, heads, rope)
-        return parts, (nope + rope) ** -0.5
-
-    def todo(self, lens: Iterable[int]) -> work.Work:
-        """Of one row per sequence of these lengths."""
-        facts, dims = self.place.facts, self.place.facts.dims
-        sizes = dims["heads"], dims["qk_nope"], dims["qk_rope"], dims["v"]
-        return work.mha_decode(*sizes, facts.dtype, facts.kv_dtype, lens)
-
-
-class Router(Function):
-    """Router logits over copies of the weight."""
-
-    def at(self, tokens: int) -> Iterator[Subject]:
-        place, dims = self.place, self.place.facts.dims
-        x = place.normal(tokens, dims["hidden"])
-        out = dims["index_heads" if place.facts.module == INDEXER else "experts"]
-        first = place.normal(out, dims["hidden"], dtype=torch.float32)
-        weights = [first.clone() for _ in range(place.memory.copies(first.nbytes))]
-        calls = [partial(self.call, x, weight) for weight in weights]
-        todo = work.router_logits(out, dims["hidden"], place.facts.dtype, tokens)
-        cold = place.memory.cold(first.nbytes, len(weights))
-        yield Subject("", calls, todo, len(weights), cold)

@@ -25,29 +25,6 @@ from ds_runtime.ops.weight import ExpertSource, MlaWeights, Packed, Weight
 from ds_runtime_kit.checks.conformance import Ran
 from ds_runtime_kit.checks.inputs import CacheCodec, rebuild
 
-_CACHE = {  # which argument is the cache
-    **{
-        "cache_write": 0,
-        "cache_gather": 0,
-        "cache_move": 0,
-        "mla_prologue": 6,
-        "index_prologue": 8,
-    },
-    **{"index_scores": 2, "index_select": 2, "sparse_prefill": 1, "sparse_decode": 1},
-}
-_SLOTS = {  # which argument names slots of it
-    **{"cache_write": 3, "mla_prologue": 7, "index_prologue": 9},
-    **{"sparse_prefill": 2, "sparse_decode": 2},
-}
-_WRITTEN = {
-    "cache_write": 0,
-    "cache_move": 0,
-    "mla_prologue": 6,
-    "index_prologue": 8,
-    "lora_delta": 0,
-}
-
-
 _ASKED = ("state", "quantizes", "gives_float32")  # methods that compute nothing
 
 
@@ -99,16 +76,15 @@ class _Place:
         """A call of a function op."""
         if self._ops.quiet:
             return self._made(*args)
-        name = self._kernel.op.name
-        used, rest = self._cut_cache(name, args)
+        op, at = self._kernel.op, self._kernel.op.place("cache")
+        used, rest = self._cut_cache(at, args)
         before = tuple(_host(a) for a in rest)
-        written = (_WRITTEN[name],) if name in _WRITTEN else ()
+        written = tuple(i for i in map(op.place, op.writes) if i is not None)
         result = self._made(*args)
         after = list(rest)
-        if used is not None:
-            cache = args[_CACHE[name]]
-            after[_CACHE[name]] = self._codec(cache).cut(cache, self._facts.page_size, used)
-        self._show(name, (Call(before, written=written),), tuple(after), result)
+        if used is not None and at is not None:
+            after[at] = self._codec(args[at]).cut(args[at], self._facts.page_size, used)
+        self._show(op.name, (Call(before, written=written),), tuple(after), result)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -190,28 +166,28 @@ class _Place:
             Call((Saved("state"), *map(_host, queries), paged, scale), method="run"),
         )
 
-    def _cut_cache(self, name: str, args: tuple[Any, ...]) -> tuple[Tensor | None, list[Any]]:
-        """(the pages that matter, arguments over these alone)."""
+    def _cut_cache(self, at: int | None, args: tuple[Any, ...]) -> tuple[Tensor | None, list[Any]]:
+        """(the pages that matter, arguments over these alone). at: which argument is the cache."""
         rest = list(args)
-        if name not in _CACHE:
+        if at is None:
             return None, rest
-        cache, size = args[_CACHE[name]], self._facts.page_size
-        if name in _SLOTS:
-            slots = args[_SLOTS[name]].cpu()
+        op, cache, size = self._kernel.op, args[at], self._facts.page_size
+        if (named := op.place("slots")) is not None:
+            slots = args[named].cpu()
             real = slots >= 0
             used = torch.unique(slots[real].long() // size)
             used = used if used.numel() else torch.zeros(1, dtype=torch.int64)
             new = torch.searchsorted(used, slots.long() // size) * size + slots % size
-            rest[_SLOTS[name]] = torch.where(real, new.to(slots.dtype), slots)
-        elif name in ("index_scores", "index_select"):  # results are about all pages
-            used = torch.arange(cache.shape[0])
-        else:
-            starts, segs = args[2].tolist(), args[3]
-            pairs = zip(starts, segs.lens, strict=True)
+            rest[named] = torch.where(real, new.to(slots.dtype), slots)
+        elif op.place("segs") is not None:
+            _, table, starts, segs, *_ = args
+            pairs = zip(starts.tolist(), segs.lens, strict=True)
             spans = [range(s // size, -(-(s + n) // size)) for s, n in pairs]
-            used, rest[1] = _used_pages(args[1].cpu(), spans)
+            used, rest[1] = _used_pages(table.cpu(), spans)
+        else:  # it is about all pages
+            used = torch.arange(cache.shape[0])
         used = used.to(cache.device)
-        rest[_CACHE[name]] = self._paged(cache, used)
+        rest[at] = self._paged(cache, used)
         return used, rest
 
     def _codec(self, cache: Tensor) -> CacheCodec:

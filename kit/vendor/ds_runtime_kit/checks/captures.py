@@ -9,7 +9,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import Facts, Kernel, Offers, load_attr, load_kernel
 from ds_runtime.ops.reference.cases import Call, Case, Saved
 from ds_runtime.platform.contract import GraphBackend
-from ds_runtime_kit.checks.comparers import only_defined
 from ds_runtime_kit.checks.conformance import CaseResult
 from ds_runtime_kit.checks.effects import same_bits
 from ds_runtime_kit.checks.inputs import CacheCodec, for_kernel
@@ -65,8 +63,8 @@ def _failure(kernel: Kernel, case: Case, backend: GraphBackend, offers: Offers) 
                 saved[call.save] = function(*args)
                 steps.see(call.method, args)
             elif said := _replays(
-                kernel.op.name, steps.prepared(target, call, function, args), args, call, backend,
-                steps.other(target, call, args), device,
+                kernel.op.defined, steps.prepared(target, call, function, args), args, call,
+                backend, steps.other(target, call, args), device,
             ):  # fmt: skip
                 return f"call {i} ({call.method or kernel.op.name}): {said}"
     except Exception:  # whatever a kernel raises is its result
@@ -144,7 +142,7 @@ def _prepares_on_device(target: Any) -> bool:
 
 
 def _replays(
-    op: str,
+    defined: Callable[..., Tensor] | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     call: Call,
@@ -172,8 +170,9 @@ def _replays(
             _poison(tensor)
     replay()
     written = [(args[i], copies[i]) for i in call.written]
-    defined = partial(only_defined, op, args)
-    pairs = [*zip(map(defined, captured), map(defined, wanted), strict=True), *written]
+    if defined is not None:
+        captured, wanted = ([defined(args, t) for t in each] for each in (captured, wanted))
+    pairs = [*zip(captured, wanted, strict=True), *written]
     if not all(same_bits(a, b) for a, b in pairs):
         seen_by = " (recorded were torch's ops alone)" if isinstance(backend, ReplayBackend) else ""
         return f"a replay gives other bits than a call{seen_by}"

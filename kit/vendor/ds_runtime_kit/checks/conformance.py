@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,12 +30,10 @@ from ds_runtime.ops.contract import (
     load_attr,
     load_kernel,
 )
-from ds_runtime.ops.contracts.linear import QuantizedLinear
 from ds_runtime.ops.dtypes import is_fp8
 from ds_runtime.ops.reference.cases import Call, Case, PagedCache, Saved
-from ds_runtime_kit.checks.comparers import FP8_ROUNDING, compare
+from ds_runtime.ops.reference.judging import FP8_ROUNDING, Verdict
 from ds_runtime_kit.checks.effects import (
-    CONTIGUOUS,
     aliases,
     bits,
     flat,
@@ -49,7 +47,7 @@ from ds_runtime_kit.checks.effects import (
     written_differs,
 )
 from ds_runtime_kit.checks.inputs import CacheCodec, for_kernel, for_oracle
-from ds_runtime_kit.checks.numerics import storage_bytes
+from ds_runtime_kit.checks.numerics import disagreement, storage_bytes
 
 SMALL_DIMS = Dims(
     {"heads": 3, "qk_nope": 16, "qk_rope": 8, "v": 12, "kv_lora": 32}
@@ -160,17 +158,16 @@ def signature_difference(kernel: Kernel, facts: Facts) -> str:
             return f"has no method {name}"
         if said := _parameters_differ(name, method, getattr(instance, name), 1, skip):
             return said
-    if kernel.op.name != "linear" or not any(hasattr(instance, name) for name in _BESIDE):
-        return ""
-    for name, method in _BESIDE.items():
-        if not hasattr(instance, name):
-            return f"has no method {name}, and some of QuantizedLinear"
-        if said := _parameters_differ(name, method, getattr(instance, name), 1, skip):
-            return said
+    for beside in map(load_attr, kernel.op.beside):
+        methods = {n: m for n, m in vars(beside).items() if not n.startswith("_")}
+        if not any(hasattr(instance, name) for name in methods):
+            continue
+        for name, method in methods.items():
+            if not hasattr(instance, name):
+                return f"has no method {name}, and some of {beside.__name__}"
+            if said := _parameters_differ(name, method, getattr(instance, name), 1, skip):
+                return said
     return ""
-
-
-_BESIDE = {n: m for n, m in vars(QuantizedLinear).items() if not n.startswith("_")}
 
 
 def _parameters_differ(name: str, want: Any, got: Any, skip_want: int, skip_got: int = 0) -> str:
@@ -236,6 +233,19 @@ class Ran:
     results: list[Tensor]
     touched: str = ""
     left_out: bool = False
+
+
+def _agree(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """Of a contract without freedom: each result by itself."""
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        error, failure = disagreement(a, b, tolerance)
+        if failure:
+            return error, f"result {i}: {failure}"
+        worst = max(worst, error)
+    return worst, ""
 
 
 class _Bench:
@@ -337,13 +347,12 @@ class _Bench:
         if len(ran.results) != len(native.results):
             return float("inf"), f"returns {len(ran.results)} values, not {len(native.results)}"
         for i, (got, want) in enumerate(zip(ran.results, native.results, strict=True)):
-            if said := form_differs(got, want, self.kernel.op.name in CONTIGUOUS):
+            if said := form_differs(got, want, self.kernel.op.contiguous):
                 return float("inf"), f"result {i}: {said}"
         error, failure = 0.0, ""
         if ran.results:
-            error, failure = compare(
-                self.kernel.op.name, wide.args, ran.results, wide.results, tolerance
-            )
+            judge = self.kernel.op.judge or _agree
+            error, failure = judge(wide.args, ran.results, wide.results, tolerance)
         for index in call.written:
             if not failure:
                 cache = call.args[index]

@@ -92,7 +92,7 @@ class Measured:
         return packed
 
     def _measured(self, function: Any, args: tuple[Any, ...]) -> Any:
-        declared = self._kernel.workspace
+        declared = self._kernel.footprint.workspace
         if declared is None:
             return function(*args)
         result, seen = allocated(lambda: function(*args), self._device)

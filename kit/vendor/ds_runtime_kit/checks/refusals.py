@@ -17,7 +17,6 @@ from ds_runtime.ops.contract import (
     load_attr,
 )
 from ds_runtime.ops.reference.cases import Case
-from ds_runtime.ops.table import OPS
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
 
 ELSEWHERE = DeviceInfo("elsewhere", "a device that nobody knows", "unknown")
@@ -26,18 +25,11 @@ ODD_DIMS = Dims(
     {"heads": 5, "qk_nope": 20, "qk_rope": 6, "v": 28, "kv_lora": 40}
     | {"index_heads": 17, "index_dim": 16, "index_topk": 5}
 )
-# The ops whose samples have the widths of the model's heads and latent.
-SIZED_BY_DIMS = frozenset(n for n, op in OPS.items() if op.layout) | {
-    "mla_absorb",
-    "mha_prefill",
-    "rope",
-}
-_OWN_WEIGHTS = frozenset(n for n, op in OPS.items() if hasattr(load_attr(op.protocol), "pack"))
 
 
 def odd_facts(kernel: Kernel, device: DeviceInfo) -> Iterator[Facts]:
     """Geometry, pages and cache dtypes off the beaten track, where the op's samples follow them."""
-    if kernel.op.name not in SIZED_BY_DIMS:
+    if not (kernel.op.layout or kernel.op.sized):
         return
     kinds = [("bfloat16", "", 3), ("float16", "", 7)]
     if kernel.op.layout:
@@ -106,7 +98,7 @@ def _fickle(kernel: Kernel, kinds: Sequence[Facts]) -> str:
 
 
 def _unused(kernel: Kernel, kinds: Sequence[Facts]) -> str:
-    if kernel.op.name not in _OWN_WEIGHTS:
+    if not kernel.op.owns_weights:
         extra = ", ".join(sorted(kernel.formats))
         return f"declares formats ({extra}), but {kernel.op.name} owns no weight" if extra else ""
     taken = {case.facts.weight_format for facts in kinds for _, case in cases_for((kernel,), facts)}
@@ -121,7 +113,7 @@ def _undeclared_formats(
     kernel: Kernel, kinds: Sequence[Facts], offers: Offers
 ) -> Iterator[CaseResult]:
     """What reaches `pack` by another way than the binder is refused or right, never garbage."""
-    if kernel.op.name not in _OWN_WEIGHTS or not kinds:
+    if not kernel.op.owns_weights or not kinds:
         return
     seen = set(kernel.formats)
     for case in _samples(kernel, kinds[0]):

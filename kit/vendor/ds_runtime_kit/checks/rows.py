@@ -6,7 +6,7 @@ run beside the whole one; nothing is compared with an oracle here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,40 +16,15 @@ from torch import Tensor
 
 from ds_runtime.ops.batch import Batch, DecodePart, Segments
 from ds_runtime.ops.contract import Kernel, Offers
+from ds_runtime.ops.declare import Op
 from ds_runtime.ops.reference.cases import Call, Case, segments
 from ds_runtime_kit.checks.conformance import run_case
 from ds_runtime_kit.checks.effects import same_bits
 
-# Arguments with one row per token, by op or method. Attention is taken apart by sequence.
-_ROWS: Mapping[str, tuple[int, ...]] = {
-    "embed": (0,),
-    "rms_norm": (0,),
-    "add_rms_norm": (0, 1),
-    "rms_norm_quantize": (0,),
-    "add_rms_norm_quantize": (0, 1),
-    "rope": (0, 1, 2),
-    "linear.apply": (0,),
-    "linear.apply_quantized": (0, 1),
-    "linear.apply_float32": (0, 2),
-    "quantize_group": (0,),
-    "lora_delta": (0, 1, 4),
-    "mla_prologue": (0, 1, 4, 7),
-    "mla_absorb.expand": (0,),
-    "mla_absorb.apply_q": (0, 1),
-    "mla_absorb.apply_v": (0,),
-    "merge_state": (0, 1, 2, 3),
-    "silu_mul": (0,),
-    "silu_mul_quantize": (0,),
-    "router_logits": (0,),
-    "route": (0,),
-    "experts.apply": (0, 1, 2),
-    "sample": (0, 1, 2, 3, 4, 5),
-    "mask_logits": (0, 2),
-    "logprobs": (0, 1),
-}
-_BY_SEQUENCE = frozenset({"mha_prefill", "mha_prefill_quantize", "mla_decode", "mha_decode"})
-OPS = _BY_SEQUENCE | {name.partition(".")[0] for name in _ROWS}  # whose samples can be taken apart
-BY_CONTRACT = frozenset({"sample"})  # equal rows give equal results whatever else is in the batch
+
+def can_be_taken_apart(op: Op) -> bool:
+    """Whether its contract says which arguments have rows, or sequences."""
+    return bool(op.rows) or op.by_sequence
 
 
 class _Part(NamedTuple):
@@ -62,7 +37,7 @@ class _Part(NamedTuple):
 
 def is_invariant(kernel: Kernel, case: Case, offers: Offers | None = None) -> str | None:
     """ "" if every row gives its bits alone too, else a sentence; None if the case has one row."""
-    apart: list[_Part | Call] = list(_apart(kernel.op.name, case))
+    apart: list[_Part | Call] = list(_apart(kernel.op, case))
     parts = [p for p in apart if isinstance(p, _Part)]
     if not parts:
         return None
@@ -81,7 +56,7 @@ def is_invariant(kernel: Kernel, case: Case, offers: Offers | None = None) -> st
     return ""
 
 
-def _apart(op: str, case: Case) -> Iterator[_Part | Call]:
+def _apart(op: Op, case: Case) -> Iterator[_Part | Call]:
     batch: Batch | None = None
     state: Any = None
     for index, call in enumerate(case.calls):
@@ -91,16 +66,15 @@ def _apart(op: str, case: Case) -> Iterator[_Part | Call]:
             yield call
         elif call.raises is not None:
             continue
-        elif op in ("mha_prefill", "mha_prefill_quantize"):
-            yield from _segments_alone(op, call, index)
         elif call.method == "run" and batch is not None and batch.decode is not None:
             yield from _sequences_alone(call, index, state, batch, batch.decode)
+        elif op.by_sequence and not call.method:
+            yield from _segments_alone(call, index)
         else:
-            yield from _rows_alone(f"{op}.{call.method}" if call.method else op, call, index)
+            yield from _rows_alone(op.rows.get(call.method, ()), call, index)
 
 
-def _rows_alone(name: str, call: Call, index: int) -> Iterator[_Part]:
-    places = _ROWS.get(name, ())
+def _rows_alone(places: tuple[int, ...], call: Call, index: int) -> Iterator[_Part]:
     if not places:
         return
     count = call.args[places[0]].shape[0]
@@ -117,9 +91,9 @@ def _selections(count: int) -> Iterator[Tensor]:
         yield every.flip(0)[: count - 1]
 
 
-def _segments_alone(op: str, call: Call, index: int) -> Iterator[_Part]:
+def _segments_alone(call: Call, index: int) -> Iterator[_Part]:
     q, q_rope, k, k_rope, v, q_segs, *rest = call.args
-    alike = op == "mha_prefill_quantize"  # keys are those of the queries' tokens
+    alike = not isinstance(rest[0], Segments)  # keys are those of the queries' tokens
     k_segs = q_segs if alike else rest.pop(0)
     if len(q_segs.lens) < 2:
         return

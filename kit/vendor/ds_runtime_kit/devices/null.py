@@ -16,7 +16,6 @@ from ds_runtime.ops.contract import (
     Facts,
     Kernel,
     Layout,
-    QuantLoader,
     Refusal,
 )
 from ds_runtime.ops.formats import FORMATS
@@ -30,13 +29,6 @@ if TYPE_CHECKING:
 NAME = "null"
 _MEMORY = 1 << 40
 _KERNELS = "ds_runtime_kit.devices.null_kernels"
-_OBJECTS = {
-    "linear": "NullLinear",
-    "experts": "NullExperts",
-    "mla_absorb": "NullMlaAbsorb",
-    "mla_decode": "NullMlaDecode",
-    "mha_decode": "NullMhaDecode",
-}
 _FORMATS = frozenset(FORMATS)
 
 
@@ -96,16 +88,15 @@ def _offer(name: str) -> Kernel:
     op = OPS[name]
     return Kernel(
         op=op,
-        fn=f"{_KERNELS}:{_OBJECTS.get(name, name)}",
+        fn=f"{_KERNELS}:{name}",
         provider=NAME,
         rank=RANK_PLATFORM,
         refuse=_refuse,
-        formats=_FORMATS if name in ("linear", "experts", "mla_absorb") else frozenset(),
+        formats=_FORMATS if op.owns_weights else frozenset(),
         layouts=_LAYOUTS[op.layout],
         phases=frozenset({"prefill", "decode", "verify", "tree"}),
         note="computes nothing",
         contract=op.version,
-        source=_KERNELS,
     )
 
 
@@ -115,51 +106,10 @@ def ds_platform() -> Platform | Refusal | None:
 
 
 @hookimpl
-def ds_attention(facts: Facts) -> Sequence[Kernel | Layout]:
-    return [
-        NULL_PAGES,
-        NULL_INDEX,
-        *(_offer(op.name) for op in OPS.values() if op.name in _ATTENTION),
-    ]
-
-
-@hookimpl
-def ds_moe(facts: Facts) -> Sequence[Kernel]:
-    return [_offer("experts")]
-
-
-@hookimpl
-def ds_quant_loaders(facts: Facts) -> Sequence[QuantLoader | Kernel]:
-    return [_offer("linear")]
-
-
-@hookimpl
-def ds_topk(facts: Facts) -> Sequence[Kernel]:
-    return [_offer("router_logits"), _offer("route")]
+def ds_attention(facts: Facts) -> Sequence[Layout]:
+    return [NULL_PAGES, NULL_INDEX]
 
 
 @hookimpl
 def ds_ops(facts: Facts) -> Sequence[Kernel]:
-    elsewhere = {*_ATTENTION, "experts", "linear", "router_logits", "route"}
-    return [_offer(name) for name, op in OPS.items() if name not in elsewhere and not op.optional]
-
-
-_ATTENTION = frozenset(
-    {
-        "mha_prefill",
-        "merge_state",
-        "mla_decode",
-        "mha_decode",
-        "mla_absorb",
-        "mla_prologue",
-        "cache_write",
-        "cache_gather",
-        "cache_move",
-        "index_prologue",
-        "index_select",
-        "index_scores",
-        "index_topk",
-        "sparse_prefill",
-        "sparse_decode",
-    }
-)
+    return [_offer(name) for name, op in OPS.items() if not op.optional]

@@ -40,7 +40,7 @@ class CodedDense:
         return {"tiles": tiles, "stride": TILE, "back": self.back, "lift": self.lift}
 
 
-class _Dense12Args(ctypes.Structure):
+class _Packed12Args(ctypes.Structure):
     """Args of csrc/packed12.cu."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ def readable(x: Tensor) -> Tensor:
 @cache
 def _module(device: torch.device, pin: str) -> nvrtc.Module:
     """Of the current device, which `device` is."""
-    return nvrtc.module(_SOURCE, {"ARGS": ctypes.sizeof(_Dense12Args)}, pin)
+    return nvrtc.module(_SOURCE, {"ARGS": ctypes.sizeof(_Packed12Args)}, pin)
 
 
 def encode(values: Tensor, pin: str, halves: int = 1) -> CodedDense | None:
@@ -77,7 +77,7 @@ def encode(values: Tensor, pin: str, halves: int = 1) -> CodedDense | None:
     counts = torch.zeros(256, dtype=torch.int64, device=device)
     crowded = torch.zeros(1, dtype=torch.int32, device=device)
     half = values.shape[-2] // halves // ROWS if halves > 1 else 1
-    args = _Dense12Args(
+    args = _Packed12Args(
         values.data_ptr(), None, counts.data_ptr(), crowded.data_ptr(), rows, columns
     )
     args.halves, args.half = halves, half

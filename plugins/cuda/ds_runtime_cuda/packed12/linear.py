@@ -53,7 +53,7 @@ _UNEVEN = {8: Tile(8, 1, 2), 32: Tile(32, 1, 2), 64: Tile(64, 1, 2)}
 _BUSY = 0.9
 
 
-class _Linear12Args(ctypes.Structure):
+class _Packed12LinearArgs(ctypes.Structure):
     """Args of csrc/packed12_linear.cu."""
 
     _fields_ = (
@@ -81,7 +81,7 @@ class _FewArgs(ctypes.Structure):
 
 def _defines(tile: Tile) -> dict[str, int]:
     return {"TOKENS": tile.tokens, "TILES": tile.weights, "BLOCKS": tile.blocks,
-            "BYTES": _ON_CHIP[tile.blocks], "ARGS": ctypes.sizeof(_Linear12Args)}  # fmt: skip
+            "BYTES": _ON_CHIP[tile.blocks], "ARGS": ctypes.sizeof(_Packed12LinearArgs)}  # fmt: skip
 
 
 @cache
@@ -117,7 +117,7 @@ def _tile(tokens: int, rows: int, cores: int) -> Tile | None:
 
 
 def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of LinearDense12."""
+    """`Compiles.ahead` of LinearDense12."""
     cores = nvrtc.cores(torch.device("cuda", torch.cuda.current_device()))
     for tile in {_tile(count, facts.shape[0], cores) for count in rows if count}:
         if tile is not None:
@@ -125,7 +125,7 @@ def compile_linear(facts: Facts, rows: Sequence[int]) -> None:
 
 
 def compile_few(facts: Facts, rows: Sequence[int]) -> None:
-    """`Kernel.ahead` of LinearFew12."""
+    """`Compiles.ahead` of LinearFew12."""
     if any(0 < count <= MOST_FEW for count in rows):
         nvrtc.compile_for_device(_FEW_SOURCE, few_defines())
 
@@ -134,7 +134,7 @@ def multiply(x: Tensor, coded: CodedDense, out: Tensor, tile: Tile) -> None:
     """out [tokens, rows] = x · Wᵀ, bfloat16 or float32, for up to `tile.tokens`."""
     tokens, columns = x.shape
     x = readable(x)
-    args = _Linear12Args()
+    args = _Packed12LinearArgs()
     args.x[:] = nvrtc.box_map(
         x.data_ptr(), x.dtype, tokens, columns, tile.tokens, x.stride(0) if tokens > 1 else 0
     )
@@ -175,7 +175,7 @@ class _Dense12(ABC):
         return self.hold_beside(Packed(self.tag, weight.shape, held, values.nbytes, _restore))
 
     def hold_beside(self, packed: Packed) -> Packed:
-        """See Kernel.beside."""
+        """See Footprint.beside."""
         coded = encode(packed.tensors["weight"], _PIN)
         if coded is None:
             return packed
@@ -207,7 +207,7 @@ class _Dense12(ABC):
 
     @abstractmethod
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Kernel.beside."""
+        """See Footprint.beside."""
 
     @abstractmethod
     def _multiply(self, x: Tensor, coded: CodedDense, out: Tensor) -> None:
@@ -218,7 +218,7 @@ class LinearDense12(_Dense12):
     """For large weights, such as a head."""
 
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Kernel.beside."""
+        """See Footprint.beside."""
         tile = self._tile(rows, packed.shape[0], packed.tensors["weight"].device)
         return tile is not None and _HELD in packed.tensors
 
@@ -236,7 +236,7 @@ class LinearFew12(_Dense12):
     """For others, and up to eight tokens."""
 
     def serves(self, rows: int, packed: Packed) -> bool:
-        """See Kernel.beside."""
+        """See Footprint.beside."""
         fits = 0 < rows <= MOST_FEW and _few_bytes(rows, packed.shape[1]) <= _ON_CHIP_FEW
         return fits and _HELD in packed.tensors
 

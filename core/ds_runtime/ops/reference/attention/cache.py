@@ -6,7 +6,6 @@ then the rotated key. Slot s is row s % page_size of page s // page_size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from ds_runtime.ops.batch import Segments
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import is_fp8, torch_dtype
-from ds_runtime.ops.reference.cases import Case, Maker, case, segments
 
 
 def allocate_latent_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
@@ -72,51 +70,3 @@ def cache_move(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     size = cache.shape[1]
     entries = cache.view(torch.uint8)  # bit for bit, whatever the dtype
     entries[new // size, new % size] = entries[old // size, old % size]
-
-
-def cache_write_samples(facts: Facts) -> Iterator[Case]:
-    """Shuffled slots, padding, slices of wider rows; every other row must stay as it was."""
-    latent, rope = facts.dims["kv_lora"], facts.dims["qk_rope"]
-    for tokens, padding in ((0, 0), (1, 0), (7, 3), (2 * facts.page_size + 1, 2)):
-        make = Maker(facts, label := f"{tokens} tokens, {padding} padding")
-        cache, _ = make.paged((tokens + 5, 3))
-        slots = make.order(cache.rows.shape[0])[:tokens]
-        slots[:padding] = -1
-        values = make.inside(make.normal(tokens, latent)), make.inside(make.normal(tokens, rope))
-        yield case(label, facts, cache, *values, slots, written=(0,))
-    make = Maker(facts, "only padding")
-    cache, _ = make.paged((9,))
-    values = make.normal(2, latent), make.normal(2, rope)
-    yield case("only padding", facts, cache, *values, torch.tensor([-1, -7]), written=(0,))
-
-
-def cache_gather_samples(facts: Facts) -> Iterator[Case]:
-    """Ranges that start and end anywhere, empty ranges, no sequences."""
-    page, latent = facts.page_size, facts.dims["kv_lora"]
-    shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...] = (
-        ("no sequences", (), (), ()),
-        ("one token", (1,), (0,), (1,)),
-        ("whole pages", (2 * page, page), (0, 0), (2 * page, page)),
-        ("middles", (3 * page + 1, page + 3, 5), (page - 1, 1, 2), (page + 2, page + 2, 3)),
-        ("empty ranges", (7, 2, 9), (7, 0, 4), (0, 2, 0)),
-    )
-    for label, lens, starts, counts in shapes:
-        cache, table = Maker(facts, label).paged(lens)
-        first = torch.tensor(starts, dtype=torch.int64)
-        dtype = torch_dtype(facts.dtype)
-        yield case(label, facts, cache, table, first, segments(*counts), latent, dtype)
-
-
-def cache_move_samples(facts: Facts) -> Iterator[Case]:
-    """Branches that move to the front, over slots that others leave; nothing to move."""
-    cache, _ = (make := Maker(facts, "branches")).paged((9, 2 * facts.page_size + 6, 5))
-    slots = make.order(cache.rows.shape[0])
-    first, second = slots[:7], slots[7:14]
-    sources = torch.stack((first[[2, 4, 6]], second[[1, 3, 3]]))
-    targets = torch.stack((first[[1, 2, 3]], second[[1, 2, 4]]))
-    sources[1, 0] = sources[1, 2] = -1
-    yield case("branches", facts, cache, sources, targets, written=(0,))
-    cache, _ = Maker(facts, "nothing").paged((3,))
-    for shape in ((0, 3), (2, 0), (2, 2)):
-        none = torch.full(shape, -1, dtype=torch.int64)
-        yield case(f"nothing of {shape}", facts, cache, none, none, written=(0,))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,16 +13,6 @@ from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import torch_dtype, wide
 from ds_runtime.ops.reference.attention.cache import cache_write, gather_rows
 from ds_runtime.ops.reference.attention.rope import rope
-from ds_runtime.ops.reference.cases import (
-    OTHERS,
-    Call,
-    Case,
-    Maker,
-    Saved,
-    case,
-    segments,
-    site,
-)
 from ds_runtime.ops.reference.matrices.linear import quantize_group
 from ds_runtime.ops.reference.norm import rms_norm
 from ds_runtime.ops.weight import Packed, Weight
@@ -228,135 +218,6 @@ def mla_prologue(
     return q_rope, latent, k_rope
 
 
-_SEGMENTS: tuple[tuple[str, tuple[int, ...], tuple[int, ...], bool], ...] = (
-    ("no sequences", (), (), True),
-    ("one token", (1,), (1,), True),
-    ("causal", (5, 1, 17), (5, 1, 17), True),
-    ("causal behind a prefix", (3, 4), (20, 4), True),
-    ("prefix", (3, 7, 1), (33, 2, 16), False),
-    ("without keys", (3, 2, 4), (0, 5, 0), False),
-    ("without queries", (0, 4, 0), (3, 4, 0), True),
-    ("fewer keys than queries", (6, 2), (2, 1), True),
-)
-
-
-def mha_prefill_samples(facts: Facts) -> Iterator[Case]:
-    """Ragged, empty and prefixed sequences; slices of wider heads; sharp softmax."""
-    heads, nope, rope, d_v = (facts.dims[n] for n in ("heads", "qk_nope", "qk_rope", "v"))
-    for label, q_lens, k_lens, causal in _SEGMENTS:
-        make = Maker(facts, label)
-        q_segs, k_segs = segments(*q_lens), segments(*k_lens)
-        q = make.inside(make.normal(q_segs.total, heads, nope), 0, rope)
-        k = make.inside(make.normal(k_segs.total, heads, nope), 0, d_v)
-        v = make.inside(make.normal(k_segs.total, heads, d_v), nope, 0)
-        q_rope, k_rope = (
-            make.normal(q_segs.total, heads, rope),
-            make.inside(make.normal(k_segs.total, rope), 3, 2),
-        )
-        scale = (nope + rope) ** -0.5
-        yield case(label, facts, q, q_rope, k, k_rope, v, q_segs, k_segs, causal, scale)
-    make, segs = Maker(facts, "sharp"), segments(9, 2)
-    q, k = make.inside(make.normal(11, heads, nope)), make.normal(11, heads, nope)
-    q_rope, k_rope = make.inside(make.normal(11, heads, rope)), make.normal(11, rope)
-    v = make.normal(11, heads, d_v, scale=50)
-    yield case("sharp", facts, q, q_rope, k, k_rope, v, segs, segs, True, 2.0)
-
-
-def mha_prefill_quantize_samples(facts: Facts) -> Iterator[Case]:
-    """Both scale kinds; ragged and empty sequences, slices of wider heads, outliers."""
-    heads, nope, rope, d_v = (facts.dims[n] for n in ("heads", "qk_nope", "qk_rope", "v"))
-    scale = (nope + rope) ** -0.5
-    for ue8m0 in (False, True):
-        kind = "power-of-two" if ue8m0 else "float"
-        for lens in ((), (1,), (5, 0, 70), (200, 3)):
-            make, segs = Maker(facts, label := f"{kind} {lens}"), segments(*lens)
-            total = segs.total
-            q = make.inside(make.normal(total, heads, nope), 0, rope)
-            k = make.inside(make.normal(total, heads, nope), 0, d_v)
-            v = make.inside(make.normal(total, heads, d_v), nope, 0)
-            v[1:2] *= 1e4  # a token that all behind it see
-            q_rope, k_rope = make.normal(total, heads, rope), make.normal(total, rope)
-            yield case(label, facts, q, q_rope, k, k_rope, v, segs, scale, d_v, ue8m0)
-
-
-def merge_state_samples(facts: Facts) -> Iterator[Case]:
-    """Parts without keys, one part far heavier than the other."""
-    for tokens, heads, d in ((0, 2, 8), (1, 1, 3), (9, 3, 32)):
-        make = Maker(facts, label := f"{tokens}x{heads}x{d}")
-        out_a, out_b = make.normal(tokens, heads, d), make.normal(tokens, heads, d)
-        lse_a, lse_b = (make.normal(tokens, heads, scale=5, dtype=torch.float32) for _ in "ab")
-        yield case(label, facts, out_a, lse_a, out_b, lse_b)
-    inf = float("-inf")
-    lse_a = torch.tensor([[inf, inf], [3.0, inf], [80.0, -90.0]])
-    lse_b = torch.tensor([[inf, 2.0], [inf, -4.0], [-80.0, 90.0]])
-    make = Maker(facts, "empty parts")
-    out_a, out_b = make.normal(3, 2, 16), make.normal(3, 2, 16)
-    out_a[lse_a == inf], out_b[lse_b == inf] = 0, 0
-    yield case("empty parts", facts, out_a, lse_a, out_b, lse_b)
-
-
-def mla_decode_samples(facts: Facts) -> Iterator[Case]:
-    """One state over several steps: shuffled pages, NaN wherever nobody may look."""
-    page, heads = facts.page_size, facts.dims["heads"]
-    width = facts.dims["kv_lora"] + facts.dims["qk_rope"]
-    steps: tuple[tuple[str, tuple[tuple[int, ...], ...], tuple[int, ...]], ...] = (
-        ("one token", ((1,),), ()),
-        ("page edges", ((page, page + 1, 2 * page, 1), (max(1, page - 1), 3 * page + 2)), ()),
-        ("many, then few, then none", (tuple(range(1, 20)), (7,), ()), ()),
-        ("long", ((1000, 3),), ()),
-        ("two rows each", ((2, page + 1, 70),), (2, 2, 2)),
-        ("uneven rows", ((9, page, 2 * page + 1, 130),), (4, 1, 3, 5)),
-    )
-    for label, batches, q_lens in steps:
-        make = Maker(facts, label)
-        pages = max(-(-n // page) for lens in batches for n in lens) + 1
-        most = max(q_lens, default=1)
-        limits = Limits(64, 24, pages, page, heads, torch.device("cpu"), most)
-        calls = [Call((limits,), method="state", save="state")]
-        for lens in batches:
-            cache, table = make.paged(lens)
-            step = decode_batch(lens, table, q_lens)
-            calls.append(Call((Saved("state"), step), "prepare", save="none"))
-            q = make.normal(step.num_decode, heads, width, scale=2)
-            calls.append(Call((Saved("state"), q, cache, width**-0.5), method="run"))
-        yield Case(label, facts, tuple(calls))
-    for label, lens, trees in (
-        ("short trees", (5, page + 3), ((0, 0, 1), (0, 1))),
-        (
-            "trees of several sizes",
-            (70, 64, 2 * page + 9, 200),
-            ((0, 0, 1, 2, 2), (), (0,), (0, 1, 2)),
-        ),
-        ("widest tree", (63 + 1, 63 + 90), (tuple(i // 2 for i in range(63)), (0,) * 63)),
-    ):
-        yield _tree_case(facts, label, lens, trees)
-
-
-def _tree_case(
-    facts: Facts, label: str, lens: tuple[int, ...], trees: tuple[tuple[int, ...], ...]
-) -> Case:
-    """trees: per sequence the parent of each node behind the root, which is node 0."""
-    make, page, heads = Maker(facts, label), facts.page_size, facts.dims["heads"]
-    width = facts.dims["kv_lora"] + facts.dims["qk_rope"]
-    q_lens = tuple(len(parents) + 1 for parents in trees)
-    pages = max(-(-n // page) for n in lens) + 1
-    limits = Limits(256, 24, pages, page, heads, torch.device("cpu"), max(q_lens))
-    cache, table = make.paged(lens)
-    step = decode_batch(lens, table, q_lens)
-    assert step.decode is not None
-    step.decode = replace(step.decode, tree=torch.cat([tree_bits(parents) for parents in trees]))
-    q = make.normal(step.num_decode, heads, width, scale=2)
-    return Case(
-        label,
-        replace(facts, phase="tree"),
-        (
-            Call((limits,), method="state", save="state"),
-            Call((Saved("state"), step), "prepare", save="none"),
-            Call((Saved("state"), q, cache, width**-0.5), method="run"),
-        ),
-    )
-
-
 def tree_bits(parents: Sequence[int]) -> Tensor:
     """What every node of one tree sees, as DecodePart.tree has it: [1 + parents] int64."""
     count = len(parents) + 1
@@ -377,42 +238,3 @@ def decode_batch(lens: tuple[int, ...], table: Tensor, q_lens: tuple[int, ...] =
     positions = torch.tensor([length - 1 for _, length in rows_of(decode)])
     none = torch.zeros_like(positions)
     return Batch(none, positions, none - 1, torch.arange(decode.rows), decode)
-
-
-def mla_absorb_samples(facts: Facts) -> Iterator[Case]:
-    """The three uses of one packing, on slices of wider tensors, dense and FP8."""
-    formats = ("dense", "fp8_block", "int8_channel", "int4_group", *OTHERS)
-    shapes = (*((fmt, 0) for fmt in formats), ("fp8_block", 64))
-    for fmt, cut in shapes:
-        make = Maker(facts, f"{fmt} {cut}")
-        heads, nope, v = (facts.dims[name] for name in ("heads", "qk_nope", "v"))
-        kv_lora, rope_dim = facts.dims["kv_lora"], facts.dims["qk_rope"]
-        weight = make.weight(heads * (nope + v), kv_lora, fmt, offset=(cut, 0))
-        here = site(facts, weight)
-        calls = [Call((weight, here), method="pack", save="packed")]
-        packed = Saved("packed")
-        for tokens in (0, 1, 5):
-            latent, x = make.normal(tokens, kv_lora), make.normal(tokens, heads, kv_lora)
-            q_nope = make.inside(make.normal(tokens, heads, nope), 0, 8)
-            calls.append(Call((make.inside(latent, 0, 8), packed), method="expand"))
-            q_rope = make.inside(make.normal(tokens, heads, rope_dim), 8, 0)
-            calls.append(Call((q_nope, q_rope, packed), method="apply_q"))
-            calls.append(Call((x, packed), method="apply_v"))
-        foreign = Packed("nobody.nothing", weight.shape, {}, 0)
-        calls.append(Call((make.normal(1, kv_lora), foreign), "expand", raises=TypeError))
-        yield Case(f"{fmt}, offset {cut}", here, tuple(calls))
-
-
-def mla_prologue_samples(facts: Facts) -> Iterator[Case]:
-    """As the model calls it: full q heads, joined kv rows, some tokens being padding."""
-    nope, rope_dim, kv_lora = (facts.dims[name] for name in ("qk_nope", "qk_rope", "kv_lora"))
-    for tokens, heads, padding in ((0, 2, 0), (1, 1, 0), (11, 3, 2)):
-        make = Maker(facts, label := f"{tokens} tokens, {heads} heads")
-        cache, _ = make.paged((tokens + 4, 3))
-        slots = make.order(cache.rows.shape[0])[:tokens]
-        slots[:padding] = -1
-        q = make.normal(tokens, heads, nope + rope_dim)
-        kv = make.inside(make.normal(tokens, kv_lora + rope_dim), 16, 0)
-        positions, table = make.integers(0, 90, tokens), make.cos_sin(90, rope_dim)
-        args = (q, kv, make.normal(kv_lora), 1e-6, positions, table, cache, slots)
-        yield case(label, facts, *args, written=(6,))

@@ -7,7 +7,6 @@ float32 scales, which is how fused paged kernels read it elsewhere, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import fp8_vectors, is_fp8, torch_dtype, wide
 from ds_runtime.ops.reference.attention.cache import gather_rows
-from ds_runtime.ops.reference.cases import Case, Maker, case
 
 FP8 = torch.float8_e4m3fn
 _ELEMENTS = 1 << 24  # rows are taken in groups so that products stay below this many
@@ -181,75 +179,3 @@ def index_select(
     """Reference of IndexSelect."""
     scores = index_scores(q, weights, cache, page_table, owners, lens)
     return index_topk(scores, lens, owners, page_table, cache.shape[1], k)
-
-
-def index_prologue_samples(facts: Facts) -> Iterator[Case]:
-    """Slices as the model makes them, padding, no heads, both rotations, far positions."""
-    d, rope = facts.dims["index_dim"], facts.dims["qk_rope"]
-    for tokens, heads, padding, interleaved in (
-        (0, 3, 0, False),
-        (1, 1, 0, True),
-        (11, 5, 3, False),
-        (9, 4, 1, True),
-        (6, 0, 2, False),
-    ):
-        make = Maker(facts, label := f"{tokens} tokens, {heads} heads, interleaved {interleaved}")
-        cache, _ = make.paged_index((tokens + 4, 3))
-        slots = make.order(cache.rows.shape[0])[:tokens]
-        slots[:padding] = -1
-        q, k = make.normal(tokens, heads, d, scale=3), make.inside(make.normal(tokens, d), 8, 0)
-        norm = make.normal(d, dtype=torch.float32), make.normal(d, dtype=torch.float32)
-        positions, table = make.integers(0, 900, tokens), make.cos_sin(900, rope)
-        args = (q, k, *norm, 1e-6, positions, table, interleaved, cache, slots)
-        yield case(label, facts, *args, written=(8,))
-
-
-def index_scores_samples(facts: Facts) -> Iterator[Case]:
-    """Decode rows, prefill rows of several sequences, page edges, weights of both signs."""
-    page, d = facts.page_size, facts.dims["index_dim"]
-    steps: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...]], ...] = (
-        ("no rows", 4, (3,), (0,)),
-        ("one token", 16, (1,), (1,)),
-        ("decode", 16, (page, page + 1, 3 * page + 2, 7), (1, 1, 1, 1)),
-        ("prefill", 5, (2 * page + 3, 40, 9), (2 * page + 3, 6, 1)),
-        ("long", 64, (700, 5), (1, 2)),
-    )
-    for label, heads, lens, rows in steps:
-        make = Maker(facts, label)
-        cache, table = make.paged_index(lens)
-        owners, seen = make.rows(lens, rows)
-        q, scale = make.index_queries(len(owners), heads)
-        weights = make.normal(len(owners), heads, dtype=torch.float32) * scale * d**-0.5
-        yield case(label, facts, q, weights, cache, table, owners, seen)
-
-
-def index_select_samples(facts: Facts) -> Iterator[Case]:
-    """What index_scores is asked, with few and many tokens to keep."""
-    for i, scored in enumerate(index_scores_samples(facts)):
-        (call,) = scored.calls
-        for k in (16,) if i else (16, 2048):
-            yield case(f"{scored.label}, best {k}", facts, *call.args, k)
-
-
-def index_topk_samples(facts: Facts) -> Iterator[Case]:
-    """Ties in plenty, rows that see fewer than k, NaN behind what a row sees."""
-    page = facts.page_size
-    steps: tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], int], ...] = (
-        ("no rows", 4, (3,), (0,), 0),
-        ("one token", 3, (1,), (1,), 0),
-        ("decode", 8, (page, page + 1, 90, 7, 8, 9), (1, 1, 1, 1, 1, 1), 0),
-        ("prefill", 8, (2 * page + 30, 40, 9), (2 * page + 30, 6, 1), 0),
-        ("ties", 16, (200, 65, 17), (3, 2, 1), 3),
-        ("all equal", 5, (50, 3), (2, 1), 1),
-        ("many", 2048, (5000, 2048, 2049, 2047), (1, 1, 1, 1), 0),
-    )
-    for label, k, lens, rows, levels in steps:
-        make = Maker(facts, label)
-        table = make.table(lens)
-        owners, seen = make.rows(lens, rows)
-        shape = (len(owners), table.shape[1] * page)
-        scores = make.normal(*shape, dtype=torch.float32)
-        if levels:
-            scores = make.integers(-1, levels - 1, *shape).to(torch.float32)
-        scores[torch.arange(shape[1]) >= seen.unsqueeze(1)] = float("nan")
-        yield case(label, facts, scores, seen, owners, table, page, k)

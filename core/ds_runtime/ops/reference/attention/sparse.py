@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.dtypes import is_fp8, wide
-from ds_runtime.ops.reference.cases import Case, Maker, case
 
 _ELEMENTS = 1 << 24  # rows are taken in groups so that what is gathered stays below this many
 
@@ -39,30 +37,3 @@ def attend_slots(
         weights = scores.softmax(-1).nan_to_num(0.0)  # a row without slots has none
         out[some] = (weights @ keys[..., :kv_lora]).to(q.dtype)
     return out
-
-
-def sparse_mla_samples(facts: Facts) -> Iterator[Case]:
-    """Shuffled slots, few and many, −1 in the middle and at the end, rows without any."""
-    page, heads = facts.page_size, facts.dims["heads"]
-    kv_lora = facts.dims["kv_lora"]
-    width = kv_lora + facts.dims["qk_rope"]
-    for label, lens, n, missing in (
-        ("no rows", (), 4, 0),
-        ("one slot", (1,), 1, 0),
-        ("page edges", (page, page + 1, 2 * page, 1), 2 * page, 0),
-        ("fewer than n", (3, 70, 1), 64, 0),
-        ("holes", (90, 3 * page + 2, 130), 64, 9),
-        ("many", (300, 100), 128, 1),
-    ):
-        make = Maker(facts, label)
-        cache, table = make.paged(lens)
-        slots = torch.full((len(lens), n), -1, dtype=torch.int32)
-        for i, length in enumerate(lens):
-            tokens = make.order(length)[:n]
-            chosen = table[i][tokens // page] * page + tokens % page
-            slots[i, : len(tokens)] = chosen.to(torch.int32)
-            slots[i, make.order(n)[:missing]] = -1
-        if label == "fewer than n":
-            slots[1] = -1
-        q = make.normal(len(lens), heads, width, scale=2)
-        yield case(label, facts, q, cache, slots, kv_lora, width**-0.5)

@@ -7,7 +7,6 @@ by a pin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -17,8 +16,6 @@ from torch import Tensor
 from ds_runtime.ops.contract import Facts
 from ds_runtime.ops.contracts.linear import Groups
 from ds_runtime.ops.dtypes import decode_scale, fp8_vectors, torch_dtype, wide
-from ds_runtime.ops.formats import FORMATS
-from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, Saved, case, site
 from ds_runtime.ops.reference.matrices import fp8_blocks
 from ds_runtime.ops.weight import Packed, Weight, WeightPart
 
@@ -177,142 +174,3 @@ def quantize_group(x: Tensor, group: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
     tokens, n = x.shape
     q, scale = fp8_vectors(x.to(compute).reshape(tokens, n // group, group), ue8m0)
     return q.reshape(tokens, n), scale
-
-
-def _quantised(weight: Weight, inputs: Sequence[Tensor]) -> Iterator[Call]:
-    """Calls of a whole FP8 weight with inputs quantised by groups of 128, for kernels that take
-    these; scales that are powers of two serve the others, too. Scales lie both ways."""
-    parts = weight.parts
-    whole = weight.shape[1] % 128 == 0 and all(p.offset == (0, 0) for p in parts)
-    for x in inputs if weight.format == "fp8_block" and whole else ():
-        for ue8m0 in (False, True):
-            q, scale = quantize_group(x, 128, ue8m0)
-            answers = tuple(Groups(128, power) for power in (False, True)[: 1 + ue8m0])
-            for laid in (scale, scale.T.contiguous().T):
-                yield Call(
-                    (q, laid, Saved("packed")),
-                    method="apply_quantized",
-                    asks="quantizes",
-                    answers=answers,
-                )
-
-
-_NO_RESULT = -12345.6789
-
-
-def _in_float32(x: Tensor, out: int) -> Iterator[Call]:
-    """Calls of kernels that give their sums as they are: into a new tensor, and into one."""
-    # No result is that number. NaN is one of inputs with NaN, and its bits are the device's choice.
-    held = torch.full((x.shape[0], out), _NO_RESULT, dtype=torch.float32, device=x.device)
-    for into in ((), (held,)):
-        yield Call(
-            (x, Saved("packed"), *into),
-            method="apply_float32",
-            written=(2,) * len(into),
-            asks="gives_float32",
-            answers=(True,),
-        )
-
-
-def _linear_case(label: str, facts: Facts, weight: Weight, *inputs: Tensor) -> Case:
-    """FP8 weights of whole groups: also by activations that are quantised already."""
-    facts = site(facts, weight)
-    foreign = Packed("nobody.nothing", weight.shape, {}, 0)
-    return Case(
-        label,
-        facts,
-        (
-            Call((weight, facts), method="pack", save="packed"),
-            *(Call((x, Saved("packed")), method="apply") for x in inputs),
-            *_quantised(weight, inputs),
-            *(call for x in inputs for call in _in_float32(x, weight.shape[0])),
-            Call((inputs[-1], foreign), method="apply", raises=TypeError),
-        ),
-    )
-
-
-# label, shape, rows of parts, offset, format
-_Sample = tuple[str, tuple[int, int], tuple[int, ...], tuple[int, int], str]
-
-
-def _others() -> Iterator[_Sample]:
-    """Of the formats that few kernels read."""
-    for fmt in OTHERS:
-        yield f"{fmt} even", (128, 256), (), (0, 0), fmt
-        yield f"{fmt} odd", (77, 131), (31, 46), (0, 0), fmt
-        height, width = FORMATS[fmt.partition(" ")[0]].block
-        cut = (5 if height > 1 else 0, 7 if width and fmt != "int4_actorder" else 0)
-        if any(cut):
-            yield f"{fmt} cut", (70, 81), (), cut, fmt
-
-
-def linear_samples(facts: Facts) -> Iterator[Case]:
-    """Dense and FP8 weights, joined parts, partial blocks, shards that cut a block."""
-    for out, n in ((1, 1), (3, 5), (64, 128), (130, 70), (257, 384)):
-        make = Maker(facts, label := f"dense {out}x{n}")
-        inputs = [make.normal(tokens, n) for tokens in (0, 1, 2, 5, 17, 33)]
-        inputs[-1][7] = float("nan")  # is no other row's business
-        yield _linear_case(label, facts, make.weight(out, n), *inputs)
-    make = Maker(facts, "dense parts")
-    weight = make.weight(160, 96, parts=(96, 33, 31))
-    yield _linear_case("dense parts, strided", facts, weight, make.inside(make.normal(4, 96)))
-    weight = make.weight(48, 64, dtype=torch.bfloat16)
-    yield _linear_case("bfloat16 weight, large", facts, weight, make.normal(3, 64, scale=500))
-    blocks = (
-        ("fp8", (256, 256), (), (0, 0), "float32"),
-        ("fp8 partial", (200, 330), (), (0, 0), "float32"),
-        ("fp8 small", (7, 64), (), (0, 0), "bfloat16"),
-        ("fp8 cut rows", (192, 256), (), (64, 0), "float32"),
-        ("fp8 cut columns", (128, 192), (), (0, 64), "float32"),
-        ("fp8 cut both", (100, 150), (), (37, 101), "float32"),
-        ("fp8 parts", (576, 128), (320, 256), (0, 0), "float32"),
-        ("fp8 power-of-two scales", (256, 384), (), (0, 0), "ue8m0"),
-    )
-    for label, (out, n), parts, offset, scale in blocks:
-        make = Maker(facts, label)
-        weight = make.weight(out, n, "fp8_block", parts, offset, scale)
-        inputs = [make.normal(tokens, n) for tokens in (0, 1, 6)]
-        yield _linear_case(label, facts, weight, *inputs, make.inside(make.normal(19, n)))
-    integers: tuple[_Sample, ...] = (
-        ("int8", (128, 256), (), (0, 0), "int8_channel"),
-        ("int8 odd", (77, 131), (), (0, 0), "int8_channel"),
-        ("int8 parts", (96, 64), (31, 65), (0, 0), "int8_channel"),
-        ("int4", (128, 256), (), (0, 0), "int4_group"),
-        ("int4 odd", (77, 70), (), (0, 0), "int4_group"),
-        ("int4 parts", (96, 64), (31, 65), (0, 0), "int4_group"),
-        ("int4 cut columns", (64, 80), (), (0, 16), "int4_group"),
-        ("int4 cut anywhere", (64, 81), (), (0, 7), "int4_group"),
-        ("int4 zero points", (70, 96), (), (0, 0), "int4_group zeros"),
-        *_others(),
-    )
-    for label, (out, n), rows, cut, fmt in integers:
-        make = Maker(facts, label)
-        weight = make.weight(out, n, fmt, rows, cut)
-        inputs = [make.normal(tokens, n) for tokens in (0, 1, 6)]
-        awkward = make.normal(19, n)
-        awkward[0], awkward[1], awkward[2] = 0, awkward[1] * 1e-6, awkward[2] * 1e4
-        awkward[3, 1] = float("nan")
-        yield _linear_case(label, facts, weight, *inputs, make.inside(awkward))
-
-
-def embed_samples(facts: Facts) -> Iterator[Case]:
-    """Shards of a vocabulary: ids before, inside and after it."""
-    for tokens, start in ((0, 0), (1, 0), (9, 0), (40, 32)):
-        make = Maker(facts, label := f"{tokens} tokens from {start}")
-        table = make.normal(32, 48)
-        yield case(label, facts, make.integers(0, start + 64, tokens), table, start)
-    make = Maker(facts, "all elsewhere")
-    yield case("all elsewhere", facts, make.integers(0, 10, 5), make.normal(6, 33), 10)
-
-
-def quantize_group_samples(facts: Facts) -> Iterator[Case]:
-    """Both scale kinds, strides, a group of zeros, outliers."""
-    for ue8m0 in (False, True):
-        kind = "power-of-two" if ue8m0 else "float"
-        for tokens, n in ((0, 128), (1, 128), (7, 384)):
-            make = Maker(facts, label := f"{kind} {tokens}x{n}")
-            yield case(label, facts, make.normal(tokens, n), 128, ue8m0)
-        make = Maker(facts, f"{kind} awkward")
-        x = make.normal(5, 256)
-        x[1, :128], x[2, 7], x[3] = 0, 3e4, x[3] * 1e-6
-        yield case(f"{kind} awkward", facts, make.inside(x), 128, ue8m0)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +9,6 @@ from torch import Tensor
 from ds_runtime.ops.contract import Facts, Routing
 from ds_runtime.ops.dtypes import torch_dtype, wide
 from ds_runtime.ops.reference.activation import silu_mul
-from ds_runtime.ops.reference.cases import OTHERS, Call, Case, Maker, SampleExperts, Saved, case
 from ds_runtime.ops.weight import ExpertSource, Packed
 
 
@@ -118,109 +114,3 @@ def _restore_gate_up(packed: Packed) -> Tensor:
     """[experts, 2 · intermediate, hidden]: gate rows, then up rows. Down stays in `tensors`."""
     values: Tensor = packed.tensors["gate_up"]
     return values.to(wide(values.dtype))
-
-
-def router_logits_samples(facts: Facts) -> Iterator[Case]:
-    """Low-precision activations against a float32 router."""
-    for tokens, hidden, experts in ((0, 64, 8), (1, 33, 5), (17, 512, 64)):
-        make = Maker(facts, label := f"{tokens}x{hidden}, {experts} experts")
-        weight = make.normal(experts, hidden, dtype=torch.float32)
-        yield case(label, facts, make.normal(tokens, hidden), weight)
-    make = Maker(facts, "strided")
-    weight = make.normal(6, 96, dtype=torch.float32)
-    yield case("strided, large", facts, make.inside(make.normal(5, 96, scale=100)), weight)
-
-
-_V2 = Routing(6, 40, 8, 3, "softmax", "group_limited_greedy", False, 16.0)
-_V3 = Routing(8, 64, 8, 4, "sigmoid", "noaux_tc", True, 2.5)
-_ROUTINGS: tuple[tuple[str, Routing], ...] = (
-    ("greedy", Routing(top_k=6, num_experts=64)),
-    ("greedy renormalised", Routing(2, 8, renormalize=True)),
-    ("all experts", Routing(4, 4, scale=0.5)),
-    ("groups by maximum", _V2),
-    ("groups by two best", _V3),
-    ("one group", Routing(8, 48, 1, 1, "sigmoid", "noaux_tc", True, 2.827)),
-    ("groups of one", Routing(3, 8, 8, 4, "sigmoid", "noaux_tc", True, 1.0)),
-    ("softmax with bias", replace(_V3, scoring="softmax", renormalize=False)),
-    ("two shared slots", replace(_V2, shared=2)),
-    ("one shared slot", replace(_V3, shared=1)),
-)
-
-
-def route_samples(facts: Facts) -> Iterator[Case]:
-    """Every method; negative biases, saturated scores and ties."""
-    f32 = torch.float32
-    for label, routing in _ROUTINGS:
-        experts = routing.num_experts
-        for tokens in (0, 1, 33):
-            make = Maker(facts, f"{label} {tokens}")
-            bias = make.normal(experts, dtype=f32) if routing.method == "noaux_tc" else None
-            logits = make.normal(tokens, experts, scale=2, dtype=f32)
-            yield case(f"{label}, {tokens} tokens", facts, logits, bias, routing)
-    make = Maker(facts, "extremes")
-    logits = make.normal(9, 64, scale=2, dtype=f32)
-    yield case("no bias", facts, logits, None, _V3)
-    yield case("negative biases", facts, logits, -5 - make.normal(64, dtype=f32).abs(), _V3)
-    yield case("saturated", facts, logits * 40, make.normal(64, dtype=f32), _V3)
-    yield case("ties", facts, torch.zeros(3, 64), torch.zeros(64), _V3)
-    yield case("ties of maxima", facts, torch.zeros(3, 40), None, _V2)
-
-
-def _experts_case(
-    make: Maker, label: str, sizes: tuple[int, int, int], fmt: str = "dense", cut: int = 0
-) -> Case:
-    experts, hidden, inter = sizes
-    triples = [
-        (
-            make.weight(inter, hidden, fmt, offset=(cut, 0)),
-            make.weight(inter, hidden, fmt, offset=(cut, 0)),
-            make.weight(hidden, inter, fmt, offset=(0, cut)),
-        )
-        for _ in range(experts)
-    ]
-    packed_from = fmt.partition(" ")[0]
-    facts = replace(make.facts, weight_format=packed_from, shape=(experts, inter, hidden))
-    calls = [Call((SampleExperts(triples), facts), method="pack", save="packed")]
-    top_k = min(3, experts)
-    for tokens in (0, 1, 2, 19):
-        # The last expert never gets a token.
-        ids = [make.order(max(top_k, experts - 1))[:top_k] for _ in range(tokens)]
-        chosen = torch.stack(ids).int() if ids else torch.empty(0, top_k, dtype=torch.int32)
-        weights = make.uniform(tokens, top_k).to(torch.float32)
-        weights[: tokens // 4, 0] = 0
-        args = (make.normal(tokens, hidden), weights, chosen, Saved("packed"))
-        calls.append(Call(args, method="apply"))
-    empty = (torch.empty(0, top_k), torch.empty(0, top_k, dtype=torch.int32))
-    foreign = (make.normal(0, hidden), *empty, Packed("nobody.nothing", (), {}, 0))
-    calls.append(Call(foreign, method="apply", raises=TypeError))
-    return Case(label, facts, tuple(calls))
-
-
-def experts_samples(facts: Facts) -> Iterator[Case]:
-    """Experts without tokens, zero weights, odd widths, FP8 with partial and cut blocks."""
-    dense = (
-        ("dense", (8, 64, 48)),
-        ("dense odd", (5, 33, 17)),
-        ("dense one expert", (1, 32, 64)),
-        ("dense blocks", (5, 384, 256)),
-    )
-    for label, sizes in dense:
-        yield _experts_case(Maker(facts, label), label, sizes)
-    quantised = (
-        ("fp8", (4, 128, 128), 0),
-        ("fp8 partial", (3, 192, 176), 0),
-        ("fp8 cut", (3, 128, 192), 64),
-        ("fp8 blocks", (5, 256, 384), 0),
-    )
-    for label, sizes, cut in quantised:
-        yield _experts_case(Maker(facts, label), label, sizes, "fp8_block", cut)
-    for fmt in ("int8_channel", "int4_group", "int4_group zeros"):
-        for sizes in ((4, 128, 96), (3, 77, 43)):
-            label = f"{fmt} {sizes[1]}x{sizes[2]}"
-            yield _experts_case(Maker(facts, label), label, sizes, fmt)
-    for fmt in OTHERS:
-        sizes = (3, 160, 72)
-        yield _experts_case(Maker(facts, label := f"{fmt} 160x72"), label, sizes, fmt)
-    for fmt in ("mxfp8", "nvfp4", "mxfp4"):  # matrix units of these want whole tiles
-        label = f"{fmt} 256x256"
-        yield _experts_case(Maker(facts, label), label, (3, 256, 256), fmt)

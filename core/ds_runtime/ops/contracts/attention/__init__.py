@@ -1,0 +1,1 @@
+"""The contracts of attention, its caches and what is in front of it."""

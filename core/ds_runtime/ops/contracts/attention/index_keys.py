@@ -1,0 +1,143 @@
+"""Contract of the indexer's queries and keys, which index.py scores."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ds_runtime.ops.contracts.work import ID, ITEM_BYTES, SCALE, by_index
+from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from ds_runtime.ops.contract import Facts
+    from ds_runtime.ops.contracts.work import Sizes
+    from ds_runtime.ops.reference.cases import Case
+    from ds_runtime.ops.reference.inputs import TrueInputs
+    from ds_runtime.ops.reference.judging import Verdict
+
+_REF = "ds_runtime.ops.reference.attention.index"
+torch = later("torch")
+cases = later("ds_runtime.ops.reference.cases")
+dtypes = later("ds_runtime.ops.dtypes")
+judging = later("ds_runtime.ops.reference.judging")
+reference = later(_REF)
+
+
+class IndexPrologue(Protocol):
+    """Norm of the index key, rotation of both, Hadamard, encoding, cache write.
+
+    q: [T, heads, d], k: [T, d] in the compute dtype, last dims contiguous, outer dims may be
+    strided; heads may be 0, where only keys are wanted. d is a power of two. k becomes
+    LayerNorm(k) · norm_weight + norm_bias (both [d] float32; biased variance plus eps). Of both,
+    the first r dims are rotated by position, cos_sin [positions, r] float32 being as in Rope: as
+    pairs (x0,x1)… if `interleaved`, as halves (xᵢ, x[i + r/2]) otherwise. Then both are multiplied
+    by the Hadamard matrix of size d (Sylvester's order) · d^-½. All of it in fp32.
+    cache: one layer in the bound index layout, in facts.index_dtype. float8_e4m3fn: scale =
+    max(amax, 1e-4) / 448 rounded up to a power of two, per key and per query head; otherwise the
+    scale is 1. Writes the keys at `slots` ([T] int64, distinct, negative ones are skipped) and
+    nothing else. Returns (queries [T, heads, d] in facts.index_dtype, scale [T, heads] float32):
+    the query is their product. T == 0 is legal.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        eps: float,
+        positions: Tensor,
+        cos_sin: Tensor,
+        interleaved: bool,
+        cache: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def index_prologue_samples(facts: Facts) -> Iterator[Case]:
+    """Slices as the model makes them, padding, no heads, both rotations, far positions."""
+    d, rope = facts.dims["index_dim"], facts.dims["qk_rope"]
+    for tokens, heads, padding, interleaved in (
+        (0, 3, 0, False),
+        (1, 1, 0, True),
+        (11, 5, 3, False),
+        (9, 4, 1, True),
+        (6, 0, 2, False),
+    ):
+        make = cases.Maker(
+            facts, label := f"{tokens} tokens, {heads} heads, interleaved {interleaved}"
+        )
+        cache, _ = make.paged_index((tokens + 4, 3))
+        slots = make.order(cache.rows.shape[0])[:tokens]
+        slots[:padding] = -1
+        q, k = make.normal(tokens, heads, d, scale=3), make.inside(make.normal(tokens, d), 8, 0)
+        norm = make.normal(d, dtype=torch.float32), make.normal(d, dtype=torch.float32)
+        positions, table = make.integers(0, 900, tokens), make.cos_sin(900, rope)
+        args = (q, k, *norm, 1e-6, positions, table, interleaved, cache, slots)
+        yield cases.case(label, facts, *args, written=(8,))
+
+
+def _judge_prologue(
+    args: Sequence[Any], got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float
+) -> Verdict:
+    """Queries times their scale, rounded as FP8 where that is what they are."""
+    q, scale = (t.cpu() for t in got)
+    fp8 = dtypes.is_fp8(q.dtype)
+    if fp8 and not judging.powers_of_two(scale):
+        return float("inf"), "a scale is no power of two"
+    slack = max(tolerance, judging.FP8_ROUNDING) if fp8 else tolerance
+    made = q.to(torch.float64) * scale.to(torch.float64).unsqueeze(-1)
+    return judging.disagreement(made, want[0] * want[1].unsqueeze(-1), slack)  # type: ignore[no-any-return]
+
+
+def _prologue_inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
+    heads, d = p.dims("index_heads", "index_dim")
+    q, k, positions = p.normal(tokens, heads, d), p.normal(tokens, d), p.positions(tokens)
+    norm = p.float32(d), p.float32(d), 1e-6
+    cache = p.cache(p.pages(tokens))
+    return q, k, *norm, positions, p.cos_sin(tokens), False, cache, p.positions(tokens)
+
+
+def key_bytes(s: Sizes) -> float:
+    """Of one in the cache: FP8 has a scale."""
+    item = ITEM_BYTES[s.facts.index_dtype]
+    return s.facts.dims["index_dim"] * item + (SCALE if item == 1 else 0)
+
+
+def query_bytes(s: Sizes) -> float:
+    """Of all heads of one."""
+    heads, d = s.dims("index_heads", "index_dim")
+    return heads * (d * ITEM_BYTES[s.facts.index_dtype] + SCALE)
+
+
+def _index_prologue(s: Sizes, tokens: int) -> OpWork:
+    """A query and a key per token, to the cache and back."""
+    heads, d, rope = s.dims("index_heads", "index_dim", "qk_rope")
+    each = (heads + 1) * d
+    return OpWork(
+        reads=tokens * (each * s.item + 4 * rope + ID),
+        writes=tokens * (query_bytes(s) + key_bytes(s)),
+        flops=tokens * each * (3.0 + math.log2(d)),
+    )
+
+
+class IndexKeyOps(Area):
+    """Keys of the index cache, and queries."""
+
+    index_prologue: IndexPrologue = op(
+        reference=f"{_REF}:index_prologue",
+        tolerance={"float32": 1e-5, "bfloat16": 8e-3, "float16": 2e-3},
+        results={
+            "": lambda f, q, *_: ((tuple(q.shape), f.index_dtype), (tuple(q.shape[:2]), "float32"))
+        },
+        writes=("cache",),
+        judge=_judge_prologue,
+        layout="index",
+        waits=True,
+        cost=Cost({"": (_prologue_inputs, _index_prologue)}, size=by_index),
+        summary="index query and key: norm, rotation, Hadamard, encoding and cache write",
+    )

@@ -1,0 +1,86 @@
+"""What a kernel says of itself, by groups: its rows, its memory, its compilation. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Packings that kernels may share (`RowRange.packing`), and what `Packed.tensors` holds under these
+# names: e4m3 values, and a float32 scale for each 128 × 128 block. Whoever packed may keep more.
+FP8_ROWS = "fp8_rows.v1"  # weight [out, in], scale [⌈out / 128⌉, ⌈in / 128⌉]
+FP8_EXPERTS = "fp8_experts.v1"  # gate_up [experts, 2 · I, H] (gate rows first), gate_up_scale,
+# down [experts, H, I], down_scale; H and I in whole blocks. ue8m0, where it is there: whether all
+# scales are powers of two, so that those of activations are, too
+DENSE_EXPERTS = "dense_experts.v1"  # gate_up and down, as FP8_EXPERTS, in the compute dtype
+DENSE_ROWS = "dense_rows.v1"  # weight [out, in] in the compute dtype
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Which calls of a place a kernel serves, where several divide these by their rows.
+
+    `packing` names the shared form in which `pack` leaves a weight where it can (FP8_ROWS, say):
+    kernels of one packing may serve one place, those with bounds the calls of `first` rows or more
+    and fewer than `below` (0: no bound), and one without bounds, which packs, the rest (without
+    one, the best of them does). Functions need no packing: those that rank before the first without
+    bounds divide its calls so. `methods`: those of which the bounds hold; empty: all. Others are
+    served by the one that packs, for any number of rows.
+    """
+
+    packing: str = ""
+    first: int = 0
+    below: int = 0
+    methods: frozenset[str] = frozenset()
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it asks for calls of some sizes alone."""
+        return bool(self.first or self.below)
+
+    def holds(self, rows: int) -> bool:
+        """Whether a call of so many rows lies within the bounds."""
+        return self.first <= rows and (not self.below or rows < self.below)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What a kernel takes of memory, and what its calls read.
+
+    `copies` says how often `pack` keeps the weight (laid out for several uses). `beside`, of a
+    kernel that reads a weight of a shared packing in a form of its own, is how much that takes as
+    a share of the weight: what `fn` gives has a method `hold_beside(packed) -> Packed` then, which
+    is called once the weight is packed, by whichever kernel, and adds the form if it can, and
+    `serves(rows, packed)`, which says whether a call within its bounds is one for it. Where memory
+    has no room, it is refused. `workspace(facts, rows)` gives the bytes that a call of so many rows
+    holds at most beyond its arguments, weights and results; None says nothing. Conformance holds a
+    kernel to it. `reads(facts)`, of a kernel that may pack weights tighter than their own format,
+    is the share of that format's bytes that its calls read then. It says what a step must read; the
+    estimate of memory does not count on it.
+    """
+
+    copies: float = 1
+    beside: float = 0
+    workspace: Callable[[Any, int], int] | None = None
+    reads: Callable[[Any], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiles:
+    """How a kernel that compiles when it first runs has its calls compiled before. Each is lazy,
+    `"module:attr"`.
+
+    `ahead` names a function `(facts, rows) -> None` that has calls of each of these numbers of rows
+    compiled, all that a step can have, without weights, into a cache on disk. Other processes call
+    it while weights are loaded, with the device as torch's current one. `rehearsal` names a
+    function that gives a context, whose value says whether it works here: within, calls of all
+    kernels that name it compile and do not run, their results are zeros, and leaving it waits until
+    all have compiled. `variant` names a function `(facts, rows) -> Hashable`: calls of numbers of
+    rows for which it is the same are served by what one of them had compiled (rows of attention
+    over prompts: the longest sequence's). It is asked of every number that a step can have; empty:
+    one call serves for all.
+    """
+
+    ahead: str = ""
+    rehearsal: str = ""
+    variant: str = ""
