@@ -11,10 +11,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,8 +21,9 @@ from ds_runtime.common.progress import Progress
 from ds_runtime.engine.capture.lazy import LateGraphs
 from ds_runtime.engine.capture.rehearse import Rehearsed
 from ds_runtime.engine.step.finite import finite_rows
-from ds_runtime.engine.step.inputs import page_table
+from ds_runtime.engine.step.inputs import Added, Frame, Inputs, read_last_tokens
 from ds_runtime.engine.step.masked_draw import MaskedDraw
+from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.row_order import by_rank, logit_places
 from ds_runtime.engine.step.sampler import Sampler
@@ -54,6 +54,7 @@ class GraphContext:
     """
 
     model: Model
+    inputs: Inputs
     stateful: Mapping[str, Any]
     caches: list[Tensor]
     spare_page: int
@@ -122,60 +123,9 @@ def prepare_kernels(
             kernel.prepare(states[key], batch)
 
 
-class PageTable:
-    """A captured step's page table at a fixed place, `tensor` [rows, pages] int32 of the spare page
-    at first. It goes to the device when it has changed: a sequence got a page, or another came.
-    """
-
-    def __init__(self, rows: int, pages: int, spare: int, device: torch.device) -> None:
-        self.tensor = torch.full((rows, pages), spare, dtype=torch.int32, device=device)
-        self._held: npt.NDArray[np.int32] | None = None
-        self._next: npt.NDArray[np.int32] | None = None
-        self._spare = spare
-        self._lists: list[list[int]] | None = None
-        self._whole = np.zeros((rows, 1), np.int32)
-
-    def held(self, lists: list[list[int]]) -> npt.NDArray[np.int32]:
-        """All pages of sequences, filled up with each one's first, and of spare ones behind them:
-        [rows, most]. The same array, which nobody changes, while the pages are the same.
-        """
-        if lists != self._lists:
-            most = max(map(len, lists), default=1)
-            filled = [pages + pages[:1] * (most - len(pages)) for pages in lists]
-            filled += [[self._spare] * most] * (self.tensor.shape[0] - len(lists))
-            self._whole, self._lists = np.array(filled, np.int32), lists
-        return self._whole
-
-    def add(self, table: npt.NDArray[np.int32], upload: Upload) -> int | None:
-        """[rows, n] for the next step, n ≤ pages: its number in the upload; None if it is there."""
-        if self._held is table or (self._held is not None and np.array_equal(self._held, table)):
-            return None
-        self._next = table
-        return upload.add(table)
-
-    def take(self, sent: Upload, number: int | None) -> None:
-        """What `add` has added, once it was sent."""
-        if number is not None:
-            table = sent[number]
-            self.tensor[:, : table.shape[1]].copy_(table)
-            self._held = self._next
-
-
 def decode_step(size: int) -> str:
     """What is captured, for an error. size: its requests."""
     return f"a decode step of {size} requests"
-
-
-class _Numbers(NamedTuple):
-    """A step's arrays, by their numbers in an upload. All but the table lie at fixed places."""
-
-    rows: int
-    positions: int
-    slots: int
-    kv_lens: int
-    adapters: int | None
-    every: int | None
-    table: int | None
 
 
 class DecodeGraph:
@@ -197,79 +147,39 @@ class DecodeGraph:
             heads=limits.heads,
             device=limits.device,
         )
-        self._states = {key: kernel.state(bounds) for key, kernel in place.stateful.items()}
+        states = {key: kernel.state(bounds) for key, kernel in place.stateful.items()}
         pages = limits.max_pages_per_sequence
-        self._table = PageTable(size, pages, place.spare_page, place.device)
+        table = PageTable(size, pages, place.spare_page, place.device)
+        self._frame = Frame(size, 1, table, states, place.adapts)
         # Inputs, the table as narrow as a step needs it, and what the draws of all ranks need: at
         # most 40 bytes a row each, and 20 more where there are several.
         room = size * (32 + 60 * place.ranks + 4 * limits.max_pages_per_sequence) + (1 << 12)
         self.buffer = Buffer(room, place.device)
         sampler = place.sampler
         self.masked = None if sampler is None else MaskedDraw(sampler.ops, logits)
-        self._every = torch.arange(size, device=place.device)
         self._replay: Callable[[], None] | None = None
 
-    def add(self, works: Sequence[Work], upload: Upload, every: Sequence[Work] = ()) -> _Numbers:
+    def add(
+        self, works: Sequence[Work], upload: Upload, every: Sequence[Work] = ()
+    ) -> tuple[Added, int | None]:
         """A step's inputs, filled up to `size` rows: the first arrays of its upload. every: the
         works of all ranks, where there are several.
         """
-        place, count, size = self._place, len(works), self.size
-        page_size, spare = place.limits.page_size, size - count
-        starts = [w.start for w in works]
-        rows = np.array([w.row for w in works] + [place.last_tokens.shape[0] - 1] * spare, np.int64)
-        positions = np.array(starts + [0] * spare, np.int64)
-        lens = np.array([n + 1 for n in starts] + [1] * spare, np.int32)
-        own_slots = [
-            w.pages[n // page_size] * page_size + n % page_size
-            for w, n in zip(works, starts, strict=True)
-        ]
-        slots = np.array(own_slots + [-1] * spare, np.int64)
-        table = page_table(works, page_size, place.limits.max_pages_per_sequence)
-        adapters = None
-        if place.adapts:
-            own = np.full(size, -1, np.int32)
-            own[:count] = [w.adapter for w in works]
-            adapters = own
-        gathered = None
+        place, gathered = self._place, None
         if place.adapts and place.ranks > 1:
-            gathered = np.full(place.ranks * size, -1, np.int32)
-            gathered[logit_places(every, place.ranks, size)] = [w.adapter for w in every]
-        if spare:
-            filled = np.full((size, table.shape[1]), place.spare_page, np.int32)
-            filled[:count] = table
-            table = filled
-        return _Numbers(
-            rows=upload.add(rows),
-            positions=upload.add(positions),
-            slots=upload.add(slots),
-            kv_lens=upload.add(lens),
-            adapters=None if adapters is None else upload.add(adapters),
-            every=None if gathered is None else upload.add(gathered),
-            table=self._table.add(table, upload),
-        )
+            adapters = np.full(place.ranks * self.size, -1, np.int32)
+            adapters[logit_places(every, place.ranks, self.size)] = [w.adapter for w in every]
+            gathered = upload.add(adapters)
+        return place.inputs.add(works, upload, self._frame), gathered
 
-    def _prepare(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Batch:
+    def _prepare(self, sent: Upload, numbers: tuple[Added, int | None]) -> Batch:
         """The step's batch, over tensors that never move, with the states of its kernels."""
-        self._table.take(sent, numbers.table)
-        spare = self.size - len(works)
-        part = DecodePart(
-            page_table=self._table.tensor,
-            kv_lens=sent[numbers.kv_lens],
-            host_kv_lens=(*(w.start + 1 for w in works), *((1,) * spare)),
-        )
-        batch = Batch(
-            input_ids=sent[numbers.rows],
-            positions=sent[numbers.positions],
-            slots=sent[numbers.slots],
-            logit_rows=self._every,
-            decode=part,
-            states=self._states,
-            adapters=None if numbers.adapters is None else sent[numbers.adapters],
-        )
+        added, gathered = numbers
+        batch = added.batch(sent, self._frame.states)
         if self._place.ranks > 1:
-            every = None if numbers.every is None else sent[numbers.every]
+            every = None if gathered is None else sent[gathered]
             batch.spread = Spread(self.size, self.size, adapters=every, logit_adapters=every)
-        prepare_kernels(self._place.stateful, self._states, batch)
+        prepare_kernels(self._place.stateful, batch.states, batch)
         return batch
 
     def capture(self, backend: GraphBackend) -> None:
@@ -277,14 +187,15 @@ class DecodeGraph:
         place, sent = self._place, Upload(self._place.device)
         numbers = self.add((), sent)
         sent.send(self.buffer)
-        batch = self._prepare((), sent, numbers)
-        rows = batch.input_ids
+        batch = self._prepare(sent, numbers)
+        places = batch.input_ids
         assert batch.decode is not None
         keys = place.model.state_keys(batch.decode)
 
         def run() -> None:
-            prepare_kernels(place.stateful, self._states, batch, keys)
-            batch.input_ids = place.last_tokens.index_select(0, rows)
+            prepare_kernels(place.stateful, batch.states, batch, keys)
+            batch.input_ids = places
+            read_last_tokens(batch, place.last_tokens)
             hidden = place.model.forward(batch, place.caches)
             place.model.logits(hidden, self._logits, batch.ffn_adapters)
             self.finite.copy_(finite_rows(self._logits))
@@ -294,14 +205,14 @@ class DecodeGraph:
             record = partial(captured, backend=backend, what=decode_step(self.size))
             self.masked.capture(place.sampler.settings((), self.masked.size), record)
 
-    def replay(self, works: Sequence[Work], sent: Upload, numbers: _Numbers) -> Tensor:
+    def replay(self, sent: Upload, numbers: tuple[Added, int | None]) -> Tensor:
         """Logits [ranks · size, vocab] of a step whose upload has been sent to `buffer`: of the
         works and of spare rows behind them, one rank after the other.
 
         They, and `finite`, are overwritten by the next replay of any graph.
         """
         assert self._replay is not None, "replayed before it was captured"
-        self._prepare(works, sent, numbers)
+        self._prepare(sent, numbers)
         self._replay()
         return self._logits
 

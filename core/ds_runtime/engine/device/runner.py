@@ -32,7 +32,7 @@ from ds_runtime.engine.speculate.drafter import Speculator
 from ds_runtime.engine.speculate.tree import Trees
 from ds_runtime.engine.speculate.verification import VerifyGraph
 from ds_runtime.engine.step.finite import finite_rows
-from ds_runtime.engine.step.inputs import build_batch
+from ds_runtime.engine.step.inputs import Inputs, read_last_tokens
 from ds_runtime.engine.step.masked_draw import can_capture
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult, Work
 from ds_runtime.engine.step.result import SCORE_ROWS, Handle, sort_rows
@@ -105,6 +105,14 @@ class Runner:
         self.last_tokens = torch.zeros(  # and the drafts behind it, per row
             rows * self.width, dtype=torch.int64, device=self.device
         )
+        self.inputs = Inputs(
+            self.config.page_size,
+            self.max_pages,
+            self.context_length,
+            self.last_tokens,
+            self.config.prefix_chunk,
+            self.width,
+        )
         self.trees: Trees | None = None
         if self.speculation is not None and self.speculation.topk > 1:
             self.trees = Trees(rows, self.width, self.device)
@@ -118,7 +126,7 @@ class Runner:
                 self.sampler,
                 self.last_tokens,
                 self.trees,
-                (self.max_pages, self.context_length, self.config.prefix_chunk),
+                self.inputs,
                 (self.rank, self.config.attention_ranks),
             )
         self.memory = self._plan_memory(idle.free)
@@ -153,6 +161,7 @@ class Runner:
             cache[-1].zero_()
         return GraphContext(
             model=self.model,
+            inputs=self.inputs,
             stateful=self.bound.stateful,
             caches=self.caches,
             spare_page=self.num_pages,
@@ -281,7 +290,7 @@ class Runner:
         draws = self.sampler.prepare(handle.wanted.draws, sent, graph.masked, places)
         order = None if places is None else sent.add(places)
         sent.send(graph.buffer)
-        logits = graph.replay(own, sent, numbers)
+        logits = graph.replay(sent, numbers)
         handle.finite = [graph.finite[: len(works)].clone()]
         if order is None:
             logits = logits[: len(works)]
@@ -295,7 +304,7 @@ class Runner:
         works, sent, plan = handle.plan.works, Upload(self.device), handle.plan
         numbers = graph.add(works, sent)
         sent.send(graph.buffer)
-        logits, slots = graph.verify(works, sent, numbers), sent[numbers.slots]
+        logits, slots = graph.verify(sent, numbers), sent[numbers.numbers[2]]
         self._sort(handle)
         speculator, cycles, lead = self.speculator, self.captured.cycles, self.rank == 0
         assert speculator is not None and cycles is not None
@@ -387,18 +396,11 @@ class Runner:
             follow = speculator.follow(handle.plan, sent)
         works, ranks = handle.plan.works, self.config.attention_ranks
         spreading = None if ranks == 1 else Spreading.of(works, ranks, sent)
-        batch = build_batch(
-            self._own(works),
-            self.config.page_size,
-            self.max_pages,
-            self.last_tokens,
-            sent,
-            self.config.prefix_chunk,
-            self.width,
-            self.trees,
-        )
+        added = self.inputs.add(self._own(works), sent, trees=self.trees)
+        sent.send()
+        batch = added.batch(sent, self.states)
+        read_last_tokens(batch, self.last_tokens)
         batch.spread = None if spreading is None else spreading.sent(sent)
-        batch.states = self.states
         for key, kernel in self.bound.stateful.items():
             kernel.prepare(self.states[key], batch)
         layers, behind = self._parts(caches)

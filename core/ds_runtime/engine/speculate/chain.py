@@ -17,11 +17,12 @@ from torch import Tensor
 from ds_runtime.engine.capture.decode import captured, decode_step, prepare_kernels
 from ds_runtime.engine.speculate.acceptance import lucky
 from ds_runtime.engine.speculate.verification import CyclePlace, VerifyGraph
+from ds_runtime.engine.step.inputs import Frame, Run
 from ds_runtime.engine.step.masked_draw import Columns
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.sampler import Draw
 from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload
-from ds_runtime.ops.batch import Batch, DecodePart
+from ds_runtime.ops.batch import Batch
 from ds_runtime.platform.contract import GraphBackend
 
 
@@ -137,47 +138,34 @@ class ChainGraph:
         base, key = place.base, place.draft.state_key
         self._kernels = {key: base.stateful[key]} if key else {}  # none where attention is sparse
         bounds = place.limits(size, 1)
-        self._states = [
-            {key: kernel.state(bounds) for key, kernel in self._kernels.items()}
+        self._frames = [
+            Frame(
+                size,
+                1,
+                place.table(size),
+                {key: kernel.state(bounds) for key, kernel in self._kernels.items()},
+                False,
+            )
             for _ in range(drafts - 1)
         ]
-        self._table = place.table(size)
         self._buffer = Buffer((size * 24 + (1 << 8)) * drafts, base.device)
         self._settings = Steady(size * (drafts * 32 + 8) + (1 << 10), base.device)
-        self._steps = np.arange(1, drafts)[:, None]
         self._replay: Callable[[], None] | None = None
 
     def _runs(self, works: Sequence[Work], ends: Sequence[int]) -> list[Batch]:
         """The batch of each run behind the first draft, at places that never move. The table is
-        there: the step has verified these works. Where a sequence has no page left, nothing is
-        written.
+        there: the step has verified these works.
         """
-        limits, count, upload = self._place.base.limits, len(works), Upload(self._place.base.device)
-        at = np.zeros((self.drafts - 1, self.size), np.int64)
-        slots = np.full_like(at, -1)
-        if works:
-            size = limits.page_size
-            room = np.array([len(w.pages) for w in works], np.int64)
-            lasts = np.minimum(room, limits.max_pages_per_sequence) * size - 1
-            wanted = np.array(ends, np.int64) + self._steps
-            places = np.minimum(wanted, lasts)
-            page, offset = np.divmod(places, size)
-            table = self._table.held([w.pages for w in works])
-            own = table[np.arange(count), page].astype(np.int64) * size + offset
-            at[:, :count], slots[:, :count] = places, np.where(places == wanted, own, -1)
-        kv_lens = (at + 1).astype(np.int32)
-        numbers = [[upload.add(a[s]) for a in (at, slots, kv_lens)] for s in range(len(at))]
+        inputs, upload = self._place.base.inputs, Upload(self._place.base.device)
+        runs = [Run([end + s for end in ends]) for s in range(1, self.drafts)]
+        added = [
+            inputs.add(works, upload, frame, run=run)
+            for frame, run in zip(self._frames, runs, strict=True)
+        ]
         upload.send(self._buffer)
-        batches = []
-        for (at_, slots_, lens_), host, states in zip(
-            numbers, kv_lens.tolist(), self._states, strict=True
-        ):
-            part = DecodePart(self._table.tensor, upload[lens_], tuple(host))
-            batch = Batch(
-                upload[at_], upload[at_], upload[slots_], upload[at_], part, states=states
-            )
-            prepare_kernels(self._kernels, states, batch)
-            batches.append(batch)
+        batches = [a.batch(upload, f.states) for a, f in zip(added, self._frames, strict=True)]
+        for batch in batches:
+            prepare_kernels(self._kernels, batch.states, batch)
         return batches
 
     def _draws(self, works: Sequence[Work], ends: Sequence[int]) -> list[Tensor]:

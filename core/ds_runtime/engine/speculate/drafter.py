@@ -12,7 +12,7 @@ that they are often right also where requests sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,8 +25,9 @@ from ds_runtime.engine.speculate.acceptance import Branch
 from ds_runtime.engine.speculate.chain import JudgeGraph
 from ds_runtime.engine.speculate.programs import Cycles
 from ds_runtime.engine.speculate.tree import Growth, Trees
+from ds_runtime.engine.speculate.tree_phases import level_runs
 from ds_runtime.engine.speculate.verification import VerifyGraph
-from ds_runtime.engine.step.inputs import build_batch
+from ds_runtime.engine.step.inputs import Inputs, Run
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.result import Handle
@@ -34,7 +35,7 @@ from ds_runtime.engine.step.row_order import Spreading
 from ds_runtime.engine.step.sampler import Draw, Draws, Sampler
 from ds_runtime.engine.step.transfer import Download, Upload, put
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.ops.batch import Batch, Spread
 from ds_runtime.ops.binding.bound import BoundOps
 
 
@@ -62,8 +63,8 @@ class Follow:
 
 
 class Speculator:
-    """The draft layer of one rank at work. bounds: most pages and tokens of a sequence, and what
-    build_batch calls prefix_chunk. part: this rank, of so many that have sequences of their own.
+    """The draft layer of one rank at work. part: this rank, of so many that have sequences of
+    their own.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Speculator:
         sampler: Sampler,
         last_tokens: Tensor,
         trees: Trees | None,
-        bounds: tuple[int, int, int],
+        inputs: Inputs,
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.draft = draft
@@ -86,8 +87,7 @@ class Speculator:
         self._last_tokens = last_tokens
         self._rows = last_tokens.view(-1, shape.tokens)
         self._trees = trees
-        self._page_size = bound.base.page_size
-        self._max_pages, self._context_length, self._prefix_chunk = bounds
+        self._inputs = inputs
         self._rank, self._ranks = part
 
     def follow(self, plan: StepPlan, upload: Upload) -> Follow:
@@ -255,16 +255,9 @@ class Speculator:
         sent = Upload(hidden.device)
         follow = self.follow(chains, sent)
         places, drawn = (sent.add(np.array(x, np.int64)) for x in (rows, draws))
-        batch = build_batch(
-            chains.works,
-            self._page_size,
-            self._max_pages,
-            self._last_tokens,
-            sent,
-            self._prefix_chunk,
-            self.shape.tokens,
-        )
-        batch.states = self._states
+        added = self._inputs.add(chains.works, sent)
+        sent.send()
+        batch = added.batch(sent, self._states)
         for key, kernel in self._kernels.items():
             kernel.prepare(self._states[key], batch)
         order = torch.arange(row, device=hidden.device)  # decode rows are the first draws
@@ -294,7 +287,9 @@ class Speculator:
         works, ends = self._ends(handle, accepted)
         upload = Upload(self._rows.device)
         own = follow.mine if tail is not None else range(len(works))
-        chain = self._steps([works[i] for i in own], [ends[i] for i in own], plan.drafts, upload)
+        ours = [works[i] for i in own]
+        runs = [Run([ends[i] + s for i in own]) for s in range(1, plan.drafts)]
+        chain = [self._inputs.add(ours, upload, run=run) for run in runs]
         draws = [
             self._sampler.prepare(
                 [Draw(w.row, e + 2 + s) for w, e in zip(works, ends, strict=True)], upload
@@ -306,7 +301,7 @@ class Speculator:
         key = self.draft.state_key
         for step, some in zip(chain, draws[1:], strict=True):
             ids = follow.of(sent, found[-1])
-            batch = step.batch(upload, ids, self._states)
+            batch = step.batch(upload, self._states)
             batch.spread = tail
             if key:
                 self._kernels[key].prepare(self._states[key], batch)
@@ -327,18 +322,19 @@ class Speculator:
         works, ends = self._ends(handle, accepted)
         upload = Upload(self._rows.device)
         rows = upload.add(np.array([w.row for w in works], np.int64))
-        levels, blind = self._levels(works, ends, upload)
+        runs, fits = level_runs(shape, works, ends, self._inputs)
+        levels = [self._inputs.add(works, upload, run=run) for run in runs]
+        blind = upload.add(np.repeat(fits - 1, shape.topk))
         upload.send()
         growth = Growth.begin(shape, *self._best(hidden))
         hidden = hidden.repeat_interleave(shape.topk, dim=0)  # in front of every row
         key = self.draft.tree_key
         for level, step in enumerate(levels, 1):
-            batch = step.batch(upload, growth.frontier_tokens().flatten(), self._states)
-            assert batch.decode is not None
-            batch.decode = replace(batch.decode, tree=growth.seen(level) | upload[blind])
+            batch = step.batch(upload, self._states, growth.seen(level) | upload[blind])
             if key:
                 self._kernels[key].prepare(self._states[key], batch)
-            hidden = self.draft.forward(batch, hidden, batch.input_ids, caches, None)
+            ids = growth.frontier_tokens().flatten()
+            hidden = self.draft.forward(batch, hidden, ids, caches, None)
             hidden = growth.grow(*self._best(hidden), hidden)
         drafted = growth.best()
         self._rows[:, 1:].index_copy_(0, upload[rows], drafted.tokens)
@@ -353,96 +349,8 @@ class Speculator:
         _, values, ids = self._sampler.ops.logprobs(logits, none, self.shape.topk)
         return values, ids
 
-    def _levels(
-        self, works: Sequence[Work], ends: Sequence[int], upload: Upload
-    ) -> tuple[list[_Step], int]:
-        """The runs behind the first, with topk rows per sequence; a level's keys lie behind those
-        of the level before. A sequence without pages for all of them writes none, and its rows see
-        all that lies before; the number of an array says whose do, −1 per row.
-        """
-        size, topk, last = self._page_size, self.shape.topk, self._context_length - 1
-        needed = (self.shape.steps - 1) * topk
-        fits = [e + 1 + needed <= len(w.pages) * size for w, e in zip(works, ends, strict=True)]
-        width = max(len(w.pages) for w in works)
-        table = upload.add(
-            np.array([w.pages + w.pages[:1] * (width - len(w.pages)) for w in works], np.int32)
-        )
-        found = []
-        for level in range(1, self.shape.steps):
-            at = [min(e + level, last) for e in ends for _ in range(topk)]
-            slots = [
-                w.pages[t // size] * size + t % size if fit else -1
-                for w, e, fit in zip(works, ends, fits, strict=True)
-                for t in range(e + 1 + (level - 1) * topk, e + 1 + level * topk)
-            ]
-            lens = tuple(
-                e + 1 + level * topk if fit else e + 1 for e, fit in zip(ends, fits, strict=True)
-            )
-            found.append(
-                _Step(
-                    table,
-                    upload.add(np.array(at, np.int64)),
-                    upload.add(np.array(slots, np.int64)),
-                    upload.add(np.array(lens, np.int32)),
-                    lens,
-                    (topk,) * len(works),
-                )
-            )
-        return found, upload.add(np.repeat(np.array([fit - 1 for fit in fits], np.int64), topk))
-
     def _draw(
         self, hidden: Tensor, draws: Draws, sent: Upload, tail: Spread | None = None
     ) -> Tensor:
         hidden = self.draft.model.wanted(hidden, tail)
         return self._sampler.choose(self.draft.logits(hidden), draws, sent)
-
-    def _steps(
-        self, works: Sequence[Work], ends: Sequence[int], drafts: int, upload: Upload
-    ) -> list[_Step]:
-        """The runs behind the first. Where a sequence has no page left, nothing is written."""
-        size = self._page_size
-        room = [min(len(w.pages) * size, self._context_length) for w in works]
-        width = max((len(w.pages) for w in works), default=1)
-        filled = [w.pages + w.pages[:1] * (width - len(w.pages)) for w in works]
-        table = upload.add(np.array(filled, np.int32).reshape(len(works), width))
-        found = []
-        for s in range(1, drafts):
-            at = [min(e + s, r - 1) for e, r in zip(ends, room, strict=True)]
-            slots = [
-                w.pages[p // size] * size + p % size if p == e + s else -1
-                for w, p, e in zip(works, at, ends, strict=True)
-            ]
-            lens = tuple(p + 1 for p in at)
-            found.append(
-                _Step(
-                    table,
-                    upload.add(np.array(at, np.int64)),
-                    upload.add(np.array(slots, np.int64)),
-                    upload.add(np.array(lens, np.int32)),
-                    lens,
-                )
-            )
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One run of the draft layer with a token per sequence, or `q_lens`: numbers in an upload."""
-
-    table: int
-    positions: int
-    slots: int
-    kv_lens: int
-    host_kv_lens: tuple[int, ...]
-    q_lens: tuple[int, ...] = ()
-
-    def batch(self, sent: Upload, ids: Tensor, states: dict[str, Any]) -> Batch:
-        part = DecodePart(sent[self.table], sent[self.kv_lens], self.host_kv_lens, self.q_lens)
-        return Batch(
-            input_ids=ids,
-            positions=sent[self.positions],
-            slots=sent[self.slots],
-            logit_rows=sent[self.positions],
-            decode=part if part.size else None,  # none where other ranks have all sequences
-            states=states,
-        )

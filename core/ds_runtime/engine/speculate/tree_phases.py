@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.decode import captured, decode_step, prepare_kernels
 from ds_runtime.engine.speculate.acceptance import Branch, moves
 from ds_runtime.engine.speculate.tree import Drafted, Growth
-from ds_runtime.engine.speculate.verification import CyclePlace, Rows, VerifyGraph
+from ds_runtime.engine.speculate.verification import CyclePlace, FixedRows, VerifyGraph
+from ds_runtime.engine.step.inputs import Frame, Inputs, Run
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.model.deepseek import Moves
-from ds_runtime.ops.batch import Batch, DecodePart
+from ds_runtime.ops.batch import Batch
 from ds_runtime.platform.contract import GraphBackend
 
 
-class BranchGraph(Rows):
+class BranchGraph(FixedRows):
     """Behind trees that `verified` saw, whose sequences have the kept branch in front then: as many
     tokens each as a branch can have, in `tail` and `tail_logits` the draft layer's results behind
     the last kept one.
@@ -50,7 +53,7 @@ class BranchGraph(Rows):
         sent = Upload(place.base.device)
         numbers = self.add((), sent)
         sent.send(self.buffer)
-        batch, trees = self.prepare((), sent, numbers), self._verified.batch
+        batch, trees = self.prepare(sent, numbers), self._verified.batch
         assert trees is not None, "trees are captured before their branches"
         assert batch.decode is not None
         keys = place.draft.state_keys(batch.decode)
@@ -88,8 +91,32 @@ class BranchGraph(Rows):
             held[:count, : new.shape[1]].copy_(new)
         self._moves.sources[:count, found.sources.shape[1] :] = -1
         self._moves.sources[count:] = -1
-        self.prepare(works, sent, numbers)
+        self.prepare(sent, numbers)
         self._replay()
+
+
+def level_runs(
+    shape: Speculation, works: Sequence[Work], ends: Sequence[int], inputs: Inputs
+) -> tuple[list[Run], npt.NDArray[np.int64]]:
+    """The draft layer's runs behind its first, with topk rows per sequence; a level's keys lie
+    behind those of the level before. A sequence without pages for all of them writes none, and its
+    rows see all that lies before; the others' are the ones of the second result, [works].
+    """
+    topk, last = shape.topk, inputs.context - 1
+    needed = (shape.steps - 1) * topk
+    fits = [
+        e + 1 + needed <= len(w.pages) * inputs.page_size for w, e in zip(works, ends, strict=True)
+    ]
+    runs = [
+        Run(
+            [e + 1 + (level - 1) * topk for e in ends],
+            topk,
+            [min(e + level, last) for e in ends],
+            [e + 1 + level * topk * fit for e, fit in zip(ends, fits, strict=True)],
+        )
+        for level in range(1, shape.steps)
+    ]
+    return runs, np.array(fits, np.int64)
 
 
 class TreeGraph:
@@ -101,14 +128,16 @@ class TreeGraph:
         base, key, levels = place.base, place.draft.tree_key, place.shape.steps - 1
         self._kernels = {key: base.stateful[key]} if key else {}  # none where attention is sparse
         bounds, rows = place.limits(size, place.shape.topk), size * place.shape.topk
-        self._states = [
-            {key: kernel.state(bounds) for key, kernel in self._kernels.items()}
+        self._frames = [
+            Frame(
+                size,
+                place.shape.topk,
+                place.table(size),
+                {key: kernel.state(bounds) for key, kernel in self._kernels.items()},
+                False,
+            )
             for _ in range(levels)
         ]
-        self._seen = [
-            torch.full((rows,), -1, dtype=torch.int64, device=base.device) for _ in range(levels)
-        ]
-        self._table = place.table(size)
         room = (levels + 1) * (rows * 24 + (1 << 10)) + size * 16
         self._buffer = Buffer(room, base.device)
         self._grown: list[tuple[Growth, Tensor]] = []  # behind each level, with `hidden` in front
@@ -122,42 +151,23 @@ class TreeGraph:
         there: the step has verified these works.
         """
         base, count, topk = self._place.base, len(works), self._shape.topk
-        size = base.limits.page_size
-        last = base.limits.max_pages_per_sequence * size - 1
         sent = Upload(base.device)
         rows = np.full(self.size, base.last_tokens.shape[0] // self._place.width - 1, np.int64)
         rows[:count] = [w.row for w in works]
-        # A sequence without pages for all levels writes none, and its rows see all before them.
-        needed = [e + 1 + self._shape.room for e in ends]
-        fits = np.zeros(self.size, np.int64)
-        fits[:count] = [n <= len(w.pages) * size for n, w in zip(needed, works, strict=True)]
-        end = np.zeros(self.size, np.int64)
-        end[:count] = ends
-        numbers, lens = [], []
-        for level in range(1, self._shape.steps):
-            at = np.repeat(np.minimum(end + level, last), topk)
-            at[count * topk :] = 0
-            slots = np.full(self.size * topk, -1, np.int64)
-            slots[: count * topk] = [
-                w.pages[t // size] * size + t % size if fit else -1
-                for w, e, fit in zip(works, ends, fits[:count].tolist(), strict=True)
-                for t in range(e + 1 + (level - 1) * topk, e + 1 + level * topk)
-            ]
-            kv_lens = (end + 1 + level * topk * fits).astype(np.int32)
-            lens.append(tuple(kv_lens.tolist()))
-            numbers.append([sent.add(a) for a in (at, slots, kv_lens)])
-        own_rows, blind = sent.add(rows), sent.add(np.repeat(fits - 1, topk))
+        runs, fits = level_runs(self._shape, works, ends, base.inputs)
+        added = [
+            base.inputs.add(works, sent, frame, run=run)
+            for frame, run in zip(self._frames, runs, strict=True)
+        ]
+        blind = np.full(self.size, -1, np.int64)
+        blind[:count] = fits - 1
+        own_rows, blind_ = sent.add(rows), sent.add(np.repeat(blind, topk))
         sent.send(self._buffer)
-        batches = []
-        counts = (topk,) * self.size
-        for (at_, slots_, lens_), host, states, seen in zip(
-            numbers, lens, self._states, self._seen, strict=True
-        ):
-            part = DecodePart(self._table.tensor, sent[lens_], host, counts, seen)
-            batches.append(
-                Batch(sent[at_], sent[at_], sent[slots_], sent[at_], part, states=states)
-            )
-        return sent[own_rows], batches, sent[blind]
+        batches = [
+            a.batch(sent, frame.states, frame.seen)
+            for a, frame in zip(added, self._frames, strict=True)
+        ]
+        return sent[own_rows], batches, sent[blind_]
 
     def capture(self, backend: GraphBackend) -> None:
         """Record level by level, over spare rows alone; what a recording leaves for the next is
@@ -174,7 +184,7 @@ class TreeGraph:
                 del self._grown[level:]
                 self._grown.append((growth, hidden))
                 if level + 1 < self._shape.steps:
-                    self._seen[level].copy_(growth.seen(level + 1) | blind)
+                    self._frames[level].seen.copy_(growth.seen(level + 1) | blind)
                 else:
                     self._keep(growth.best(), rows)
 

@@ -12,28 +12,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.decode import (
     GraphContext,
-    PageTable,
     captured,
     decode_step,
     prepare_kernels,
 )
-from ds_runtime.engine.speculate.tree import Trees, seen_by
+from ds_runtime.engine.speculate.tree import Trees
 from ds_runtime.engine.step.finite import finite_rows
+from ds_runtime.engine.step.inputs import Added, Frame, read_last_tokens
+from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.engine.step.transfer import Array, Buffer, Upload
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.ops.batch import Batch, DecodePart, Limits
+from ds_runtime.ops.batch import Batch, Limits
 from ds_runtime.platform.contract import GraphBackend
 
 
@@ -93,21 +92,7 @@ class CyclePlace:
         return self.tables[size]
 
 
-class Numbers(NamedTuple):
-    """A step's arrays, by their numbers in an upload. All but the table have places. counts: of
-    trees, per row the nodes of its sequence, 0 for a spare row.
-    """
-
-    places: int
-    positions: int
-    slots: int
-    kv_lens: int
-    counts: int | None
-    adapters: int | None
-    table: int | None
-
-
-class Rows:
+class FixedRows:
     """The inputs of `size` sequences with `queries` tokens each, at places that never move. trees:
     how these hang together, if not as chains.
     """
@@ -120,97 +105,22 @@ class Rows:
         base, rows = place.base, size * queries
         bounds = place.limits(size, queries)
         self.states = {key: kernel.state(bounds) for key, kernel in base.stateful.items()}
-        self._table = place.table(size)
+        self._frame = Frame(size, queries, place.table(size), self.states, base.adapts)
         room = rows * 256 + size * (256 + 4 * base.limits.max_pages_per_sequence) + (1 << 13)
         self.buffer = Buffer(room, base.device)
-        self._every = torch.arange(rows, device=base.device)
-        self._positions = torch.zeros(rows, dtype=torch.int64, device=base.device)  # of trees
-        self._seen = torch.full((rows,), -1, dtype=torch.int64, device=base.device)
-        # A step of spare rows alone: places, positions, slots and counts; then the lengths.
-        spare = base.last_tokens.shape[0] - place.width
-        self._blank = np.zeros((4, size, queries), np.int64)
-        self._blank[0], self._blank[2] = spare, -1
-        self._blank_lens = np.full(size, queries if trees is None else 1, np.int32)
-        self._along, self._sequences = np.arange(queries), np.arange(size)[:, None]
 
-    def add(self, works: Sequence[Work], upload: Upload) -> Numbers:
-        """A step's inputs, filled up: the first arrays of its upload. A work with fewer tokens has
-        spare ones behind them, which nothing that counts sees.
-        """
-        base, tree, count = self._place.base, self._trees is not None, len(works)
-        table = self._table.held([w.pages for w in works])
-        found, kv_lens = self._blank.copy(), self._blank_lens.copy()
-        if works:
-            size, along = base.limits.page_size, self._along
-            about = np.array([(w.row, w.start, w.length) for w in works], np.int64)
-            rows, starts, lengths = about.T[:, :, None]  # [works, 1] each
-            places, positions, slots, counts = found[:, :count]
-            real = along < lengths
-            at = starts + along * real
-            page, offset = np.divmod(at, size)
-            own = table[self._sequences[:count], page].astype(np.int64)
-            places[:] = rows * self._place.width + along
-            slots[:] = np.where(real, own * size + offset, -1)
-            positions[:] = starts if tree else at
-            lengths = np.minimum(lengths, self.queries)
-            counts[:] = lengths * real
-            kv_lens[:count] = (starts + (lengths if tree else self.queries))[:, 0]
-        adapters = None
-        if base.adapts:
-            held = np.full((self.size, self.queries), -1, np.int32)
-            held[:count] = np.array([w.adapter for w in works], np.int32)[:, None]
-            adapters = held.reshape(-1)
-        places, positions, slots, counts = found.reshape(4, -1)
-        return Numbers(
-            places=upload.add(places),
-            positions=upload.add(positions),
-            slots=upload.add(slots),
-            kv_lens=upload.add(kv_lens),
-            counts=upload.add(counts) if tree else None,
-            adapters=None if adapters is None else upload.add(adapters),
-            table=self._table.add(table, upload),
-        )
+    def add(self, works: Sequence[Work], upload: Upload) -> Added:
+        """A step's inputs, filled up: the first arrays of its upload."""
+        return self._place.base.inputs.add(works, upload, self._frame, self._trees)
 
-    def prepare(self, works: Sequence[Work], sent: Upload, numbers: Numbers) -> Batch:
+    def prepare(self, sent: Upload, added: Added) -> Batch:
         """The batch of a step whose upload has been sent to `buffer`."""
-        queries = self.queries
-        self._table.take(sent, numbers.table)
-        spare = self.size - len(works)
-        positions, seen = sent[numbers.positions], None
-        if numbers.counts is None:
-            lens = (*(w.start + queries for w in works), *((queries,) * spare))
-        else:
-            lens = (*(w.start + min(w.length, queries) for w in works), *((1,) * spare))
-            positions, seen = self._hang(sent[numbers.places], positions, sent[numbers.counts])
-        batch = Batch(
-            input_ids=sent[numbers.places],
-            positions=positions,
-            slots=sent[numbers.slots],
-            logit_rows=self._every,
-            decode=DecodePart(
-                self._table.tensor,
-                sent[numbers.kv_lens],
-                lens,
-                (queries,) * self.size if queries > 1 else (),
-                seen,
-            ),
-            states=self.states,
-            adapters=None if numbers.adapters is None else sent[numbers.adapters],
-        )
+        batch = added.batch(sent, self.states)
         prepare_kernels(self._place.base.stateful, self.states, batch)
         return batch
 
-    def _hang(self, places: Tensor, starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of the nodes of trees, and what they see; spare rows see all there is."""
-        assert self._trees is not None
-        real = counts > 0
-        depths, lines = self._trees.depths[places], self._trees.lines[places]
-        self._positions.copy_(starts + torch.where(real, depths, 0))
-        self._seen.copy_(torch.where(real, seen_by(lines, counts), -1))
-        return self._positions, self._seen
 
-
-class VerifyGraph(Rows):
+class VerifyGraph(FixedRows):
     """`size` sequences with `queries` tokens each: `hidden`, `logits` and `finite` of the place
     receive the model's results.
     """
@@ -229,7 +139,7 @@ class VerifyGraph(Rows):
         sent = Upload(base.device)
         numbers = self.add((), sent)
         sent.send(self.buffer)
-        batch = self.batch = self.prepare((), sent, numbers)
+        batch = self.batch = self.prepare(sent, numbers)
         places, rows = batch.input_ids, self.size * self.queries
         self._places = places
         assert batch.decode is not None
@@ -237,7 +147,8 @@ class VerifyGraph(Rows):
 
         def run() -> None:
             prepare_kernels(base.stateful, self.states, batch, keys)
-            batch.input_ids = base.last_tokens.index_select(0, places)
+            batch.input_ids = places
+            read_last_tokens(batch, base.last_tokens)
             batch.index_keys.clear()
             hidden = place.model.forward(batch, place.layers, every=True)
             place.hidden[:rows].copy_(hidden)
@@ -246,10 +157,10 @@ class VerifyGraph(Rows):
 
         self._replay = captured(run, backend, decode_step(self.size))
 
-    def verify(self, works: Sequence[Work], sent: Upload, numbers: Numbers) -> Tensor:
+    def verify(self, sent: Upload, numbers: Added) -> Tensor:
         """Logits [size · queries, vocab] of a step whose upload has been sent to `buffer`."""
         assert self._replay is not None, "replayed before it was captured"
-        self.prepare(works, sent, numbers)
+        self.prepare(sent, numbers)
         self._replay()
         return self._place.logits[: self.size * self.queries]
 
