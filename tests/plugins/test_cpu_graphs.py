@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.capture.lazy import LateGraphs
+from ds_runtime.engine.capture.recorder import Recorder
 from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.plugins.manager import load_plugins
@@ -287,7 +287,7 @@ def test_a_step_is_captured_once_it_has_come_often():
         runs.append(1)
         x.add_(1)
 
-    replay = LateGraphs(HostGraphs(), 3).capture(run)
+    replay = Recorder(HostGraphs(), 3).record(run, "a step")
     for _ in range(10):
         replay()
     assert x == 10 and len(runs) == 4  # a capture on the host runs the step as well
@@ -299,8 +299,8 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
     def run():
         x.add_(int(x.item() < 100))
 
-    late = LateGraphs(HostGraphs(), 2)
-    replays = [late.capture(run) for _ in range(2)]  # as of two sizes
+    late = Recorder(HostGraphs(), 2)
+    replays = [late.record(run, "a step") for _ in range(2)]  # as of two sizes
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
             for replay in replays:

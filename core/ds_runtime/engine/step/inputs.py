@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import pack_into
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.speculate.tree import Trees, seen_by
 from ds_runtime.engine.step.page_table import PageTable, Table, padded
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.prompts import Prompts, adapters_of
@@ -25,6 +24,12 @@ from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import Batch, DecodePart
 
 Ints = npt.NDArray[np.int64]
+
+
+class Forest(Protocol):
+    """Trees of drafts on the device: see `speculate.acceptance.Trees`."""
+
+    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class Run(NamedTuple):
@@ -96,7 +101,7 @@ class Inputs:
         works: Sequence[Work],
         upload: Upload,
         frame: Frame | None = None,
-        trees: Trees | None = None,
+        trees: Forest | None = None,
         run: Run | None = None,
     ) -> Added:
         """Add a step's arrays to its upload. frame: fill them up for a captured step. trees: how
@@ -143,7 +148,7 @@ class Inputs:
         works: Sequence[Work],
         num_decode: int,
         frame: Frame | None,
-        trees: Trees | None,
+        trees: Forest | None,
         run: Run | None,
     ) -> tuple[Rows, Table]:
         """And the pages of all works: [works or the frame's size, most]."""
@@ -195,7 +200,7 @@ class Inputs:
         num_decode: int,
         table: Table,
         frame: Frame | None,
-        trees: Trees | None,
+        trees: Forest | None,
         run: Run | None,
     ) -> Rows:
         """Any number of tokens each. In a frame, and in runs, every sequence has as many: those
@@ -284,7 +289,7 @@ class Added:
 
     rows: Rows
     frame: Frame | None
-    trees: Trees | None
+    trees: Forest | None
     numbers: list[int]
     lens: int
     table: int | None = None
@@ -325,20 +330,14 @@ class Added:
         return batch
 
     def _hang(
-        self, trees: Trees, ids: Tensor, starts: Tensor, nodes: Tensor
+        self, trees: Forest, ids: Tensor, starts: Tensor, nodes: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Positions of all rows, of which the first are nodes of trees, and what these see: dummies
-        all there is.
-        """
+        """Positions of all rows, of which the first are nodes of trees, and what these see."""
         count = sum(self.rows.q_lens)
-        places, nodes = ids[:count], nodes[:count]
-        real = nodes > 0
-        depths = torch.where(real, trees.depths[places], 0)
-        seen = torch.where(real, seen_by(trees.lines[places], nodes), -1)
+        positions, seen = trees.hang(ids[:count], starts[:count], nodes[:count])
         if self.frame is None:
-            return torch.cat((starts[:count] + depths, starts[count:])), seen
-        torch.add(starts, depths, out=self.frame.positions)
-        return self.frame.positions, self.frame.seen.copy_(seen)
+            return torch.cat((positions, starts[count:])), seen
+        return self.frame.positions.copy_(positions), self.frame.seen.copy_(seen)
 
 
 def read_last_tokens(batch: Batch, last_tokens: Tensor) -> None:

@@ -15,9 +15,11 @@ Table = npt.NDArray[np.int32]
 
 def padded(lists: Sequence[list[int]]) -> Table:
     """[sequences, most] int32: each one's pages, filled up with its first."""
-    most = max(map(len, lists), default=1)
-    filled = [pages + pages[:1] * (most - len(pages)) for pages in lists]
-    return np.array(filled, np.int32).reshape(len(lists), most)
+    most, flat = max(map(len, lists), default=1), list[int]()
+    for pages in lists:
+        flat += pages
+        flat += pages[:1] * (most - len(pages))
+    return np.array(flat, np.int32).reshape(len(lists), most)
 
 
 class PageTable:
