@@ -310,6 +310,14 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
     assert len(said) == 1 and said[0].startswith("decode steps go on op by op: CaptureError: ")
 
 
+TREE = {
+    "dtype": "float32",
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
@@ -317,7 +325,9 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
         ("v3", {"dtype": "float32"}),
         ("v3", {"dtype": "bfloat16", "quantize": "int8"}),
         ("v3", {"dtype": "bfloat16", "quantize": "int4", "kv_cache_dtype": "fp8"}),
+        ("v32", {"dtype": "float32"}),
         ("demo", {"dtype": "float32", "speculative_algorithm": "NEXTN"}),
+        ("demo", TREE),
         (
             "demo",
             {

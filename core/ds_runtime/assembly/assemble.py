@@ -58,7 +58,6 @@ from ds_runtime.plugins.manager import Plugins, load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
-_APART = "steps with drafts of ranks that have sequences of their own run op by op"
 _COMPILED = "what torch.compile makes for the host cannot be recorded"
 _THREADS = 64  # per rank are fine on the smallest machine
 # Settled before ds_defaults is asked.
@@ -120,17 +119,12 @@ def assemble(
     check_graph_sizes(config)
     lora = LoraPlan.of(config, model)
     captures = platform.captures and not config.disable_graph
-    if platform.capture_after and not _captured_late(config, model, lora):
-        captures = False
     if captures and platform.capture_after and config.enable_torch_compile:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _COMPILED))
     if captures and lora is not None and lora.has_experts:
         captures, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", _ONE_BY_ONE))
-    if captures and config.speculative_algorithm is not None and config.enable_dp_attention:
-        captures, config = False, with_changes(config, {"disable_graph": True})
-        changes.append(("disable_graph", "False → True", "core", _APART))
     facts = replace(_facts(config, model, info), graph_capture=captures)
     offers = plugins.offers(facts)
     _check_platform_alive(platform, plugins)
@@ -276,16 +270,6 @@ def _widening(binding: Binding) -> str:
         if site.module == HEAD and kernel is not None and site.weight_format not in kernel.keeps:
             return kernel.name
     return ""
-
-
-def _captured_late(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
-    """Whether decode steps see all before them, verify chains at most and have no adapters. Only
-    such are captured late, where a piece of a step that is given up halfway runs again as a whole:
-    keys of a tree's branch would be moved twice.
-    """
-    shape = Speculation.of(config)
-    chains = shape is None or shape.topk == 1
-    return chains and model.indexing is None and lora is None
 
 
 def _decide(

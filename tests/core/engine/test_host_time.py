@@ -10,7 +10,7 @@ import torch
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.engine.step.inputs import Inputs, read_last_tokens
+from ds_runtime.engine.step.inputs import StepInputs, read_last_tokens
 from ds_runtime.engine.step.plan import StepResult, WorkResult
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.kv.pages import PagePool
@@ -26,7 +26,7 @@ def test_scheduling_64_requests_is_cheap():
         params = SamplingParams(max_tokens=200)
         scheduler.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=0))
     last_tokens = torch.zeros(64, dtype=torch.int64)
-    inputs, seconds = Inputs(16, 256, 4096, last_tokens, 4096), []
+    inputs, seconds = StepInputs(16, 256, 4096, last_tokens, 4096), []
     while scheduler.has_work:
         before = time.thread_time()
         plan = scheduler.schedule()

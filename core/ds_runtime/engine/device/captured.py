@@ -56,7 +56,7 @@ class Captured:
         own, every = size * queries, size * queries * parts.ranks
         self._own = slice(parts.rank * own, (parts.rank + 1) * own)  # of all ranks' rows
         self.logits, self.finite = results.logits[:every], results.finite[:every]
-        # Inputs, the table as narrow as a step needs it, and what draws need.
+        # StepInputs, the table as narrow as a step needs it, and what draws need.
         table = 4 * self._frame.table.tensor.numel()
         self._buffer = Buffer(every * 128 + own * 128 + table + (1 << 13), parts.device)
         self.masked = MaskedDraw(parts.sampler.ops, self.logits) if masked else None

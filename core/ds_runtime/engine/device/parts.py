@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.acceptance import Trees
-from ds_runtime.engine.step.inputs import Frame, Inputs
+from ds_runtime.engine.step.inputs import Frame, StepInputs
 from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.row_order import by_rank
@@ -34,7 +34,7 @@ class Parts:
     model: DeepSeekModel
     draft: DraftModel | None
     sampler: Sampler
-    inputs: Inputs
+    inputs: StepInputs
     kernels: Mapping[str, Any]
     states: dict[str, Any]
     layers: list[Tensor]
@@ -54,7 +54,7 @@ class Parts:
 
     @property
     def last_tokens(self) -> Tensor:
-        """[rows · width] int64: see Inputs."""
+        """[rows · width] int64: see StepInputs."""
         return self.inputs.last_tokens
 
     @property

@@ -29,7 +29,7 @@ from ds_runtime.engine.device.programs import Programs
 from ds_runtime.engine.device.variants import PAGES, StepLimits, covering_steps, one_of_each_kind
 from ds_runtime.engine.device.warmup import warm_up_length, warm_up_steps
 from ds_runtime.engine.speculate.acceptance import Trees
-from ds_runtime.engine.step.inputs import Inputs
+from ds_runtime.engine.step.inputs import StepInputs
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan, StepResult
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Sampler
@@ -94,7 +94,7 @@ class Runner:
         self.last_tokens = torch.zeros(  # and the drafts behind it, per row
             rows * self.width, dtype=torch.int64, device=self.device
         )
-        inputs = Inputs(
+        inputs = StepInputs(
             self.config.page_size,
             self.max_pages,
             self.context_length,
@@ -129,7 +129,7 @@ class Runner:
             max_queries=self.width,
         )
 
-    def _make_parts(self, inputs: Inputs) -> Parts:
+    def _make_parts(self, inputs: StepInputs) -> Parts:
         limits, ranks, spare = self._limits(), self.config.attention_ranks, inputs.last_tokens
         trees = self.speculation is not None and self.speculation.topk > 1
         layers, draft_caches = self._split(self.caches)
@@ -238,11 +238,11 @@ class Runner:
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
         rest = program.run(handle)
-        if rest is not None and isinstance(program, Captured):
-            self._unfinished = handle, rest
-            return handle
         if rest is not None:
-            rest()
+            if self.rank == 0 and isinstance(program, Captured):
+                self._unfinished = handle, rest
+                return handle
+            rest()  # another rank has nothing else to do, and rank 0 may wait for it
         if self.rank == 0 and handle.arriving is None:
             handle.download()  # nobody collects elsewhere
         return handle

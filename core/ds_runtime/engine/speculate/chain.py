@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
 from ds_runtime.engine.device.parts import Parts, Results
-from ds_runtime.engine.step.inputs import Frame, Run
+from ds_runtime.engine.step.inputs import DraftRun, Frame
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.row_order import sequence_places
@@ -97,7 +97,7 @@ class Chain:
         own = [i for i, w in enumerate(works) if parts.ranks == 1 or w.rank == parts.rank]
         mine = [works[i] for i in own]
         added = [
-            parts.inputs.add(mine, upload, frame, run=Run([ends[i] + step for i in own]))
+            parts.inputs.add(mine, upload, frame, run=DraftRun([ends[i] + step for i in own]))
             for step, frame in enumerate(self._frames, 1)
         ]
         arrays = self._draws(works, ends)

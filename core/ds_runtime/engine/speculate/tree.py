@@ -26,7 +26,7 @@ from ds_runtime.engine.capture.recorder import Phase, Recorder
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.speculate.acceptance import Branch, Drafted, moves, seen_by
 from ds_runtime.engine.speculate.follow import follow
-from ds_runtime.engine.step.inputs import Added, Frame, Inputs, Run
+from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.row_order import Spreading, sequence_places
 from ds_runtime.engine.step.transfer import Buffer, Upload
@@ -144,8 +144,8 @@ class Growth:
 
 
 def _level_runs(
-    shape: Speculation, works: Sequence[Work], ends: Sequence[int], inputs: Inputs
-) -> tuple[list[Run], npt.NDArray[np.int64]]:
+    shape: Speculation, works: Sequence[Work], ends: Sequence[int], inputs: StepInputs
+) -> tuple[list[DraftRun], npt.NDArray[np.int64]]:
     """The draft layer's runs behind its first, with topk rows per sequence; a level's keys lie
     behind those of the level before. A sequence without pages for all of them writes none, and its
     rows see all that lies before; the others' are the ones of the second result, [works].
@@ -156,7 +156,7 @@ def _level_runs(
         e + 1 + needed <= len(w.pages) * inputs.page_size for w, e in zip(works, ends, strict=True)
     ]
     runs = [
-        Run(
+        DraftRun(
             [e + 1 + (level - 1) * topk for e in ends],
             topk,
             [min(e + level, last) for e in ends],

@@ -32,7 +32,7 @@ class Forest(Protocol):
     def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-class Run(NamedTuple):
+class DraftRun(NamedTuple):
     """What a run of the draft layer behind a step has of each sequence instead of the work's own
     tokens: `tokens` from `starts` on. Where a sequence has no page left, nothing is written.
 
@@ -80,7 +80,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class StepInputs:
     """Makes the batches of one rank.
 
     last_tokens: [rows · width] int64 on the device, per row the token sampled last and the drafts
@@ -102,7 +102,7 @@ class Inputs:
         upload: Upload,
         frame: Frame | None = None,
         trees: Forest | None = None,
-        run: Run | None = None,
+        run: DraftRun | None = None,
     ) -> Added:
         """Add a step's arrays to its upload. frame: fill them up for a captured step. trees: how
         the drafts of each row hang together; None: as chains. Logit rows are in the order of the
@@ -149,7 +149,7 @@ class Inputs:
         num_decode: int,
         frame: Frame | None,
         trees: Forest | None,
-        run: Run | None,
+        run: DraftRun | None,
     ) -> tuple[Rows, Table]:
         """And the pages of all works: [works or the frame's size, most]."""
         lists = [w.pages for w in works]
@@ -164,7 +164,7 @@ class Inputs:
             return self._single(works, len(works) if frame is None else frame.size, run), table
         return self._several(works, num_decode, table, frame, trees, run), table
 
-    def _single(self, works: Sequence[Work], size: int, run: Run | None) -> Rows:
+    def _single(self, works: Sequence[Work], size: int, run: DraftRun | None) -> Rows:
         """One token each: most steps, and a few numbers, for which numpy's calls are slow."""
         n, width, spare, dummies = self.page_size, self.width, self._spare, size - len(works)
         pages = [w.pages for w in works]
@@ -201,7 +201,7 @@ class Inputs:
         table: Table,
         frame: Frame | None,
         trees: Forest | None,
-        run: Run | None,
+        run: DraftRun | None,
     ) -> Rows:
         """Any number of tokens each. In a frame, and in runs, every sequence has as many: those
         that a work does not have stand at its first position, and nothing that counts sees them.
