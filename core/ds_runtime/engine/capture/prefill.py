@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds_runtime.common.progress import Progress
 from ds_runtime.engine.capture.recorder import Recorder
+from ds_runtime.engine.step.inputs import bare_batch
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
@@ -146,10 +147,7 @@ class PrefillGraph:
 
     def _forward(self) -> Generator[Cut, None, Tensor]:
         rows = self._rows
-        none = rows.ids[:0]  # all rows are wanted
-        batch = Batch(
-            rows.ids, rows.positions, rows.slots, none, adapters=rows.adapters, spread=rows.spread
-        )
+        batch = bare_batch(rows.ids, rows.positions, rows.slots, rows.adapters, rows.spread)
         return self._model.pieces(batch, self._caches, rows.attended)
 
     def capture(self, recorder: Recorder) -> None:

@@ -70,6 +70,11 @@ class Recorder:
             log.warning("decode steps go on op by op: %s", reason)
 
 
+def given_up(phase: Phase) -> bool:
+    """Whether it was to be recorded late and could not be."""
+    return isinstance(phase, _Late) and phase.given_up
+
+
 class _Late:
     """A phase that is recorded when it has run `after` times."""
 
@@ -82,6 +87,7 @@ class _Late:
     ) -> None:
         self._phase, self._now, self._capture, self._warn = phase, phase, capture, warn
         self._left = after
+        self.given_up = False
 
     def __call__(self) -> None:
         if self._left == 0:
@@ -90,6 +96,7 @@ class _Late:
                 self._now = self._capture(self._phase)
             except Exception as e:
                 self._warn(e)
+                self.given_up = True
             else:
                 return  # it has run
         elif self._left > 0:

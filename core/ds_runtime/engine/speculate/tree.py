@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
-from ds_runtime.engine.capture.recorder import Phase, Recorder
+from ds_runtime.engine.capture.recorder import Phase, Recorder, given_up
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.speculate.acceptance import Branch, Drafted, moves, seen_by
 from ds_runtime.engine.speculate.follow import follow
@@ -303,7 +303,10 @@ class Tree:
         self._batches = list[Batch]()
         self._grown: list[tuple[Growth, Tensor]] = []  # behind each level, with `hidden` in front
         self._drafted: Drafted | None = None
-        self._runs: list[Phase] = [partial(self._phase, level) for level in range(levels)]
+        self._runs = self._phases()
+
+    def _phases(self) -> list[Phase]:
+        return [partial(self._phase, level) for level in range(self._shape.steps)]
 
     def capture(self, recorder: Recorder, results: Results, what: str) -> None:
         """Record it level by level, over dummies alone; what a recording leaves for the next is
@@ -329,6 +332,8 @@ class Tree:
     ) -> list[Tensor]:
         """As Chain's: [works, drafts] tokens, and parents, if these are to be told."""
         self._load(works, ends, tail, logits)
+        if any(map(given_up, self._runs)):  # a recording reads what the one before it made
+            self._runs = self._phases()
         for level, run in enumerate(self._runs):
             self._prepare(level)
             run()

@@ -21,7 +21,7 @@ from ds_runtime.engine.step.page_table import PageTable, Table, padded
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.prompts import Prompts, adapters_of
 from ds_runtime.engine.step.transfer import Upload
-from ds_runtime.ops.batch import Batch, DecodePart
+from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
 Ints = npt.NDArray[np.int64]
 
@@ -348,6 +348,15 @@ def read_last_tokens(batch: Batch, last_tokens: Tensor) -> None:
     elif count:
         own = last_tokens.index_select(0, places[:count])
         batch.input_ids = torch.cat((own, places[count:]))
+
+
+def bare_batch(
+    ids: Tensor, positions: Tensor, slots: Tensor, adapters: Tensor | None, spread: Spread | None
+) -> Batch:
+    """Rows of which nobody asks whose they are: a step with prompts but for its attention. All of
+    them are wanted.
+    """
+    return Batch(ids, positions, slots, ids[:0], adapters=adapters, spread=spread)
 
 
 def num_logit_rows(work: Work) -> int:
