@@ -288,3 +288,14 @@ def moves(branch: Branch, slots: Tensor, rows: Tensor | None = None) -> Moves:
     moved = (along <= branch.accepted.unsqueeze(1)) & (old != new)
     old, new = old.clamp(max=last), new.clamp(max=last)
     return Moves(torch.where(moved, slots[old], -1), slots[new], old if rows is None else rows[old])
+
+
+def came_from(branch: Branch, rows: Tensor, total: int, drawn: Tensor | None) -> Tensor:
+    """[total] the row of a step whose token comes to lie in each row's place. rows: [draws] that of
+    each draw; drawn: this rank's draws, None if all are.
+    """
+    came = torch.arange(total, device=rows.device)
+    if branch.order is None:
+        return came
+    own = slice(None) if drawn is None else drawn
+    return came.index_copy_(0, rows[own], rows[branch.order[own]])

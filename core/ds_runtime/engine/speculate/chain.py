@@ -15,35 +15,90 @@ from torch import Tensor
 
 from ds_runtime.engine.capture.recorder import Phase, Recorder
 from ds_runtime.engine.device.parts import Parts, Results
-from ds_runtime.engine.step.inputs import DraftRun, Frame
+from ds_runtime.engine.step.inputs import Added, DraftRun, Frame
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.row_order import sequence_places
 from ds_runtime.engine.step.sampler import Draw
-from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload
+from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, put
 from ds_runtime.ops.batch import Batch, Spread
 
 
-class Chain:
-    """`drafts` drafts of each sequence into their rows' places: of any number of sequences, op by
-    op, or of `size` on each rank, captured.
+class Drafts:
+    """What drafts behind a step, in `runs` runs of `queries` tokens behind the step's own: of any
+    number of sequences, op by op, or of `size` on each rank, captured. key: of the state of the
+    draft layer's attention; none where that is sparse.
     """
+
+    def __init__(self, parts: Parts, size: int, runs: int, queries: int, key: str) -> None:
+        assert parts.draft is not None
+        self.size = size
+        self._parts, self._draft = parts, parts.draft
+        self._keys = frozenset((key,) if key else ())
+        self._frames: list[Frame | None] = [None] * runs
+        self._buffer: Buffer | None = None
+        if size:
+            self._frames = [parts.frame(size, queries, self._keys) for _ in range(runs)]
+            rows = size * queries
+            room = (runs + 1) * (rows * 32 + (1 << 10)) + size * parts.ranks * 16
+            self._buffer = Buffer(room, parts.device)
+        self._batches = list[Batch]()  # the runs, of what was recorded if this is captured
+
+    def _own(self, works: Sequence[Work]) -> list[int]:
+        """Which of the works are this rank's."""
+        parts = self._parts
+        return [i for i, w in enumerate(works) if parts.ranks == 1 or w.rank == parts.rank]
+
+    def _places(self, works: Sequence[Work]) -> list[int]:
+        """Where each sequence lies among all."""
+        if not self.size:
+            return list(range(len(works)))
+        return sequence_places(works, self._parts.ranks, self.size)
+
+    def _rows_of(self, works: Sequence[Work]) -> Array:
+        """[sequences] int64: each one's row of last_tokens, and the spare one of dummies."""
+        parts, rows, places = self._parts, tuple(w.row for w in works), tuple(self._places(works))
+        size = self.size * parts.ranks or len(works)
+        return _rows(rows, places, size, parts.last_tokens.shape[0] // parts.width - 1)
+
+    def _told(self, values: Tensor, works: Sequence[Work]) -> Tensor:
+        """[works, …] of a tensor of all sequences, before the next step's."""
+        if self._parts.ranks == 1 or not self.size:
+            return values[: len(works)].clone()
+        return values[put(self._places(works), np.int64, self._parts.device)]
+
+    def _take(self, added: Sequence[Added], sent: Upload) -> list[Batch]:
+        """The batches of a step's runs; what a recording runs over stays what it was."""
+        parts, batches = self._parts, list[Batch]()
+        for run, frame in zip(added, self._frames, strict=True):
+            if frame is None:
+                batches.append(run.batch(sent, parts.states))
+            else:
+                seen = frame.seen if frame.queries > 1 else None
+                batches.append(run.batch(sent, frame.states, seen))
+        if not self.size or not self._batches:
+            self._batches = batches
+        return batches
+
+    def _prepare(self, batch: Batch) -> None:
+        """Tell the kernels of a run, within it."""
+        if self.size:
+            self._parts.prepare(batch, self._keys)
+        else:
+            self._parts.prepare_all(batch, self._keys)
+
+
+class Chain(Drafts):
+    """`drafts` drafts of each sequence into their rows' places."""
 
     def __init__(self, parts: Parts, drafts: int, size: int = 0) -> None:
         assert parts.draft is not None
-        self.size, self.drafts = size, drafts
-        self._parts, self._draft = parts, parts.draft
-        key = self._draft.state_key
-        self._keys = frozenset((key,) if key else ())  # none where attention is sparse
-        self._frames: list[Frame | None] = [None] * (drafts - 1)
-        self._batches = list[Batch]()
-        self._own: Tensor | slice = slice(None)  # of the sequences of all ranks
+        super().__init__(parts, size, drafts - 1, 1, parts.draft.state_key)
+        self.drafts = drafts
+        self._mine: Tensor | slice = slice(parts.rank * size, (parts.rank + 1) * size)
         self._steady: Steady | None = None
-        self._buffer: Buffer | None = None
         if size:
-            self._frames = [parts.frame(size, 1, self._keys) for _ in range(drafts - 1)]
             rows = size * parts.ranks
-            self._buffer = Buffer((size * 24 + (1 << 8)) * drafts, parts.device)
             self._steady = Steady(rows * (drafts * 32 + 8) + (1 << 10), parts.device)
         self.replay: Phase = self._phase
 
@@ -70,17 +125,7 @@ class Chain:
         """
         self._load(works, ends, tail, logits, spread)
         self.replay()
-        if not tell:
-            return []
-        places = self._places(works)
-        told = self._kept.index_select(0, self._rows)
-        return [told[: len(works)] if self._parts.ranks == 1 or not self.size else told[places]]
-
-    def _places(self, works: Sequence[Work]) -> list[int]:
-        """Where each sequence lies among all."""
-        if not self.size:
-            return list(range(len(works)))
-        return sequence_places(works, self._parts.ranks, self.size)
+        return [self._told(self._kept[self._rows], works)] if tell else []
 
     def _load(
         self,
@@ -93,8 +138,7 @@ class Chain:
         """The batch of each run behind the first draft, and what the draws need. The page table is
         there: the step has verified these works.
         """
-        parts, upload = self._parts, Upload(self._parts.device)
-        own = [i for i, w in enumerate(works) if parts.ranks == 1 or w.rank == parts.rank]
+        parts, upload, own = self._parts, Upload(self._parts.device), self._own(works)
         mine = [works[i] for i in own]
         added = [
             parts.inputs.add(mine, upload, frame, run=DraftRun([ends[i] + step for i in own]))
@@ -103,41 +147,35 @@ class Chain:
         arrays = self._draws(works, ends)
         if self._steady is not None:
             sent = self._steady.send(arrays)
-            self._own = slice(parts.rank * self.size, (parts.rank + 1) * self.size)
-            upload.send(self._buffer)
+            if added:
+                upload.send(self._buffer)
         else:
             numbers, which = [upload.add(a) for a in arrays], upload.add(np.array(own, np.int64))
             upload.send()
             sent = [upload[number] for number in numbers]
-            self._own = upload[which]
+            self._mine = upload[which]
         self._rows, *columns = sent
         count = self._rows.shape[0]
         self._settings = [
             [column[first : first + count] for column in columns]
             for first in range(0, count * self.drafts, count)
         ]
-        self._tail, self._logits, batches = tail, logits, list[Batch]()
-        for step, frame in zip(added, self._frames, strict=True):
-            states = self._parts.states if frame is None else frame.states
-            batches.append(batch := step.batch(upload, states))
+        self._tail, self._logits = tail, logits
+        for batch in self._take(added, upload):
             batch.spread = spread
-            if frame is not None:
+            if self.size:
                 parts.prepare(batch)
-        if not self.size or not self._batches:  # else the recording's go on
-            self._batches = batches
 
     def _draws(self, works: Sequence[Work], ends: Sequence[int]) -> list[Array]:
         """Rows, and the settings of all draws, one draft after the other."""
         sampler, rows = self._parts.sampler, tuple(w.row for w in works)
         size = self.size * self._parts.ranks or len(works)
-        spare = self._parts.last_tokens.shape[0] // self._parts.width - 1
-        places = tuple(self._places(works))
-        draws: list[Draw | None] = []
+        draws, places = list[Draw | None](), np.array(self._places(works), np.int64)
         if any(sampler.row(row).params.temperature > 0.0 for row in rows):  # else greedy
             for behind in range(2, 2 + self.drafts):
                 some = [Draw(r, e + behind) for r, e in zip(rows, ends, strict=True)]
-                draws += placed(some, np.array(places, np.int64), size)
-        return [_rows(rows, places, size, spare), *sampler.settings(draws, self.drafts * size)]
+                draws += placed(some, places, size)
+        return [self._rows_of(works), *sampler.settings(draws, self.drafts * size)]
 
     @property
     def _kept(self) -> Tensor:
@@ -149,14 +187,11 @@ class Chain:
         parts, draft, logits, hidden = self._parts, self._draft, self._logits, self._tail
         sample = parts.sampler.ops.sample
         found = [sample(logits, *self._settings[0])]
-        for batch, frame, some in zip(self._batches, self._frames, self._settings[1:], strict=True):
-            if frame is None:
-                parts.prepare_all(batch, self._keys)
-            else:
-                parts.prepare(batch, self._keys)
-            ids = found[-1] if batch.spread is None else found[-1][self._own]
+        for batch, some in zip(self._batches, self._settings[1:], strict=True):
+            self._prepare(batch)
+            ids = found[-1] if batch.spread is None else found[-1][self._mine]
             hidden = draft.forward(batch, hidden, ids, parts.draft_caches, None)
-            out = None if frame is None else logits
+            out = logits if self.size else None
             logits = draft.logits(parts.model.wanted(hidden, batch.spread), out)
             found.append(sample(logits, *some))
         self._kept.index_copy_(0, self._rows, torch.stack(found, dim=1))

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -24,11 +23,12 @@ from torch import Tensor
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.capture.recorder import Phase, Recorder, given_up
 from ds_runtime.engine.device.parts import Parts, Results
-from ds_runtime.engine.speculate.acceptance import Branch, Drafted, moves, seen_by
+from ds_runtime.engine.speculate.acceptance import Branch, Drafted, came_from, moves, seen_by
+from ds_runtime.engine.speculate.chain import Drafts
 from ds_runtime.engine.speculate.follow import follow
 from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.row_order import Spreading, sequence_places
+from ds_runtime.engine.step.row_order import Spreading
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.model.deepseek import Moves
 from ds_runtime.ops.batch import Batch, Spread
@@ -167,30 +167,6 @@ def _level_runs(
     return runs, np.array(fits, np.int64)
 
 
-def cut_to_branches(works: Sequence[Work], most: int) -> tuple[list[Work], list[int]]:
-    """Works whose trees have become chains of as many tokens as a branch can have, which begin with
-    the branch; and the rows of the step that they take.
-    """
-    cut, rows, row = list[Work](), list[int](), 0
-    for work in works:
-        length = min(work.length, most) if work.tokens is None else work.length
-        cut.append(msgspec.structs.replace(work, length=length))
-        rows += range(row, row + length)
-        row += work.length
-    return cut, rows
-
-
-def came_from(branch: Branch, rows: Tensor, total: int, drawn: Tensor | None) -> Tensor:
-    """[total] the row of a step whose token comes to lie in each row's place. rows: [draws] that of
-    each draw; drawn: this rank's draws, None if all are.
-    """
-    came = torch.arange(total, device=rows.device)
-    if branch.order is None:
-        return came
-    own = slice(None) if drawn is None else drawn
-    return came.index_copy_(0, rows[own], rows[branch.order[own]])
-
-
 class Branches:
     """Behind captured trees of `verified`: the kept branches come to the front, and the draft layer
     runs over them, as many tokens each as a branch can have.
@@ -281,26 +257,15 @@ class Branches:
         self._run()
 
 
-class Tree:
-    """Trees of drafts behind what a step has kept, into their rows' places: of any number of
-    sequences, op by op, or of `size` on each rank, captured.
-    """
+class Tree(Drafts):
+    """Trees of drafts behind what a step has kept, into their rows' places."""
 
     def __init__(self, parts: Parts, size: int = 0) -> None:
         assert parts.draft is not None and parts.shape is not None and parts.trees is not None
-        self.size = size
-        self._parts, self._draft, self._shape = parts, parts.draft, parts.shape
-        self._trees, levels, topk = parts.trees, parts.shape.steps, parts.shape.topk
-        key = self._draft.tree_key
-        self._keys = frozenset((key,) if key else ())  # none where attention is sparse
-        self._frames: list[Frame | None] = [None] * (levels - 1)
-        self._buffer: Buffer | None = None
+        self._shape, self._trees = parts.shape, parts.trees
+        runs, topk = parts.shape.steps - 1, parts.shape.topk
+        super().__init__(parts, size, runs, topk, parts.draft.tree_key)
         self._out: Tensor | None = None
-        if size:
-            self._frames = [parts.frame(size, topk, self._keys) for _ in range(levels - 1)]
-            room = levels * (size * topk * 24 + (1 << 10)) + size * parts.ranks * (16 + 8 * topk)
-            self._buffer = Buffer(room, parts.device)
-        self._batches = list[Batch]()
         self._grown: list[tuple[Growth, Tensor]] = []  # behind each level, with `hidden` in front
         self._drafted: Drafted | None = None
         self._runs = self._phases()
@@ -317,7 +282,7 @@ class Tree:
         self._out = results.logits[: rows * self._shape.topk]
         self._load((), (), results.tail[: self.size], results.tail_logits[:rows])
         for level, phase in enumerate(self._runs):
-            self._prepare(level)
+            self._front(level)
             self._runs[level] = recorder.record(phase, what)
             self._runs[level]()
 
@@ -335,16 +300,11 @@ class Tree:
         if any(map(given_up, self._runs)):  # a recording reads what the one before it made
             self._runs = self._phases()
         for level, run in enumerate(self._runs):
-            self._prepare(level)
+            self._front(level)
             run()
-        found, places = self._drafted, self._places(works)
+        found = self._drafted
         assert found is not None
-        return [found.tokens[places], found.parents[places]] if tell else []
-
-    def _places(self, works: Sequence[Work]) -> list[int]:
-        if not self.size:
-            return list(range(len(works)))
-        return sequence_places(works, self._parts.ranks, self.size)
+        return [self._told(some, works) for some in (found.tokens, found.parents)] if tell else []
 
     def _load(
         self,
@@ -357,17 +317,13 @@ class Tree:
         step has verified these works.
         """
         parts, topk, sent = self._parts, self._shape.topk, Upload(self._parts.device)
-        own = [i for i, w in enumerate(works) if parts.ranks == 1 or w.rank == parts.rank]
+        own = self._own(works)
         mine = [works[i] for i in own]
         runs, fits = _level_runs(self._shape, mine, [ends[i] for i in own], parts.inputs)
         added = [
             parts.inputs.add(mine, sent, frame, run=run)
             for frame, run in zip(self._frames, runs, strict=True)
         ]
-        rows = np.full(
-            self.size * parts.ranks or len(works), parts.last_tokens.shape[0] // parts.width - 1
-        )
-        rows[self._places(works)] = [w.row for w in works]
         blind = np.full(self.size or len(own), -1, np.int64)
         blind[: len(own)] = fits - 1
         spreading = None
@@ -376,28 +332,22 @@ class Tree:
                 Work(rid="", row=w.row, rank=w.rank, start=0, length=topk, pages=[]) for w in works
             ]
             spreading = Spreading.of(level, parts.ranks, sent)
-        rows_, blind_ = sent.add(rows.astype(np.int64)), sent.add(np.repeat(blind, topk))
+        rows_, blind_ = sent.add(self._rows_of(works)), sent.add(np.repeat(blind, topk))
         first = parts.rank * self.size
         mine_ = sent.add(
             np.arange(first, first + self.size) if self.size else np.array(own, np.int64)
         )
         sent.send(self._buffer)
-        self._rows, self._blind, self._own = sent[rows_], sent[blind_], sent[mine_]
+        self._rows, self._blind, self._mine = sent[rows_], sent[blind_], sent[mine_]
         self._tail, self._logits = tail, logits
-        batches = [
-            a.batch(sent, parts.states if f is None else f.states, None if f is None else f.seen)
-            for a, f in zip(added, self._frames, strict=True)
-        ]
-        for batch in batches:
+        self._now = self._take(added, sent)
+        for batch in self._now:
             batch.spread = None if spreading is None else spreading.sent(sent)
             if self.size and parts.ranks > 1:
                 batch.spread = Spread(self.size * topk, self.size * topk)
-        self._now = batches
-        if not self.size or not self._batches:  # else the recording's go on
-            self._batches = batches
 
-    def _prepare(self, level: int) -> None:
-        """The kernels of a captured level's run, if it has one."""
+    def _front(self, level: int) -> None:
+        """Tell the kernels of a captured level's run, if it has one, in front of it."""
         if level and self.size:
             self._parts.prepare(self._now[level - 1])
 
@@ -413,18 +363,18 @@ class Tree:
             self._trees.put(self._rows, drafted)
             return
         seen, batch = growth.seen(level + 1), self._batches[level]
-        seen = self._mine(seen) | self._blind
+        seen = self._ours(seen) | self._blind
         frame = self._frames[level]
         if frame is not None:
             frame.seen.copy_(seen)
         elif batch.decode is not None:
             batch.decode = replace(batch.decode, tree=seen)
 
-    def _mine(self, values: Tensor) -> Tensor:
+    def _ours(self, values: Tensor) -> Tensor:
         """Of rows of all ranks' sequences those of this rank's."""
         if self._parts.ranks == 1:
             return values
-        return values.view(-1, self._shape.topk)[self._own].flatten()
+        return values.view(-1, self._shape.topk)[self._mine].flatten()
 
     def _grow(self, level: int) -> tuple[Growth, Tensor]:
         """The tree with the continuations of a level's rows, and the hidden state in front of each
@@ -436,14 +386,11 @@ class Tree:
             return begun, self._tail.repeat_interleave(topk, dim=0)
         growth, hidden = self._grown[level - 1]
         growth, batch = growth.copy(), self._batches[level - 1]
-        if self.size:
-            parts.prepare(batch, self._keys)
-        else:
-            parts.prepare_all(batch, self._keys)
-        ids = self._mine(growth.frontier_tokens().flatten())
+        self._prepare(batch)
+        ids = self._ours(growth.frontier_tokens().flatten())
         hidden = self._draft.forward(batch, hidden, ids, parts.draft_caches, None)
         logits = self._draft.logits(parts.model.wanted(hidden, batch.spread), self._out)
-        own = None if parts.ranks == 1 else self._own
+        own = None if parts.ranks == 1 else self._mine
         return growth, growth.grow(*self._best(logits), hidden, own)
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
