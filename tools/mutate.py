@@ -260,9 +260,23 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a recorded chain of drafts attends by an older plan",
         "core/ds_runtime/engine/speculate/chain.py",
-        "parts.prepare(batch, self._keys)",
+        "self._parts.prepare(batch, self._keys)",
         "pass",
         ("tests/e2e/test_speculation_captured.py",),
+    ),
+    Fault(
+        "a level of a tree reads where the one before it no longer writes",
+        "core/ds_runtime/engine/speculate/tree.py",
+        "if any(map(given_up, self._runs)):",
+        "if not self._runs:",
+        ("tests/plugins/test_cpu_graphs.py",),
+    ),
+    Fault(
+        "drafts of another rank's sequences",
+        "core/ds_runtime/engine/speculate/chain.py",
+        "found[-1][self._mine]",
+        "found[-1][: batch.num_tokens]",
+        ("tests/e2e/test_speculation_pairs.py",),
     ),
     Fault(
         "a captured step takes the wrong rows",

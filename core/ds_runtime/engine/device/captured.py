@@ -54,9 +54,8 @@ class Captured:
         self._frame = parts.frame(size, queries, adapts=parts.adapts)
         self._trees = parts.trees if queries > 1 else None
         own, every = size * queries, size * queries * parts.ranks
-        self._own = slice(parts.rank * own, (parts.rank + 1) * own)  # of all ranks' rows
         self.logits, self.finite = results.logits[:every], results.finite[:every]
-        # StepInputs, the table as narrow as a step needs it, and what draws need.
+        # Inputs, the table as narrow as a step needs it, and what draws need.
         table = 4 * self._frame.table.tensor.numel()
         self._buffer = Buffer(every * 128 + own * 128 + table + (1 << 13), parts.device)
         self.masked = MaskedDraw(parts.sampler.ops, self.logits) if masked else None
@@ -65,7 +64,6 @@ class Captured:
             trees = self._trees is not None
             self.verdict = Verdict(parts, results, self._frame, self.logits, self.finite, trees)
         self.replay: Phase | None = None
-        self._batch: Batch | None = None  # that was captured
 
     def _add(self, works: Sequence[Work], upload: Upload) -> tuple[Added, int | None]:
         """A step's inputs: the first arrays of its upload."""
@@ -93,7 +91,7 @@ class Captured:
         parts, sent = self._parts, Upload(self._parts.device)
         added = self._add((), sent)
         sent.send(self._buffer)
-        batch = self._batch = self._prepared(sent, added)
+        batch = self._prepared(sent, added)
         places, what = batch.input_ids, decode_step(self.size)
         assert batch.decode is not None
         keys = parts.model.state_keys(batch.decode)

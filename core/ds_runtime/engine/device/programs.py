@@ -106,8 +106,8 @@ class Programs:
         drafts that nothing captured makes. Where ranks have sequences of their own, all replay what
         the one with the most needs.
         """
-        works = plan.works
-        count = max(len(own) for own in by_rank(works, self._parts.ranks))
+        works, ranks = plan.works, self._parts.ranks
+        count = len(works) if ranks == 1 else max(map(len, by_rank(works, ranks)))
         index = bisect_left(self.sizes, count)
         if not self.serves or index == len(self.sizes) or any(w.tokens is not None for w in works):
             return self.op_by_op

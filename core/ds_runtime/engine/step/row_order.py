@@ -82,6 +82,8 @@ def logit_places(works: Sequence[Work], ranks: int, wanted: int) -> Ints:
 
 def sequence_places(works: Sequence[Work], ranks: int, size: int) -> list[int]:
     """Where the sequence of each work lies among `size` of each rank."""
+    if ranks == 1:
+        return list(range(len(works)))
     free = [rank * size for rank in range(ranks)]
     places = list[int]()
     for work in works:
