@@ -83,13 +83,13 @@ class Steps:
 def measured(steps: Steps, count: int) -> dict[str, Any]:
     """Milliseconds of steps of `count` requests, both ways."""
     runner, found = steps.runner, dict[str, list[float]](recorded=[], op_by_op=[], call=[])
-    graphs = runner.captured.graphs
-    assert graphs is not None, "steps are not captured here"
+    programs = runner.programs
+    assert programs.sizes, "steps are not captured here"
     steps.begin(count)
     for _ in range(STEPS):  # it is recorded among these
         steps.step()
-    graph = graphs._graphs[graphs.sizes.index(count)]
-    replay = graph._replay
+    program = programs.captured[count, 1]
+    replay = program.replay
     assert replay is not None
 
     def timed() -> None:
@@ -98,11 +98,11 @@ def measured(steps: Steps, count: int) -> dict[str, Any]:
         found["call"].append(time.perf_counter() - start)
 
     for _ in range(TURNS):
-        graph._replay = timed
+        program.replay = timed
         found["recorded"] += [steps.step() for _ in range(STEPS)]
-        graph._replay, runner.captured.graphs = replay, None
+        program.replay, programs.serves = replay, False
         found["op_by_op"] += [steps.step() for _ in range(STEPS)]
-        runner.captured.graphs = graphs
+        programs.serves = True
     times = {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
     outside = [a - b for a, b in zip(found["recorded"], found["call"], strict=True)]
     return {

@@ -104,24 +104,25 @@ def rate(llm: LLM, prompts: Prompts, tokens: int, runs: int) -> dict[str, Any]:
 
 def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
     """Milliseconds of a cycle's captured pieces, 20 replays each, in the midst of a run."""
-    runner, found, calls = llm._alive().runner, dict[str, float](), []
-    speculator = runner.speculator
-    if runner.captured.cycles is None or speculator is None:
+    programs, found, calls = llm._alive().runner.programs, dict[str, float](), []
+    if not programs.drafting:
         return found
-    judge, replay, graphs = speculator.judge, speculator.replay, list[Any]()
+    select = programs.select
 
-    def judged(handle: Any, *others: Any) -> Any:
-        graphs[:] = others[:2]  # the draft layer's, and the verification's
-        return judge(handle, *others)
-
-    def timed(handle: Any, accepted: Any, follow: Any, cycles: Any, *others: Any) -> Any:
-        rest = replay(handle, accepted, follow, cycles, *others)
+    def selected(plan: Any) -> Any:
+        program = select(plan)
         calls.append(1)
-        return rest if len(calls) != 6 else lambda: (rest(), measure(cycles))
+        if len(calls) == 6:
+            measure(program)
+        return program
 
-    def measure(cycles: Any) -> None:
-        (behind, verified), chain = graphs, cycles.drafting(len(prompts.ids), drafts)
-        pieces = {"verify": verified._replay, "draft": behind._follow, "chain": chain._replay}
+    def measure(program: Any) -> None:
+        chain = programs.drafting[program.size, drafts]
+        pieces = {
+            "verify": program.replay,
+            "draft": program.verdict.replay,
+            "chain": chain.replay,
+        }
         for name, piece in pieces.items():
             piece()
             torch.cuda.synchronize()
@@ -131,10 +132,9 @@ def alone(llm: LLM, prompts: Prompts, drafts: int) -> dict[str, float]:
             torch.cuda.synchronize()
             found[name] = round((time.perf_counter() - start) / 20 * 1e3, 3)
 
-    speculator.judge = judged  # type: ignore[method-assign]
-    speculator.replay = timed  # type: ignore[method-assign]
+    programs.select = selected  # type: ignore[method-assign]
     run(llm, prompts, 40)
-    del speculator.judge, speculator.replay
+    del programs.select
     return found
 
 

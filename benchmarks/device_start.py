@@ -33,7 +33,6 @@ def mark(what):
     marks[what] = round(time.time() - began, 2)
 import torch
 mark("torch imported")
-import ds_runtime.engine.capture.registry as capturing
 import ds_runtime.engine.device.runner as runner
 from ds_runtime import LLM, SamplingParams
 mark("runtime imported")
@@ -48,7 +47,7 @@ def timed(owner, name, what):
     setattr(owner, name, call)
 timed(runner, "load_model", "loading")
 timed(runner.Runner, "warm_up", "warm-up")
-timed(capturing.Captured, "capture", "capturing")
+timed(runner.Programs, "capture", "capturing")
 with LLM(sys.argv[1], load_format=sys.argv[3]) as llm:
     mark("ready")
     llm.generate([[1, 2, 3, 4, 5, 6, 7, 8]], SamplingParams(max_tokens=1, ignore_eos=True))

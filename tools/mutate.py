@@ -34,7 +34,7 @@ COPIED = (
     "README.md",
     "ARCHITECTURE.md",
 )
-GRAPHS = "core/ds_runtime/engine/capture/decode.py"
+INPUTS = "core/ds_runtime/engine/step/inputs.py"
 TIMEOUT = 900.0  # seconds for one selection
 
 
@@ -161,9 +161,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "decode page off by one",
-        "core/ds_runtime/engine/step/inputs.py",
-        "slots = [w.pages[w.start // page_size]",
-        "slots = [w.pages[max(w.start - 1, 0) // page_size]",
+        INPUTS,
+        "slots = [p[t // n] * n",
+        "slots = [p[max(t - 1, 0) // n] * n",
         ("tests/core/engine/test_batch.py",),
     ),
     Fault(
@@ -231,9 +231,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "spare rows write to a page",
-        GRAPHS,
-        "slots = np.array(own_slots + [-1] * spare, np.int64)",
-        "slots = np.array(own_slots + [0] * spare, np.int64)",
+        INPUTS,
+        "np.array(slots + [-1] * dummies, np.int64)",
+        "np.array(slots + [0] * dummies, np.int64)",
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(
@@ -252,14 +252,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "spare rows read a foreign page",
-        GRAPHS,
-        "filled = np.full((size, table.shape[1]), place.spare_page, np.int32)",
-        "filled = np.full((size, table.shape[1]), 0, np.int32)",
+        "core/ds_runtime/engine/step/page_table.py",
+        "spare = [[self._spare]] * (",
+        "spare = [[0]] * (",
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(
         "a replay on the last step's page table",
-        GRAPHS,
+        "core/ds_runtime/engine/step/page_table.py",
         "if self._held is table or (self._held is not None and np.array_equal(self._held, table)):",
         "if self._held is not None and self._held.shape == table.shape:",
         ("tests/e2e/test_graphs.py",),
@@ -267,15 +267,29 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a recorded chain of drafts attends by an older plan",
         "core/ds_runtime/engine/speculate/chain.py",
-        "prepare_kernels(self._kernels, batch.states, batch, self._kernels)",
+        "self._parts.prepare(batch, self._keys)",
         "pass",
         ("tests/e2e/test_speculation_captured.py",),
     ),
     Fault(
+        "a level of a tree reads where the one before it no longer writes",
+        "core/ds_runtime/engine/speculate/tree.py",
+        "if any(map(given_up, self._runs)):",
+        "if not self._runs:",
+        ("tests/plugins/test_cpu_graphs.py",),
+    ),
+    Fault(
+        "drafts of another rank's sequences",
+        "core/ds_runtime/engine/speculate/chain.py",
+        "found[-1][self._mine]",
+        "found[-1][: batch.num_tokens]",
+        ("tests/e2e/test_speculation_pairs.py",),
+    ),
+    Fault(
         "a captured step takes the wrong rows",
-        GRAPHS,
-        "rows = np.array([w.row for w in works] + [",
-        "rows = np.array([*range(count)] + [",
+        INPUTS,
+        "np.array([w.row * width for w in works] + [",
+        "np.array([*range(len(works))] + [",
         ("tests/e2e/test_graphs.py",),
     ),
     Fault(

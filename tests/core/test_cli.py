@@ -234,13 +234,6 @@ def test_usage_errors_exit_2_with_a_suggestion(capsys: Capture, args: list[str],
             ["serve", "--tp", "8", "--dp", "4", "--enable-dp-attention"],
             "groups of 2 of --tp 8 are not built yet: give --dp 8, or leave",
         ),
-        (
-            [
-                *("plan", "--tp", "2", "--enable-dp-attention"),
-                *("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "2"),
-            ],
-            "trees of drafts (--speculative-eagle-topk 2) beside it are not supported",
-        ),
         (["plan", "--model", "/no/such"], "--model /no/such: no such folder"),
         (["plan", "--platform", "cpuu"], "no such platform; did you mean 'cpu'?"),
         (["plan", "--plugins", "cpuu"], "'cpuu': no such plugin; did you mean 'cpu'?"),

@@ -144,11 +144,14 @@ def recorded(monkeypatch):
 @pytest.mark.slow
 def test_captured_and_overlapped_steps(tiny, alone, recorded):
     settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": ()}
-    with LLM(tiny, extra_plugins=[recorded], **settings, graph_sizes=(2, 8)) as llm:
+    settings |= {"graph_sizes": (2, 8), "prefill_graph_sizes": (12, 60)}
+    with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
         replays = llm._assembly.platform.backend.replays
-        assert len(replays) == 4 and not any(replays), "a step and a draw behind masks per size"
+        pieces, rest = 2 * (llm._assembly.model.layers + 1), 4
+        assert len(replays) == pieces + rest, "a step and a draw behind masks per size"
+        assert not any(replays)
         same(ask(llm), alone)
-        assert all(replays[::2]) and any(replays[1::2])
+        assert all(replays[:pieces]) and all(replays[pieces::2]) and any(replays[pieces + 1 :: 2])
 
 
 @pytest.mark.slow
@@ -156,13 +159,15 @@ def test_adapters_in_captured_steps(tiny, tmp_path, recorded):
     """Whole beside attention, cut beside FFNs; one is loaded into steps that are captured."""
     adapted = Adapted(tiny, tmp_path)
     settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": (), "graph_sizes": (4,)}
+    settings["prefill_graph_sizes"] = (60,)
     slots = {"lora": adapted.flags("a"), "max_loras": 2, "max_lora_rank": 8}
     asked, scored = prompts(6, 1, 60), SamplingParams(max_tokens=10, logprobs=0)
     with LLM(tiny, extra_plugins=[recorded], **settings, **slots) as llm:
         llm.load_lora_adapter("b", adapted.folders["b"])
         for names in (["a", None, "b", "b", "a", None], [None] * 5 + ["b"], [None] * 6):
             adapted.check(llm.generate(asked, scored, lora=names), names)
-        assert llm._assembly.platform.backend.replays[0] > 20
+        replays = llm._assembly.platform.backend.replays
+        assert replays[0] > 2 and replays[llm._assembly.model.layers + 1] > 20
 
 
 @pytest.mark.slow

@@ -189,15 +189,12 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, count):
         for cache in runner.caches:
             cache[:-1].fill_(float("nan"))
         runner.last_tokens[:-1] = 77
-        graphs, runner.captured.graphs = (
-            runner.captured.graphs,
-            runner.captured.graphs if captured else None,
-        )
+        runner.programs.serves = captured
         tokens = [
             [w.tokens for w in runner.collect(runner.launch(plan)).works]
             for plan in plans(runner, count)
         ]
-        runner.captured.graphs = graphs
+        runner.programs.serves = True
         seen[captured] = tokens, [c[:-1].clone() for c in runner.caches], runner.last_tokens.clone()
         assert all(torch.equal(c[-1], torch.zeros_like(c[-1])) for c in runner.caches)
     assert seen[True][0] == seen[False][0]
@@ -207,8 +204,9 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, count):
     assert torch.equal(seen[True][2], seen[False][2])
     assert runner.last_tokens[-1] == 0
     size = {1: 1, 3: 4, 5: 6}[count]
-    graph = next(g for g in runner.captured.graphs._graphs if g.size == size)
-    assert torch.isfinite(graph._logits).all(), "spare rows are numbers, whatever pages hold"
+    assert torch.isfinite(runner.programs.captured[size, 1].logits).all(), (
+        "spare rows are numbers, whatever pages hold"
+    )
 
 
 def test_only_decode_steps_that_fit_are_replayed(runner):
@@ -217,8 +215,8 @@ def test_only_decode_steps_that_fit_are_replayed(runner):
             Work(rid=str(i), row=i, start=5, length=n, pages=[i], tokens=[3] * n if n > 1 else None)
             for i, n in enumerate(lengths)
         ]
-        graph = runner.captured.graphs.fitting(StepPlan(step=0, works=works))
-        return graph and graph.size
+        program = runner.programs.select(StepPlan(step=0, works=works))
+        return None if program is runner.programs.op_by_op else program.size
 
     assert [fitting(*(1,) * n) for n in range(1, 8)] == [1, 2, 4, 4, 6, 6, None]
     assert fitting(1, 2) is None
@@ -243,7 +241,7 @@ def test_sizes():
 
 def test_a_kernel_that_cannot_be_captured_turns_captures_off_and_is_named(tiny, recorded):
     runner = make(tiny, recorded, pin=("experts=reference",))
-    assert runner.captured.graphs is None and runner.config.disable_graph
+    assert not runner.programs.sizes and runner.config.disable_graph
     (change,) = [c for c in runner.assembly.plan.changes if c[0] == "disable_graph"]
     assert change[1:3] == ("False → True", "core")
     assert "experts" in change[3] and "not safe under graph capture" in change[3]
@@ -260,7 +258,7 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     monkeypatch.setattr(recorded.Experts, "apply", reads)
     said = "a decode step of 6 requests cannot be captured: .*item waits.*; --disable-graph"
     with pytest.raises(PluginError, match=said):
-        runner.captured.graphs.capture()
+        runner.programs.capture(progress=False)
 
 
 def test_captures_show_their_progress(tiny, recorded, capsys):
@@ -270,7 +268,7 @@ def test_captures_show_their_progress(tiny, recorded, capsys):
 
 def test_disable_graph_leaves_facts_and_caches_alone(tiny, recorded):
     runner = make(tiny, recorded, disable_graph=True)
-    assert runner.captured.graphs is None and not runner.assembly.facts.graph_capture
+    assert not runner.programs.sizes and not runner.assembly.facts.graph_capture
     assert runner.caches[0].shape[0] == runner.num_pages
 
 

@@ -170,7 +170,7 @@ def test_graphs_and_overlap_change_no_token(
         disable_graph=disable_graph,
         disable_overlap_schedule=disable_overlap_schedule,
     )
-    assert (engine.runner.captured.graphs is None) is disable_graph
+    assert (not engine.runner.programs.sizes) is disable_graph
     assert engine._ahead == int(not disable_overlap_schedule)
     assert run(engine) == expected
 

@@ -50,7 +50,7 @@ def test_answers_are_those_of_eager_steps(tiny, recorded, radix):  # noqa: F811
             runner = llm._alive().runner
             replays = runner.platform.backend.replays
             pieces = 0 if off else 3 * (runner.assembly.model.layers + 1)
-            assert (runner.captured.prefills is None) is off and all(replays[:pieces])
+            assert (runner.programs.op_by_op.prefills is None) is off and all(replays[:pieces])
         found.append(outputs)
     for eager, captured in zip(*found, strict=True):
         assert captured.token_ids == eager.token_ids
@@ -88,10 +88,8 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
     for captured in (False, True):
         for cache in runner.caches:
             cache[:-1].fill_(float("nan"))
-        prefills, runner.captured.prefills = (
-            runner.captured.prefills,
-            runner.captured.prefills if captured else None,
-        )
+        road = runner.programs.op_by_op
+        prefills, road.prefills = road.prefills, road.prefills if captured else None
         for plan in steps([60], [0]) if captured else ():  # for what it leaves
             runner.collect(runner.launch(plan))
         for cache in runner.caches:
@@ -100,7 +98,7 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
             [w.tokens for w in runner.collect(runner.launch(plan)).works]
             for plan in steps(lengths, rows)
         ]
-        runner.captured.prefills = prefills
+        road.prefills = prefills
         seen[captured] = tokens, [c[:-1].clone() for c in runner.caches]
     assert seen[True][0] == seen[False][0]
     for got, want in zip(seen[True][1], seen[False][1], strict=True):
@@ -109,7 +107,7 @@ def test_a_replay_changes_what_an_eager_step_changes(runner, lengths):
 
 
 def test_what_fits(runner):
-    sizes = [runner.captured.prefills.graph_for(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
+    sizes = [runner.programs.op_by_op.prefills.graph_for(n) for n in (0, 1, 8, 9, 24, 25, 60, 61)]
     assert [graph and graph.size for graph in sizes] == [None, 8, 8, 24, 24, 60, 60, None]
 
 
@@ -151,8 +149,8 @@ def test_a_kernel_that_lies_about_captures_is_a_sentence(tiny, recorded, monkeyp
     monkeypatch.setattr(recorded.Experts, "apply", reads)
     said = "a step of 60 tokens cannot be captured: .*item waits.*; --disable-prefill-graph"
     with pytest.raises(PluginError, match=said):
-        runner.captured.prefills.capture()
-    assert runner.captured.prefills.graph_for(5) is None, (
+        runner.programs.op_by_op.prefills.capture()
+    assert runner.programs.op_by_op.prefills.graph_for(5) is None, (
         "nothing is replayed that was not captured"
     )
 
@@ -171,7 +169,10 @@ def test_sizes_that_nobody_gave_are_captured_when_they_come(tiny, recorded):  # 
             own = slice(10 * row, 10 * row + 5)  # pages
             cache[own], old[own] = 0.0, 0.0
             assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
-    assert [graph.is_captured for graph in runner.captured.prefills._graphs] == [True, True]
+    assert [graph.is_captured for graph in runner.programs.op_by_op.prefills._graphs] == [
+        True,
+        True,
+    ]
     # What follows the last attention is not replayed for the one row that is wanted.
     assert backend.replays[before:] == [1] * layers + [0] + [2] * layers + [0]
 
@@ -209,9 +210,10 @@ def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, cap
     runner = make(tiny, recorded, disable_prefill_graph=False)
     runner.warm_up()
     (plan,) = steps([20], [0])
-    prefills, runner.captured.prefills = runner.captured.prefills, None
+    road = runner.programs.op_by_op
+    prefills, road.prefills = road.prefills, None
     wanted = [w.tokens for w in runner.collect(runner.launch(plan)).works]
-    runner.captured.prefills = prefills
+    road.prefills = prefills
     apply = recorded.Experts.apply
 
     def reads(self, x, weights, ids, packed):
@@ -219,7 +221,7 @@ def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, cap
             raise CaptureError("this kernel waits for the device")
         return apply(self, x, weights, ids, packed)
 
-    capture, capturing = type(prefills._backend).capture, set()
+    capture, capturing = type(runner.platform.backend).capture, set()
 
     def captures(self, run):
         capturing.add(CaptureError)
@@ -228,7 +230,7 @@ def test_a_late_capture_that_fails_is_a_warning(tiny, recorded, monkeypatch, cap
         finally:
             capturing.clear()
 
-    monkeypatch.setattr(type(prefills._backend), "capture", captures)
+    monkeypatch.setattr(type(runner.platform.backend), "capture", captures)
     monkeypatch.setattr(recorded.Experts, "apply", reads)
     for _ in range(2):
         (plan,) = steps([20], [0])

@@ -12,7 +12,6 @@ import pytest
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.description.hf import load_config
-from ds_runtime.errors import ConfigError
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.models.adapters import write_adapter
@@ -115,7 +114,14 @@ def test_with_adapters(tmp_path, drafting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "drafting"), [("tiny-v3", CHAIN), ("tiny-v32", CHAIN), ("tiny-v32", ADAPTIVE)]
+    ("shape", "drafting"),
+    [
+        ("tiny-v3", CHAIN),
+        ("tiny-v3", TREE),
+        ("tiny-v32", CHAIN),
+        ("tiny-v32", TREE),
+        ("tiny-v32", ADAPTIVE),
+    ],
 )
 def test_with_sequences_divided(made, shape, drafting):
     plain, _ = answers(made[shape])
@@ -124,21 +130,24 @@ def test_with_sequences_divided(made, shape, drafting):
     assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
 
 
-@pytest.mark.slow
-def test_with_sequences_and_adapters_divided(tmp_path, recorded):
-    """Steps that could be captured run op by op, and one ahead of the host."""
+@pytest.mark.parametrize(
+    "drafting", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=("chain", "tree")
+)
+def test_with_sequences_and_adapters_divided(tmp_path, recorded, drafting):
+    """Verifications, drafts and prompts are captured, and one step is ahead of the host."""
     config = load_config(resolve_model("demo"))
     write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
-    settings = {"lora": (f"a={tmp_path / 'a'}",)}
-    plain, _ = answers("demo", adapters=("a", None), **settings)
+    settings = {"lora": (f"a={tmp_path / 'a'}",), "max_running_requests": 4}
+    plain, alone = answers("demo", adapters=("a", None), **settings, **drafting)
     settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
-    found, stats = answers("demo", adapters=("a", None), **settings, **DIVIDED, **CHAIN)
-    assert found == plain and stats.accepted_tokens > 0
-
-
-def test_trees_of_divided_sequences_are_refused():
-    with pytest.raises(ConfigError, match=r"eagle-topk 2\) beside it are not supported"):
-        answers("demo", **DIVIDED, **TREE)
+    settings |= {"graph_sizes": (1, 2, 4), "prefill_graph_sizes": (128,)}
+    found, stats = answers("demo", adapters=("a", None), **settings, **DIVIDED, **drafting)
+    assert found == plain
+    assert stats.accepted_tokens == alone.accepted_tokens > 0
+    replays = recorded.Recorded.backend.replays
+    pieces = config.layers + 1
+    assert len(replays) == pieces + 3 * 4 and all(replays[:pieces])
+    assert sum(count > 0 for count in replays[pieces:]) >= 4, "those of one size"
 
 
 @pytest.mark.slow

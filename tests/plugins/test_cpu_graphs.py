@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 
 from ds_runtime import LLM, SamplingParams
 from ds_runtime.assembly.assemble import assemble
+from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.capture.lazy import LateGraphs
+from ds_runtime.description.hf import load_config
+from ds_runtime.engine.capture.recorder import Recorder
 from ds_runtime.ops.contract import FP8_GROUPS
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime.plugins.manager import load_plugins
@@ -29,6 +32,7 @@ from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_kit.checks.captures import check_captures
 from ds_runtime_kit.checks.conformance import facts_for
 from ds_runtime_kit.models import tiny
+from ds_runtime_kit.models.adapters import write_adapter
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no native library")
 OFFERED = (
@@ -244,17 +248,18 @@ def written(folder, shape):
         ("demo", {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 2}),
         ("demo", {"speculative_algorithm": "NEXTN"}),
         ("v3", {}),
+        ("v3", {"disable_graph": True, "max_loras": 2, "lora_target_modules": ("o_proj",)}),
     ],
 )
-def test_only_chains_are_captured_late(tmp_path, shape, settings):
-    """Others keep the kernels that they have op by op."""
+def test_every_kind_of_step_is_captured_late(tmp_path, shape, settings):
+    """But with adapters of routed experts. Kernels that read values serve steps op by op alone."""
     given = {"platform": "cpu", "model": written(tmp_path, shape), **settings}
     assembly = assemble(EngineConfig(**given), tuple(given))
-    chains = shape != "v32" and set(settings) <= {"speculative_algorithm"}
-    assert assembly.facts.graph_capture is chains
+    captured = "disable_graph" not in settings
+    assert assembly.facts.graph_capture is captured
     if "max_loras" in settings:
         assert {d.kernel for d in assembly.binding.decisions if d.op == "lora_delta"} == {
-            "cpu.lora_delta"
+            "cpu.lora_delta_masked" if captured else "cpu.lora_delta"
         }
 
 
@@ -287,7 +292,7 @@ def test_a_step_is_captured_once_it_has_come_often():
         runs.append(1)
         x.add_(1)
 
-    replay = LateGraphs(HostGraphs(), 3).capture(run)
+    replay = Recorder(HostGraphs(), 3).record(run, "a step")
     for _ in range(10):
         replay()
     assert x == 10 and len(runs) == 4  # a capture on the host runs the step as well
@@ -299,8 +304,8 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
     def run():
         x.add_(int(x.item() < 100))
 
-    late = LateGraphs(HostGraphs(), 2)
-    replays = [late.capture(run) for _ in range(2)]  # as of two sizes
+    late = Recorder(HostGraphs(), 2)
+    replays = [late.record(run, "a step") for _ in range(2)]  # as of two sizes
     with caplog.at_level(logging.WARNING):
         for _ in range(10):
             for replay in replays:
@@ -310,6 +315,14 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
     assert len(said) == 1 and said[0].startswith("decode steps go on op by op: CaptureError: ")
 
 
+TREE = {
+    "dtype": "float32",
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 2,
+}
+
+
 @pytest.mark.parametrize(
     ("shape", "settings"),
     [
@@ -317,7 +330,9 @@ def test_one_that_cannot_be_captured_goes_on(caplog):
         ("v3", {"dtype": "float32"}),
         ("v3", {"dtype": "bfloat16", "quantize": "int8"}),
         ("v3", {"dtype": "bfloat16", "quantize": "int4", "kv_cache_dtype": "fp8"}),
+        ("v32", {"dtype": "float32"}),
         ("demo", {"dtype": "float32", "speculative_algorithm": "NEXTN"}),
+        ("demo", TREE),
         (
             "demo",
             {
@@ -361,6 +376,51 @@ def test_answers_are_those_of_steps_op_by_op(tmp_path, monkeypatch, shape, setti
         assert bool(replays) is not disable_graph
     assert found[0] == found[1]
     assert len(replays) > 15
+
+
+def test_answers_of_adapters_are_those_of_steps_op_by_op(tmp_path):
+    """In the middle of captured steps, requests with an adapter come and go."""
+    config = load_config(resolve_model("demo"))
+    write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
+    prompts = [[(7 * i + j) % 250 + 2 for j in range(3 + 5 * i)] for i in range(4)]
+    params = [SamplingParams(max_tokens=20 + 9 * i, ignore_eos=True) for i in range(4)]
+    found = []
+    for disable_graph in (True, False):
+        with LLM(
+            "demo",
+            platform="cpu",
+            dtype="float32",
+            threads=1,
+            kv_memory=4_000_000,
+            context_length=256,
+            lora=(f"a={tmp_path / 'a'}",),
+            disable_graph=disable_graph,
+        ) as llm:
+            for names in (["a", None, "a", None], [None] * 4):
+                outputs = llm.generate(prompts, params, lora=names)
+                found.append([o.token_ids for o in outputs])
+    assert found[:2] == found[2:] and found[0] != found[1]
+
+
+def test_a_tree_whose_levels_cannot_all_be_recorded_grows_op_by_op(monkeypatch):
+    """A level reads what the one before it made, and that is elsewhere in every step."""
+    found, capture, counts = [], HostGraphs.capture, []
+
+    def sometimes(self, run):
+        counts.append(1)
+        if isinstance(run, partial) and run.args == (0,):
+            raise CaptureError("not this one")
+        return capture(self, run)
+
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(HostGraphs, "capture", sometimes)
+        small = {"platform": "cpu", "threads": 1, "kv_memory": 4_000_000, "context_length": 256}
+        with LLM("demo", **small, **TREE) as llm:
+            found.append([o.token_ids for o in llm.generate([[5, 6, 7], [8, 9]], params)])
+            accepted = llm.stats().accepted_tokens
+    assert found[0] == found[1] and counts and accepted > 10
 
 
 def test_the_first_recording_loads_nothing():

@@ -46,7 +46,6 @@ from ds_runtime.plugins.manager import Plugins, load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 
 _ONE_BY_ONE = "routed experts with adapters run one by one, as the host learns which are chosen"
-_APART = "steps with drafts of ranks that have sequences of their own run op by op"
 _COMPILED = "what torch.compile makes for the host cannot be recorded"
 _THREADS = 64  # per rank are fine on the smallest machine
 dummies = set[str]()  # the model decided for last, if its weights are random: records say so
@@ -100,7 +99,6 @@ def assemble(
     check_graph_sizes(config)
     lora = LoraPlan.of(config, model)
     captured = platform.captures and not config.disable_graph
-    captured = captured and (not platform.capture_after or _captured_late(config, model, lora))
     if captured and (why := _uncapturable(platform, config, lora)):
         captured, config = False, with_changes(config, {"disable_graph": True})
         changes.append(("disable_graph", "False → True", "core", why))
@@ -197,19 +195,7 @@ def _uncapturable(platform: Platform, config: EngineConfig, lora: LoraPlan | Non
         return _COMPILED
     if lora is not None and lora.has_experts:
         return _ONE_BY_ONE
-    if config.speculative_algorithm is not None and config.enable_dp_attention:
-        return _APART
     return ""
-
-
-def _captured_late(config: EngineConfig, model: ModelConfig, lora: LoraPlan | None) -> bool:
-    """Whether decode steps see all before them, verify chains at most and have no adapters. Only
-    such are captured late, where a piece of a step that is given up halfway runs again as a whole:
-    keys of a tree's branch would be moved twice.
-    """
-    shape = Speculation.of(config)
-    chains = shape is None or shape.topk == 1
-    return chains and model.indexing is None and lora is None
 
 
 def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:

@@ -328,11 +328,6 @@ def _divided(config: EngineConfig) -> None:
             "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
             "give --tp N beside it, or leave it out"
         )
-    if (topk := config.speculative_eagle_topk or 1) > 1:
-        raise ConfigError(
-            f"--enable-dp-attention: trees of drafts (--speculative-eagle-topk {topk}) beside it "
-            "are not supported: leave that out, for a chain"
-        )
 
 
 def with_changes(config: EngineConfig, values: Mapping[str, Any]) -> EngineConfig:

@@ -144,7 +144,7 @@ class LLM:
         """Take each draft for right so often, whatever it is: for measurements of one rank on
         random checkpoints, whose answers mean nothing.
         """
-        self._alive().runner.simulated = probability
+        self._alive().runner.parts.simulated = probability
 
     def force_drafts(self, count: int | None) -> None:
         """Draft so many tokens per step, whatever pays; None: as was settled. For measurements."""

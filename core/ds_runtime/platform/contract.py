@@ -105,8 +105,8 @@ class Platform(ABC):
     of the backend is made or replayed, so that steps with prompts are captured, too, in pieces
     between attentions, which read and write there; without effect beside capture_after.
     capture_after: 0 if steps are captured at start; else each when it has run that often op by op,
-    for devices where recording is cheap and a spare row is not: decode steps, and chains of drafts
-    with their verification, without adapters or sparse attention; the capture runs the step, too.
+    for devices where recording is cheap and a spare row is not: decode steps, with drafts or
+    without; the capture runs the step, too.
     own_memory: the device's memory is for the engine alone, so that the KV cache takes what weights
     and steps leave (`assembly/room.py`). kv_share: elsewhere, the share of what is free after
     loading that the KV cache takes at most where the user says nothing. local_rank: the index of

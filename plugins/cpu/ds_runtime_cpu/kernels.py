@@ -207,6 +207,13 @@ ATTENTION: tuple[Kernel, ...] = (
         note=_KV_B,
     ),
     _native("cache_write", "prologue:cache_write", _native_cache),
+    cpu.offer(
+        "cache_move",
+        "moves:cache_move",
+        RANK_PLATFORM,
+        _torch_only,
+        layouts={"latent_pages.v1", *_SCALED_PAGES, *_EXPANDED_PAGES},
+    ),
     _by_row("mla_prologue", "prologue:mla_prologue", _native_cache),
     _native("index_prologue", "sparse:index_prologue", _native_index),
     _native("index_scores", "sparse:index_scores", _native_index),
@@ -257,6 +264,7 @@ LINEAR_KERNELS: tuple[Kernel, ...] = (
         "linear", "linear:linear_plain", RANK_PORTABLE, _torch_only, formats=_FORMATS, note=_FP8
     ),
     _by_host("lora_delta", "lora:lora_delta", _torch_only),
+    cpu.offer("lora_delta", "lora:lora_delta_masked", RANK_PORTABLE, _torch_only),
 )
 SMALL_OPS: tuple[Kernel, ...] = (
     _by_row("rms_norm", "small:rms_norm"),

@@ -23,16 +23,21 @@ def lora_delta(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> 
         (slot,) = named
         _add(y, x, a[:, slot], b[:, slot])
     elif len(adapters) <= _FEW:
-        slots, rank = a.shape[1:3]
-        own = adapters[:, None] == torch.arange(slots, dtype=adapters.dtype)
-        others = ~own[:, :, None].expand(-1, -1, rank).flatten(1)  # [rows, slots · rank]
-        _add(y, x, a.flatten(1, 2), b.flatten(1, 2), others)
+        lora_delta_masked(y, x, a, b, adapters)
     else:
         for slot in named - {-1}:
             rows = (adapters == slot).nonzero().squeeze(1)
             some = y.index_select(0, rows)
             _add(some, x.index_select(0, rows), a[:, slot], b[:, slot])
             y.index_copy_(0, rows, some)
+
+
+def lora_delta_masked(y: Tensor, x: Tensor, a: Tensor, b: Tensor, adapters: Tensor) -> None:
+    """LoraDelta without a look at the slots, for recordings: over all of them, with a mask."""
+    slots, rank = a.shape[1:3]
+    own = adapters[:, None] == torch.arange(slots, dtype=adapters.dtype)
+    others = ~own[:, :, None].expand(-1, -1, rank).flatten(1)  # [rows, slots · rank]
+    _add(y, x, a.flatten(1, 2), b.flatten(1, 2), others)
 
 
 def _add(y: Tensor, x: Tensor, down: Tensor, up: Tensor, others: Tensor | None = None) -> None:

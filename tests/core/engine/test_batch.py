@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.engine.step.inputs import build_batch, num_logit_rows
+from ds_runtime.engine.step.inputs import StepInputs, num_logit_rows, read_last_tokens
 from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.transfer import Upload
 from examples import examples
@@ -52,9 +52,11 @@ def plans(draw):
 @given(plans(), st.booleans())
 def test_batch_equals_the_naive_construction(case, packed):
     plan, page_size, prefix_chunk = case
-    batch = build_batch(
-        plan.works, page_size, 61, LAST, Upload(torch.device("cpu"), packed), prefix_chunk
-    )
+    sent = Upload(torch.device("cpu"), packed)
+    added = StepInputs(page_size, 61, 61 * page_size, LAST, prefix_chunk).add(plan.works, sent)
+    sent.send()
+    batch = added.batch(sent, {})
+    read_last_tokens(batch, LAST)
     ids, positions, slots, logit_rows = [], [], [], []
     for work in plan.works:
         wanted = num_logit_rows(work)

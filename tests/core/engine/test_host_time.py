@@ -10,7 +10,7 @@ import torch
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from ds_runtime.engine.step.inputs import build_batch
+from ds_runtime.engine.step.inputs import StepInputs, read_last_tokens
 from ds_runtime.engine.step.plan import StepResult, WorkResult
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.kv.pages import PagePool
@@ -26,11 +26,15 @@ def test_scheduling_64_requests_is_cheap():
         params = SamplingParams(max_tokens=200)
         scheduler.submit(Submit(rid=str(i), prompt=prompt, params=params, seed=0))
     last_tokens = torch.zeros(64, dtype=torch.int64)
-    seconds = []
+    inputs, seconds = StepInputs(16, 256, 4096, last_tokens, 4096), []
     while scheduler.has_work:
         before = time.thread_time()
         plan = scheduler.schedule()
-        batch = build_batch(plan.works, 16, 256, last_tokens, Upload(torch.device("cpu")), 4096)
+        sent = Upload(torch.device("cpu"))
+        added = inputs.add(plan.works, sent)
+        sent.send()
+        batch = added.batch(sent, {})
+        read_last_tokens(batch, last_tokens)
         works = [WorkResult(rid=w.rid, tokens=[7] * w.draws) for w in plan.works]
         scheduler.update(plan, StepResult(step=plan.step, works=works))
         if batch.num_decode == 64:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_runtime.engine.capture.decode import PageTable
+from ds_runtime.engine.step.page_table import PageTable
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import RowOwners
 

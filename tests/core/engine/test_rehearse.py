@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_runtime.engine.capture.rehearse import Rehearsed, rehearsing
+from ds_runtime.engine.capture.recorder import Recorder, rehearsing
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import Compiles
 from ds_runtime.ops.table import OPS
@@ -66,10 +66,10 @@ def test_one_that_works_is_enough(contexts):
 
 def test_what_is_rehearsed_is_not_recorded():
     calls = list[int]()
-    replay = Rehearsed().capture(lambda: calls.append(1))
-    assert not calls
-    replay()
+    replay = Recorder(None).record(lambda: calls.append(1), "a step")
     assert calls == [1]
+    replay()
+    assert calls == [1, 1]
 
 
 def test_results_that_no_kernel_writes_are_zeros():

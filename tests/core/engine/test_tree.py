@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 from test_verify import CPU, LIMIT, ROWS, VOCAB, draw
 
 from ds_runtime.common.speculation import Speculation
-from ds_runtime.engine.speculate.acceptance import Branch, claim, fronts, moves, verify
-from ds_runtime.engine.speculate.tree import Drafted, Growth, Trees, seen_by
+from ds_runtime.engine.speculate.acceptance import (
+    Branch,
+    Drafted,
+    Trees,
+    claim,
+    fronts,
+    moves,
+    seen_by,
+    verify,
+)
+from ds_runtime.engine.speculate.tree import Growth
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.engine.step.result import sort_rows
 from ds_runtime.engine.step.sampler import Sampler, stream_key

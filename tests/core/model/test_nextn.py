@@ -87,7 +87,7 @@ def test_the_plan_the_estimate_and_the_caches_have_one_layer_more():
     verify = [s for s, _ in assembly.binding.choices if s.phase == "verify"]
     assert len(verify) == 6 and len(runner.caches) == 6
     more = needed_bytes(assembly) - needed_bytes(plain)
-    assert more == pytest.approx(runner.speculator.draft.packed_bytes, rel=0.02)
+    assert more == pytest.approx(runner.draft.packed_bytes, rel=0.02)
 
 
 def test_a_folder_of_its_own_holds_the_same_layer(split):
@@ -95,7 +95,7 @@ def test_a_folder_of_its_own_holds_the_same_layer(split):
     ours = load(**NEXTN)
     theirs = load(**NEXTN, model=str(model), speculative_draft_model_path=str(draft))
     for name in ("join", "norm", "embedding_norm"):
-        a, b = (getattr(r.speculator.draft, name) for r in (ours, theirs))
+        a, b = (getattr(r.draft, name) for r in (ours, theirs))
         a, b = ((x.packed.tensors["weight"] if hasattr(x, "packed") else x.weight) for x in (a, b))
         assert a.equal(b)
 

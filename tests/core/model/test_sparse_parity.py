@@ -12,7 +12,7 @@ from ds_runtime.engine.process.banner import warnings
 from ds_runtime.errors import ConfigError
 from ds_runtime.model import indexer
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
-from ds_runtime.ops.contracts import sparse
+from ds_runtime.ops.contracts.attention import index as sparse
 from ds_runtime.ops.reference.layouts import INDEX_PAGES, LATENT_FP8_GROUPS
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import SPARSE, write_tiny, write_tiny_fp8

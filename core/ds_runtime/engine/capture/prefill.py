@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ds_runtime.common.progress import Progress
-from ds_runtime.engine.capture.decode import captured, made_ready
+from ds_runtime.engine.capture.recorder import Recorder
+from ds_runtime.engine.step.inputs import bare_batch
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
-from ds_runtime.ops.batch import Batch
-from ds_runtime.platform.contract import GraphBackend
+from ds_runtime.ops.batch import Batch, Spread
 from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,8 @@ class PiecewiseModel(Protocol):
 
     def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor: ...
 
+    def wanted(self, hidden: Tensor, spread: Spread | None) -> Tensor: ...
+
     def selection(self, batch: Batch) -> Selection | None: ...
 
     def attended_width(self) -> int: ...
@@ -53,7 +55,8 @@ class PiecewiseModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """Where all graphs find a step, each in as many rows as it has: ids, positions and slots [rows]
-    int64, adapters [rows] int32 if there are any, and what attention gives.
+    int64, adapters [rows] int32 if there are any, and what attention gives. every: adapters of the
+    rows of all ranks, where there are several.
     """
 
     ids: Tensor
@@ -61,17 +64,24 @@ class StepRows:
     slots: Tensor
     attended: Tensor
     adapters: Tensor | None
+    every: Tensor | None
+    ranks: int
 
     @staticmethod
-    def of(model: PiecewiseModel, size: int, device: torch.device, adapts: bool) -> StepRows:
+    def of(
+        model: PiecewiseModel, size: int, device: torch.device, adapts: bool, ranks: int
+    ) -> StepRows:
         ids, positions, slots = torch.zeros(3, size, dtype=torch.int64, device=device)
         width = model.attended_width()
+        none = torch.full((size * ranks,), -1, dtype=torch.int32, device=device)
         return StepRows(
             ids,
             positions,
             slots.fill_(-1),
             torch.zeros(size, width, dtype=model.dtype, device=device),
-            torch.full((size,), -1, dtype=torch.int32, device=device) if adapts else None,
+            none[:size] if adapts else None,
+            none.clone() if adapts and ranks > 1 else None,
+            ranks,
         )
 
     def first(self, size: int) -> StepRows:
@@ -82,7 +92,15 @@ class StepRows:
             self.slots[:size],
             self.attended[:size],
             None if self.adapters is None else self.adapters[:size],
+            None if self.every is None else self.every[: size * self.ranks],
+            self.ranks,
         )
+
+    @property
+    def spread(self) -> Spread | None:
+        """Every rank has as many rows."""
+        size = self.ids.shape[0]
+        return None if self.ranks == 1 else Spread(size, size, adapters=self.every)
 
     def fill(self, batch: Batch) -> None:
         """With a step, and spare rows behind it."""
@@ -93,6 +111,14 @@ class StepRows:
         if self.adapters is not None:
             self.adapters[:n] = -1 if batch.adapters is None else batch.adapters
         self.spare(n)
+        if self.every is not None and (spread := batch.spread) is not None:
+            self.every.fill_(-1)
+            if spread.adapters is not None:
+                count = spread.rows * self.ranks
+                real = torch.arange(count, device=self.ids.device)
+                real = real if spread.real is None else spread.real
+                places = real // spread.rows * self.ids.shape[0] + real % spread.rows
+                self.every.index_copy_(0, places, spread.adapters)
 
     def spare(self, n: int = 0) -> None:
         """Make rows from n on spare ones."""
@@ -121,11 +147,10 @@ class PrefillGraph:
 
     def _forward(self) -> Generator[Cut, None, Tensor]:
         rows = self._rows
-        none = rows.ids[:0]  # all rows are wanted
-        batch = Batch(rows.ids, rows.positions, rows.slots, none, adapters=rows.adapters)
+        batch = bare_batch(rows.ids, rows.positions, rows.slots, rows.adapters, rows.spread)
         return self._model.pieces(batch, self._caches, rows.attended)
 
-    def capture(self, backend: GraphBackend) -> None:
+    def capture(self, recorder: Recorder) -> None:
         """Run a step of spare rows alone, then record it."""
         self._rows.spare()  # they may hold a step of another size
         what, remedy = f"a step of {self.size} tokens", "--disable-prefill-graph"
@@ -141,11 +166,11 @@ class PrefillGraph:
             while not found or not isinstance(found[-1], Tensor):
                 piece()
 
-        made_ready(whole, what, remedy)
+        recorder.ready(whole, what, remedy)
         forward, pieces = self._forward(), list[tuple[Callable[[], None], Cut]]()
         while True:
             found.clear()
-            replay = captured(piece, backend, what, remedy, ready=True)
+            replay = recorder.record(piece, what, remedy, ready=True)
             made = found[-1]
             if isinstance(made, Tensor):
                 break
@@ -162,12 +187,15 @@ class PrefillGraph:
         out, selection = self._rows.attended[:n], self._model.selection(batch)
         for replay, cut in self._pieces:
             replay()
-            self._model.attend(cut, batch, selection, out)
+            if n:  # else other ranks have all rows
+                self._model.attend(cut, batch, selection, out)
         if not every and (few := self._model.few(batch)) is not None:
             return self._model.finish(self._pieces[-1][1], out, few, batch)
         self._last()
         hidden = self._hidden[:n]  # the next replay of any graph overwrites it
-        return hidden.clone() if every else hidden[batch.logit_rows]
+        if every:
+            return hidden.clone()
+        return self._model.wanted(hidden[batch.logit_rows], batch.spread)
 
 
 class PrefillGraphs:
@@ -180,15 +208,17 @@ class PrefillGraphs:
         model: PiecewiseModel,
         caches: Sequence[Tensor],
         sizes: Sequence[int],
-        backend: GraphBackend,
+        recorder: Recorder,
         adapts: bool,
+        ranks: int = 1,
     ) -> None:
-        """caches: as `pieces` takes them. adapts: rows may have adapters."""
+        """caches: as `pieces` takes them. adapts: rows may have adapters. ranks: those that have
+        rows of their own."""
         self.sizes = tuple(sizes)
-        self._backend = backend
+        self._recorder = recorder
         self._ready = False
         self._failed: set[int] = set()
-        rows = StepRows.of(model, max(sizes), caches[0].device, adapts)
+        rows = StepRows.of(model, max(sizes), caches[0].device, adapts, ranks)
         self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
 
     @torch.inference_mode()
@@ -199,7 +229,7 @@ class PrefillGraphs:
         total = len(self._graphs)
         with Progress("capturing steps with prompts", total, "steps", enabled=progress) as bar:
             for graph in reversed(self._graphs):
-                graph.capture(self._backend)
+                graph.capture(self._recorder)
                 bar.advance(1)
         self.serve()
 
@@ -208,7 +238,8 @@ class PrefillGraphs:
         self._ready = True
 
     def graph_for(self, tokens: int) -> PrefillGraph | None:
-        """For a step: none if it has more tokens than any, or none itself. Captured now if need be;
+        """For a step of so many tokens, at most, on a rank: none if it has more than any, or none
+        itself. Captured now if need be;
         where that fails, a warning says why, and steps of this size go on op by op.
         """
         index = bisect_left(self.sizes, tokens)
@@ -217,7 +248,7 @@ class PrefillGraphs:
         graph = self._graphs[index]
         if not graph.is_captured and index not in self._failed:
             try:
-                graph.capture(self._backend)
+                graph.capture(self._recorder)
             except DsRuntimeError as e:
                 self._failed.add(index)
                 log.warning("steps with prompts go on op by op: %s", e)

@@ -50,10 +50,10 @@ def banner(assembly: Assembly, runner: Runner) -> str:
 
 def _not_captured(runner: Runner) -> list[str]:
     """Which steps with drafts run op by op, though steps are captured."""
-    if runner.captured.cycles is None or not (sizes := runner.captured.cycles.left_out):
+    if not (sizes := runner.programs.left_out) or runner.speculation is None:
         return []
-    tokens = max(runner.captured.cycles.place.shape.choices) + 1
-    most = max(runner.captured.cycles.sizes, default=0)
+    tokens = max(runner.speculation.choices) + 1
+    most = max(runner.programs.sizes, default=0)
     return [
         f"{'graphs':<10}not captured: steps of more requests than {most}, since {sizes[0]} of "
         f"{tokens} tokens are over --max-step-tokens {runner.config.max_step_tokens}"

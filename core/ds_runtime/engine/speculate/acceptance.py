@@ -12,18 +12,72 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.speculate.tree import Trees
 from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.result import Wanted
 from ds_runtime.engine.step.sampler import Nodes, uniforms
-from ds_runtime.engine.step.transfer import Upload
+from ds_runtime.engine.step.transfer import Array, Upload
 from ds_runtime.model.deepseek import Moves
+from ds_runtime.ops.batch import TAIL
+
+
+class Sent(Protocol):
+    """Arrays of the host as tensors, by their numbers: an Upload, or places that never move."""
+
+    def __getitem__(self, number: int, /) -> Tensor: ...
+
+
+class Trees:
+    """Of every row, by node: parent, depth, and `line`, whose bit a says that node a is the node
+    itself or above it. [rows · width] int64 each.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self.width = width
+        # Before anything is drafted: a chain.
+        nodes = torch.arange(width, device=device)
+        self.depths = nodes.repeat(rows)
+        self.parents = (nodes - 1).clamp_(min=0).repeat(rows)
+        self.lines = (torch.full_like(nodes, 2) << nodes).sub_(1).repeat(rows)
+
+    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of nodes, and what they see: [rows] each. places: theirs in here; starts: the
+        root's positions; nodes: how many their sequences have, 0 for dummies, which see all.
+        """
+        real = nodes > 0
+        depths = torch.where(real, self.depths[places], 0)
+        return starts + depths, torch.where(real, seen_by(self.lines[places], nodes), -1)
+
+    def put(self, rows: Tensor, drafted: Drafted) -> None:
+        """Trees behind the last tokens of these rows: the nodes but the root."""
+        for to, values in (
+            (self.depths, drafted.depths),
+            (self.parents, drafted.parents),
+            (self.lines, drafted.lines),
+        ):
+            to.view(-1, self.width)[:, 1:].index_copy_(0, rows, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafted nodes of n sequences, [n, width − 1] int64 each."""
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    lines: Tensor
+
+
+def seen_by(lines: Tensor, counts: Tensor) -> Tensor:
+    """DecodePart.tree of nodes whose sequences end with `counts` of them: [rows] int64."""
+    free = TAIL - counts
+    return (lines << free) | ((torch.ones_like(free) << free) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +86,9 @@ class Claims:
 
     firsts: [n] each one's first draw. counts: [n] its drafts. places: [n] where the token behind
     what it keeps belongs in last_tokens. pairs: [n, most] a draw per draft, which claims to be the
-    token in front of the draw `behind` it; real: [n, most] 1 for a draft, 0 behind the last of a
-    work. inputs: [draws] where that token lies in last_tokens. ahead: [draws] how many drafts are
-    in front.
-    luck: [n, most], instead of comparing: 1 for each that is taken for right; a negative number:
-    none.
+    token in front of the draw `behind` it; real: [n, most] bool, whether there is a draft; luck:
+    likewise, what is right where there is none. inputs: [draws] where that token lies in
+    last_tokens. ahead: [draws] how many drafts are in front. simulated: no draft is compared.
     """
 
     firsts: int
@@ -45,10 +97,17 @@ class Claims:
     pairs: int
     behind: int
     real: int
+    luck: int
     inputs: int
     ahead: int
     most: int
-    luck: int = -1
+    simulated: bool = False
+
+    @staticmethod
+    def numbered(arrays: dict[str, Array], upload: Upload, simulated: bool) -> Claims:
+        """Of arrays by these names, once they are added to an upload."""
+        numbers = {name: upload.add(array) for name, array in arrays.items()}
+        return Claims(**numbers, most=arrays["pairs"].shape[1], simulated=simulated)
 
 
 def claim(
@@ -59,11 +118,25 @@ def claim(
     """
     works = [plan.works[i] for i, _ in wanted.samplers]
     counts = tuple(count for _, count in wanted.samplers)
-    found = _claimed(counts, tuple(w.row for w in works), width)
-    most, luck = found["pairs"].shape[1], -1
-    if simulated is not None:
-        luck = upload.add(lucky(works, most, simulated) * found["real"])
-    return Claims(**{k: upload.add(array) for k, array in found.items()}, most=most, luck=luck)
+    arrays = claimed(works, counts, counts, width, simulated)
+    return Claims.numbered(arrays, upload, simulated is not None)
+
+
+def claimed(
+    works: Sequence[Work],
+    draws: tuple[int, ...],
+    real: tuple[int, ...],
+    width: int,
+    simulated: float | None,
+) -> dict[str, Array]:
+    """The arrays of Claims. draws: of each work; real: of these, those that are wanted. Where no
+    draft is simulated they are the very same for the same works, and nobody writes to them.
+    """
+    found = _claimed(draws, real, tuple(w.row for w in works), width)
+    if simulated is None:
+        return found
+    luck = lucky(works, found["pairs"].shape[1], simulated) & found["real"]
+    return {**found, "luck": luck, "real": found["luck"]}
 
 
 def lucky(works: Sequence[Work], most: int, simulated: float) -> npt.NDArray[np.bool_]:
@@ -74,38 +147,37 @@ def lucky(works: Sequence[Work], most: int, simulated: float) -> npt.NDArray[np.
     return uniforms([w.row + 1 for w in works], at) < simulated
 
 
-@lru_cache(maxsize=16)  # requests that run on claim alike, step by step
+@lru_cache(maxsize=256)  # requests that run on claim alike, step by step
 def _claimed(
-    draws: tuple[int, ...], rows: tuple[int, ...], width: int
-) -> dict[str, npt.NDArray[np.int64]]:
-    """The arrays of Claims. draws: of each work; rows: of last_tokens, likewise."""
+    draws: tuple[int, ...], real: tuple[int, ...], rows: tuple[int, ...], width: int
+) -> dict[str, Array]:
+    """rows: of last_tokens, of each work."""
     counts, works = np.array(draws, np.int64), np.arange(len(draws))
     firsts, total = np.cumsum(counts) - counts, sum(draws)
     most = max(draws, default=1) - 1
     pairs = np.minimum(firsts[:, None] + np.arange(most), max(0, total - 2))
     owners = np.repeat(works, counts)
     ahead, places = np.arange(total) - firsts[owners], np.array(rows, np.int64) * width
+    claims = np.arange(most) < np.array(real, np.int64)[:, None] - 1
     return {
         "firsts": firsts,
-        "counts": counts - 1,
+        "counts": np.array(real, np.int64) - 1,
         "places": places,
         "pairs": pairs,
         "behind": np.minimum(pairs + 1, max(0, total - 1)),
-        "real": (np.arange(most) < counts[:, None] - 1).astype(np.int64),
+        "real": claims,
+        "luck": np.zeros_like(claims),
         "inputs": places[owners] + ahead,
         "ahead": ahead,
     }
 
 
-def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Upload) -> Tensor:
+def judge(claims: Claims, tokens: Tensor, inputs: Tensor, sent: Sent) -> Tensor:
     """How many drafts of each work are right: [n] int64. tokens: [draws] as the model drew them;
     inputs: [draws] the token in front of each.
     """
-    if claims.luck >= 0:
-        right = sent[claims.luck]
-    else:
-        same = tokens[sent[claims.pairs]] == inputs[sent[claims.behind]]
-        right = torch.where(same, sent[claims.real], 0)
+    same = tokens[sent[claims.pairs]] == inputs[sent[claims.behind]]
+    right = torch.where(sent[claims.real], same, sent[claims.luck])
     return right.sum(1) if claims.most == 1 else right.cumprod(1).sum(1)
 
 
@@ -120,7 +192,7 @@ class Fronts:
     nodes: Nodes | None = None
 
 
-def fronts(claims: Claims, last_tokens: Tensor, trees: Trees | None, sent: Upload) -> Fronts | None:
+def fronts(claims: Claims, last_tokens: Tensor, trees: Trees | None, sent: Sent) -> Fronts | None:
     """None where nothing is drawn behind drafts."""
     if not claims.most:
         return None
@@ -145,9 +217,21 @@ class Branch:
     order: Tensor | None = None
 
 
-def verify(
-    claims: Claims, width: int, tokens: Tensor, front: Fronts | None, sent: Upload
+def settle(
+    claims: Claims,
+    width: int,
+    tokens: Tensor,
+    front: Fronts | None,
+    last_tokens: Tensor,
+    sent: Sent,
 ) -> Branch:
+    """As `verify`; the token behind what each work keeps is its last one from now on."""
+    branch = verify(claims, width, tokens, front, sent)
+    last_tokens.index_copy_(0, sent[claims.places], tokens[branch.draws[:, -1]])
+    return branch
+
+
+def verify(claims: Claims, width: int, tokens: Tensor, front: Fronts | None, sent: Sent) -> Branch:
     """What the draws `tokens` [draws] keep. width: most tokens of a branch."""
     first = sent[claims.firsts]
     if front is None:
@@ -160,7 +244,7 @@ def verify(
 
 
 def _follow(
-    claims: Claims, width: int, tokens: Tensor, inputs: Tensor, parents: Tensor, sent: Upload
+    claims: Claims, width: int, tokens: Tensor, inputs: Tensor, parents: Tensor, sent: Sent
 ) -> Branch:
     """Go down every work's tree, from the root to the child that is what the model drew, while
     there is one. inputs, parents: [draws] of each draw's node.
@@ -172,7 +256,7 @@ def _follow(
     real = (nodes > 0) & (nodes <= counts)
     at = torch.zeros_like(first)
     accepted, alive, path = at, torch.ones_like(at, dtype=torch.bool), [at]
-    lucky = sent[claims.luck] > 0 if claims.luck >= 0 else None
+    lucky = sent[claims.luck] if claims.simulated else None
     for step in range(min(width - 1, claims.most)):
         hit = real & (above == at.unsqueeze(1))
         if lucky is None:
@@ -204,3 +288,14 @@ def moves(branch: Branch, slots: Tensor, rows: Tensor | None = None) -> Moves:
     moved = (along <= branch.accepted.unsqueeze(1)) & (old != new)
     old, new = old.clamp(max=last), new.clamp(max=last)
     return Moves(torch.where(moved, slots[old], -1), slots[new], old if rows is None else rows[old])
+
+
+def came_from(branch: Branch, rows: Tensor, total: int, drawn: Tensor | None) -> Tensor:
+    """[total] the row of a step whose token comes to lie in each row's place. rows: [draws] that of
+    each draw; drawn: this rank's draws, None if all are.
+    """
+    came = torch.arange(total, device=rows.device)
+    if branch.order is None:
+        return came
+    own = slice(None) if drawn is None else drawn
+    return came.index_copy_(0, rows[own], rows[branch.order[own]])

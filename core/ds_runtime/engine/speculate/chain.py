@@ -1,231 +1,205 @@
-"""What follows a captured verification of chains, captured as well: the model's draws with the
-verdict on the drafts and the draft layer's run over the same tokens, and its runs behind them.
+"""Chains of drafts behind what a step has kept: one run of the draft layer per further draft.
 
-A draft is right if it is what the model draws there (`acceptance.py`). Draws that masks,
-penalties or log-probabilities go with are made op by op and brought to the same place.
+Drafts are drawn with the very random numbers with which the model will draw these positions, so
+that they are often right also where requests sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.capture.decode import captured, decode_step, prepare_kernels
-from ds_runtime.engine.speculate.acceptance import lucky
-from ds_runtime.engine.speculate.verification import CyclePlace, VerifyGraph
-from ds_runtime.engine.step.masked_draw import Columns
+from ds_runtime.engine.capture.recorder import Phase, Recorder
+from ds_runtime.engine.device.parts import Parts, Results
+from ds_runtime.engine.step.inputs import Added, DraftRun, Frame
+from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.row_order import sequence_places
 from ds_runtime.engine.step.sampler import Draw
-from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload
-from ds_runtime.ops.batch import Batch, DecodePart
-from ds_runtime.platform.contract import GraphBackend
+from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, put
+from ds_runtime.ops.batch import Batch, Spread
 
 
-class JudgeGraph:
-    """Behind chains that `verified` saw: a draw per row; `accepted` [size] int64, how many drafts
-    of each sequence were right; and in `tail` and `tail_logits` the draft layer's results at its
-    last kept token.
+class Drafts:
+    """What drafts behind a step, in `runs` runs of `queries` tokens behind the step's own: of any
+    number of sequences, op by op, or of `size` on each rank, captured. key: of the state of the
+    draft layer's attention; none where that is sparse.
     """
 
-    def __init__(self, place: CyclePlace, verified: VerifyGraph) -> None:
-        self.size, self.queries = verified.size, verified.queries
-        self._place, self._verified = place, verified
-        device, rows = place.base.device, self.size * self.queries
+    def __init__(self, parts: Parts, size: int, runs: int, queries: int, key: str) -> None:
+        assert parts.draft is not None
+        self.size = size
+        self._parts, self._draft = parts, parts.draft
+        self._keys = frozenset((key,) if key else ())
+        self._frames: list[Frame | None] = [None] * runs
+        self._buffer: Buffer | None = None
+        if size:
+            self._frames = [parts.frame(size, queries, self._keys) for _ in range(runs)]
+            rows = size * queries
+            room = (runs + 1) * (rows * 32 + (1 << 10)) + size * parts.ranks * 16
+            self._buffer = Buffer(room, parts.device)
+        self._batches = list[Batch]()  # the runs, of what was recorded if this is captured
 
-        def made(count: int) -> Tensor:
-            return torch.zeros(count, dtype=torch.int64, device=device)
+    def _own(self, works: Sequence[Work]) -> list[int]:
+        """Which of the works are this rank's."""
+        parts = self._parts
+        return [i for i, w in enumerate(works) if parts.ranks == 1 or w.rank == parts.rank]
 
-        self.drawn, self.accepted, self._last = made(rows), made(self.size), made(self.size)
-        self._firsts = torch.arange(0, rows, self.queries, device=device)
-        self._inputs = Steady(rows * 64 + (1 << 12), device)
-        self._judged: tuple[Tensor, Tensor] | None = None
-        self._draw: Callable[[], None] | None = None
-        self._follow: Callable[[], None] | None = None
+    def _places(self, works: Sequence[Work]) -> list[int]:
+        """Where each sequence lies among all."""
+        if not self.size:
+            return list(range(len(works)))
+        return sequence_places(works, self._parts.ranks, self.size)
 
-    def capture(self, backend: GraphBackend) -> None:
-        """Run both over spare rows alone, behind a captured verification of such, then record
-        them.
-        """
-        place, rows, batch = self._place, self.size * self.queries, self._verified.batch
-        assert batch is not None and batch.decode is not None, "verified first"
-        stateful, states = place.base.stateful, self._verified.states
-        keys = place.draft.state_keys(batch.decode)
-        others = keys - place.model.state_keys(batch.decode)
-        settings = self.send((), place.sampler.settings((), rows), None)
+    def _rows_of(self, works: Sequence[Work]) -> Array:
+        """[sequences] int64: each one's row of last_tokens, and the spare one of dummies."""
+        parts, rows, places = self._parts, tuple(w.row for w in works), tuple(self._places(works))
+        size = self.size * parts.ranks or len(works)
+        return _rows(rows, places, size, parts.last_tokens.shape[0] // parts.width - 1)
 
-        def draw() -> None:
-            self.drawn.copy_(place.sampler.ops.sample(place.logits[:rows], *settings))
-            self.judge()
+    def _told(self, values: Tensor, works: Sequence[Work]) -> Tensor:
+        """[works, …] of a tensor of all sequences, before the next step's."""
+        if self._parts.ranks == 1 or not self.size:
+            return values[: len(works)].clone()
+        return values[put(self._places(works), np.int64, self._parts.device)]
 
-        def follow() -> None:
-            prepare_kernels(stateful, states, batch, others)
-            hidden, ids = place.hidden[:rows], self.drawn
-            tail = place.draft.forward(batch, hidden, ids, place.draft_caches, self._last)
-            place.tail[: self.size].copy_(tail)
-            place.draft.logits(tail, place.tail_logits[: self.size])
+    def _take(self, added: Sequence[Added], sent: Upload) -> list[Batch]:
+        """The batches of a step's runs; what a recording runs over stays what it was."""
+        parts, batches = self._parts, list[Batch]()
+        for run, frame in zip(added, self._frames, strict=True):
+            if frame is None:
+                batches.append(run.batch(sent, parts.states))
+            else:
+                seen = frame.seen if frame.queries > 1 else None
+                batches.append(run.batch(sent, frame.states, seen))
+        if not self.size or not self._batches:
+            self._batches = batches
+        return batches
 
-        self._draw = captured(draw, backend, decode_step(self.size))
-        self._follow = captured(follow, backend, decode_step(self.size))
+    def _prepare(self, batch: Batch) -> None:
+        """Tell the kernels of a run, within it."""
+        if self.size:
+            self._parts.prepare(batch, self._keys)
+        else:
+            self._parts.prepare_all(batch, self._keys)
 
-    def send(
-        self, works: Sequence[Work], settings: Columns, simulated: float | None
+
+class Chain(Drafts):
+    """`drafts` drafts of each sequence into their rows' places."""
+
+    def __init__(self, parts: Parts, drafts: int, size: int = 0) -> None:
+        assert parts.draft is not None
+        super().__init__(parts, size, drafts - 1, 1, parts.draft.state_key)
+        self.drafts = drafts
+        self._mine: Tensor | slice = slice(parts.rank * size, (parts.rank + 1) * size)
+        self._steady: Steady | None = None
+        if size:
+            rows = size * parts.ranks
+            self._steady = Steady(rows * (drafts * 32 + 8) + (1 << 10), parts.device)
+        self.replay: Phase = self._phase
+
+    def capture(self, recorder: Recorder, results: Results, what: str) -> None:
+        """Record it over dummies alone, from `results` on."""
+        assert self.size
+        rows = self.size * self._parts.ranks
+        spread = None if self._parts.ranks == 1 else Spread(self.size, self.size)
+        self._load((), (), results.tail[: self.size], results.tail_logits[:rows], spread)
+        self.replay = recorder.record(self._phase, what)
+
+    def run(
+        self,
+        works: Sequence[Work],
+        ends: Sequence[int],
+        tell: bool,
+        tail: Tensor,
+        logits: Tensor,
+        spread: Spread | None,
     ) -> list[Tensor]:
-        """Queue the transfer of what the draws and the verdict need. settings: Sample's, of all
-        rows; returned as tensors, at places that never move. simulated: as in `verify.claim`.
+        """Draft behind the positions `ends` of the sampling works: [works, drafts] ids, if these
+        are to be told. tail, logits: of the draft layer's run over the step; spread: how the works
+        lie on the ranks; all as they were captured, if this is.
         """
-        judged, luck = _judged(tuple(w.length for w in works), self.size, self.queries)
-        if simulated is not None and works and self.queries > 1:
-            luck = np.zeros_like(judged)
-            luck[: len(works)] = judged[: len(works)] & lucky(works, self.queries - 1, simulated)
-            judged = np.zeros_like(judged)
-        *found, judged_, luck_ = self._inputs.send([*settings, judged, luck])
-        self._judged = judged_, luck_
-        return found
+        self._load(works, ends, tail, logits, spread)
+        self.replay()
+        return [self._told(self._kept[self._rows], works)] if tell else []
 
-    def judge(self) -> None:
-        """The verdict on the drafts, by `drawn`; the last kept draws become the sequences' last
-        tokens.
+    def _load(
+        self,
+        works: Sequence[Work],
+        ends: Sequence[int],
+        tail: Tensor,
+        logits: Tensor,
+        spread: Spread | None,
+    ) -> None:
+        """The batch of each run behind the first draft, and what the draws need. The page table is
+        there: the step has verified these works.
         """
-        places, last_tokens = self._verified.inputs, self._place.base.last_tokens
-        assert self._judged is not None, "judged before it was told what to judge"
-        if self.queries > 1:
-            shape, (judged, luck) = (self.size, self.queries), self._judged
-            fronts = last_tokens.index_select(0, places).view(shape)
-            same = self.drawn.view(shape)[:, :-1] == fronts[:, 1:]
-            right = torch.where(judged, same, luck)
-            torch.sum(right if self.queries == 2 else right.cumprod(1), 1, out=self.accepted)
-        torch.add(self._firsts, self.accepted, out=self._last)
-        kept = self.drawn.index_select(0, self._last)
-        last_tokens.index_copy_(0, places[:: self.queries], kept)
+        parts, upload, own = self._parts, Upload(self._parts.device), self._own(works)
+        mine = [works[i] for i in own]
+        added = [
+            parts.inputs.add(mine, upload, frame, run=DraftRun([ends[i] + step for i in own]))
+            for step, frame in enumerate(self._frames, 1)
+        ]
+        arrays = self._draws(works, ends)
+        if self._steady is not None:
+            sent = self._steady.send(arrays)
+            if added:
+                upload.send(self._buffer)
+        else:
+            numbers, which = [upload.add(a) for a in arrays], upload.add(np.array(own, np.int64))
+            upload.send()
+            sent = [upload[number] for number in numbers]
+            self._mine = upload[which]
+        self._rows, *columns = sent
+        count = self._rows.shape[0]
+        self._settings = [
+            [column[first : first + count] for column in columns]
+            for first in range(0, count * self.drafts, count)
+        ]
+        self._tail, self._logits = tail, logits
+        for batch in self._take(added, upload):
+            batch.spread = spread
+            if self.size:
+                parts.prepare(batch)
 
-    def draw(self) -> None:
-        """Draw by the settings that were sent, and judge."""
-        assert self._draw is not None, "replayed before it was captured"
-        self._draw()
+    def _draws(self, works: Sequence[Work], ends: Sequence[int]) -> list[Array]:
+        """Rows, and the settings of all draws, one draft after the other."""
+        sampler, rows = self._parts.sampler, tuple(w.row for w in works)
+        size = self.size * self._parts.ranks or len(works)
+        draws, places = list[Draw | None](), np.array(self._places(works), np.int64)
+        if any(sampler.row(row).params.temperature > 0.0 for row in rows):  # else greedy
+            for behind in range(2, 2 + self.drafts):
+                some = [Draw(r, e + behind) for r, e in zip(rows, ends, strict=True)]
+                draws += placed(some, places, size)
+        return [self._rows_of(works), *sampler.settings(draws, self.drafts * size)]
 
-    def follow(self) -> None:
-        """The draft layer's run behind the verdict."""
-        assert self._follow is not None, "replayed before it was captured"
-        self._follow()
+    @property
+    def _kept(self) -> Tensor:
+        """Where drafts lie, of every row there is: [rows, drafts] int64."""
+        parts = self._parts
+        return parts.last_tokens.view(-1, parts.width)[:, 1 : 1 + self.drafts]
 
-
-@lru_cache(maxsize=256)  # nobody writes to them, and the same arrays need not be sent again
-def _judged(lengths: tuple[int, ...], size: int, queries: int) -> tuple[Array, Array]:
-    """[size, queries − 1] bool each: where a draft stands; nowhere."""
-    judged = np.zeros((size, queries - 1), np.bool_)
-    if lengths:
-        judged[: len(lengths)] = np.arange(1, queries) < np.array(lengths)[:, None]
-    return judged, np.zeros_like(judged)
+    def _phase(self) -> None:
+        parts, draft, logits, hidden = self._parts, self._draft, self._logits, self._tail
+        sample = parts.sampler.ops.sample
+        found = [sample(logits, *self._settings[0])]
+        for batch, some in zip(self._batches, self._settings[1:], strict=True):
+            self._prepare(batch)
+            ids = found[-1] if batch.spread is None else found[-1][self._mine]
+            hidden = draft.forward(batch, hidden, ids, parts.draft_caches, None)
+            out = logits if self.size else None
+            logits = draft.logits(parts.model.wanted(hidden, batch.spread), out)
+            found.append(sample(logits, *some))
+        self._kept.index_copy_(0, self._rows, torch.stack(found, dim=1))
 
 
 @lru_cache(maxsize=256)
-def _rows(rows: tuple[int, ...], size: int, spare: int) -> Array:
+def _rows(rows: tuple[int, ...], places: tuple[int, ...], size: int, spare: int) -> Array:
     """[size] int64, filled up with the spare one. Nobody writes to it."""
-    return np.array(rows + (spare,) * (size - len(rows)), np.int64)
-
-
-class ChainGraph:
-    """`drafts` drafts of `size` sequences, from `tail_logits` on, into their rows' places."""
-
-    def __init__(self, place: CyclePlace, size: int, drafts: int) -> None:
-        self.size, self.drafts = size, drafts
-        self._place = place
-        base, key = place.base, place.draft.state_key
-        self._kernels = {key: base.stateful[key]} if key else {}  # none where attention is sparse
-        bounds = place.limits(size, 1)
-        self._states = [
-            {key: kernel.state(bounds) for key, kernel in self._kernels.items()}
-            for _ in range(drafts - 1)
-        ]
-        self._table = place.table(size)
-        self._buffer = Buffer((size * 24 + (1 << 8)) * drafts, base.device)
-        self._settings = Steady(size * (drafts * 32 + 8) + (1 << 10), base.device)
-        self._steps = np.arange(1, drafts)[:, None]
-        self._replay: Callable[[], None] | None = None
-
-    def _runs(self, works: Sequence[Work], ends: Sequence[int]) -> list[Batch]:
-        """The batch of each run behind the first draft, at places that never move. The table is
-        there: the step has verified these works. Where a sequence has no page left, nothing is
-        written.
-        """
-        limits, count, upload = self._place.base.limits, len(works), Upload(self._place.base.device)
-        at = np.zeros((self.drafts - 1, self.size), np.int64)
-        slots = np.full_like(at, -1)
-        if works:
-            size = limits.page_size
-            room = np.array([len(w.pages) for w in works], np.int64)
-            lasts = np.minimum(room, limits.max_pages_per_sequence) * size - 1
-            wanted = np.array(ends, np.int64) + self._steps
-            places = np.minimum(wanted, lasts)
-            page, offset = np.divmod(places, size)
-            table = self._table.held([w.pages for w in works])
-            own = table[np.arange(count), page].astype(np.int64) * size + offset
-            at[:, :count], slots[:, :count] = places, np.where(places == wanted, own, -1)
-        kv_lens = (at + 1).astype(np.int32)
-        numbers = [[upload.add(a[s]) for a in (at, slots, kv_lens)] for s in range(len(at))]
-        upload.send(self._buffer)
-        batches = []
-        for (at_, slots_, lens_), host, states in zip(
-            numbers, kv_lens.tolist(), self._states, strict=True
-        ):
-            part = DecodePart(self._table.tensor, upload[lens_], tuple(host))
-            batch = Batch(
-                upload[at_], upload[at_], upload[slots_], upload[at_], part, states=states
-            )
-            prepare_kernels(self._kernels, states, batch)
-            batches.append(batch)
-        return batches
-
-    def _draws(self, works: Sequence[Work], ends: Sequence[int]) -> list[Tensor]:
-        """Rows, and the settings of all draws, one draft after the other, at places that never
-        move.
-        """
-        place, sampler = self._place, self._place.sampler
-        spare = place.base.last_tokens.shape[0] // place.width - 1
-        rows = tuple(w.row for w in works)
-        draws: list[Draw | None] = []
-        if any(sampler.row(row).params.temperature > 0.0 for row in rows):  # else greedy
-            rest = [None] * (self.size - len(works))
-            for behind in range(2, 2 + self.drafts):
-                draws += [Draw(r, e + behind) for r, e in zip(rows, ends, strict=True)]
-                draws += rest
-        columns = sampler.settings(draws, self.drafts * self.size)
-        return self._settings.send([_rows(rows, self.size, spare), *columns])
-
-    def capture(self, backend: GraphBackend) -> None:
-        """Run it over spare rows alone, then record it."""
-        place, size = self._place, self.size
-        (rows, *columns), batches = self._draws((), ()), self._runs((), ())
-        settings = [[c[s : s + size] for c in columns] for s in range(0, size * self.drafts, size)]
-        sample = place.sampler.ops.sample
-        kept = self._kept()
-
-        def run() -> None:
-            logits, hidden = place.tail_logits[:size], place.tail[:size]
-            found = [sample(logits, *settings[0])]
-            for batch, some in zip(batches, settings[1:], strict=True):
-                prepare_kernels(self._kernels, batch.states, batch, self._kernels)
-                hidden = place.draft.forward(batch, hidden, found[-1], place.draft_caches, None)
-                place.draft.logits(hidden, logits)
-                found.append(sample(logits, *some))
-            kept.index_copy_(0, rows, torch.stack(found, dim=1))
-
-        self._replay = captured(run, backend, decode_step(self.size))
-
-    def _kept(self) -> Tensor:
-        """Where drafts lie, of every row there is: [rows, drafts] int64."""
-        place = self._place
-        return place.base.last_tokens.view(-1, place.width)[:, 1 : 1 + self.drafts]
-
-    def replay(self, works: Sequence[Work], ends: Sequence[int], tell: bool) -> list[Tensor]:
-        """Draft behind the positions `ends`: [works, drafts] ids, if these are to be told."""
-        assert self._replay is not None, "replayed before it was captured"
-        rows, *_ = self._draws(works, ends)
-        if self.drafts > 1:
-            self._runs(works, ends)
-        self._replay()
-        return [self._kept().index_select(0, rows[: len(works)])] if tell else []
+    found = np.full(size, spare, np.int64)
+    found[list(places)] = rows
+    return found

@@ -1,59 +1,37 @@
-"""Trees of drafts behind each row's last token, on the device, and how they grow (EAGLE-2).
+"""Trees of drafts: how they grow (EAGLE-2), and what is done with the branch that is kept.
 
 Node 0 is the last token itself, a node comes behind its parent, and `width` nodes are one forward's
 share of a sequence. Source: EAGLE-2, arXiv 2406.16858: a node's score is the draft layer's
 probability of its whole path; of each level the `topk` best get `topk` children each, and of all
 nodes the best are verified, which form a tree, because no child is better than its parent.
+
+Every level is a phase of its own: kernels are told between two of them what the next one's rows
+see, which the device alone knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ds_runtime.common.speculation import Speculation
-from ds_runtime.ops.batch import TAIL
-
-
-class Trees:
-    """Of every row, by node: parent, depth, and `line`, whose bit a says that node a is the node
-    itself or above it. [rows · width] int64 each.
-    """
-
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        self.width = width
-        # Before anything is drafted: a chain.
-        nodes = torch.arange(width, device=device)
-        self.depths = nodes.repeat(rows)
-        self.parents = (nodes - 1).clamp_(min=0).repeat(rows)
-        self.lines = (torch.full_like(nodes, 2) << nodes).sub_(1).repeat(rows)
-
-    def put(self, rows: Tensor, drafted: Drafted) -> None:
-        """Trees behind the last tokens of these rows: the nodes but the root."""
-        for to, values in (
-            (self.depths, drafted.depths),
-            (self.parents, drafted.parents),
-            (self.lines, drafted.lines),
-        ):
-            to.view(-1, self.width)[:, 1:].index_copy_(0, rows, values)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """The drafted nodes of n sequences, [n, width − 1] int64 each."""
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    lines: Tensor
-
-
-def seen_by(lines: Tensor, counts: Tensor) -> Tensor:
-    """DecodePart.tree of nodes whose sequences end with `counts` of them: [rows] int64."""
-    free = TAIL - counts
-    return (lines << free) | ((torch.ones_like(free) << free) - 1)
+from ds_runtime.engine.capture.recorder import Phase, Recorder, given_up
+from ds_runtime.engine.device.parts import Parts, Results
+from ds_runtime.engine.speculate.acceptance import Branch, Drafted, came_from, moves, seen_by
+from ds_runtime.engine.speculate.chain import Drafts
+from ds_runtime.engine.speculate.follow import follow
+from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
+from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.row_order import Spreading
+from ds_runtime.engine.step.transfer import Buffer, Upload
+from ds_runtime.model.deepseek import Moves
+from ds_runtime.ops.batch import Batch, Spread
 
 
 @dataclass(slots=True)
@@ -116,9 +94,12 @@ class Growth:
         lines = self.next_lines(level)
         return seen_by(lines, torch.full_like(lines, level * self.shape.topk)).flatten()
 
-    def grow(self, scores: Tensor, tokens: Tensor, hidden: Tensor) -> Tensor:
+    def grow(
+        self, scores: Tensor, tokens: Tensor, hidden: Tensor, own: Tensor | None = None
+    ) -> Tensor:
         """Add the frontier's continuations, [n · topk, topk], and move on to the best of them.
-        hidden: [n · topk, width] of the frontier; that of each new one's parent is returned.
+        hidden: [n · topk, width] of the frontier; that of each new one's parent is returned. own:
+        of which sequences alone; None: of all.
         """
         topk, first = self.shape.topk, self.count
         total = (self.scores.unsqueeze(2) + scores.reshape(-1, topk, topk)).flatten(1)
@@ -126,8 +107,9 @@ class Growth:
         self._add(total, tokens.reshape(-1, topk * topk), parents)
         self.scores, best = self.all_scores[-1].topk(topk, dim=1)
         self.frontier, self.chosen = best + first, best // topk
-        own = torch.arange(0, hidden.shape[0], topk, device=hidden.device)
-        return hidden[(own.unsqueeze(1) + self.chosen).flatten()]
+        chosen = self.chosen if own is None else self.chosen[own]
+        begins = torch.arange(0, hidden.shape[0], topk, device=hidden.device)
+        return hidden[(begins.unsqueeze(1) + chosen).flatten()]
 
     def frontier_tokens(self) -> Tensor:
         """[n, topk] ids."""
@@ -159,3 +141,260 @@ class Growth:
             lines = torch.cat((root, lines), 1).gather(1, above) | own
         tokens = torch.cat(self.tokens, 1).gather(1, taken)
         return Drafted(tokens, above, levels[taken], lines)
+
+
+def _level_runs(
+    shape: Speculation, works: Sequence[Work], ends: Sequence[int], inputs: StepInputs
+) -> tuple[list[DraftRun], npt.NDArray[np.int64]]:
+    """The draft layer's runs behind its first, with topk rows per sequence; a level's keys lie
+    behind those of the level before. A sequence without pages for all of them writes none, and its
+    rows see all that lies before; the others' are the ones of the second result, [works].
+    """
+    topk, last = shape.topk, inputs.context - 1
+    needed = (shape.steps - 1) * topk
+    fits = [
+        e + 1 + needed <= len(w.pages) * inputs.page_size for w, e in zip(works, ends, strict=True)
+    ]
+    runs = [
+        DraftRun(
+            [e + 1 + (level - 1) * topk for e in ends],
+            topk,
+            [min(e + level, last) for e in ends],
+            [e + 1 + level * topk * fit for e, fit in zip(ends, fits, strict=True)],
+        )
+        for level in range(1, shape.steps)
+    ]
+    return runs, np.array(fits, np.int64)
+
+
+class Branches:
+    """Behind captured trees of `verified`: the kept branches come to the front, and the draft layer
+    runs over them, as many tokens each as a branch can have.
+    """
+
+    def __init__(self, parts: Parts, results: Results, verified: Frame) -> None:
+        assert parts.shape is not None
+        self._parts, self._results, self._verified = parts, results, verified
+        size, queries = verified.size, parts.shape.steps + 1
+        self._frame = parts.frame(size, queries, adapts=parts.adapts)
+
+        def made(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=parts.device)
+
+        rows, moved = self._frame.rows, (size, queries - 1)
+        self._ids, self._takes, self._last = made(rows), made(rows), made(size)
+        self._moves = Moves(made(*moved, value=-1), made(*moved, value=-1), made(*moved))
+        self._firsts = torch.arange(0, rows, queries, device=parts.device)
+        table = 4 * self._frame.table.tensor.numel()
+        self._buffer = Buffer(rows * 128 + table + (1 << 13), parts.device)
+        self._trees: Batch | None = None
+        self._moves_first = False
+        self._run: Phase | None = None
+
+    def capture(self, recorder: Recorder, trees: Batch, what: str) -> None:
+        """Run it over dummies alone, behind a captured verification `trees` of such, then record
+        it. What is recorded late may run again from its middle on, and moves do not bear that.
+        """
+        parts, results, sent = self._parts, self._results, Upload(self._parts.device)
+        added = parts.inputs.add((), sent, self._frame)
+        sent.send(self._buffer)
+        batch = self._prepared(sent, added)
+        assert batch.decode is not None and parts.draft is not None
+        keys = parts.draft.state_keys(batch.decode)
+        self._trees, self._moves_first = trees, recorder.after > 0
+        spread = None if parts.ranks == 1 else Spread(self._frame.size, self._frame.size)
+
+        def run() -> None:
+            parts.prepare(batch, keys)
+            if not self._moves_first:
+                parts.model.move(parts.layers, trees, self._moves)
+            hidden = results.hidden[self._takes]
+            follow(parts, batch, hidden, self._ids, self._last, spread, True, results)
+
+        self._run = recorder.record(run, what)
+
+    def _prepared(self, sent: Upload, added: Added) -> Batch:
+        batch, rows = added.batch(sent, self._frame.states), self._frame.rows
+        if self._parts.ranks > 1:
+            batch.spread = Spread(rows, rows)
+        self._parts.prepare(batch)
+        return batch
+
+    def run(
+        self,
+        works: Sequence[Work],
+        branch: Branch,
+        rows: Tensor,
+        which: tuple[Tensor | None, Tensor | None],
+        ids: Tensor,
+        accepted: Tensor,
+    ) -> None:
+        """works: this rank's; rows: [draws] the row of each draw; which: of the draws and works
+        those that are this rank's, None if all are. ids: [rows] what follows each; accepted:
+        [size].
+        """
+        assert self._run is not None and self._trees is not None, "replayed before it was captured"
+        parts, count, sent, (drawn, own) = self._parts, len(works), Upload(ids.device), which
+        verified, queries = self._verified.queries, self._frame.queries
+        added = parts.inputs.add(works, sent, self._frame)
+        takes = np.zeros((self._frame.size, queries), np.int64)
+        for place, work in enumerate(works):
+            takes[place] = place * verified + np.minimum(np.arange(queries), work.length - 1)
+        number = sent.add(takes.reshape(-1))
+        sent.send(self._buffer)
+        self._ids.copy_(ids[sent[number]])
+        self._takes.copy_(came_from(branch, rows, ids.shape[0], drawn)[sent[number]])
+        torch.add(self._firsts, accepted, out=self._last)
+        mine = branch if own is None else Branch(branch.accepted[own], branch.draws[own])
+        found = moves(mine, self._trees.slots[rows], rows)
+        for held, new in zip(self._moves, found, strict=True):
+            held[:count, : new.shape[1]].copy_(new)
+        self._moves.sources[:count, found.sources.shape[1] :] = -1
+        self._moves.sources[count:] = -1
+        if self._moves_first:
+            parts.model.move(parts.layers, self._trees, self._moves)
+        self._prepared(sent, added)
+        self._run()
+
+
+class Tree(Drafts):
+    """Trees of drafts behind what a step has kept, into their rows' places."""
+
+    def __init__(self, parts: Parts, size: int = 0) -> None:
+        assert parts.draft is not None and parts.shape is not None and parts.trees is not None
+        self._shape, self._trees = parts.shape, parts.trees
+        runs, topk = parts.shape.steps - 1, parts.shape.topk
+        super().__init__(parts, size, runs, topk, parts.draft.tree_key)
+        self._out: Tensor | None = None
+        self._grown: list[tuple[Growth, Tensor]] = []  # behind each level, with `hidden` in front
+        self._drafted: Drafted | None = None
+        self._runs = self._phases()
+
+    def _phases(self) -> list[Phase]:
+        return [partial(self._phase, level) for level in range(self._shape.steps)]
+
+    def capture(self, recorder: Recorder, results: Results, what: str) -> None:
+        """Record it level by level, over dummies alone; what a recording leaves for the next is
+        there once it was replayed.
+        """
+        assert self.size
+        rows = self.size * self._parts.ranks
+        self._out = results.logits[: rows * self._shape.topk]
+        self._load((), (), results.tail[: self.size], results.tail_logits[:rows])
+        for level, phase in enumerate(self._runs):
+            self._front(level)
+            self._runs[level] = recorder.record(phase, what)
+            self._runs[level]()
+
+    def run(
+        self,
+        works: Sequence[Work],
+        ends: Sequence[int],
+        tell: bool,
+        tail: Tensor,
+        logits: Tensor,
+        spread: Spread | None,
+    ) -> list[Tensor]:
+        """As Chain's: [works, drafts] tokens, and parents, if these are to be told."""
+        self._load(works, ends, tail, logits)
+        if any(map(given_up, self._runs)):  # a recording reads what the one before it made
+            self._runs = self._phases()
+        for level, run in enumerate(self._runs):
+            self._front(level)
+            run()
+        found = self._drafted
+        assert found is not None
+        return [self._told(some, works) for some in (found.tokens, found.parents)] if tell else []
+
+    def _load(
+        self,
+        works: Sequence[Work],
+        ends: Sequence[int],
+        tail: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Rows, each level's batch, and which rows see all there is. The page table is there: the
+        step has verified these works.
+        """
+        parts, topk, sent = self._parts, self._shape.topk, Upload(self._parts.device)
+        own = self._own(works)
+        mine = [works[i] for i in own]
+        runs, fits = _level_runs(self._shape, mine, [ends[i] for i in own], parts.inputs)
+        added = [
+            parts.inputs.add(mine, sent, frame, run=run)
+            for frame, run in zip(self._frames, runs, strict=True)
+        ]
+        blind = np.full(self.size or len(own), -1, np.int64)
+        blind[: len(own)] = fits - 1
+        spreading = None
+        if parts.ranks > 1 and not self.size:
+            level = [
+                Work(rid="", row=w.row, rank=w.rank, start=0, length=topk, pages=[]) for w in works
+            ]
+            spreading = Spreading.of(level, parts.ranks, sent)
+        rows_, blind_ = sent.add(self._rows_of(works)), sent.add(np.repeat(blind, topk))
+        first = parts.rank * self.size
+        mine_ = sent.add(
+            np.arange(first, first + self.size) if self.size else np.array(own, np.int64)
+        )
+        sent.send(self._buffer)
+        self._rows, self._blind, self._mine = sent[rows_], sent[blind_], sent[mine_]
+        self._tail, self._logits = tail, logits
+        self._now = self._take(added, sent)
+        for batch in self._now:
+            batch.spread = None if spreading is None else spreading.sent(sent)
+            if self.size and parts.ranks > 1:
+                batch.spread = Spread(self.size * topk, self.size * topk)
+
+    def _front(self, level: int) -> None:
+        """Tell the kernels of a captured level's run, if it has one, in front of it."""
+        if level and self.size:
+            self._parts.prepare(self._now[level - 1])
+
+    def _phase(self, level: int) -> None:
+        growth, hidden = self._grow(level)
+        del self._grown[level:]
+        self._grown.append((growth, hidden))
+        if level + 1 == self._shape.steps:
+            self._drafted = drafted = growth.best()
+            parts = self._parts
+            places = parts.last_tokens.view(-1, parts.width)[:, 1:]
+            places.index_copy_(0, self._rows, drafted.tokens)
+            self._trees.put(self._rows, drafted)
+            return
+        seen, batch = growth.seen(level + 1), self._batches[level]
+        seen = self._ours(seen) | self._blind
+        frame = self._frames[level]
+        if frame is not None:
+            frame.seen.copy_(seen)
+        elif batch.decode is not None:
+            batch.decode = replace(batch.decode, tree=seen)
+
+    def _ours(self, values: Tensor) -> Tensor:
+        """Of rows of all ranks' sequences those of this rank's."""
+        if self._parts.ranks == 1:
+            return values
+        return values.view(-1, self._shape.topk)[self._mine].flatten()
+
+    def _grow(self, level: int) -> tuple[Growth, Tensor]:
+        """The tree with the continuations of a level's rows, and the hidden state in front of each
+        node of the next.
+        """
+        parts, topk = self._parts, self._shape.topk
+        if not level:
+            begun = Growth.begin(self._shape, *self._best(self._logits))
+            return begun, self._tail.repeat_interleave(topk, dim=0)
+        growth, hidden = self._grown[level - 1]
+        growth, batch = growth.copy(), self._batches[level - 1]
+        self._prepare(batch)
+        ids = self._ours(growth.frontier_tokens().flatten())
+        hidden = self._draft.forward(batch, hidden, ids, parts.draft_caches, None)
+        logits = self._draft.logits(parts.model.wanted(hidden, batch.spread), self._out)
+        own = None if parts.ranks == 1 else self._mine
+        return growth, growth.grow(*self._best(logits), hidden, own)
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of the likeliest continuations: [rows, topk] each."""
+        none = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        _, values, ids = self._parts.sampler.ops.logprobs(logits, none, self._shape.topk)
+        return values, ids

@@ -1,262 +1,362 @@
-"""A step plan as index tensors: host arrays in numpy, then one transfer for all of them."""
+"""The tensors of one step, of whatever kind: works → rows, page tables and lengths → a Batch.
+
+Host arrays in numpy, then one transfer for all of them. A step op by op has the rows that its works
+have. A captured one has a `Frame`: so many sequences of so many tokens, whose places that no work
+takes are filled with dummies, which write nothing and belong to nobody.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 from struct import pack_into
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_runtime.engine.speculate.tree import Trees, seen_by
+from ds_runtime.engine.step.page_table import PageTable, Table, padded
 from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.prompts import Prompts, adapters_of
 from ds_runtime.engine.step.transfer import Upload
-from ds_runtime.ops.batch import Batch, DecodePart, PrefillPart, PrefixChunk, Segments
+from ds_runtime.ops.batch import Batch, DecodePart, Spread
 
 Ints = npt.NDArray[np.int64]
 
 
-def build_batch(
-    works: Sequence[Work],
-    page_size: int,
-    max_pages: int,
-    last_tokens: Tensor,
-    upload: Upload,
-    prefix_chunk: int,
-    width: int = 1,
-    trees: Trees | None = None,
-) -> Batch:
-    """The tensors of one step's works, or of a rank's own ones, without step states. Sends
-    `upload`, with what it already holds.
+class Forest(Protocol):
+    """Trees of drafts on the device: see `speculate.acceptance.Trees`."""
 
-    last_tokens: [max_running · width] int64 on the device, per row the token sampled last and the
-    drafts behind it; decode works read them there. max_pages: most pages of a sequence; tables are
-    as wide as this step needs. prefix_chunk: most cached tokens that one PrefixChunk covers, over
-    all its sequences. Logit rows are in the order of the works, `num_logit_rows` each. trees: how
-    the drafts of each row hang together; None: as chains.
+    def hang(self, places: Tensor, starts: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class DraftRun(NamedTuple):
+    """What a run of the draft layer behind a step has of each sequence instead of the work's own
+    tokens: `tokens` from `starts` on. Where a sequence has no page left, nothing is written.
+
+    positions: at which all tokens of a sequence stand, if not one behind the other. lens: its
+    tokens with these; where these are not among them, none is written.
     """
-    num_decode = next((i for i, w in enumerate(works) if w.tokens is not None), len(works))
-    decodes, prefills = works[:num_decode], works[num_decode:]
-    if prefills or any(w.length > 1 for w in works):
-        rows = _mixed_rows(works, num_decode, page_size, width)
-    else:
-        rows = _decode_rows(works, page_size, width)
-    ids, positions, slots, logit_rows = (upload.add(array) for array in rows)
-    adapts = any(w.adapter >= 0 for w in works)
-    if adapts:
-        adapters = upload.add(_adapters(works, [w.length for w in works]))
-    if decodes:
-        kv_lens = [w.start + w.length for w in decodes]
-        several = any(w.length > 1 for w in decodes)
-        table = upload.add(page_table(decodes, page_size, max_pages))
-        decode_lens = upload.add(np.array(kv_lens, np.int32))
-        lengths = np.array([w.length for w in decodes], np.int64)
-        counts = upload.add(np.repeat(lengths, lengths)) if trees and several else 0
-    if prefills:
-        pages = page_table(prefills, page_size, max_pages)
-        prefill_table = upload.add(pages)
-        q_segs = _segments([w.length for w in prefills], upload)
-        prefix = [
-            _Chunk.of(prefills, pages, span, adapts, upload)
-            for span in _prefix_chunks([w.start for w in prefills], prefix_chunk)
-        ]
-    upload.send()
-    batch = Batch(
-        input_ids=_with_last_tokens(upload[ids], sum(w.length for w in decodes), last_tokens),
-        positions=upload[positions],
-        slots=upload[slots],
-        logit_rows=upload[logit_rows],
-        adapters=upload[adapters] if adapts else None,
-    )
-    if decodes:
-        batch.decode = DecodePart(
-            page_table=upload[table],
-            kv_lens=upload[decode_lens],
-            host_kv_lens=tuple(kv_lens),
-            q_lens=tuple(w.length for w in decodes) if several else (),
-        )
-        if trees is not None and several:
-            _hang(batch, trees, upload[ids][: batch.num_decode], upload[counts])
-    if prefills:
-        batch.prefill = PrefillPart(
-            q_segs=q_segs.sent(upload),
-            page_table=upload[prefill_table],
-            prefix=tuple(chunk.sent(upload) for chunk in prefix),
-        )
-    return batch
+
+    starts: Sequence[int]
+    tokens: int = 1
+    positions: Sequence[int] | None = None
+    lens: Sequence[int] | None = None
 
 
-def _hang(batch: Batch, trees: Trees, places: Tensor, counts: Tensor) -> None:
-    """Give the decode rows, nodes of trees, their positions, and what they see. places: [rows] in
-    `trees`; counts: [rows] nodes of each one's sequence.
+class Rows(NamedTuple):
+    """Per token its id, or its place in last_tokens; its position and slot; the nodes of its
+    sequence, where these are trees, 0 for a dummy. lens: tokens of each decoding sequence with
+    these; q_lens: its rows, empty if one each.
     """
-    assert batch.decode is not None
-    first = batch.positions[: places.shape[0]] - places % trees.width
-    batch.positions = torch.cat((first + trees.depths[places], batch.positions[places.shape[0] :]))
-    batch.decode = replace(batch.decode, tree=seen_by(trees.lines[places], counts))
-
-
-class _Rows(NamedTuple):
-    """Per token: its place in last_tokens or its id, its position and slot; and the logit rows."""
 
     ids: Ints
     positions: Ints
     slots: Ints
-    logit_rows: Ints
+    nodes: Ints
+    lens: list[int]
+    q_lens: tuple[int, ...] = ()
 
 
-def _decode_rows(works: Sequence[Work], page_size: int, width: int) -> _Rows:
-    """One token each: most steps, and a handful of numbers, for which numpy's calls are slow."""
-    slots = [w.pages[w.start // page_size] * page_size + w.start % page_size for w in works]
-    return _Rows(
-        np.array([w.row * width for w in works], np.int64),
-        np.array([w.start for w in works], np.int64),
-        np.array(slots, np.int64),
-        np.array([i for i, w in enumerate(works) if num_logit_rows(w)], np.int64),
-    )
+class Frame:
+    """Places that never move, for `size` sequences of `queries` tokens each.
 
-
-def _mixed_rows(works: Sequence[Work], num_decode: int, page_size: int, width: int) -> _Rows:
-    """Any number of tokens each."""
-    pages, logit_rows, total = list[int](), list[int](), 0
-    starts, places = list[int](), list[int]()  # per work: what to add to a row, and to a position
-    for work in works:
-        low, end = work.start // page_size, work.start + work.length
-        places.append((len(pages) - low) * page_size)
-        pages += work.pages[low : -(-end // page_size)]
-        starts.append(work.start - total)
-        total += work.length
-        logit_rows += range(total - num_logit_rows(work), total)
-    lengths = np.array([w.length for w in works], np.int64)
-    positions = np.arange(total) + np.repeat(np.array(starts, np.int64), lengths)
-    inside = positions + np.repeat(np.array(places, np.int64), lengths)  # these pages, end to end
-    slots = np.add.outer(np.array(pages, np.int64) * page_size, np.arange(page_size)).ravel()
-    ids = _input_ids(works, num_decode, width)
-    return _Rows(ids, positions, slots[inside], np.array(logit_rows, np.int64))
-
-
-def _adapters(works: Sequence[Work], counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """[rows] int32: the adapter of every row, `counts` rows of each work."""
-    return np.repeat(np.array([w.adapter for w in works], np.int32), counts)
-
-
-class _Lens(NamedTuple):
-    """Segments before their transfer: lengths, and the number of their sums in the upload."""
-
-    lens: tuple[int, ...]
-    cu: int
-
-    def sent(self, upload: Upload) -> Segments:
-        return Segments(self.lens, upload[self.cu])
-
-
-def _segments(lens: Sequence[int], upload: Upload) -> _Lens:
-    return _Lens(tuple(lens), upload.add(np.array([0, *accumulate(lens)], np.int32)))
-
-
-def page_table(works: Sequence[Work], page_size: int, max_pages: int) -> npt.NDArray[np.int32]:
-    """[works, width] int32, as wide as the longest needs; a row is filled up with the sequence's
-    own first page.
+    states: of the kernels. table: shared by frames of one size. adapts: rows may have adapters.
+    tree: tokens may be nodes of trees; positions and seen, [rows] int64, are made on the device
+    then.
     """
-    needed = [-(-(w.start + w.length) // page_size) for w in works]
-    width = max(needed, default=1)
-    assert width <= max_pages, f"a sequence has {width} pages, the limit is {max_pages}"
-    flat: list[int] = []
-    for work, used in zip(works, needed, strict=True):
-        flat += work.pages[:used]
-        flat += work.pages[:1] * (width - used)
-    return np.array(flat, np.int32).reshape(len(works), width)
+
+    def __init__(
+        self, size: int, queries: int, table: PageTable, states: dict[str, Any], adapts: bool
+    ) -> None:
+        self.size, self.queries, self.rows = size, queries, size * queries
+        self.table, self.states, self.adapts = table, states, adapts
+        device = table.tensor.device
+        self.every = torch.arange(self.rows, device=device)
+        self.positions = torch.zeros(self.rows, dtype=torch.int64, device=device)
+        self.seen = torch.full((self.rows,), -1, dtype=torch.int64, device=device)
 
 
-def _input_ids(works: Sequence[Work], num_decode: int, width: int) -> Ints:
-    """[tokens]: places in last_tokens for decode works, then the token ids of the others."""
-    assert all(w.length <= width for w in works[:num_decode])
-    found, at = np.empty(sum(w.length for w in works), np.int64), 0
-    for work in works:
-        ids = range(work.row * width, work.row * width + work.length)
-        pack_into(f"{work.length}q", found.data, at, *(ids if work.tokens is None else work.tokens))
-        at += work.length * found.itemsize  # numpy itself reads ints half as fast
-    return found
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Makes the batches of one rank.
 
+    last_tokens: [rows · width] int64 on the device, per row the token sampled last and the drafts
+    behind it; decode works read them there. The last row is nobody's: that of dummies. pages: most
+    of a sequence; context: most tokens of it. prefix_chunk: most cached tokens that one PrefixChunk
+    covers, over all its sequences.
+    """
 
-def _with_last_tokens(ids: Tensor, num_decode: int, last_tokens: Tensor) -> Tensor:
-    """[tokens] int64: the first, of decode works, are places that give way to what lies there."""
-    if num_decode == ids.shape[0]:
-        return last_tokens.index_select(0, ids)
-    if num_decode:
-        return torch.cat((last_tokens.index_select(0, ids[:num_decode]), ids[num_decode:]))
-    return ids
+    page_size: int
+    pages: int
+    context: int
+    last_tokens: Tensor
+    prefix_chunk: int
+    width: int = 1
 
-
-class _CachedSpan(NamedTuple):
-    """Cached tokens [low, high) of the sequences from `first` on, which follow each other."""
-
-    first: int
-    low: Ints
-    high: Ints
-
-
-def _prefix_chunks(lens: Sequence[int], limit: int) -> Iterator[_CachedSpan]:
-    """Pieces of the cached lengths, at most `limit` tokens each, sequence after sequence; of each
-    piece the sequences that have tokens in it."""
-    ends = np.cumsum(np.array(lens, np.int64))
-    begins = ends - lens
-    for done in range(0, int(ends[-1]), limit):
-        low = np.clip(done, begins, ends)
-        high = np.clip(done + limit, begins, ends)
-        inside = np.flatnonzero(high > low)
-        own = slice(inside[0], inside[-1] + 1)
-        yield _CachedSpan(int(own.start), (low - begins)[own], (high - begins)[own])
-
-
-class _Chunk(NamedTuple):
-    """A PrefixChunk before its transfer; starts, table and adapters by their numbers."""
-
-    starts: int
-    segs: _Lens
-    table: int
-    q_segs: _Lens
-    sequence: int
-    row: int
-    adapters: int | None
-
-    @classmethod
-    def of(
-        cls,
+    def add(
+        self,
         works: Sequence[Work],
-        pages: npt.NDArray[np.int32],
-        span: _CachedSpan,
-        adapts: bool,
         upload: Upload,
-    ) -> _Chunk:
-        """works: all that are not decoded; pages: the page table of all."""
-        own = slice(span.first, span.first + len(span.low))
-        lens = (span.high - span.low).tolist()
-        return cls(
-            upload.add(span.low),
-            _segments(lens, upload),
-            upload.add(pages[own]),
-            _segments([w.length for w in works[own]], upload),
-            span.first,
-            sum(w.length for w in works[: span.first]),
-            upload.add(_adapters(works[own], lens)) if adapts else None,
+        frame: Frame | None = None,
+        trees: Forest | None = None,
+        run: DraftRun | None = None,
+    ) -> Added:
+        """Add a step's arrays to its upload. frame: fill them up for a captured step. trees: how
+        the drafts of each row hang together; None: as chains. Logit rows are in the order of the
+        works, `num_logit_rows` each; in a frame all are.
+        """
+        count = len(works)
+        if run is None:
+            count = next((i for i, w in enumerate(works) if w.tokens is not None), count)
+        decodes, prefills = works[:count], works[count:]
+        rows, table = self._rows(works, count, frame, trees, run)
+        added = Added(
+            rows,
+            frame,
+            trees if rows.q_lens else None,
+            numbers=[upload.add(a) for a in (rows.ids, rows.positions, rows.slots)],
+            lens=upload.add(np.array(rows.lens, np.int32)),
+        )
+        if added.trees is not None:
+            added.nodes = upload.add(rows.nodes)
+        if frame is None and run is None:
+            added.logit_rows = upload.add(_logit_rows(works))
+        adapts = run is None and any(w.adapter >= 0 for w in works)
+        if adapts if frame is None else frame.adapts:
+            added.adapters = upload.add(_row_adapters(works, frame))
+        if frame is None and decodes:
+            needed = max(-(-n // self.page_size) for n in rows.lens)
+            added.table = upload.add(self._checked(table[:count, :needed]))
+        elif frame is not None and run is None:  # else it is there
+            added.table = frame.table.add(table, upload)  # the last, as all others have places
+        if prefills:
+            needed = max(-(-(w.start + w.length) // self.page_size) for w in prefills)
+            pages = self._checked(table[count:, :needed])
+            added.prompts = Prompts.of(prefills, pages, self.prefix_chunk, adapts, upload)
+        return added
+
+    def _checked(self, table: Table) -> Table:
+        width = table.shape[1]
+        assert width <= self.pages, f"a sequence has {width} pages, the limit is {self.pages}"
+        return table
+
+    def _rows(
+        self,
+        works: Sequence[Work],
+        num_decode: int,
+        frame: Frame | None,
+        trees: Forest | None,
+        run: DraftRun | None,
+    ) -> tuple[Rows, Table]:
+        """And the pages of all works: [works or the frame's size, most]."""
+        lists = [w.pages for w in works]
+        table = padded(lists) if frame is None else frame.table.held(lists)
+        if frame is not None:
+            one = frame.queries == 1
+        elif run is not None:
+            one = run.tokens == 1
+        else:
+            one = num_decode == len(works) and all(w.length == 1 for w in works)
+        if one:
+            return self._single(works, len(works) if frame is None else frame.size, run), table
+        return self._several(works, num_decode, table, frame, trees, run), table
+
+    def _single(self, works: Sequence[Work], size: int, run: DraftRun | None) -> Rows:
+        """One token each: most steps, and a few numbers, for which numpy's calls are slow."""
+        n, width, spare, dummies = self.page_size, self.width, self._spare, size - len(works)
+        pages = [w.pages for w in works]
+        starts = [w.start for w in works] if run is None else list(run.starts)
+        at = (
+            starts
+            if run is None
+            else [min(t, self._last(p)) for t, p in zip(starts, pages, strict=True)]
+        )
+        slots = [p[t // n] * n + t % n for p, t in zip(pages, at, strict=True)]
+        if run is not None:
+            slots = [s if a == t else -1 for s, a, t in zip(slots, at, starts, strict=True)]
+        return Rows(
+            np.array([w.row * width for w in works] + [spare] * dummies, np.int64),
+            np.array(at + [0] * dummies, np.int64),
+            np.array(slots + [-1] * dummies, np.int64),
+            _NONE,
+            [t + 1 for t in at] + [1] * dummies,
         )
 
-    def sent(self, upload: Upload) -> PrefixChunk:
-        return PrefixChunk(
-            upload[self.starts],
-            self.segs.sent(upload),
-            upload[self.table],
-            self.q_segs.sent(upload),
-            self.sequence,
-            self.row,
-            None if self.adapters is None else upload[self.adapters],
+    @property
+    def _spare(self) -> int:
+        """The place of dummies in last_tokens."""
+        return self.last_tokens.shape[0] - self.width
+
+    def _last(self, pages: Sequence[int]) -> int:
+        """The last position for which a sequence has a page."""
+        return min(len(pages) * self.page_size, self.context) - 1
+
+    def _several(
+        self,
+        works: Sequence[Work],
+        num_decode: int,
+        table: Table,
+        frame: Frame | None,
+        trees: Forest | None,
+        run: DraftRun | None,
+    ) -> Rows:
+        """Any number of tokens each. In a frame, and in runs, every sequence has as many: those
+        that a work does not have stand at its first position, and nothing that counts sees them.
+        """
+        n, queries = len(works), 0 if frame is None else frame.queries
+        about = np.array([(w.row * self.width, w.start, w.length) for w in works], np.int64)
+        about = about.reshape(-1, 3)
+        if run is not None:
+            queries, about[:, 1], about[:, 2] = run.tokens, run.starts, run.tokens
+        if queries:
+            first, start, length = about.T[:, :, None]
+            owner, along = np.arange(n)[:, None], np.arange(queries)
+        else:
+            lengths = about[:, 2]
+            first, start, length = about.T.repeat(lengths, axis=1)
+            owner, behind = np.arange(n).repeat(lengths), np.cumsum(lengths) - lengths
+            along = np.arange(len(owner)) - behind[owner]
+        real = along < length
+        at = start + along * real
+        page, offset = np.divmod(at, self.page_size)
+        if run is not None:
+            room = np.array([self._last(w.pages) for w in works], np.int64)[:, None]
+            real, page = at <= room, np.minimum(page, room // self.page_size)
+            if run.lens is not None and run.positions is not None:
+                real = real & (np.array(run.lens) >= about[:, 1] + run.tokens)[:, None]
+                at = np.array(run.positions, np.int64)[:, None] + 0 * along
+        slots = np.where(real, table[owner, page].astype(np.int64) * self.page_size + offset, -1)
+        if trees is not None:  # the device knows how deep a node is
+            at = np.where(owner < num_decode, start, at)
+        nodes = np.minimum(length, queries or length) * real
+        rows = np.stack(np.broadcast_arrays(first + along, at, slots, nodes))
+        if not queries:
+            lens = [w.start + w.length for w in works[:num_decode]]
+            several = any(w.length > 1 for w in works[:num_decode])
+            q_lens = tuple(w.length for w in works[:num_decode]) if several else ()
+            ids, positions, slots, nodes = rows
+            ids = _with_prompts(ids, works[num_decode:])
+            return Rows(ids, positions, slots, nodes, lens, q_lens)
+        size = n if frame is None else frame.size
+        filled = np.zeros((4, size, queries), np.int64)
+        filled[0, n:], filled[2, n:] = self._spare, -1
+        filled[:, :n] = rows
+        ids, positions, slots, nodes = filled.reshape(4, -1)
+        ends = np.full(size, queries if trees is None and run is None else 1)
+        if run is not None and run.lens is not None:
+            ends[:n] = run.lens
+        else:
+            ends[:n] = about[:, 1] + (queries if trees is None else nodes[::queries][:n])
+        return Rows(ids, positions, slots, nodes, ends.tolist(), (queries,) * size)
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _with_prompts(places: Ints, prefills: Sequence[Work]) -> Ints:
+    """[tokens]: places in last_tokens for decode works, then the token ids of the others."""
+    at = places.nbytes - sum(w.length for w in prefills) * places.itemsize
+    for work in prefills:
+        assert work.tokens is not None, "decode works come first"
+        pack_into(f"{work.length}q", places.data, at, *work.tokens)
+        at += work.length * places.itemsize  # numpy itself reads ints half as fast
+    return places
+
+
+def _logit_rows(works: Sequence[Work]) -> Ints:
+    rows, total = list[int](), 0
+    for work in works:
+        total += work.length
+        rows += range(total - num_logit_rows(work), total)
+    return np.array(rows, np.int64)
+
+
+def _row_adapters(works: Sequence[Work], frame: Frame | None) -> npt.NDArray[np.int32]:
+    """[rows] int32: the adapter of every row."""
+    if frame is None:
+        return adapters_of(works, [w.length for w in works])
+    found = np.full((frame.size, frame.queries), -1, np.int32)
+    found[: len(works)] = np.array([w.adapter for w in works], np.int32)[:, None]
+    return found.reshape(-1)
+
+
+@dataclass(slots=True)
+class Added:
+    """A step's arrays by their numbers in an upload. Once that is sent, `batch` makes the step."""
+
+    rows: Rows
+    frame: Frame | None
+    trees: Forest | None
+    numbers: list[int]
+    lens: int
+    table: int | None = None
+    nodes: int | None = None
+    logit_rows: int | None = None
+    adapters: int | None = None
+    prompts: Prompts | None = None
+
+    def batch(self, sent: Upload, states: dict[str, Any], tree: Tensor | None = None) -> Batch:
+        """The step, over places that never move if it has a frame. Ids are still places in
+        last_tokens, of decode works: see `read_last_tokens`. tree: what rows see, if not what
+        `trees` say.
+        """
+        ids, positions, slots = (sent[number] for number in self.numbers)
+        frame, rows, table = self.frame, self.rows, None
+        if self.trees is not None:
+            assert self.nodes is not None
+            positions, tree = self._hang(self.trees, ids, positions, sent[self.nodes])
+        if frame is not None:
+            frame.table.take(sent, self.table)
+            table, logit_rows = frame.table.tensor, frame.every
+        else:
+            if self.table is not None:
+                table = sent[self.table]
+            logit_rows = positions if self.logit_rows is None else sent[self.logit_rows]
+        batch = Batch(
+            input_ids=ids,
+            positions=positions,
+            slots=slots,
+            logit_rows=logit_rows,
+            states=states,
+            adapters=None if self.adapters is None else sent[self.adapters],
         )
+        if table is not None and rows.lens:
+            batch.decode = DecodePart(table, sent[self.lens], tuple(rows.lens), rows.q_lens, tree)
+        if self.prompts is not None:
+            batch.prefill = self.prompts.sent(sent)
+        return batch
+
+    def _hang(
+        self, trees: Forest, ids: Tensor, starts: Tensor, nodes: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Positions of all rows, of which the first are nodes of trees, and what these see."""
+        count = sum(self.rows.q_lens)
+        positions, seen = trees.hang(ids[:count], starts[:count], nodes[:count])
+        if self.frame is None:
+            return torch.cat((positions, starts[count:])), seen
+        return self.frame.positions.copy_(positions), self.frame.seen.copy_(seen)
+
+
+def read_last_tokens(batch: Batch, last_tokens: Tensor) -> None:
+    """Put the tokens of decode works where their places are."""
+    places, count = batch.input_ids, batch.num_decode
+    if count == places.shape[0]:
+        batch.input_ids = last_tokens.index_select(0, places)
+    elif count:
+        own = last_tokens.index_select(0, places[:count])
+        batch.input_ids = torch.cat((own, places[count:]))
+
+
+def bare_batch(
+    ids: Tensor, positions: Tensor, slots: Tensor, adapters: Tensor | None, spread: Spread | None
+) -> Batch:
+    """Rows of which nobody asks whose they are: a step with prompts but for its attention. All of
+    them are wanted.
+    """
+    return Batch(ids, positions, slots, ids[:0], adapters=adapters, spread=spread)
 
 
 def num_logit_rows(work: Work) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ds_runtime.engine.messages import TokenLogprob
 from ds_runtime.engine.step.inputs import num_logit_rows
 from ds_runtime.engine.step.plan import StepPlan, StepResult, WorkResult
-from ds_runtime.engine.step.sampler import Draw, LogprobGroup
+from ds_runtime.engine.step.sampler import Draw, LogprobGroup, Sampler
 from ds_runtime.engine.step.transfer import Download
 
 SCORE_ROWS = 64  # prompt positions whose logits are held at a time: 33 MB at 129 280 tokens
@@ -66,6 +66,12 @@ class Handle:
     scores: list[list[LogprobGroup]] = field(default_factory=list)  # per SCORE_ROWS scored rows
     scored: list[Tensor] = field(default_factory=list)  # whether the logits of these are finite
     arriving: Download | None = None
+
+    def sort(self, sampler: Sampler) -> Wanted:
+        """What the step's logit rows are for: every way to run one begins with it, or has it done
+        once the device is at work."""
+        self.wanted = sort_rows(self.plan, lambda row: sampler.row(row).prompt)
+        return self.wanted
 
     def download(self) -> None:
         """Let the results start for the host."""

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_runtime.engine.step.inputs import num_logit_rows
 from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.prompts import adapters_of
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import Spread
+
+Ints = npt.NDArray[np.int64]
 
 
 def by_rank(works: Sequence[Work], ranks: int) -> list[list[Work]]:
@@ -48,8 +53,8 @@ class Spreading:
         adapters = logit_adapters = None
         if any(w.adapter >= 0 for w in works):
             gathered = [w for some in own for w in some]
-            adapters = upload.add(_adapters(gathered, [w.length for w in gathered]))
-            logit_adapters = upload.add(_adapters(works, [num_logit_rows(w) for w in works]))
+            adapters = upload.add(adapters_of(gathered, [w.length for w in gathered]))
+            logit_adapters = upload.add(adapters_of(works, [num_logit_rows(w) for w in works]))
         order = logit_places(works, ranks, wanted)
         in_order = np.array_equal(order, np.arange(ranks * wanted))
         number = None if in_order else upload.add(order)
@@ -64,9 +69,7 @@ class Spreading:
         return Spread(self.rows, self.wanted, real, order, adapters, logit_adapters)
 
 
-def logit_places(
-    works: Sequence[Work], ranks: int, wanted: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def logit_places(works: Sequence[Work], ranks: int, wanted: int) -> Ints:
     """Where each logit row lies among `wanted` of each rank: [rows] int64, in the works' order."""
     free = [rank * wanted for rank in range(ranks)]
     places: list[int] = []
@@ -77,7 +80,40 @@ def logit_places(
     return np.array(places, np.int64)
 
 
-def _adapters(
-    works: Sequence[Work], counts: Sequence[int]
-) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.repeat(np.array([w.adapter for w in works], np.int32), counts)
+def sequence_places(works: Sequence[Work], ranks: int, size: int) -> list[int]:
+    """Where the sequence of each work lies among `size` of each rank."""
+    if ranks == 1:
+        return list(range(len(works)))
+    free = [rank * size for rank in range(ranks)]
+    places = list[int]()
+    for work in works:
+        places.append(free[work.rank])
+        free[work.rank] += 1
+    return places
+
+
+class Placed:
+    """A step's works among the places of a captured one, `size` sequences of `queries` tokens on
+    each rank. sequences: the place of each work; rows: [draws] of each draw, among the rows of all
+    ranks. whole: these are the first ones, in order.
+    """
+
+    def __init__(self, works: Sequence[Work], ranks: int, size: int, queries: int) -> None:
+        self.sequences = sequence_places(works, ranks, size)
+        lengths = tuple(w.length for w in works)
+        self.rows, self.whole = _rows_at(tuple(self.sequences), lengths, queries)
+
+    def own(self, works: Sequence[Work], rank: int) -> tuple[Ints, Ints]:
+        """Which draws and which works are those of one rank."""
+        ranks = np.array([w.rank for w in works], np.int64)
+        owners = ranks.repeat([w.length for w in works])
+        return np.flatnonzero(owners == rank), np.flatnonzero(ranks == rank)
+
+
+@lru_cache(maxsize=256)  # nobody writes to it
+def _rows_at(
+    sequences: tuple[int, ...], lengths: tuple[int, ...], queries: int
+) -> tuple[Ints, bool]:
+    places = zip(sequences, lengths, strict=True)
+    rows = np.array([place * queries + j for place, n in places for j in range(n)], np.int64)
+    return rows, bool(np.array_equal(rows, np.arange(len(rows))))

@@ -40,10 +40,10 @@ class DraftCheck:
         assembly = assemble(config, {*settings, *_SETTINGS})
         assembly.platform.init_worker(0, 1, config.threads)
         self._runner = Runner(assembly, SoloCommunicator())
-        speculator = self._runner.speculator
-        assert speculator is not None
-        self._heard = _Heard(speculator.draft)
-        speculator.draft = cast(DraftModel, self._heard)
+        parts = self._runner.parts
+        assert parts.draft is not None
+        self._heard = _Heard(parts.draft)
+        parts.draft = cast(DraftModel, self._heard)
 
     def close(self) -> None:
         """Free what the engine holds."""

@@ -1,0 +1,140 @@
+"""What all steps of a rank work with: the model, its caches, and places for results."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_runtime.common.speculation import Speculation
+from ds_runtime.engine.speculate.acceptance import Trees
+from ds_runtime.engine.step.inputs import Frame, StepInputs
+from ds_runtime.engine.step.page_table import PageTable
+from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.row_order import by_rank
+from ds_runtime.engine.step.sampler import Sampler
+from ds_runtime.model.deepseek import DeepSeekModel
+from ds_runtime.model.draft import DraftModel
+from ds_runtime.ops.batch import Batch, Limits
+
+
+@dataclass(slots=True)
+class Parts:
+    """Of one rank. kernels: those that have states, by their keys; states: of steps op by op.
+    layers, draft_caches: the caches of the model and of the draft layer. trees: how drafts hang
+    together, if not as chains. limits: of the largest step. spare_page: a page of the caches that
+    is nobody's. adapts: rows may have adapters. leads: results are collected here. rank, ranks:
+    this one, of those that have sequences of their own; logits are those of all. simulated: the
+    probability with which each draft is taken for right, instead of judging it.
+    """
+
+    model: DeepSeekModel
+    draft: DraftModel | None
+    sampler: Sampler
+    inputs: StepInputs
+    kernels: Mapping[str, Any]
+    states: dict[str, Any]
+    layers: list[Tensor]
+    draft_caches: list[Tensor]
+    shape: Speculation | None
+    trees: Trees | None
+    limits: Limits
+    spare_page: int
+    vocab: int
+    device: torch.device
+    adapts: bool = False
+    leads: bool = True
+    rank: int = 0
+    ranks: int = 1
+    simulated: float | None = None
+    tables: dict[int, PageTable] = field(default_factory=dict)
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """[rows · width] int64: see StepInputs."""
+        return self.inputs.last_tokens
+
+    @property
+    def width(self) -> int:
+        """Tokens per row of `last_tokens`."""
+        return self.inputs.width
+
+    def own(self, works: Sequence[Work]) -> Sequence[Work]:
+        """Those whose attention this rank computes."""
+        return works if self.ranks == 1 else by_rank(works, self.ranks)[self.rank]
+
+    def frame(
+        self, size: int, queries: int, keys: Container[str] | None = None, adapts: bool = False
+    ) -> Frame:
+        """Places for a captured step; keys: of the states that it needs (default: all). Behind a
+        sequence that fills its context, spare tokens of a verification stand in a page of their
+        own.
+        """
+        limits = self.limits
+        pages = limits.max_pages_per_sequence + -(-(self.width - 1) // limits.page_size)
+        if size not in self.tables:
+            self.tables[size] = PageTable(size, pages, self.spare_page, self.device)
+        bounds = replace(
+            limits,
+            max_tokens=size * queries,
+            max_sequences=size,
+            max_pages_per_sequence=pages,
+            max_queries=queries,
+        )
+        states = {
+            key: kernel.state(bounds)
+            for key, kernel in self.kernels.items()
+            if keys is None or key in keys
+        }
+        return Frame(size, queries, self.tables[size], states, adapts)
+
+    def prepare(self, batch: Batch, recorded: Container[str] | None = None) -> None:
+        """Tell the kernels of a captured step, in front of every replay. recorded: instead, inside
+        the recording, those with these keys (`state_keys` of what runs) that prepare on the device.
+        Each of them must run in there.
+        """
+        for key, state in batch.states.items():
+            kernel = self.kernels[key]
+            inside = getattr(kernel, "prepares_on_device", False)
+            due = not inside if recorded is None else inside and key in recorded
+            if due:
+                kernel.prepare(state, batch)
+
+    def prepare_all(self, batch: Batch, keys: Container[str] | None = None) -> None:
+        """Tell the kernels of a step op by op; keys: those alone."""
+        for key, state in batch.states.items():
+            if keys is None or key in keys:
+                self.kernels[key].prepare(state, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Where captured steps leave their results, each in as many rows as it has: of the largest
+    verification hidden states [own rows, hidden], logits [rows, vocab] float32 and finite [rows]
+    bool, whether these are numbers; of the draft layer tail [own sequences, hidden] and
+    tail_logits [sequences, vocab]. All are overwritten by the next step.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    finite: Tensor
+    tail: Tensor
+    tail_logits: Tensor
+
+    @staticmethod
+    def of(parts: Parts, size: int, queries: int) -> Results:
+        def made(rows: int, columns: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(rows, columns, dtype=kind, device=parts.device)
+
+        width, dtype, every = parts.model.config.hidden, parts.model.dtype, size * parts.ranks
+        topk, drafts = 1 if parts.shape is None else parts.shape.topk, parts.draft is not None
+        return Results(
+            hidden=made(size * queries * drafts, width, dtype),
+            logits=made(every * max(queries, topk), parts.vocab, torch.float32),
+            finite=torch.ones(every * queries, dtype=torch.bool, device=parts.device),
+            tail=made(size * drafts, width, dtype),
+            tail_logits=made(every * drafts, parts.vocab, torch.float32),
+        )

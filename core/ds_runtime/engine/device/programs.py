@@ -1,0 +1,163 @@
+"""Which program runs a step: op by op, with captured pieces between attentions, or captured.
+
+| step | phases, [recorded] |
+|---|---|
+| decode works | inputs → [forward] → draw, or [draw behind masks] |
+| with prompts | inputs → ([piece] → attention)* → finish → draw |
+| chains | inputs → [forward] → [draw, judge] → [follow] → wait → [draft]* |
+| trees | inputs → [forward] → draw, judge → [move, follow] → wait → [grow]* |
+
+Op by op the same phases are called, over as many rows as there are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from ds_runtime.assembly.result import Assembly
+from ds_runtime.common.progress import Progress
+from ds_runtime.config.graph_sizes import graph_sizes, prefill_graph_sizes
+from ds_runtime.engine.capture.prefill import PrefillGraphs
+from ds_runtime.engine.capture.recorder import Checking, Recorder
+from ds_runtime.engine.device.captured import Captured, decode_step
+from ds_runtime.engine.device.op_by_op import OpByOp
+from ds_runtime.engine.device.parts import Parts, Results
+from ds_runtime.engine.speculate.chain import Chain
+from ds_runtime.engine.speculate.tree import Tree
+from ds_runtime.engine.step.masked_draw import can_capture
+from ds_runtime.engine.step.plan import StepPlan
+from ds_runtime.engine.step.row_order import by_rank
+
+
+class Programs:
+    """Of one rank. What is captured follows from the platform, the configuration and the bound
+    kernels (`captures`): a size at the start, or where captures are `late`, once it has come often.
+
+    sizes: requests of captured decode steps, on a rank. left_out: those that were asked for, whose
+    drafts no step could verify together. prefill_sizes: tokens of captured steps with prompts.
+    serves: decode steps may be replayed.
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        parts: Parts,
+        ranks: int,
+        local_rank: int,
+        captures: bool,
+        checking: Checking,
+    ) -> None:
+        """ranks: of the group, which must not differ in what they could capture."""
+        config, platform = assembly.config, assembly.platform
+        self._parts = parts
+        self.op_by_op = OpByOp(parts)
+        self.late = platform.capture_after > 0
+        self.sizes: tuple[int, ...] = ()
+        self.left_out: tuple[int, ...] = ()
+        self.prefill_sizes: tuple[int, ...] = ()
+        self.captured: dict[tuple[int, int], Captured] = {}
+        self.drafting: dict[tuple[int, int], Chain | Tree] = {}
+        self._queries: list[int] = []
+        self.serves = False
+        if not captures:
+            return
+        backend = platform.graph_backend(local_rank)
+        self._recorder = Recorder(backend, platform.capture_after, checking)
+        if platform.captures_prefill and not config.disable_prefill_graph and not self.late:
+            self.prefill_sizes = prefill_graph_sizes(config)
+            self.op_by_op.prefills = PrefillGraphs(
+                parts.model,
+                parts.layers,
+                self.prefill_sizes,
+                self._recorder,
+                parts.adapts,
+                parts.ranks,
+            )
+        self._prefills_at_start = config.prefill_graph_sizes is not None or ranks > 1
+        choices = (0,) if parts.shape is None or parts.draft is None else parts.shape.choices
+        self._queries = sorted({drafts + 1 for drafts in choices})
+        self._place(graph_sizes(config, self.late), choices, can_capture(assembly.binding))
+
+    def _place(self, sizes: Sequence[int], choices: Sequence[int], masked: bool) -> None:
+        """Places for all that will be captured. choices: how many tokens steps draft."""
+        parts, queries = self._parts, max(self._queries)
+        most = parts.limits.max_tokens
+        fits = [size for size in sizes if parts.draft is None or size * queries <= most]
+        self.sizes = tuple(fits)
+        self.left_out = tuple(size for size in sizes if size not in fits)
+        self._results = Results.of(parts, max(fits, default=0), queries)
+        alone = parts.draft is None
+        for size in fits:
+            for drafts in choices:
+                if drafts:
+                    tree = parts.trees is not None
+                    made = Tree(parts, size) if tree else Chain(parts, drafts, size)
+                    self.drafting[size, drafts] = made
+            for count in self._queries:
+                drafting = {n: made for (s, n), made in self.drafting.items() if s == size}
+                given = parts, self._results, size, count, masked and alone, drafting
+                self.captured[size, count] = Captured(*given)
+
+    def select(self, plan: StepPlan) -> Captured | OpByOp:
+        """The program of a step. Op by op if it holds prompts, more sequences than any size, or
+        drafts that nothing captured makes. Where ranks have sequences of their own, all replay what
+        the one with the most needs.
+        """
+        works, ranks = plan.works, self._parts.ranks
+        count = len(works) if ranks == 1 else max(map(len, by_rank(works, ranks)))
+        index = bisect_left(self.sizes, count)
+        if not self.serves or index == len(self.sizes) or any(w.tokens is not None for w in works):
+            return self.op_by_op
+        size, most = self.sizes[index], max(w.length for w in works)
+        queries = bisect_left(self._queries, most)
+        if (plan.drafts and (size, plan.drafts) not in self.drafting) or queries == len(
+            self._queries
+        ):
+            return self.op_by_op
+        return self.captured[size, self._queries[queries]]
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Have all that will be captured at the start run once, in a rehearsal."""
+        if not self.late:
+            self._capture_all(Recorder(None), False)
+
+    @torch.inference_mode()
+    def capture(self, progress: bool) -> None:
+        """All that is captured at the start; the rest serves and captures as steps come."""
+        if (prefills := self.op_by_op.prefills) is not None:
+            if self._prefills_at_start:
+                prefills.capture(progress=progress)
+            else:
+                prefills.serve()
+        if self.sizes:
+            self._capture_all(self._recorder, progress)
+            self.serves = True
+
+    def _capture_all(self, recorder: Recorder, progress: bool) -> None:
+        """The largest size first: the others find their memory in its pool. Of each what is in
+        front of others that need it.
+        """
+        drafts = self._parts.draft is not None
+        kind, unit = ("steps with drafts", "graphs") if drafts else ("decode steps", "steps")
+        total = len(self.captured) * (1 + drafts) + len(self.drafting)
+        with Progress(f"capturing {kind}", total, unit, enabled=progress) as bar:
+            for size in reversed(self.sizes):
+                for (own, _), step in self.captured.items():
+                    if own == size:
+                        step.capture(recorder)
+                        bar.advance(1 + drafts)
+                for (own, _), made in self.drafting.items():
+                    if own == size:
+                        made.capture(recorder, self._results, decode_step(size))
+                        bar.advance(1)
+
+    def forget(self) -> None:
+        """Let go of all that is captured: while a step could replay a collective, its group does
+        not end.
+        """
+        self.captured, self.drafting, self.serves = {}, {}, False
+        self.op_by_op.prefills = None
