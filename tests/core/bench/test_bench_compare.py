@@ -16,7 +16,7 @@ from ds_runtime.platform.contract import Ceilings
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_bench.engine import compare, interleaved
 from ds_runtime_bench.engine.compare import Case, Child, LlamaCpp, cases_of
-from ds_runtime_bench.ops import measure
+from ds_runtime_bench.ops import measure, step_work
 from ds_runtime_cpu.platform import CpuPlatform
 
 PROGRAM = """#!{python}
@@ -293,7 +293,7 @@ def test_limits_of_this_runtime(monkeypatch, checkpoint):
     found = interleaved.Ours(settings, 4, 64).limits([(1, 8), (4, 8)])
     assert found["ceilings"]["bandwidth"] == 5e9
     assembly = measure.assembled(EngineConfig(**settings), frozenset(settings), None, "")
-    steps = measure.step_bytes(assembly, (1, 4), 8)
+    steps = step_work.step_bytes(assembly, (1, 4), 8)
     assert found["step_bytes"] == [sum(w.nbytes for w in steps[n].values()) for n in (1, 4)]
 
 
