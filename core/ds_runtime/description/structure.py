@@ -372,11 +372,11 @@ class _Layer:
 
 
 def weights(node: Any) -> Iterator[Stored]:
-    """Every weight of a tree or of a part of one; those of `AttentionNode.inputs` come twice, and a
-    tied head has none of its own."""
+    """Every weight of a tree or of a part of one, some of them twice. Of a tied head it is the
+    embedding, which a stage needs that has no other use for it."""
     if isinstance(node, Stored):
-        if node.kind != "tied":
-            yield node
+        tied = node.kind == "tied"
+        yield node._replace(name=node.module, format="", kind="embedding") if tied else node
     elif isinstance(node, tuple | RoutedExperts):
         for part in node:
             yield from weights(part)
