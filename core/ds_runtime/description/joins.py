@@ -49,7 +49,7 @@ def join_inputs(a: AttentionNode, apart: Collection[str]) -> AttentionNode:
 def hold_shared(moe: MoeNode, apart: Collection[str], adapted: Collection[str]) -> MoeNode:
     """Rule `shared_experts`: these are slots behind the routed experts, as many as they are routed
     experts wide, unless they have another format, parts of blocks or adapters of their own."""
-    form, several = joined(part.format for expert in moe.experts for part in expert.parts)
+    form, several = joined(moe.experts.formats)
     if moe.shared is None or several or SHARED_EXPERTS in apart:
         return moe
     width, inner = (mlp.down.parts[0].shape[1] for mlp in (moe.shared, moe.experts[0]))

@@ -14,9 +14,9 @@ from typing import Any
 
 from ds_runtime.checkpoint.base import base_of
 from ds_runtime.checkpoint.files import HEADER, LISTS, open_plain, read_object
-from ds_runtime.description.structure import CACHE_SCALES
 from ds_runtime.errors import CheckpointError, shown
 
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")  # of keys and values
 # The names that `checkpoint/tensors.py` opens, which would load torch.
 _INDEX = "model.safetensors.index.json"
 _WHOLE = ("model.safetensors", "nextn_layer_parameters.safetensors")

@@ -211,21 +211,19 @@ class _Sites:
         yield self.product(indexer.query)
 
     def moe(self, moe: MoeNode) -> Iterator[Site]:
-        layer, count, shared = moe.layer, len(moe.experts), moe.shared
+        layer, count, shared, one = moe.layer, len(moe.experts), moe.shared, moe.experts[0]
         yield _router(moe.router, layer, MLP)
         yield Site("route", layer, MLP)
-        parts = [part for expert in moe.experts for part in expert.parts]
-        form, stored = joined(part.format for part in parts)
+        form, stored = joined(moe.experts.formats)
         if moe.single:
             yield Site("silu_mul", layer, EXPERTS)
-            for linears in zip(*((e.gate_up, e.down) for e in moe.experts), strict=True):
-                one = replace(self.product(linears[0]), weight_format=form, stored=stored)
-                every = [part for linear in linears for part in linear.parts]
-                yield _made(replace(one, count=count), every, count * one.values)
+            for site in map(self.product, (one.gate_up, one.down)):
+                every = replace(site, count=count, values=count * site.values)
+                yield replace(every, weight_format=form, stored=stored)
         else:
-            shape = (count + moe.slots, *parts[0].local(self.ranks))
+            shape, parts = (count + moe.slots, *one.parts[0].local(self.ranks)), list[Stored]()
             if shared is not None and moe.slots:  # each reads all rows of its columns of down
-                parts += [*shared.gate_up.parts, *moe.slots * shared.down.parts]
+                parts = [*shared.gate_up.parts, *moe.slots * shared.down.parts]
             site = Site("experts", layer, EXPERTS, "any", form, shape, stored=stored)
             yield _made(site, parts, 3 * math.prod(shape))
         if shared is not None and not moe.slots:

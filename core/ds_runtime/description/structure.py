@@ -9,8 +9,8 @@ pipeline, or a rank with experts of its own, builds a part of the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ds_runtime.description.config import ModelConfig
@@ -26,13 +26,10 @@ ATTENTION, MLP = "self_attn", "mlp"
 INDEXER = f"{ATTENTION}.indexer"
 EXPERTS = f"{MLP}.experts"
 KV_B = "kv_b_proj"
+_TRIO = ("gate_proj", "up_proj", "down_proj")
 JOIN = "eh_proj"  # of a draft layer, and of no other
 JOINED_INPUTS = f"{ATTENTION}.qkv_a_proj"  # the place of the first projections where they are one
-SHARED = (
-    EMBEDDING,
-    "shared_head.head",
-)  # of the model, which a draft layer's checkpoint may repeat
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")  # of keys and values
+SHARED = (EMBEDDING, "shared_head.head")  # copies of the model's, which a draft layer may have
 
 
 class Axis(NamedTuple):
@@ -70,8 +67,7 @@ class Stack(NamedTuple):
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """One module's weight, whole. module: its path in the checkpoint; name: its path in the model,
     which is another where a draft layer has a folder of its own.
 
@@ -138,6 +134,26 @@ class SwiGluNode(NamedTuple):
         return (*self.gate_up.parts, *self.down.parts)
 
 
+class RoutedExperts(Sequence[SwiGluNode]):
+    """The routed experts of a layer that are there. Each is made when it is asked for: a model has
+    thousands. formats: of all their weights."""
+
+    def __init__(self, make: _Layer, numbers: range) -> None:
+        self._make, self._numbers = make, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        width = self._make.config.moe_intermediate
+        return self._make.swiglu(EXPERTS, width, self._numbers[index])
+
+    @cached_property
+    def formats(self) -> frozenset[str]:
+        at, format_of = self._make.stored + EXPERTS, self._make.format_of
+        return frozenset(format_of(f"{at}.{e}.{n}") for e in self._numbers for n in _TRIO)
+
+
 class MoeNode(NamedTuple):
     """Routed experts, and shared ones. slots: how many slots behind the routed experts hold the
     shared ones. single: routed experts are products of their own, for adapters."""
@@ -145,7 +161,7 @@ class MoeNode(NamedTuple):
     layer: int
     router: Stored
     correction: Stored | None
-    experts: tuple[SwiGluNode, ...]
+    experts: RoutedExperts
     shared: SwiGluNode | None
     slots: int = 0
     single: bool = False
@@ -262,17 +278,11 @@ class _Layer:
         self.at, self.stored = f"model.layers.{number}.", f"model.layers.{stored}."
 
     def weight(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        kind: Kind = "linear",
-        cut: Axis | None = None,
-        stack: Stack | None = None,
-        rotated: int = 0,
+        self, path: str, shape: tuple[int, ...], kind: Kind = "linear", **more: Any
     ) -> Stored:
         module = self.stored + path
         form = self.format_of(module) if kind == "linear" else ""
-        return Stored(module, shape, form, cut, kind, self.at + path, stack, rotated)
+        return Stored(module, shape, form, kind=kind, name=self.at + path, **more)
 
     def norm(self, path: str, width: int) -> Stored:
         return self.weight(path, (width,), "norm")
@@ -336,9 +346,11 @@ class _Layer:
             at, stack = f"{place}.{expert}", self.stored + both
             halves = Stack(stack, expert, 0, 2), Stack(stack, expert, 1, 2)
             stacks = (*halves, Stack(self.stored + below, expert))
-        gate = self.weight(f"{at}.gate_proj", inner, "linear", ROWS, stacks[0])
-        up = self.weight(f"{at}.up_proj", inner, "linear", ROWS, stacks[1])
-        down = self.weight(f"{at}.down_proj", outer, "linear", COLS, stacks[2])
+        each = zip(_TRIO, (inner, inner, outer), (ROWS, ROWS, COLS), stacks, strict=True)
+        gate, up, down = (
+            self.weight(f"{at}.{name}", shape, cut=cut, stack=stack)
+            for name, shape, cut, stack in each
+        )
         products = (
             LinearNode(self.number, both, (gate, up)),
             LinearNode(self.number, below, (down,)),
@@ -346,27 +358,28 @@ class _Layer:
         return SwiGluNode(self.number, place, *products)
 
     def moe(self, experts: range | None) -> MoeNode:
-        c, width, correction, shared = self.config, self.config.moe_intermediate, None, None
+        c, correction, shared = self.config, None, None
         router = self.weight(f"{MLP}.gate", (c.experts, c.hidden), "plain")
         if c.routing is not None and c.routing.method == "noaux_tc":
             path = f"{MLP}.gate.e_score_correction_bias"
             correction = self.weight(path, (c.experts,), "correction")
         if c.shared_experts:
-            shared = self.swiglu(f"{MLP}.shared_experts", c.shared_experts * width)
+            width = c.shared_experts * c.moe_intermediate
+            shared = self.swiglu(f"{MLP}.shared_experts", width)
         own = range(c.experts) if experts is None else experts
         assert own, "a rank has routed experts"
-        routed = tuple(self.swiglu(EXPERTS, width, expert) for expert in own)
-        return MoeNode(self.number, router, correction, routed, shared)
+        return MoeNode(self.number, router, correction, RoutedExperts(self, own), shared)
 
 
 def weights(node: Any) -> Iterator[Stored]:
-    """Every weight of a tree or of a part of one; those of `AttentionNode.inputs` come twice, and a
-    tied head has none of its own."""
-    if isinstance(node, tuple):
+    """Every weight of a tree or of a part of one, some of them twice. Of a tied head it is the
+    embedding, which a stage needs that has no other use for it."""
+    if isinstance(node, Stored):
+        tied = node.kind == "tied"
+        yield node._replace(name=node.module, format="", kind="embedding") if tied else node
+    elif isinstance(node, tuple | RoutedExperts):
         for part in node:
             yield from weights(part)
-    elif isinstance(node, Stored) and node.kind != "tied":
-        yield node
 
 
 def by_name(tree: ModelTree | DraftTree) -> dict[str, Stored]:

@@ -137,7 +137,8 @@ class Site:
     captured: False outside the model's forward pass, which is what is captured. count: weights of
     this shape that the place owns. stored: the format of the weight in the checkpoint, where it is
     converted to `weight_format` while it is loaded. weights: names in the model of what the place
-    is made from, one as often as all of it is read. values: how many numbers it holds of these.
+    is made from, one as often as all of it is read; of routed experts at most the first, as each is
+    read once. values: how many numbers it holds of all.
     """
 
     op: str

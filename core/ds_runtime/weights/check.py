@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.description.config import ModelConfig
+from ds_runtime.description.leftover import CACHE_SCALES
 from ds_runtime.description.structure import (
     ATTENTION,
-    CACHE_SCALES,
     HEAD,
     INDEXER,
     JOIN,
