@@ -70,8 +70,8 @@ class Null:
         self.tag = f"null.{op.name}"
         for name in op.parameters:
             made = op.results.get(name)
-            does = (getattr(self, f"_{name}"),) if made is None else (self._gives, made, facts)
-            setattr(self, name, _signed(op, name, partial(*does)))
+            own = partial(self._gives, made, facts) if made else partial(getattr(self, f"_{name}"))
+            setattr(self, name, _signed(op, name, own))
         self._junk = None
         if facts.module == "lm_head":
             columns = torch.arange(facts.shape[0], dtype=torch.int64)
