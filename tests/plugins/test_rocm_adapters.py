@@ -15,8 +15,8 @@ from vendor_doubles.served import INDEXED, TRUE, answers, demo, on_host, serve
 from ds_runtime.api import Routing, route
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.contract import Dims, Offers
-from ds_runtime.ops.reference.cases import Maker
 from ds_runtime.ops.contracts.moe import _experts_case
+from ds_runtime.ops.reference.cases import Maker
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
 from ds_runtime_kit.checks.conformance import (

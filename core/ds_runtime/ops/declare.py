@@ -46,18 +46,14 @@ class OpWork:
             self.cached + other.cached,
         )
 
-    def times(self, n: float) -> OpWork:
-        """The work of n such calls."""
-        each = (self.weights, self.reads, self.writes, self.flops, self.cached)
-        return OpWork(*(n * value for value in each))
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:
     """How an op is timed, and what a call must move and compute.
 
     calls: by method, "" for a function: the arguments but for `packed` and `state`, made by a
-    `TrueInputs` for so many tokens, and the work, of `Sizes` for so many tokens.
+    `TrueInputs` for so many tokens, and the work, of `Sizes` for so many tokens. It may be FLOPs
+    alone: then a call reads its arguments and writes its results, each once.
     step: the methods whose weights or cached tokens a decode step must read. source: what `pack`
     gets, where that is not one weight or a layer's experts. size: in words, what a token is where
     sites do not say it. by_width: rows have one width, which `Sizes` says. float32: computes in it

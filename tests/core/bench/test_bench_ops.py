@@ -12,7 +12,6 @@ import torch
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.contract import Routing
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.reference.matrices.linear import ReferenceLinear
 from ds_runtime.ops.table import OPS
@@ -86,10 +85,11 @@ def test_every_bound_kernel_of_a_model_is_measured(shape, weights, flags):
 
 def test_rates_follow_from_time_and_work():
     (figure,) = measured(assembly := assembled(), ["route"], [4])
-    sizes = Sizes(facts=assembly.facts, routing=Routing(4, 16))
-    todo = OPS["route"].cost.calls[""][1](sizes, 4)
-    assert figure.gb_per_s == pytest.approx(todo.nbytes / figure.us / 1e3)
-    assert figure.gflop_per_s == pytest.approx(todo.flops / figure.us / 1e3)
+    nbytes = 4 * (16 * 4 + 4 * 8) + 16 * 4  # logits, weights and ids, and the bias
+    flops = OPS["route"].cost.calls[""][1](Sizes(facts=assembly.facts), 4).flops
+    assert flops == 4 * 4 * 16
+    assert figure.gb_per_s == pytest.approx(nbytes / figure.us / 1e3)
+    assert figure.gflop_per_s == pytest.approx(flops / figure.us / 1e3)
     assert figure.of_compute == pytest.approx(figure.gflop_per_s / 100)  # float32's ceiling
 
 

@@ -15,13 +15,17 @@ from ds_runtime.ops.contract import DeviceInfo, Dims, Facts, Routing, load_attr
 from ds_runtime.ops.contracts.work import Sizes, distinct_experts, matrix_bytes
 from ds_runtime.ops.declare import OpWork
 from ds_runtime.ops.reference.cases import Maker, SampleExperts, segments
+from ds_runtime.ops.reference.inputs import TrueInputs
+from ds_runtime.ops.reference.layouts import INDEX_PAGES, LATENT_PAGES
 from ds_runtime.ops.reference.matrices.rounding import quantise_part
 from ds_runtime.ops.table import OPS
 from ds_runtime_bench.ops import step_work
+from ds_runtime_bench.ops.subjects import moved
 from ds_runtime_bench.shapes import config_of
 from ds_runtime_kit.checks.conformance import facts_for
 
 DEVICE = DeviceInfo("cpu", "", "")
+CPU = torch.device("cpu")
 FACTS = facts_for(DEVICE, "float32")
 
 
@@ -39,16 +43,22 @@ def work(op, tokens, method="", context=0, shape=(), dtype="float32", kv_dtype="
 
 def test_every_op_has_its_work():
     every = {**FACTS.dims, "hidden": 64, "q_lora": 32, "experts": 8, "top_k": 2}
-    facts = Facts(DEVICE, Dims(every), shape=(8, 16))
-    sizes = Sizes(facts=facts, width=16, context=9, vocab=50, routing=Routing(2, 8))
+    facts = Facts(DEVICE, Dims(every), "bfloat16", "bfloat16", shape=(8, 16))
+    layouts = {"": LATENT_PAGES, "kv": LATENT_PAGES, "index": INDEX_PAGES}
+    said = {"width": 128, "context": 9, "vocab": 50, "routing": Routing(2, 8)}
     for name, op in OPS.items():
-        here = (
-            replace(sizes, facts=replace(facts, shape=(9, 8, 16))) if name == "experts" else sizes
-        )
-        for method, (_, of) in op.cost.calls.items():
-            small, large = (of(here, tokens) for tokens in (1, 5))
-            assert isinstance(small, OpWork), (name, method)
-            assert 0 < small.nbytes < large.nbytes, (name, method)
+        here = replace(facts, shape=(9, 8, 16) if name == "experts" else facts.shape)
+        place = TrueInputs(facts=here, layout=layouts[op.layout], device=CPU, **said)
+        for method, (inputs, of) in op.cost.calls.items():
+            found = [of(place, tokens) for tokens in (1, 5)]
+            if not found[0].nbytes:
+                calls = (inputs(place, tokens) for tokens in (1, 5))
+                found = [
+                    f + moved(op.results.get(method), here, args)
+                    for f, args in zip(found, calls, strict=True)
+                ]
+            assert 0 < found[0].nbytes < found[1].nbytes, (name, method)
+            assert found[0].flops <= found[1].flops, (name, method)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -127,6 +137,7 @@ def test_prefill_attention_counts_what_is_seen():
     attend = load_attr(OPS["mha_prefill"].reference)
     (out, lse), flops = counted(lambda: attend(*parts, segs, segs, True, 0.2))
     got = work("mha_prefill", tokens, heads=3, qk_nope=16, qk_rope=8, v=12)
+    got += moved(OPS["mha_prefill"].results[""], FACTS, (*parts, segs, segs, True, 0.2))
     assert got.flops == pytest.approx(flops * (tokens + 1) / (2 * tokens))  # it masks a square
     assert got.reads == sum(part.nbytes for part in parts)
     assert got.writes == out.nbytes + lse.nbytes
@@ -153,7 +164,7 @@ def test_decode_over_expanded_keys_and_values():
 
 def test_work_adds_up():
     a = OpWork(1, 2, 3, 4, 5)
-    assert a + a == a.times(2) == OpWork(2, 4, 6, 8, 10)
+    assert a + a == OpWork(2, 4, 6, 8, 10)
     assert a.nbytes == 11
 
 

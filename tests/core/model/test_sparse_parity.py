@@ -12,7 +12,7 @@ from ds_runtime.engine.process.banner import warnings
 from ds_runtime.errors import ConfigError
 from ds_runtime.model import indexer
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr
-from ds_runtime.ops.contracts.attention import index as sparse
+from ds_runtime.ops.contracts.attention import index
 from ds_runtime.ops.reference.layouts import INDEX_PAGES, LATENT_FP8_GROUPS
 from ds_runtime_kit.models.oracle import Oracle, compare
 from ds_runtime_kit.models.tiny import SPARSE, write_tiny, write_tiny_fp8
@@ -94,7 +94,7 @@ def test_random_schedules(checkpoints, shape, kernels):
 
 def test_scores_in_groups(checkpoints, monkeypatch):
     """As prompts are scored whose scores would not fit: a few rows at a time."""
-    monkeypatch.setattr(sparse, "SCORES", 700)
+    monkeypatch.setattr(index, "SCORES", 700)
     folder, oracle = checkpoints("v32")
     prompts = prompts_of(oracle)
     compare(oracle, prompts, run_schedule(Harness(decide(folder)), prompts, 2, 100), 1e-4)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ds_runtime.ops.contracts.results import codes, half, name_of
-from ds_runtime.ops.contracts.work import GROUP, quantised, then_quantised
+from ds_runtime.ops.contracts.work import GROUP
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ds_runtime.ops.contract import Facts
     from ds_runtime.ops.contracts.work import Sizes
     from ds_runtime.ops.reference.cases import Case
-    from ds_runtime.ops.reference.inputs import TrueInputs
 
 _REF = "ds_runtime.ops.reference.activation"
 cases = later("ds_runtime.ops.reference.cases")
@@ -67,21 +66,8 @@ def silu_mul_quantize_samples(facts: Facts) -> Iterator[Case]:
         yield cases.case(label, facts, make.inside(x), 128, ue8m0)
 
 
-def _rows(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
-    return (p.normal(tokens, 2 * p.width),)
-
-
-def _quantised_rows(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
-    return p.normal(tokens, 2 * p.width), GROUP, False
-
-
-def _silu_mul(s: Sizes, tokens: int) -> OpWork:
-    values = tokens * s.width * s.item
-    return OpWork(reads=2 * values, writes=values, flops=5.0 * tokens * s.width)
-
-
-def _silu_mul_quantize(s: Sizes, tokens: int) -> OpWork:
-    return then_quantised(_silu_mul(s, tokens), quantised(s, s.width, GROUP, tokens))
+def _flops(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=5.0 * tokens * s.width)
 
 
 class ActivationOps(Area):
@@ -94,7 +80,7 @@ class ActivationOps(Area):
         rows={"": (0,)},
         contiguous=True,
         compiles=True,
-        cost=Cost({"": (_rows, _silu_mul)}, by_width=True),
+        cost=Cost({"": (lambda p, n: (p.normal(n, 2 * p.width),), _flops)}, by_width=True),
         summary="SwiGLU activation",
     )
     silu_mul_quantize: SiluMulQuantize = op(
@@ -106,6 +92,8 @@ class ActivationOps(Area):
         optional=True,
         uses=("silu_mul",),
         compiles=True,
-        cost=Cost({"": (_quantised_rows, _silu_mul_quantize)}, by_width=True),
+        cost=Cost(
+            {"": (lambda p, n: (p.normal(n, 2 * p.width), GROUP, False), _flops)}, by_width=True
+        ),
         summary="SwiGLU activation and FP8 quantisation, fused",
     )

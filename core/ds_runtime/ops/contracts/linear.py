@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ds_runtime.ops.contracts.results import codes, name_of, of_weight
-from ds_runtime.ops.contracts.work import GROUP, ID, by_vocab, product, quantised
+from ds_runtime.ops.contracts.work import GROUP, ID, by_vocab, product
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 from ds_runtime.ops.formats import FORMATS
 
@@ -282,8 +282,8 @@ def _linear(s: Sizes, tokens: int) -> OpWork:
     return product(s, rows, cols, tokens)
 
 
-def _quantize_group(s: Sizes, tokens: int) -> OpWork:
-    return quantised(s, s.facts.dims["hidden"], GROUP, tokens)
+def _rounded(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=3.0 * tokens * s.facts.dims["hidden"])
 
 
 class EmbeddingOps(Area):
@@ -328,6 +328,6 @@ class MatrixOps(Area):
         rows={"": (0,)},
         judge=_judge_codes,
         plain=True,
-        cost=Cost({"": (_hidden, _quantize_group)}),
+        cost=Cost({"": (_hidden, _rounded)}),
         summary="per-token-group FP8 quantisation",
     )

@@ -102,15 +102,8 @@ def _inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     )
 
 
-def _work(s: Sizes, tokens: int) -> OpWork:
-    """Of one group, with several adapters among the rows."""
-    out, cols = s.facts.shape
-    return OpWork(
-        min(_SLOTS, tokens) * _RANK * (cols + out) * s.item,
-        tokens * ((cols + out) * s.item + 4),
-        tokens * out * s.item,
-        2.0 * tokens * _RANK * (cols + out),
-    )
+def _flops(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=2.0 * tokens * _RANK * sum(s.facts.shape))
 
 
 class AdapterOps(Area):
@@ -121,6 +114,6 @@ class AdapterOps(Area):
         tolerance={"float32": 2e-5, "bfloat16": 1.2e-2, "float16": 3e-3},
         rows={"": (0, 1, 4)},
         writes=("y",),
-        cost=Cost({"": (_inputs, _work)}),
+        cost=Cost({"": (_inputs, _flops)}),
         summary="what low-rank adapters add, several per batch",
     )

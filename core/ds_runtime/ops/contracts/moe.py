@@ -287,13 +287,6 @@ def _router_logits(s: Sizes, tokens: int) -> OpWork:
     )
 
 
-def _route(s: Sizes, tokens: int) -> OpWork:
-    """Of float32 logits."""
-    assert s.routing is not None
-    count, top_k = s.routing.num_experts, s.routing.top_k
-    return OpWork(reads=tokens * count * 4, writes=tokens * top_k * 8, flops=4.0 * tokens * count)
-
-
 def _experts(s: Sizes, tokens: int) -> OpWork:
     """Of as many experts as even routing reaches."""
     (_, inter, hidden), (shared, top_k) = s.facts.shape, _slots(s)
@@ -307,6 +300,10 @@ def _experts(s: Sizes, tokens: int) -> OpWork:
         tokens * hidden * s.item,
         6.0 * tokens * top_k * inter * hidden,
     )
+
+
+def _scored(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=4.0 * tokens * s.facts.dims["experts"])
 
 
 class ExpertOps(Area):
@@ -327,7 +324,7 @@ class ExpertOps(Area):
         rows={"": (0,)},
         judge=_judge_route,
         compiles=True,
-        cost=Cost({"": (_logits, _route)}, size=by_choice, float32=True),
+        cost=Cost({"": (_logits, _scored)}, size=by_choice, float32=True),
         summary="grouped top-k expert choice",
     )
     experts: Experts = op(

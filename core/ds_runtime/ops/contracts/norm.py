@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import codes, form
-from ds_runtime.ops.contracts.work import GROUP, quantised, then_quantised
+from ds_runtime.ops.contracts.work import GROUP
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -181,26 +181,8 @@ def _two_quantised_rows(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return *_two_rows(p, tokens), GROUP, False
 
 
-def _rms_norm(s: Sizes, tokens: int) -> OpWork:
-    rows = tokens * s.width * s.item
-    return OpWork(s.width * s.item if tokens else 0, rows, rows, 4.0 * tokens * s.width)
-
-
-def _add_rms_norm(s: Sizes, tokens: int) -> OpWork:
-    """Two inputs, two outputs."""
-    rows = tokens * s.width * s.item
-    return _rms_norm(s, tokens) + OpWork(reads=rows, writes=rows, flops=1.0 * tokens * s.width)
-
-
-def _rms_norm_quantize(s: Sizes, tokens: int) -> OpWork:
-    return then_quantised(_rms_norm(s, tokens), quantised(s, s.width, GROUP, tokens))
-
-
-def _add_rms_norm_quantize(s: Sizes, tokens: int) -> OpWork:
-    """The sum is written, too."""
-    rows = tokens * s.width * s.item
-    codes_of = quantised(s, s.width, GROUP, tokens)
-    return then_quantised(_add_rms_norm(s, tokens), codes_of, rows)
+def _flops(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=4.0 * tokens * s.width)
 
 
 class NormOps(Area):
@@ -213,7 +195,7 @@ class NormOps(Area):
         rows={"": (0,)},
         contiguous=True,
         compiles=True,
-        cost=Cost({"": (_rows, _rms_norm)}, by_width=True),
+        cost=Cost({"": (_rows, _flops)}, by_width=True),
         summary="root-mean-square norm",
     )
     add_rms_norm: AddRmsNorm = op(
@@ -225,7 +207,7 @@ class NormOps(Area):
         composition=f"{__name__}:compose_add_rms_norm",
         uses=("rms_norm",),
         compiles=True,
-        cost=Cost({"": (_two_rows, _add_rms_norm)}, by_width=True),
+        cost=Cost({"": (_two_rows, _flops)}, by_width=True),
         summary="residual add and norm, fused",
     )
     rms_norm_quantize: RmsNormQuantize = op(
@@ -237,7 +219,7 @@ class NormOps(Area):
         optional=True,
         uses=("rms_norm",),
         compiles=True,
-        cost=Cost({"": (_quantised_rows, _rms_norm_quantize)}, by_width=True),
+        cost=Cost({"": (_quantised_rows, _flops)}, by_width=True),
         summary="root-mean-square norm and FP8 quantisation, fused",
     )
     add_rms_norm_quantize: AddRmsNormQuantize = op(
@@ -251,6 +233,6 @@ class NormOps(Area):
         optional=True,
         uses=("add_rms_norm",),
         compiles=True,
-        cost=Cost({"": (_two_quantised_rows, _add_rms_norm_quantize)}, by_width=True),
+        cost=Cost({"": (_two_quantised_rows, _flops)}, by_width=True),
         summary="residual add, norm and FP8 quantisation, fused",
     )

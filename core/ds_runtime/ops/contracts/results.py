@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.ops.declare import Form
@@ -31,7 +32,12 @@ def said(forms: tuple[Form, ...]) -> str:
 
 def name_of(x: Tensor) -> str:
     """Of its dtype."""
-    return str(x.dtype).removeprefix("torch.")
+    return _name(x.dtype)
+
+
+@cache
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def codes(shape: tuple[int, ...], group: int) -> tuple[Form, Form]:
@@ -61,5 +67,5 @@ def attended(q: Tensor, width: int) -> tuple[Form, Form]:
 
 def gathered(segs: Any, rope: int, latent: int, dtype: Any) -> tuple[Form, Form]:
     """Latents and rotated keys of the tokens of segments."""
-    rows, name = sum(segs.lens), str(dtype).removeprefix("torch.")
+    rows, name = sum(segs.lens), _name(dtype)
     return ((rows, latent), name), ((rows, rope), name)

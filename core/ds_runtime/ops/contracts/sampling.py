@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import form
-from ds_runtime.ops.contracts.work import ID, by_vocab
+from ds_runtime.ops.contracts.work import by_vocab
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -175,21 +175,8 @@ def _asked(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return p.float32(tokens, p.vocab), ids, _BEST
 
 
-def _mask_logits(s: Sizes, tokens: int) -> OpWork:
-    words = -(-s.vocab // 32)
-    return OpWork(reads=tokens * (s.vocab * 4 + words * 4 + 4), writes=tokens * s.vocab * 4)
-
-
-def _sample(s: Sizes, tokens: int) -> OpWork:
-    values = tokens * s.vocab
-    return OpWork(reads=4 * values + tokens * (4 * 4 + 8), writes=tokens * ID, flops=3.0 * values)
-
-
-def _logprobs(s: Sizes, tokens: int) -> OpWork:
-    values = tokens * s.vocab
-    return OpWork(
-        reads=4 * values + tokens * ID, writes=tokens * (4 + 12 * _BEST), flops=3.0 * values
-    )
+def _flops(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=3.0 * tokens * s.vocab)
 
 
 class SamplingOps(Area):
@@ -200,7 +187,7 @@ class SamplingOps(Area):
         tolerance=_EXACT,
         results={"": lambda f, logits, *_: (form(logits),)},
         rows={"": (0, 2)},
-        cost=Cost({"": (_masked, _mask_logits)}, size=by_vocab, float32=True),
+        cost=Cost({"": (_masked, lambda s, n: OpWork())}, size=by_vocab, float32=True),
         summary="forbid the tokens that a grammar does not allow",
     )
     sample: Sample = op(
@@ -210,7 +197,7 @@ class SamplingOps(Area):
         rows={"": (0, 1, 2, 3, 4, 5)},
         own_rows=True,
         waits=True,
-        cost=Cost({"": (_drawn, _sample)}, size=by_vocab, float32=True),
+        cost=Cost({"": (_drawn, _flops)}, size=by_vocab, float32=True),
         summary="temperature, top-k, top-p, min-p sampling",
     )
     logprobs: Logprobs = op(
@@ -219,6 +206,6 @@ class SamplingOps(Area):
         results={"": lambda f, logits, ids, n: _alternatives(logits.shape[0], n)},
         rows={"": (0, 1)},
         waits=True,
-        cost=Cost({"": (_asked, _logprobs)}, size=by_vocab, float32=True),
+        cost=Cost({"": (_asked, _flops)}, size=by_vocab, float32=True),
         summary="log-probabilities of chosen and best tokens",
     )

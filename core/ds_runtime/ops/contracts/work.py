@@ -21,6 +21,8 @@ ITEM_BYTES: Mapping[str, float] = {
     "bfloat16": 2,
     "float16": 2,
     "float8_e4m3fn": 1,
+    "int32": 4,
+    "int64": 8,
     FP8_GROUPS: 656 / 576,  # scales included, at DeepSeek's widths
 }
 SCALE, ID = 4, 8  # bytes of a float32 scale, of an int64 id
@@ -75,19 +77,6 @@ def product(s: Sizes, out: int, cols: int, tokens: int) -> OpWork:
         tokens * out * s.item,
         2.0 * tokens * out * cols,
     )
-
-
-def quantised(s: Sizes, width: int, group: int, tokens: int) -> OpWork:
-    """[tokens, width] as codes with a scale per group."""
-    values = tokens * width
-    return OpWork(
-        reads=values * s.item, writes=values + tokens * (width // group) * SCALE, flops=3.0 * values
-    )
-
-
-def then_quantised(first: OpWork, codes: OpWork, writes: float = 0) -> OpWork:
-    """Both in one: what lies between stays in the kernel. writes: bytes beside the codes."""
-    return OpWork(first.weights, first.reads, codes.writes + writes, first.flops + codes.flops)
 
 
 def distinct_experts(experts: int, top_k: int, tokens: int) -> float:

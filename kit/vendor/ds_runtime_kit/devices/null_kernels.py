@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_runtime.ops.contract import Facts, load_attr
 from ds_runtime.ops.contracts.results import name_of
+from ds_runtime.ops.contracts.work import ITEM_BYTES
 from ds_runtime.ops.declare import Form, Op, called_as
 from ds_runtime.ops.table import OPS
 from ds_runtime.ops.weight import Packed
@@ -33,9 +34,12 @@ def allocate_null_index(num_pages: int, facts: Facts, device: Any) -> Tensor:
     return torch.zeros(num_pages, facts.page_size, 0, dtype=dtype, device=device)
 
 
+_DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
+
+
 def _zeros(forms: Iterable[Form]) -> Any:
-    made = tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in forms)
-    return made if len(made) != 1 else made[0]
+    made = [torch.zeros(shape, dtype=_DTYPES[dtype]) for shape, dtype in forms]
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def _seen(cache: Tensor) -> Any:
@@ -47,13 +51,11 @@ def _seen(cache: Tensor) -> Any:
 
 def _function(op: Op) -> Callable[..., Any]:
     made, at = op.results.get(""), op.place("cache")
-
-    def null(*args: Any) -> Any:
-        if made is None:
-            return None
-        return _zeros(made(None if at is None else _seen(args[at]), *args))
-
-    return null
+    if made is None:
+        return lambda *args: None
+    if at is None:
+        return lambda *args: _zeros(made(None, *args))
+    return lambda *args: _zeros(made(_seen(args[at]), *args))
 
 
 def drawn(logits: Tensor, *settings: Tensor) -> Tensor:
@@ -68,8 +70,8 @@ class Null:
         self.tag = f"null.{op.name}"
         for name in op.parameters:
             made = op.results.get(name)
-            does = getattr(self, f"_{name}") if made is None else partial(self._gives, made, facts)
-            setattr(self, name, _signed(op, name, does))
+            own = partial(self._gives, made, facts) if made else partial(getattr(self, f"_{name}"))
+            setattr(self, name, _signed(op, name, own))
         self._junk = None
         if facts.module == "lm_head":
             columns = torch.arange(facts.shape[0], dtype=torch.int64)
@@ -94,14 +96,10 @@ class Null:
 
 def _signed(op: Op, method: str, made: Callable[..., Any]) -> Callable[..., Any]:
     """With the parameters that the contract names."""
-
-    def null(*args: Any) -> Any:
-        return made(*args)
-
-    null.__signature__ = called_as(  # type: ignore[attr-defined]
+    made.__signature__ = called_as(  # type: ignore[attr-defined]
         getattr(load_attr(op.protocol), method)
     )
-    return null
+    return made
 
 
 _OWN: Mapping[str, Callable[..., Any]] = {"sample": drawn}  # where zeros would not do

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import attended, codes, form
-from ds_runtime.ops.contracts.work import by_heads, quantised, then_quantised
+from ds_runtime.ops.contracts.work import by_heads
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -187,27 +187,14 @@ def _parts(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return *two[0], *two[1]
 
 
-def _mha_prefill(s: Sizes, tokens: int) -> OpWork:
-    """Over the new tokens of one sequence, causal."""
+def _attended(s: Sizes, tokens: int) -> OpWork:
+    """The new tokens of one sequence, causal."""
     heads, nope, rope, v = s.dims("heads", "qk_nope", "qk_rope", "v")
-    pairs = tokens * (tokens + 1) / 2
-    return OpWork(
-        reads=tokens * (heads * (2 * nope + rope + v) + rope) * s.item,
-        writes=tokens * heads * (v * s.item + 4),
-        flops=2.0 * pairs * heads * (nope + rope + v),
-    )
+    return OpWork(flops=1.0 * tokens * (tokens + 1) * heads * (nope + rope + v))
 
 
-def _mha_prefill_quantize(s: Sizes, tokens: int) -> OpWork:
-    """A group per head."""
-    heads, v = s.dims("heads", "v")
-    return then_quantised(_mha_prefill(s, tokens), quantised(s, heads * v, v, tokens))
-
-
-def _merge_state(s: Sizes, tokens: int) -> OpWork:
-    heads, v = s.dims("heads", "v")
-    each = tokens * heads * (v * s.item + 4)
-    return OpWork(reads=2 * each, writes=each, flops=4.0 * tokens * heads * v)
+def _merged(s: Sizes, tokens: int) -> OpWork:
+    return OpWork(flops=4.0 * tokens * s.facts.dims["heads"] * s.facts.dims["v"])
 
 
 class PrefillOps(Area):
@@ -221,7 +208,7 @@ class PrefillOps(Area):
         sized=True,
         heavy=True,
         waits=True,
-        cost=Cost({"": (_inputs, _mha_prefill)}, size=by_heads),
+        cost=Cost({"": (_inputs, _attended)}, size=by_heads),
         summary="variable-length attention with log-sum-exp",
     )
     mha_prefill_quantize: MhaPrefillQuantize = op(
@@ -237,7 +224,7 @@ class PrefillOps(Area):
         optional=True,
         uses=("mha_prefill",),
         waits=True,
-        cost=Cost({"": (_quantised_inputs, _mha_prefill_quantize)}, size=by_heads),
+        cost=Cost({"": (_quantised_inputs, _attended)}, size=by_heads),
         summary="attention of new tokens and FP8 quantisation, fused",
     )
     merge_state: MergeState = op(
@@ -245,6 +232,6 @@ class PrefillOps(Area):
         tolerance=_TOLERANCE,
         results={"": lambda f, a, lse, *_: (form(a), form(lse))},
         rows={"": (0, 1, 2, 3)},
-        cost=Cost({"": (_parts, _merge_state)}, size=by_heads),
+        cost=Cost({"": (_parts, _merged)}, size=by_heads),
         summary="merge partial attentions by log-sum-exp",
     )

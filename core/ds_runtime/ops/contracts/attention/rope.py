@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ds_runtime.ops.contracts.results import form
-from ds_runtime.ops.contracts.work import ID, by_heads
+from ds_runtime.ops.contracts.work import by_heads
 from ds_runtime.ops.declare import Area, Cost, OpWork, later, op
 
 if TYPE_CHECKING:
@@ -60,11 +60,9 @@ def _inputs(p: TrueInputs, tokens: int) -> tuple[Any, ...]:
     return q, p.normal(tokens, d), p.positions(tokens), p.cos_sin(tokens)
 
 
-def _work(s: Sizes, tokens: int) -> OpWork:
+def _flops(s: Sizes, tokens: int) -> OpWork:
     heads, d = s.dims("heads", "qk_rope")
-    values = tokens * (heads + 1) * d
-    rows = values * s.item
-    return OpWork(reads=rows + tokens * (4 * d + ID), writes=rows, flops=3.0 * values)
+    return OpWork(flops=3.0 * tokens * (heads + 1) * d)
 
 
 class RotationOps(Area):
@@ -79,6 +77,6 @@ class RotationOps(Area):
         sized=True,
         plain=True,
         compiles=True,
-        cost=Cost({"": (_inputs, _work)}, size=by_heads),
+        cost=Cost({"": (_inputs, _flops)}, size=by_heads),
         summary="interleaved rotary embedding of q and k",
     )
