@@ -37,8 +37,9 @@ class OpByOp:
         parts, plan, sent = self._parts, handle.plan, Upload(self._parts.device)
         works, prompts = plan.works, any(w.tokens is not None for w in plan.works)
         # Without any of these it decodes as without a draft layer.
-        drafts = plan.drafts or prompts or any(w.length > 1 for w in works)
-        speculates = parts.draft is not None and bool(drafts)
+        speculates = parts.draft is not None and bool(
+            plan.drafts or prompts or any(w.length > 1 for w in works)
+        )
         wanted = handle.sort(parts.sampler)
         draws, claims = parts.sampler.prepare(wanted.draws, sent), None
         if speculates:

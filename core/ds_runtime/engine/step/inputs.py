@@ -128,7 +128,7 @@ class StepInputs:
         if adapts if frame is None else frame.adapts:
             added.adapters = upload.add(_row_adapters(works, frame))
         if frame is None and decodes:
-            needed = max(-(-n // self.page_size) for n in rows.lens)
+            needed = -(-max(rows.lens) // self.page_size)
             added.table = upload.add(self._checked(table[:count, :needed]))
         elif frame is not None and run is None:  # else it is there
             added.table = frame.table.add(table, upload)  # the last, as all others have places
