@@ -26,7 +26,7 @@ WORDS = frozenset(
     {"experts", "linear", "rope", "sample", "logprobs", "route", "embed", "index_topk", "silu_mul"}
 )
 ELSEWHERE = {  # file → why it names ops beside those that it calls
-    "core/ds_runtime/assembly/assemble.py": "leaves a fusion out of some draft layers",
+    "core/ds_runtime/assembly/rules.py": "leaves a fusion out of some draft layers",
     "core/ds_runtime/assembly/backends.py": "flags of other engines stand for pins of these ops",
     "core/ds_runtime/assembly/estimate.py": "what a step holds beside its weights",
     "core/ds_runtime/assembly/room.py": "second forms of experts give way first",
@@ -34,6 +34,7 @@ ELSEWHERE = {  # file → why it names ops beside those that it calls
     "core/ds_runtime/ops/binding/bind.py": "the kernel that reads a cache chooses its layout",
     "core/ds_runtime/ops/reference/__init__.py": "offers second kernels of these ops",
     "core/ds_runtime/api.py": "hands out the references of these ops",
+    "kit/bench/ds_runtime_bench/ops/step_work.py": "a prompt's FLOPs are those of its matrices",
     "kit/bench/ds_runtime_bench/ops/subjects.py": "a dim",
     "kit/bench/ds_runtime_bench/shapes.py": "keys of config.json",
     "kit/vendor/ds_runtime_kit/bisect/repro_case.py": "a kind of stored value",
@@ -117,7 +118,7 @@ def clamped_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
     limited = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     return limited.to(gate_up.dtype).contiguous()
 '''
-SITE = '        Site("silu_mul", layer, module),\n'
+SITE = '        yield Site("silu_mul", mlp.layer, mlp.module)\n'
 
 USE = """
 import sys

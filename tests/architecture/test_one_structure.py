@@ -24,7 +24,7 @@ SPELL = {
     "core/ds_runtime/weights/loaders/names.py": "what no checkpoint quantises, whatever its model",
     "core/ds_runtime/weights/loaders/int4.py": "what no checkpoint of AWQ or GPTQ quantises",
     "core/ds_runtime/weights/loaders/modelopt.py": "older names that input scales have",
-    "core/ds_runtime/config.py": "the help of a flag names what it rounds",
+    "core/ds_runtime/config/engine.py": "the help of flags names what they round and join",
     # Words that are also something else than a weight's name.
     "core/ds_runtime/description/config.py": "a field: how many shared experts",
     "core/ds_runtime/description/hf.py": "the same field",
@@ -32,7 +32,6 @@ SPELL = {
     "core/ds_runtime/cli/known.py": "the name of that rule",
     "core/ds_runtime/model/attention.py": "an attribute of a layer",
     "core/ds_runtime/model/deepseek.py": "an attribute of a layer",
-    "core/ds_runtime/assembly/assemble.py": "asks for the format of the head",
     # Tools that check the rest may not be derived from it.
     "kit/bench/ds_runtime_bench/checkpoints/gguf.py": "the names of GGUF files",
     "kit/bench/ds_runtime_bench/ops/measure.py": "places of experts one by one",
