@@ -280,9 +280,9 @@ def test_other_experts_are_not_fused(inter, hidden, fmt):
 @pytest.mark.parametrize("chunk", [16, 4096])  # of the pairs that are sorted: several, and one
 def test_fused_experts(chunk, ue8m0, monkeypatch):
     """An odd number of experts, some without a token, one that every token takes."""
-    from ds_runtime_triton import experts
+    from ds_runtime_triton import experts, pairs
 
-    monkeypatch.setattr(experts, "_CHUNK", chunk)
+    monkeypatch.setattr(pairs, "_CHUNK", chunk)
     config = {"FUSED": 1, "BLOCK_M": 16, "SWAP": 1, "num_stages": 3, "num_warps": 4}
     make = Maker(facts(), f"fused {chunk} {ue8m0}")
     shapes = ((256, 384), (256, 384), (384, 256))

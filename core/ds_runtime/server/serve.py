@@ -54,7 +54,8 @@ def serve(
         with _started(lives):  # the engines load while this process imports and reads
             from ds_runtime.server.front import front_end
 
-            return front_end(engine_config, server_config, folder, lives, sock, closed)()
+            run = front_end(engine_config, server_config, folder, lives, sock, closed)
+        return run()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Kernels are compiled, or their binaries fetched, when they first run.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -39,7 +40,8 @@ _NOPE = 128  # DeepSeek's, by which the library tells its kernels apart
 
 @cache
 def _library(module: str = "flashinfer") -> Any:
-    kept_in("flashinfer", import_module("flashinfer.jit.env").FLASHINFER_JIT_DIR, tells=False)
+    with contextlib.suppress(ImportError, AttributeError):  # other releases keep them elsewhere
+        kept_in("flashinfer", import_module("flashinfer.jit.env").FLASHINFER_JIT_DIR, tells=False)
     return import_module(module)
 
 

@@ -7,6 +7,7 @@ gfx950, 227 KB on compute capability 9.0, where the kernels were tested
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ ATTENTION = {
 
 @cache
 def _library(module: str) -> Any:
-    kept_in("tilelang", import_module("tilelang").env.TILELANG_CACHE_DIR, tells=False)
+    with contextlib.suppress(ImportError, AttributeError):  # other releases keep them elsewhere
+        kept_in("tilelang", import_module("tilelang").env.TILELANG_CACHE_DIR, tells=False)
     return import_module(f"ds_runtime_rocm.jit.{module}")
 
 

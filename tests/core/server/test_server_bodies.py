@@ -20,7 +20,7 @@ from server_harness import serving, until
 from test_server_bad_input import error
 from test_server_serve import read_until, started
 
-from ds_runtime.server import serve
+from ds_runtime.server import front
 from ds_runtime.server.http import body as module
 from ds_runtime.server.http.bodies import LARGE, Bodies, Shape
 
@@ -206,7 +206,7 @@ class Lags:
 def watched(bpe_folder):
     """A server as `serve` runs it, and its lags."""
     lags, before = Lags(), sys.getswitchinterval()
-    sys.setswitchinterval(serve._SWITCH_SECONDS)
+    sys.setswitchinterval(front._SWITCH_SECONDS)
     try:
         with serving(bpe_folder, beside=[lags.watch]) as served:
             yield served, lags
