@@ -112,6 +112,15 @@ def test_with_adapters(tmp_path, drafting):
     assert plain != answers("demo")[0]
 
 
+def test_drafts_of_divided_sequences_are_as_often_right():
+    """Wrong drafts change no answer: what is accepted shows whose tokens they were made from."""
+    drafting = {**CHAIN, "speculative_num_steps": 3, "context_length": 256}
+    plain, alone = answers("demo", **drafting)
+    found, divided = answers("demo", **DIVIDED, **drafting)
+    assert found == plain and alone.accepted_tokens > alone.draft_tokens // 8
+    assert divided.accepted_tokens == alone.accepted_tokens
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "drafting"),
