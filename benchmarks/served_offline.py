@@ -164,9 +164,9 @@ class Served:
             for number in range(self._args.runs + 1)
         ][1:]
         rates = [report["request_throughput"] for report in reports]
-        _told("serve", length, clients, [round(rate, 2) for rate in rates])
         kept = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "client_cpu")
         last = {name: reports[-1][name] for name in kept}
+        _told("serve", length, clients, [round(rate, 2) for rate in rates], last)
         return {"requests_per_s": statistics.median(rates), "runs": rates} | last
 
     async def _first(self, length: int) -> float:
