@@ -112,17 +112,17 @@ def test_what_fits(runner):
 
 
 def test_sizes():
-    for most, chunk, running in itertools.product(
-        (1, 5, 16, 300, 2048), (1, 100, 512, 8192), (1, 64)
+    for most, chunk, running, largest in itertools.product(
+        (1, 5, 16, 300, 2048, 8192), (1, 100, 512, 8192), (1, 64), (1, 1024, 5000, 8192)
     ):
-        config = EngineConfig(
-            max_step_tokens=most, chunked_prefill_size=chunk, max_running_requests=running
-        )
+        given = {"chunked_prefill_size": chunk, "max_running_requests": running}
+        config = EngineConfig(max_step_tokens=most, max_prefill_graph_size=largest, **given)
         sizes = prefill_graph_sizes(config)
         assert sizes == tuple(sorted(set(sizes)))
-        assert sizes[-1] == min(most, chunk + running, 1024)
+        assert sizes[-1] == min(most, chunk + running, largest)
         gaps = [(a, b - a) for a, b in itertools.pairwise(sizes)]
-        assert all(gap <= max(32, a / 2, 64 if a >= 256 else 0) for a, gap in gaps)
+        assert all(gap <= max(32, a / 2 if a < 64 else a / 4) for a, gap in gaps)
+        assert all(gap <= 192 for _, gap in gaps)
     given = EngineConfig(prefill_graph_sizes=(64, 16, 64))
     assert prefill_graph_sizes(given) == (16, 64)
     with pytest.raises(
@@ -187,6 +187,23 @@ def test_later_captures_change_no_answer(tiny, recorded):  # noqa: F811
         with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
             found.append([llm.generate([p], params)[0].token_ids for p in (first, other, first)])
     assert found[0] == found[1] and found[0][0] == found[0][2]
+
+
+def test_what_no_step_has_asked_for_is_captured_while_idle(tiny, recorded):  # noqa: F811
+    """The largest first; a step then replays what is there. None is captured twice."""
+    runner = make(tiny, recorded, disable_prefill_graph=False)
+    programs, prefills = runner.programs, runner.programs.op_by_op.prefills
+    assert not programs.capture_one()  # no step has run yet
+    runner.warm_up()
+    for number in range(1, len(prefills.sizes) + 1):
+        assert programs.capture_one()
+        captured = [graph.is_captured for graph in prefills._graphs]
+        assert captured == [i >= len(captured) - number for i in range(len(captured))]
+    assert not programs.capture_one()
+    (plan,), made = steps([20], [0]), list(runner.platform.backend.replays)
+    runner.collect(runner.launch(plan))
+    assert len(runner.platform.backend.replays) == len(made)
+    assert sum(runner.platform.backend.replays) > sum(made)
 
 
 def test_decode_steps_take_no_graph_of_prompts(tiny, recorded):  # noqa: F811

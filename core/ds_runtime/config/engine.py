@@ -18,7 +18,6 @@ _WORDS = {"bf16": "bfloat16", "half": "float16", "float": "float32", "fp8_e4m3":
 QUANTIZE = ("none", "int8", "int4")
 MOST_REQUESTS = 1 << 16  # that run at once
 MAX_ITL = 50.0  # milliseconds between tokens, of a server
-PREFILL_GRAPH_TOKENS = 1024  # of the largest step with prompts that is captured unasked
 _SIZES = {"graph_sizes": "disable_graph", "prefill_graph_sizes": "disable_prefill_graph"}
 
 
@@ -175,7 +174,13 @@ class EngineConfig:
         None,
         "steps with prompts to capture at start, by number of tokens; a step is filled up to the "
         "next (default: ever wider apart up to a chunk and a token of every request, at most "
-        f"{PREFILL_GRAPH_TOKENS}; with --tp at start, else each when it first comes)",
+        "--max-prefill-graph-size; with --tp at start, else each when it first comes, or while "
+        "nothing else is to be done)",
+    )
+    max_prefill_graph_size: int = setting(
+        1024,
+        "largest step with prompts to capture unasked, by number of tokens",
+        least=1,
     )
     speculative_algorithm: str | None = setting(
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_runtime.config.engine import PREFILL_GRAPH_TOKENS, EngineConfig
+from ds_runtime.config.engine import EngineConfig
 from ds_runtime.config.fields import flag_of
 from ds_runtime.errors import ConfigError
 
@@ -34,8 +34,9 @@ def prefill_graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     most, given = config.max_step_tokens, config.prefill_graph_sizes
     if given is None:
         common = config.chunked_prefill_size + config.max_running_requests
-        most = min(most, common, PREFILL_GRAPH_TOKENS)
-        sizes = (16, 32, *range(64, 256, 32), *range(256, most, 64))
+        most = min(most, common, config.max_prefill_graph_size)
+        few = (16, 32, *range(64, 256, 32), *range(256, 1024, 64))
+        sizes = (*few, *range(1024, 4096, 128), *range(4096, most, 192))
         return (*(size for size in sizes if size < most), most)
     return tuple(sorted(set(given)))
 

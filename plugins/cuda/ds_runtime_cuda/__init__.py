@@ -17,6 +17,17 @@ def _step_tokens(facts: Facts) -> Change:
     return Change("max_step_tokens", 16384, "experts fill their tiles by so many tokens")
 
 
+def _captured_prompts(facts: Facts) -> list[Change]:
+    """A host launches a layer op by op in the time of some 1,000 tokens of V3, and of more where a
+    token's products are smaller. Several ranks capture before they serve: they would start much
+    later for it."""
+    tokens = min(8192, int(1024 * (7168 / facts.dims["hidden"]) ** 2) // 128 * 128)
+    if facts.device.memory < _AMPLE or facts.tp > 1 or tokens <= 1024:
+        return []
+    why = "the device computes so many tokens in the time of their launches op by op"
+    return [Change("max_prefill_graph_size", tokens, why)]
+
+
 def _beside(facts: Facts) -> list[Change]:
     """By `branch`, which gained on an H200 (benchmarks/results/device_decode.md), but for weights
     that are not quantised: experts in 12 bits are faster with slots for few requests. Whether they
@@ -41,6 +52,7 @@ def defaults(facts: Facts) -> Sequence[Change]:
     return [
         *blackwell.defaults(facts),
         *_beside(facts),
+        *_captured_prompts(facts),
         *keys,
         Change("page_size", 64, "decode kernels read whole pages of 64 tokens"),
         _step_tokens(facts),

@@ -223,6 +223,19 @@ def test_the_gap_is_used(gap):
     assert stats.prefill_seconds_expected == pytest.approx(stats.prefill_seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.25])
+def test_steps_that_vary_are_made_for_less_than_the_gap(noise):
+    """So that all but a few stay within it; on a machine that does not vary nothing is given up."""
+    chance, machine = random.Random(11), Machine(noise=noise)
+    sizing = Sizing(0.05, 16384, 8192)
+    warm(machine, sizing, chance, 64)
+    serve_prompts(machine, sizing, [(0, 30_000)] * 12, 64, chance)
+    gaps, _, _ = serve_prompts(machine, sizing, [(0, 30_000)] * 12, 64, chance)
+    late = sum(gap > 0.05 for gap in gaps)
+    assert len(gaps) > 60 and late < 0.12 * len(gaps)
+    assert statistics.median(gaps) > 0.05 / (1 + 1.5 * noise)
+
+
 def test_the_cached_prefix_counts():
     """Many chats behind long cached beginnings do not become one long step."""
     chance, machine = random.Random(3), Machine(prefix=2e-5)

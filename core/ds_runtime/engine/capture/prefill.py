@@ -29,6 +29,8 @@ from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
 
+_NEAR = 9 / 8  # times the tokens of a step: a graph of so many serves it while its own is missing
+
 
 class PiecewiseModel(Protocol):
     """What a step asks of the model: see DeepSeekModel."""
@@ -200,7 +202,7 @@ class PrefillGraph:
 
 class PrefillGraphs:
     """The captured steps of a runner: those of sizes that the user gave at start, others each when
-    a step first needs it, as most servers see few of them and kernels may have to be compiled.
+    a step first needs it, or while there is nothing else to do.
     """
 
     def __init__(
@@ -239,12 +241,29 @@ class PrefillGraphs:
 
     def graph_for(self, tokens: int) -> PrefillGraph | None:
         """For a step of so many tokens, at most, on a rank: none if it has more than any, or none
-        itself. Captured now if need be;
-        where that fails, a warning says why, and steps of this size go on op by op.
+        itself. Captured now if nothing near is there; where that fails, a warning says why, and
+        steps of this size go on op by op.
         """
         index = bisect_left(self.sizes, tokens)
         if not self._ready or not tokens or index == len(self.sizes):
             return None
+        for graph in self._graphs[index:]:
+            if graph.is_captured and graph.size <= max(tokens * _NEAR, self.sizes[index]):
+                return graph
+        return self._captured(index)
+
+    @torch.inference_mode()
+    def capture_one(self) -> bool:
+        """Capture the largest size that is not yet, ahead of its first step; whether there was
+        one."""
+        missing = (i for i, graph in enumerate(self._graphs) if not graph.is_captured)
+        index = max((i for i in missing if i not in self._failed), default=None)
+        if not self._ready or index is None:
+            return False
+        self._captured(index)
+        return True
+
+    def _captured(self, index: int) -> PrefillGraph | None:
         graph = self._graphs[index]
         if not graph.is_captured and index not in self._failed:
             try:

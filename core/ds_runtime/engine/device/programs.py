@@ -137,6 +137,11 @@ class Programs:
             self._capture_all(self._recorder, progress)
             self.serves = True
 
+    def capture_one(self) -> bool:
+        """Capture one more of the steps that are captured as they come; whether there was one."""
+        prefills = self.op_by_op.prefills
+        return prefills is not None and not self._prefills_at_start and prefills.capture_one()
+
     def _capture_all(self, recorder: Recorder, progress: bool) -> None:
         """The largest size first: the others find their memory in its pool. Of each what is in
         front of others that need it.

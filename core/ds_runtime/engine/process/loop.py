@@ -63,8 +63,11 @@ class EngineLoop:
         self._outbox.send(encoder.encode([message]))
 
     def _receive(self) -> None:
-        """Take every message that is here; wait for one when there is nothing to compute."""
+        """Take every message that is here; wait for one when there is nothing to compute, and
+        nothing to prepare."""
         if not self.engine.has_work:
+            while not self._inbox.poll(0) and self.engine.prepare():
+                pass
             self._inbox.poll()
         while True:
             try:

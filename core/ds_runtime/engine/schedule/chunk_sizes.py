@@ -12,6 +12,11 @@ from ds_runtime.engine.step.plan import StepPlan
 
 _LEAST = 32  # tokens of a prompt that a step computes in any case
 _FADES = 0.1  # share of the last step in the mean of steps without prompts
+_WITHIN = (
+    0.95  # share of the steps that decode and carry prompts that shall take no longer than asked
+)
+_MOVES = 0.05  # of `over`, by one step
+_MOST_OVER = 1.5
 
 
 class Sizing:
@@ -28,6 +33,7 @@ class Sizing:
         self.share = min(1.0, chunk / max_tokens)  # of a step, for one prompt of several
         self.cost = StepCost()
         self.decode = 0.0  # mean seconds of steps without prompts
+        self.over = 1.0  # times what is expected, that all but a few steps stay within
         self._full = Load()
         for _ in range(max(1, max_tokens // chunk)):
             self._full.add_prompt(0, min(chunk, max_tokens))
@@ -44,7 +50,7 @@ class Sizing:
         if not load.rows:
             return StepRoom(self, load, self.cost.seconds(self._full) - self.cost.seconds(load))
         taken = max(self.cost.seconds(load), self.decode)
-        return StepRoom(self, load, max(self.gap, 2 * self.decode) - taken)
+        return StepRoom(self, load, max(self.gap, 2 * self.decode) / self.over - taken)
 
     def launched(self, room: StepRoom) -> None:
         """The step that a room was opened for is on its way."""
@@ -64,8 +70,12 @@ class Sizing:
         stats.prefill_tokens += load.tokens
         stats.prefill_steps_cut += is_cut
         if self.cost.known:
+            expected = self.cost.seconds(load)
             stats.prefill_seconds += seconds
-            stats.prefill_seconds_expected += self.cost.seconds(load)
+            stats.prefill_seconds_expected += expected
+            if load.rows:
+                moved = _WITHIN if seconds > self.over * expected else _WITHIN - 1.0
+                self.over = min(max(self.over + _MOVES * moved, 1.0), _MOST_OVER)
         self.cost.note(load, seconds)
 
 
