@@ -12,9 +12,7 @@ from ds_runtime.engine.step.plan import StepPlan
 
 _LEAST = 32  # tokens of a prompt that a step computes in any case
 _FADES = 0.1  # share of the last step in the mean of steps without prompts
-_WITHIN = (
-    0.95  # share of the steps that decode and carry prompts that shall take no longer than asked
-)
+_WITHIN = 0.9  # share of the steps with decodes and prompts that shall take no longer than asked
 _MOVES = 0.05  # of `over`, by one step
 _MOST_OVER = 1.5
 
