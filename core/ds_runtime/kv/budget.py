@@ -8,7 +8,7 @@ from functools import partial
 
 from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.assembly.room import kv_room, page_bytes, reserve
+from ds_runtime.assembly.room import kv_room, reserve
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
@@ -70,7 +70,7 @@ class Room:
 def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
     """Pages for the KV cache of one rank. Raises ConfigError for a flag that asks for more memory
     than there is."""
-    config, size = assembly.config, page_bytes(assembly)
+    config, size = assembly.config, assembly.cache_sizes.page
     made = partial(KvMemory, page_bytes=size, free=room.free, page_size=config.page_size)
     if config.kv_memory is not None:
         if config.kv_memory > room.free:
@@ -114,7 +114,7 @@ def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) ->
             f"beside steps of {config.max_step_tokens} tokens ({amount(reserved.activations)}), "
             f"captured steps ({amount(reserved.captured)}) and other memory there are"
         )
-    pages = max(0, left) // page_bytes(assembly)
+    pages = max(0, left) // assembly.cache_sizes.page
     remedy = _fewer_tokens(config)
     if reserved.captured:
         remedy += f"--max-running-requests (now {config.max_running_requests}), "

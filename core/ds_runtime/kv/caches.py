@@ -1,27 +1,29 @@
-"""The paged caches of one rank."""
+"""The caches of one rank: allocated, and blocks of them copied."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, device
 
-from ds_runtime.assembly.result import Assembly
 from ds_runtime.common.progress import Progress
-from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.caches import Caches, LaidGroup
 from ds_runtime.ops.contract import load_attr
 
 
 def allocate(
-    assembly: Assembly, bound: BoundOps, pages: int, total: int, where: device, shown: bool
-) -> list[Tensor]:
-    """One cache per layer, the draft layer's last; where attention is sparse, behind these one of
-    index keys per layer with an indexer. total: bytes of all; shown: with their progress.
-    """
-    layouts = [bound.layout] * assembly.cached_layers
-    if bound.index_layout is not None:
-        layouts += [bound.index_layout] * assembly.indexers
-    caches: list[Tensor] = []
+    groups: Sequence[LaidGroup], pages: int, states: int, where: device, shown: bool = False
+) -> Caches:
+    """One cache for each layer of each group, zeroed or not, as its layout has it. pages, states:
+    how many there are of either; shown: with the progress."""
+    counts = [group.group.blocks(pages, states) for group in groups]
+    total = sum(n * group.block_bytes for n, group in zip(counts, groups, strict=True))
+    made = list[tuple[LaidGroup, dict[int, Tensor]]]()
     with Progress("allocating KV cache", total, enabled=shown) as progress:
-        for layout in layouts:
-            caches.append(load_attr(layout.allocate)(pages, bound.base, where))
-            progress.advance(caches[-1].nbytes)
-    return caches
+        for blocks, laid in zip(counts, groups, strict=True):
+            make, layers = load_attr(laid.layout.allocate), dict[int, Tensor]()
+            for layer in laid.group.layers:
+                layers[layer] = make(blocks, laid.facts, where)
+                progress.advance(layers[layer].nbytes)
+            made.append((laid, layers))
+    return Caches(made)

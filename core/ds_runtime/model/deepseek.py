@@ -19,6 +19,7 @@ from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.ops.caches import INDEX, KV, Caches
 from ds_runtime.parallel.exchange import gathered, gathered_wanted, summed
 
 if TYPE_CHECKING:
@@ -129,7 +130,6 @@ class DeepSeekModel:
         self.embed = load.embedding(node.embedding)
         self.blocks = [DecoderLayer(config, load, block) for block in node.blocks]
         self._running: Sequence[int] = range(len(self.blocks))
-        self._indexers = [n for n, b in enumerate(self.blocks) if b.attention.indexer is not None]
         self.norm = RmsNormLayer(load.ops(-1, "norm"), load.vector(node.norm), config.eps)
         self.lm_head = load.head(node.head)
         self.draft_head = load.draft_head(node.head) or self.lm_head
@@ -139,12 +139,11 @@ class DeepSeekModel:
             self.packed_bytes += load.lora.nbytes
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, caches: Sequence[Tensor], every: bool = False) -> Tensor:
+    def forward(self, batch: Batch, caches: Caches, every: bool = False) -> Tensor:
         """Final hidden states of the step's logit rows: [rows, hidden], the same on every rank.
 
-        They are what `logits` takes. caches: one per layer in the bound KV layout, then one per
-        layer with an indexer in the index layout; the batch's tokens are written to them. every:
-        of all tokens of this rank, whose logits are wanted or not.
+        They are what `logits` takes. The batch's tokens are written to the caches. every: of all
+        tokens of this rank, whose logits are wanted or not.
         """
         selection = self.selection(batch)
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
@@ -172,12 +171,11 @@ class DeepSeekModel:
             self._running = before
 
     def _layers(
-        self, caches: Sequence[Tensor], batch: Batch, selection: Selection | None = None
+        self, caches: Caches, batch: Batch, selection: Selection | None = None
     ) -> Iterator[tuple[DecoderLayer, LayerStep]]:
         """Each layer that runs, and what it sees of a step."""
-        indexed = dict(zip(self._indexers, caches[len(self.blocks) :], strict=False))
         for layer in self._running:
-            own = caches[layer], self.cos_sin, indexed.get(layer)
+            own = caches.of(KV, layer), self.cos_sin, caches.get(INDEX, layer)
             yield self.blocks[layer], LayerStep(batch, *own, selection)
 
     def few(self, batch: Batch) -> Tensor | None:
@@ -200,7 +198,7 @@ class DeepSeekModel:
         return attention.heads * attention.v_head
 
     def pieces(
-        self, batch: Batch, caches: Sequence[Tensor], attended: Tensor
+        self, batch: Batch, caches: Caches, attended: Tensor
     ) -> Generator[Cut, None, Tensor]:
         """`forward` of every token, in pieces that depend on their number alone, not on whose they
         are: between two of them somebody calls `attend`, which fills `attended` [T, heads · v].
@@ -244,7 +242,7 @@ class DeepSeekModel:
         return summed(self.comm, self.embed(every), batch, ids.shape[0])
 
     @torch.inference_mode()
-    def move(self, caches: Sequence[Tensor], batch: Batch, moves: Moves) -> None:
+    def move(self, caches: Caches, batch: Batch, moves: Moves) -> None:
         """Bring the kept nodes of trees to other places in every cache. batch: the step that
         computed them, with all its rows.
         """

@@ -7,7 +7,6 @@ state when it drafts the token after. Source: DeepSeek-V3 technical report, arXi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
 from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.ops.caches import INDEX, KV, Caches
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
@@ -55,7 +55,7 @@ class DraftModel:
         batch: Batch,
         hidden: Tensor,
         ids: Tensor,
-        caches: Sequence[Tensor],
+        caches: Caches,
         rows: Tensor | None,
         tail: Spread | None = None,
     ) -> Tensor:
@@ -63,8 +63,8 @@ class DraftModel:
         None: of every token.
 
         hidden: [T, hidden] at the batch's positions; ids: [T], the tokens that follow them. Every
-        row's key is written to `caches`: the draft layer's, and where attention is sparse that of
-        its indexer. tail: how the rows lie on the ranks, where attention is divided by sequences.
+        row's key is written to the draft layer's caches. tail: how the rows lie on the ranks,
+        where attention is divided by sequences.
         """
         model = self.model
         # Adapters change the model, and drafts need not be right.
@@ -73,11 +73,11 @@ class DraftModel:
             batch = replace(batch, adapters=None, spread=spread)
         embedded = model.embedded(ids, batch)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        selection, index = None, None
+        selection, layer = None, model.config.layers
         if (indexing := model.config.indexing) is not None:
-            index = caches[1]
             selection = Selection.of(batch, indexing.top_k, model.captured, model.page_size)
-        step = LayerStep(batch, caches[0], model.cos_sin, index, selection)
+        own = caches.of(KV, layer), model.cos_sin, caches.get(INDEX, layer)
+        step = LayerStep(batch, *own, selection)
         x, residual = self.block(self.join(both), None, step, rows, tail)
         normed, _ = self.norm.add(x, residual)
         return normed

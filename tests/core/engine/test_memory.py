@@ -11,6 +11,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.kv.budget import Room, context_length
 from ds_runtime.kv.budget import kv_memory as of_room
+from ds_runtime.ops.caches import CacheSizes
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN
@@ -20,13 +21,13 @@ WIDTHS = ("hidden", "heads", "qk_nope", "qk_rope", "v", "intermediate", "moe_int
 
 
 def assembly(max_positions=1000, dims=None, **settings):
-    layout = SimpleNamespace(bytes_per_token=lambda facts: 100)
     return SimpleNamespace(
         config=EngineConfig(page_size=16, dtype="float32", **settings),
         facts=SimpleNamespace(dims=dict.fromkeys(WIDTHS, 0) | (dims or {}), graph_capture=False),
         model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None, vocab_size=0),
         cached_layers=3,
-        binding=SimpleNamespace(layout=layout, base=None, index_layout=None),
+        cache_sizes=CacheSizes(PAGE, 0),
+        binding=SimpleNamespace(base=None),
         platform=SimpleNamespace(own_memory=False, kv_share=0.25),
     )
 

@@ -15,11 +15,12 @@ import ds_runtime_cpu
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
+from ds_runtime.kv.caches import allocate
 from ds_runtime.lora.read import Adapter
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.contract import load_attr
+from ds_runtime.ops.caches import Caches
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights.load import load_model
 
@@ -89,11 +90,8 @@ class Harness:
         self.states = {key: k.state(limits) for key, k in self.bound.stateful.items()}
         self.caches = self._caches()
 
-    def _caches(self) -> list[Tensor]:
-        layouts = [self.bound.layout] * self.assembly.model.layers
-        if self.bound.index_layout is not None:
-            layouts += [self.bound.index_layout] * self.assembly.model.indexers
-        caches = [load_attr(x.allocate)(self.pages, self.bound.base, CPU) for x in layouts]
+    def _caches(self) -> Caches:
+        caches = allocate(self.assembly.caches, self.pages, 0, CPU)
         for cache in caches:
             cache.fill_(poison(cache))
         return caches

@@ -25,6 +25,7 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.caches import Caches
 from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class PiecewiseModel(Protocol):
     dtype: torch.dtype
 
     def pieces(
-        self, batch: Batch, caches: Sequence[Tensor], attended: Tensor
+        self, batch: Batch, caches: Caches, attended: Tensor
     ) -> Generator[Cut, None, Tensor]: ...
 
     def attend(self, cut: Cut, batch: Batch, selection: Selection | None, out: Tensor) -> None: ...
@@ -134,7 +135,7 @@ class StepRows:
 class PrefillGraph:
     """One captured step of as many tokens as `rows` has."""
 
-    def __init__(self, model: PiecewiseModel, caches: Sequence[Tensor], rows: StepRows) -> None:
+    def __init__(self, model: PiecewiseModel, caches: Caches, rows: StepRows) -> None:
         self.size = rows.ids.shape[0]
         self._model, self._caches, self._rows = model, caches, rows
         self._pieces: list[tuple[Callable[[], None], Cut]] = []
@@ -206,7 +207,7 @@ class PrefillGraphs:
     def __init__(
         self,
         model: PiecewiseModel,
-        caches: Sequence[Tensor],
+        caches: Caches,
         sizes: Sequence[int],
         recorder: Recorder,
         adapts: bool,
@@ -218,7 +219,7 @@ class PrefillGraphs:
         self._recorder = recorder
         self._ready = False
         self._failed: set[int] = set()
-        rows = StepRows.of(model, max(sizes), caches[0].device, adapts, ranks)
+        rows = StepRows.of(model, max(sizes), next(iter(caches)).device, adapts, ranks)
         self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
 
     @torch.inference_mode()

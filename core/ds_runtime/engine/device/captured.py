@@ -101,7 +101,7 @@ class Captured:
             batch.input_ids = places
             read_last_tokens(batch, parts.last_tokens)
             batch.index_keys.clear()
-            hidden = parts.model.forward(batch, parts.layers, every=True)
+            hidden = parts.model.forward(batch, parts.caches, every=True)
             if parts.draft is not None:
                 self._results.hidden[: self._frame.rows].copy_(hidden)
             wanted = parts.model.wanted(hidden, batch.spread)

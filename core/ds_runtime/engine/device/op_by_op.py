@@ -131,7 +131,7 @@ class OpByOp:
             rows = batch.num_tokens if batch.spread is None else batch.spread.rows
             graph = self.prefills.graph_for(rows)
         if graph is None:
-            return parts.model.forward(batch, parts.layers, every)
+            return parts.model.forward(batch, parts.caches, every)
         return graph.replay(batch, every)
 
     def _logits(self, hidden: Tensor, adapters: Tensor | None, rows: list[int]) -> Tensor:

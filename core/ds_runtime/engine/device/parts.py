@@ -19,12 +19,13 @@ from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits
+from ds_runtime.ops.caches import Caches
 
 
 @dataclass(slots=True)
 class Parts:
     """Of one rank. kernels: those that have states, by their keys; states: of steps op by op.
-    layers, draft_caches: the caches of the model and of the draft layer. trees: how drafts hang
+    caches: of the model and of the draft layer. trees: how drafts hang
     together, if not as chains. limits: of the largest step. spare_page: a page of the caches that
     is nobody's. adapts: rows may have adapters. leads: results are collected here. rank, ranks:
     this one, of those that have sequences of their own; logits are those of all. simulated: the
@@ -37,8 +38,7 @@ class Parts:
     inputs: StepInputs
     kernels: Mapping[str, Any]
     states: dict[str, Any]
-    layers: list[Tensor]
-    draft_caches: list[Tensor]
+    caches: Caches
     shape: Speculation | None
     trees: Trees | None
     limits: Limits

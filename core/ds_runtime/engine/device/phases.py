@@ -61,7 +61,7 @@ def move(
     verified them; rows: [draws] the row of each draw; own: which works are the rank's.
     """
     mine = branch if own is None else Branch(branch.accepted[own], branch.draws[own])
-    parts.model.move(parts.layers, batch, moves(mine, batch.slots[rows], rows))
+    parts.model.move(parts.caches, batch, moves(mine, batch.slots[rows], rows))
 
 
 class Drafting:

@@ -70,7 +70,7 @@ class Programs:
             self.prefill_sizes = prefill_graph_sizes(config)
             self.op_by_op.prefills = PrefillGraphs(
                 parts.model,
-                parts.layers,
+                parts.caches,
                 self.prefill_sizes,
                 self._recorder,
                 parts.adapts,

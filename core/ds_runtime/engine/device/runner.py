@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.common.progress import Progress
@@ -38,6 +37,7 @@ from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
+from ds_runtime.ops.caches import Caches
 from ds_runtime.platform.contract import Communicator
 from ds_runtime.weights.load import load_draft, load_model
 
@@ -132,7 +132,6 @@ class Runner:
     def _make_parts(self, inputs: StepInputs) -> Parts:
         limits, ranks, spare = self._limits(), self.config.attention_ranks, inputs.last_tokens
         trees = self.speculation is not None and self.speculation.topk > 1
-        layers, draft_caches = self._split(self.caches)
         return Parts(
             model=self.model,
             draft=self.draft,
@@ -140,8 +139,7 @@ class Runner:
             inputs=inputs,
             kernels=self.bound.stateful,
             states={key: kernel.state(limits) for key, kernel in self.bound.stateful.items()},
-            layers=layers,
-            draft_caches=draft_caches,
+            caches=self.caches,
             shape=self.speculation,
             trees=Trees(spare.shape[0] // self.width, self.width, self.device) if trees else None,
             limits=limits,
@@ -180,18 +178,12 @@ class Runner:
             print(f"warning: {mine.warning}", file=sys.stderr, flush=True)
         return replace(mine, pages=fewest)
 
-    def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:
-        shown, total = self.rank == 0 and not quiet, pages * self.memory.page_bytes
-        caches = allocate(self.assembly, self.bound, pages, total, self.device, shown)
+    def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> Caches:
+        shown = self.rank == 0 and not quiet
+        caches = allocate(self.assembly.caches, pages, 0, self.device, shown)
         for cache in caches if poison else ():
             cache.fill_(float("nan") if cache.is_floating_point() else 255)
         return caches
-
-    def _split(self, caches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The model's caches, and the draft layer's: it has the last of either kind."""
-        layers, indexers = self.assembly.model.layers, self.assembly.model.indexers
-        latents, keys = caches[: self.assembly.cached_layers], caches[self.assembly.cached_layers :]
-        return latents[:layers] + keys[:indexers], latents[layers:] + keys[indexers:]
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Every rank launches the same plans in the same order."""
@@ -247,10 +239,9 @@ class Runner:
             handle.download()  # nobody collects elsewhere
         return handle
 
-    def _over(self, caches: list[Tensor]) -> OpByOp:
+    def _over(self, caches: Caches) -> OpByOp:
         """What runs steps over caches of their own."""
-        layers, draft_caches = self._split(caches)
-        return OpByOp(replace(self.parts, layers=layers, draft_caches=draft_caches))
+        return OpByOp(replace(self.parts, caches=caches))
 
     @torch.inference_mode()
     def put_adapter(self, message: PutAdapter) -> None:

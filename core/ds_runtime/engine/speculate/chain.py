@@ -190,7 +190,7 @@ class Chain(Drafts):
         for batch, some in zip(self._batches, self._settings[1:], strict=True):
             self._prepare(batch)
             ids = found[-1] if batch.spread is None else found[-1][self._mine]
-            hidden = draft.forward(batch, hidden, ids, parts.draft_caches, None)
+            hidden = draft.forward(batch, hidden, ids, parts.caches, None)
             out = logits if self.size else None
             logits = draft.logits(parts.model.wanted(hidden, batch.spread), out)
             found.append(sample(logits, *some))

@@ -85,7 +85,7 @@ def follow(
     ranks. results: where those of a captured step go.
     """
     assert parts.draft is not None
-    found = parts.draft.forward(batch, hidden, ids, parts.draft_caches, last, tail)
+    found = parts.draft.forward(batch, hidden, ids, parts.caches, last, tail)
     if results is not None:
         found = results.tail[: found.shape[0]].copy_(found)
     if not drafts:

@@ -207,7 +207,7 @@ class Branches:
         def run() -> None:
             parts.prepare(batch, keys)
             if not self._moves_first:
-                parts.model.move(parts.layers, trees, self._moves)
+                parts.model.move(parts.caches, trees, self._moves)
             hidden = results.hidden[self._takes]
             follow(parts, batch, hidden, self._ids, self._last, spread, True, results)
 
@@ -252,7 +252,7 @@ class Branches:
         self._moves.sources[:count, found.sources.shape[1] :] = -1
         self._moves.sources[count:] = -1
         if self._moves_first:
-            parts.model.move(parts.layers, self._trees, self._moves)
+            parts.model.move(parts.caches, self._trees, self._moves)
         self._prepared(sent, added)
         self._run()
 
@@ -388,7 +388,7 @@ class Tree(Drafts):
         growth, batch = growth.copy(), self._batches[level - 1]
         self._prepare(batch)
         ids = self._ours(growth.frontier_tokens().flatten())
-        hidden = self._draft.forward(batch, hidden, ids, parts.draft_caches, None)
+        hidden = self._draft.forward(batch, hidden, ids, parts.caches, None)
         logits = self._draft.logits(parts.model.wanted(hidden, batch.spread), self._out)
         own = None if parts.ranks == 1 else self._mine
         return growth, growth.grow(*self._best(logits), hidden, own)
