@@ -18,6 +18,7 @@ from ds_runtime.engine.engine import Engine, eos_tokens
 from ds_runtime.engine.messages import Failed, Submit
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import CheckpointError, ConfigError
+from ds_runtime.kv.budget import KvMemory
 from ds_runtime.parallel.group import SoloCommunicator
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "threads": 1}
@@ -130,8 +131,8 @@ def test_ranks_agree_on_the_fewest_pages(tiny):
         """Another rank that has room for 40 pages only."""
 
         def gather_objects(self, value):
-            if isinstance(value, int):
-                return [value, 40]
+            if isinstance(value, KvMemory):
+                return [value, replace(value, pages=40)]
             if value is None:  # it only waits
                 return [None, None]
             return [value, ("elsewhere", *value[1:])]

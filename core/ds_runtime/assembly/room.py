@@ -181,6 +181,7 @@ def requests_that_fit(assembly: Assembly) -> int:
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
     one = -(-each // config.page_size) * assembly.cache_sizes.page / config.attention_ranks
+    one += assembly.cache_sizes.state
 
     def lacks(count: int) -> bool:
         with_count = replace(config, max_running_requests=count)

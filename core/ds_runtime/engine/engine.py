@@ -33,8 +33,10 @@ from ds_runtime.engine.step.result import Handle
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
+from ds_runtime.kv.budget import KvMemory
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
@@ -74,7 +76,7 @@ class Engine:
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
         self.scheduler = Scheduler(
-            limits, [_pages(config, runner.num_pages) for _ in range(config.attention_ranks)]
+            limits, [_pages(config, runner.memory) for _ in range(config.attention_ranks)]
         )
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
@@ -252,10 +254,14 @@ class _Launched:
     compiled: int
 
 
-def _pages(config: EngineConfig, count: int) -> Pages:
+def _pages(config: EngineConfig, memory: KvMemory) -> Pages:
     """What one rank starts with, or all of them together."""
-    prefix = None if config.disable_radix_cache else PrefixCache(config.page_size)
-    return Pages(PagePool(count), prefix, config.page_size)
+    size, marks = config.page_size, None
+    if config.disable_radix_cache:
+        return Pages(PagePool(memory.pages), None, size)
+    if memory.states:
+        marks = Snapshots(size, config.max_running_requests, memory.snapshots)
+    return Pages(PagePool(memory.pages), PrefixCache(size, marks), size, marks)
 
 
 class _Observers:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, device
 
 from ds_runtime.common.progress import Progress
@@ -27,3 +28,29 @@ def allocate(
                 progress.advance(layers[layer].nbytes)
             made.append((laid, layers))
     return Caches(made)
+
+
+def copy_states(caches: Caches, copies: Sequence[tuple[int, int]]) -> None:
+    """Make (source, target) of blocks of every state group, one copy after the other."""
+    for some in _apart(copies):
+        numbers: Tensor | None = None
+        for laid, made in caches.groups:
+            copy = load_attr(laid.layout.copy)
+            for cache in made.values() if laid.group.blocks(0, 1) else ():
+                if numbers is None:
+                    numbers = torch.tensor(some, dtype=torch.int64).to(cache.device)
+                copy(cache, numbers[:, 0].contiguous(), numbers[:, 1].contiguous())
+
+
+def _apart(copies: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """The copies in runs of which none names a block that another one writes."""
+    run, read, written = list[tuple[int, int]](), set[int](), set[int]()
+    for source, target in copies:
+        if source in written or target in read | written:
+            yield run
+            run, read, written = [], set(), set()
+        run.append((source, target))
+        read.add(source)
+        written.add(target)
+    if run:
+        yield run

@@ -83,27 +83,35 @@ class Snapshots:
         is to be made.
         """
         start = request.num_computed
-        stop = (start // self.page_size + 1) * self.page_size
+        each = self.page_size if request.on_device else self._every
+        stops = [(start // each + 1) * each]
         if not request.on_device:
-            stop = (start // self._every + 1) * self._every
-            if start < (last := self._last(request)):
-                stop = min(stop, last)
-        return min(length, stop - start)
+            stops += [at for at in self._ends(request) if at > start]
+        return min(length, min(stops) - start)
 
     def start(self, request: Holder) -> None:
         """It takes its row: what it has read of the prefix cache goes on from a snapshot."""
         node = request.node
         if request.num_shared and node is not None:
-            block = self._kept[node] = self._kept.pop(node)
-            self._copies.append((block, request.row))
+            self._copies.append((self._use(node), request.row))
+            request.snapshot_at = request.num_computed
 
     def advance(self, request: Holder) -> None:
         """A step is planned from where it is now: make the snapshot that is due there."""
         at = request.num_computed
         if at % self.page_size or at in (0, request.snapshot_at):
             return
-        if request.on_device or at % self._every == 0 or at == self._last(request):
-            self._make(request)
+        if not (request.on_device or self.is_due(request, at)):
+            return
+        if request.snapshot < 0:
+            request.snapshot = self._take()
+        if request.snapshot >= 0:
+            request.snapshot_at = at
+            self._copies.append((request.row, request.snapshot))
+
+    def is_due(self, request: Holder, at: int) -> bool:
+        """Whether a request that computes known tokens makes one there."""
+        return at % self._every == 0 or at in self._ends(request)
 
     def publish(self, request: Holder, ended: bool = False) -> None:
         """Its pages are in the prefix cache, and so may be its snapshot: one in the prompt, or the
@@ -120,7 +128,8 @@ class Snapshots:
                 assert node.parent is not None
                 node = node.parent
             block, request.snapshot = request.snapshot, -1
-            if node.parent is None or node in self._kept:
+            if node in self._kept:
+                self._use(node)
                 self._give(block)
             else:
                 self._kept[node] = block
@@ -137,16 +146,15 @@ class Snapshots:
         due, self._copies = self._copies, []
         return due
 
-    def _last(self, request: Holder) -> int:
-        """The end of the last page in front of the last known token."""
-        return (request.total_len - 1) // self.page_size * self.page_size
+    def _ends(self, request: Holder) -> tuple[int, int]:
+        """The ends of the last pages in front of the last token of the prompt, and of all."""
+        size = self.page_size
+        return (request.prompt_len - 1) // size * size, (request.total_len - 1) // size * size
 
-    def _make(self, request: Holder) -> None:
-        if request.snapshot < 0:
-            request.snapshot = self._take()
-        if request.snapshot >= 0:
-            request.snapshot_at = request.num_computed
-            self._copies.append((request.row, request.snapshot))
+    def _use(self, node: Node) -> int:
+        """Its block, as the one used last."""
+        block = self._kept[node] = self._kept.pop(node)
+        return block
 
     def _take(self) -> int:
         """A block, −1 if running requests have all."""

@@ -157,7 +157,9 @@ class Batch:
     whose logits are wanted, rising, [rows] int64. states: step state per stateful kernel, by its
     key. adapters: each row's slot of low-rank adapters, −1 for none, [tokens] int32; None if no row
     has one. spread: where attention is divided by sequences; a rank may then have no row at all.
-    index_keys: of trees, where attention is sparse, what each indexer made a key of.
+    index_keys: of trees, where attention is sparse, what each indexer made a key of. blocks: each
+    sequence's block of state groups, decoding ones first, [sequences] int64; None without such
+    groups. Where a sequence begins, at position 0, its block has nothing that counts.
     """
 
     input_ids: Tensor
@@ -170,6 +172,7 @@ class Batch:
     adapters: Tensor | None = None
     spread: Spread | None = None
     index_keys: list[Tensor] = field(default_factory=list)
+    blocks: Tensor | None = None
 
     @property
     def num_decode(self) -> int:

@@ -38,7 +38,7 @@ def kv_memory(assembly, free, total, context, before=0):
 
 def test_eight_full_contexts_when_memory_is_plenty():
     got = kv_memory(assembly(), free=10**12, total=4 * 10**12, context=1000)
-    assert (got.pages, got.page_bytes, got.total) == (8 * 63, PAGE, 8 * 63 * PAGE)
+    assert (got.pages, got.sizes.page, got.total) == (8 * 63, PAGE, 8 * 63 * PAGE)
 
 
 def test_a_quarter_of_free_memory_when_that_is_less():

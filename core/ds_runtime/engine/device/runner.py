@@ -34,7 +34,7 @@ from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
-from ds_runtime.kv.caches import allocate
+from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.caches import Caches
@@ -101,6 +101,7 @@ class Runner:
             self.last_tokens,
             self.config.prefix_chunk,
             self.width,
+            assembly.cache_sizes.state > 0,
         )
         self.draft = draft
         self.memory = self._plan_memory(idle.free)
@@ -170,17 +171,16 @@ class Runner:
         memory = self.platform.memory(self.local_rank)
         room = Room(memory.total // sharing, before // sharing, memory.free // sharing)
         mine = kv_memory(self.assembly, room, self.context_length)
-        pages = self.comm.gather_objects(mine.pages)
-        fewest = min(pages)
-        if fewest < self.max_pages:
-            raise mine.too_small(fewest, self.context_length)
+        fewest = mine.fewest(self.comm.gather_objects(mine))
+        if fewest.pages < self.max_pages:
+            raise mine.too_small(fewest.pages, self.context_length)
         if mine.warning and self.rank == 0:
             print(f"warning: {mine.warning}", file=sys.stderr, flush=True)
-        return replace(mine, pages=fewest)
+        return fewest
 
     def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> Caches:
         shown = self.rank == 0 and not quiet
-        caches = allocate(self.assembly.caches, pages, 0, self.device, shown)
+        caches = allocate(self.assembly.caches, pages, self.memory.states, self.device, shown)
         for cache in caches if poison else ():
             cache.fill_(float("nan") if cache.is_floating_point() else 255)
         return caches
@@ -227,6 +227,9 @@ class Runner:
         """alone: what runs it, over caches of its own."""
         for init in plan.init:
             self.sampler.start(init)
+        if plan.copies:
+            rank = self.parts.rank
+            copy_states(self.caches, [(s, t) for at, s, t in plan.copies if at == rank])
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
         rest = program.run(handle)

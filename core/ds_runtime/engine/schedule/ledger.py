@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from ds_runtime.engine.schedule.request import Request
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, PrefixCache
+from ds_runtime.kv.snapshots import Snapshots
 
 _SLACK = 8  # requests more than the fewest that a rank may run and still get what it knows
 
@@ -23,11 +24,19 @@ class Pages:
     A page is at any time exactly one of: free in `pool`, owned by one running request, or in
     `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
     Pages of prompts that running requests will bring into `prefix` are known by their beginnings.
+    `snapshots`: where a request keeps more than pages, and there is a prefix cache.
     """
 
-    def __init__(self, pool: PagePool, prefix: PrefixCache | None, page_size: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix: PrefixCache | None,
+        page_size: int,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self.pool = pool
         self.prefix = prefix
+        self.snapshots = snapshots
         self.page_size = page_size
         self.num_running = 0
         self._coming: dict[int, Request] = {}
@@ -49,13 +58,16 @@ class Pages:
         """How many pages of its prompt the request need not compute here, and who computes the last
         of them, if `known`, what is cached, has it not.
         """
-        count, other, size = len(known.pages) if known else 0, None, self.page_size
+        size, count = self.page_size, len(known.pages) if known else 0
+        found: tuple[int, Request | None] = count, None
         while self._coming and (count + 1) * size < request.prompt_len:
             by = self._coming.get(request.beginning(count, size))
             if by is None or by.order > request.order:
                 break
-            count, other = count + 1, by
-        return count, other
+            count += 1
+            if self.snapshots is None or self.snapshots.is_due(by, count * size):
+                found = count, by
+        return found
 
     def _announce(self, request: Request) -> None:
         """Others need not compute what it will share of its prompt."""
@@ -74,8 +86,8 @@ class Pages:
         shared = request.prompt_len if request.max_shared is None else request.max_shared
         return min(shared, request.prompt_len) // self.page_size
 
-    def take(self, request: Request, known: Match | None) -> bool:
-        """Pages for all that the request has to compute; False if there are too few.
+    def take(self, request: Request, known: Match | None, row: int) -> bool:
+        """Pages for all that the request has to compute in a row; False if there are too few.
 
         known: what `match` found just now, which is not computed again. As many pages as requests
         run here must be left, if only by eviction: fewer preemptions right afterwards.
@@ -89,12 +101,15 @@ class Pages:
             if prefix and known:
                 prefix.unlock(known.node)
             return False
+        request.row = row
         request.node, request.num_shared = known.node if known else None, len(pages)
         request.pages = pages + self.pool.alloc(needed)
         request.num_computed = len(pages) * self.page_size
         self.num_running += 1
         if prefix:
             self._announce(request)
+        if self.snapshots is not None:
+            self.snapshots.start(request)
         return True
 
     def grow(self, request: Request) -> bool:
@@ -128,6 +143,8 @@ class Pages:
     def release(self, request: Request) -> None:
         """Take its pages back."""
         self.num_running -= 1
+        if self.snapshots is not None:
+            self.snapshots.end(request)
         if request.node is not None and self.prefix is not None:
             self._came(request, request.num_shared, len(request.pages))
             self.prefix.unlock(request.node)
@@ -157,6 +174,18 @@ class Pages:
         request.node, request.num_shared = path.node, last
         self._came(request, first, last)
         self.pool.free(twins)
+        if self.snapshots is not None:
+            self.snapshots.publish(request)
+
+    def reach(self, request: Request, length: int) -> int:
+        """How many of its next `length` tokens one step may compute."""
+        return length if self.snapshots is None else self.snapshots.reach(request, length)
+
+    def advance(self, request: Request) -> None:
+        """A step is planned that begins where the request is."""
+        if self.snapshots is not None:
+            self.snapshots.advance(request)
+            self.snapshots.publish(request)
 
     def discard(self, request: Request) -> None:
         """Its logits are not finite, and it has left: no page that it computed stays in the prefix
@@ -165,7 +194,7 @@ class Pages:
         if self.prefix is None:
             return
         known = (request.cached_tokens or 0) // self.page_size
-        found = self.prefix.match(request.tokens(0, request.total_len), request.realm)
+        found = self.prefix.find(request.tokens(0, request.total_len), request.realm)
         self.pool.free(self.prefix.discard(found.node, known))
 
     def flush(self) -> int:
@@ -235,11 +264,16 @@ class Holdings:
         if request.behind is not None:
             return False
         for rank in ranks:
-            if self.ranks[rank].take(request, found[rank]):
+            if self.ranks[rank].take(request, found[rank], self.rows[0]):
                 request.rank = rank
-                request.row = heapq.heappop(self.rows)
+                heapq.heappop(self.rows)
                 return True
         return False
+
+    def copies(self) -> list[tuple[int, int, int]]:
+        """(rank, source, target) of blocks that are copied in front of the next step, in order."""
+        ranks = [(rank, pages.snapshots) for rank, pages in enumerate(self.ranks)]
+        return [(rank, *pair) for rank, made in ranks if made for pair in made.drain()]
 
     def of(self, request: Request) -> Pages:
         """The pages of the rank that has a running request."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -38,6 +40,7 @@ class Request:
     `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
     `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
     of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
+    `snapshot`: a block that is its own, with what it had beside pages at token `snapshot_at`.
     If `max_shared` is set, by the prompt's end or `think_id` in the output, only so many tokens may
     enter the prefix cache.
     `on_device`: the last token of the sequence was sampled in this row. `guide`: the grammar that
@@ -74,6 +77,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
+    snapshot: int = -1
+    snapshot_at: int = 0
     num_computed: int = 0
     num_pending: int = 0
     num_in_flight: int = 0
@@ -234,3 +239,13 @@ class Request:
             output=self.output.copy(),
             stop_ids=sorted(self.stop_ids),
         )
+
+
+right_of_way = attrgetter("order")
+
+
+def remove(ordered: list[Request], request: Request) -> None:
+    """Take it out of a list in right of way."""
+    index = bisect_left(ordered, request.order, key=right_of_way)
+    assert ordered[index] is request
+    del ordered[index]

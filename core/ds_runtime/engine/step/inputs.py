@@ -86,7 +86,7 @@ class StepInputs:
     last_tokens: [rows · width] int64 on the device, per row the token sampled last and the drafts
     behind it; decode works read them there. The last row is nobody's: that of dummies. pages: most
     of a sequence; context: most tokens of it. prefix_chunk: most cached tokens that one PrefixChunk
-    covers, over all its sequences.
+    covers, over all its sequences. stateful: requests keep more than pages, in their rows' blocks.
     """
 
     page_size: int
@@ -95,6 +95,7 @@ class StepInputs:
     last_tokens: Tensor
     prefix_chunk: int
     width: int = 1
+    stateful: bool = False
 
     def add(
         self,
@@ -122,6 +123,10 @@ class StepInputs:
         )
         if added.trees is not None:
             added.nodes = upload.add(rows.nodes)
+        if self.stateful:
+            dummies = 0 if frame is None else frame.size - len(works)
+            blocks = [w.row for w in works] + [self._spare // self.width] * dummies
+            added.blocks = upload.add(np.array(blocks, np.int64))
         if frame is None and run is None:
             added.logit_rows = upload.add(_logit_rows(works))
         adapts = run is None and any(w.adapter >= 0 for w in works)
@@ -296,6 +301,7 @@ class Added:
     nodes: int | None = None
     logit_rows: int | None = None
     adapters: int | None = None
+    blocks: int | None = None
     prompts: Prompts | None = None
 
     def batch(self, sent: Upload, states: dict[str, Any], tree: Tensor | None = None) -> Batch:
@@ -322,6 +328,7 @@ class Added:
             logit_rows=logit_rows,
             states=states,
             adapters=None if self.adapters is None else sent[self.adapters],
+            blocks=None if self.blocks is None else sent[self.blocks],
         )
         if table is not None and rows.lens:
             batch.decode = DecodePart(table, sent[self.lens], tuple(rows.lens), rows.q_lens, tree)

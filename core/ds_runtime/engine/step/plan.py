@@ -73,11 +73,15 @@ class PutAdapter(msgspec.Struct, tag=True):
 
 
 class StepPlan(msgspec.Struct, tag=True, kw_only=True):
-    """What to compute now. `drafts`: tokens to draft behind each sampled one, in the same step."""
+    """What to compute now. `drafts`: tokens to draft behind each sampled one, in the same step.
+    `copies`: before that (rank, source, target): on this rank a block of every state group becomes
+    what another one is, in this order.
+    """
 
     step: int
     works: list[Work]
     init: list[RowInit] = []
+    copies: list[tuple[int, int, int]] = []
     drafts: int = 0
 
 
