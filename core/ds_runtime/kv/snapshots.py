@@ -119,14 +119,10 @@ class Snapshots:
         """
         if ended and request.num_computed == request.num_shared * self.page_size:
             self.advance(request)
-        at = request.snapshot_at
+        at, node = request.snapshot_at, request.node
         if request.snapshot < 0 or not (ended or at <= request.prompt_len):
             return
-        behind = request.num_shared - at // self.page_size
-        if behind >= 0 and (node := request.node) is not None:
-            for _ in range(behind):
-                assert node.parent is not None
-                node = node.parent
+        if node is not None and at == request.num_shared * self.page_size:
             block, request.snapshot = request.snapshot, -1
             if node in self._kept:
                 self._use(node)
