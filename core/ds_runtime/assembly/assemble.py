@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.assembly.backends import backend_pins, refuse_sparse
-from ds_runtime.assembly.cache_settings import check_states, with_whole_pages
-from ds_runtime.assembly.defaults import apply_defaults
+from ds_runtime.assembly.defaults import apply_defaults, check_states, with_whole_pages
 from ds_runtime.assembly.plan import Plan, check_against
 from ds_runtime.assembly.result import Assembly, undone
 from ds_runtime.assembly.room import REQUESTS

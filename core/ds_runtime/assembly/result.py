@@ -17,8 +17,8 @@ from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
 from ds_runtime.ops.binding.bind import Binding
-from ds_runtime.ops.caches import CacheSizes, LaidGroup
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
+from ds_runtime.ops.contracts.caches import CacheSizes, LaidGroup
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.structure import draft_of, model_of
-from ds_runtime.ops.caches import INDEX, KV, CacheGroup, HistoryGroup
+from ds_runtime.ops.contracts.caches import INDEX, KV, CacheGroup, HistoryGroup
 
 
 def cache_groups(config: ModelConfig, nextn: NextN | None = None) -> tuple[CacheGroup, ...]:

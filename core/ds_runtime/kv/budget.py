@@ -13,7 +13,7 @@ from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.kv.snapshots import SHARE
-from ds_runtime.ops.caches import CacheSizes
+from ds_runtime.ops.contracts.caches import CacheSizes
 
 FULL_CONTEXTS = 8
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, device
 
 from ds_runtime.common.progress import Progress
-from ds_runtime.ops.caches import Caches, LaidGroup
 from ds_runtime.ops.contract import load_attr
+from ds_runtime.ops.contracts.caches import Caches, LaidGroup
 
 
 def allocate(

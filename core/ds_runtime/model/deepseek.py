@@ -19,7 +19,7 @@ from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
-from ds_runtime.ops.caches import INDEX, KV, Caches
+from ds_runtime.ops.contracts.caches import INDEX, KV, Caches
 from ds_runtime.parallel.exchange import gathered, gathered_wanted, summed
 
 if TYPE_CHECKING:

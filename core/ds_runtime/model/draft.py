@@ -18,7 +18,7 @@ from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
 from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import RmsNormLayer
 from ds_runtime.ops.batch import Batch, DecodePart, Spread
-from ds_runtime.ops.caches import INDEX, KV, Caches
+from ds_runtime.ops.contracts.caches import INDEX, KV, Caches
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader

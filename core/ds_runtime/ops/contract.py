@@ -172,7 +172,8 @@ class Layout:
     `allocate` is a lazy function `(blocks, facts, device) -> Tensor`, for one layer, with blocks of
     `facts.page_size` entries along the first dim: pages, or states of requests (`CacheGroup`).
     `bytes_per_token(facts)` is of one entry. `copy`: lazy, `(cache, sources, targets)`, puts what
-    blocks `sources` hold into blocks `targets`, [n] int64 each, none of which is named twice.
+    blocks `sources` hold into blocks `targets`, [n] int64 each, none of which is named twice: by
+    default what lies along the first dim, and a layout that keeps more elsewhere brings its own.
     """
 
     name: str

@@ -11,7 +11,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.kv.budget import Room, context_length
 from ds_runtime.kv.budget import kv_memory as of_room
-from ds_runtime.ops.caches import CacheSizes
+from ds_runtime.ops.contracts.caches import CacheSizes
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN

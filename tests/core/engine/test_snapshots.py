@@ -15,8 +15,8 @@ from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
 from ds_runtime.kv.snapshots import Snapshots
-from ds_runtime.ops.caches import HistoryGroup, LaidGroup, StateGroup
 from ds_runtime.ops.contract import DeviceInfo, Facts
+from ds_runtime.ops.contracts.caches import HistoryGroup, LaidGroup, StateGroup
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.sampling_params import SamplingParams
 from examples import examples

@@ -20,7 +20,7 @@ from ds_runtime.lora.read import Adapter
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.caches import Caches
+from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.weights.load import load_model
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ds_runtime
 from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.hf import from_hf
 from ds_runtime.description.nextn import NextN
 from ds_runtime.description.sites import model_sites, nextn_sites
+from ds_runtime.engine.step.inputs import Frame, StepInputs
+from ds_runtime.engine.step.page_table import PageTable
+from ds_runtime.engine.step.plan import Work
+from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.kv.caches import allocate
-from ds_runtime.ops.caches import (
+from ds_runtime.ops.contract import DeviceInfo, Facts
+from ds_runtime.ops.contracts.caches import (
     CacheSizes,
     HistoryGroup,
     LaidGroup,
     StateGroup,
     page_multiple,
 )
-from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.ops.table import OPS
 from ds_runtime_bench.shapes import config_of
@@ -104,3 +112,36 @@ def test_a_model_declares_the_caches_that_its_ops_use(shape, drafts, tmp_path):
     declared = cache_groups(config, nextn)
     assert {g.name: set(g.layers) for g in declared} == used
     assert all(g.kind == "history" and g.multiple == 1 for g in declared)
+
+
+def test_nobody_asks_of_which_kind_a_group_is():
+    """But for who says what a kind is, and who declares groups."""
+    core = Path(ds_runtime.__file__).parent
+    may = {"ops/contracts/caches.py", "description/caches.py", "api.py"}
+    asks = re.compile(r"HistoryGroup|StateGroup|group\.kind|\.multiple\b|\.ratio\b")
+    found = {
+        str(path.relative_to(core))
+        for path in core.rglob("*.py")
+        if asks.search(path.read_text(encoding="utf-8"))
+    }
+    assert found - {"assembly/defaults.py"} == may  # that says which ratios make a page size
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_step_names_the_block_of_each_sequence(size):
+    """That of its row; of dummies in a captured step the spare one."""
+    last, works = (
+        torch.zeros(6 * 2, dtype=torch.int64),
+        [Work(rid=str(row), row=row, start=3, length=1, pages=[row]) for row in (4, 1)],
+    )
+    for stateful in (True, False):
+        inputs = StepInputs(4, 2, 8, last, 64, 2, stateful)
+        frame, sent = None, Upload(torch.device("cpu"))
+        if size:
+            table = PageTable(size, 2, 9, torch.device("cpu"))
+            frame = Frame(size, 1, table, {}, False)
+        added = inputs.add(works, sent, frame)
+        sent.send()
+        blocks = added.batch(sent, {}).blocks
+        wanted = [4, 1] + [5] * ((size or 2) - 2)
+        assert blocks.tolist() == wanted if stateful else blocks is None

@@ -25,7 +25,7 @@ from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
 from ds_runtime.ops.batch import Batch, Spread
-from ds_runtime.ops.caches import Caches
+from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits
-from ds_runtime.ops.caches import Caches
+from ds_runtime.ops.contracts.caches import Caches
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.caches import Caches
+from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.platform.contract import Communicator
 from ds_runtime.weights.load import load_draft, load_model
 

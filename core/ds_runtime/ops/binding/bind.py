@@ -14,7 +14,6 @@ from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.by_rows import Shares, shares_of
 from ds_runtime.ops.binding.facts import PAGES, site_facts
 from ds_runtime.ops.binding.pins import Pin, check_counts
-from ds_runtime.ops.caches import INDEX, KV
 from ds_runtime.ops.contract import (
     RANK_REFERENCE,
     Decision,
@@ -27,6 +26,7 @@ from ds_runtime.ops.contract import (
     Offers,
     Site,
 )
+from ds_runtime.ops.contracts.caches import INDEX, KV
 from ds_runtime.ops.formats import FORMATS, Conversion, conversions
 from ds_runtime.ops.table import OPS
 

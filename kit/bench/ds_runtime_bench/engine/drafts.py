@@ -14,7 +14,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Spread
-from ds_runtime.ops.caches import Caches
+from ds_runtime.ops.contracts.caches import Caches
 from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.sampling_params import SamplingParams
 

@@ -25,8 +25,8 @@ from ds_runtime.description.structure import padded
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
 from ds_runtime.ops.binding.facts import site_facts
-from ds_runtime.ops.caches import KV
 from ds_runtime.ops.contract import Facts, Kernel, Site
+from ds_runtime.ops.contracts.caches import KV
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS

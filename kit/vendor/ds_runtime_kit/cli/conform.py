@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MODES = ("test", "perf", "support")
 CHECKS_HELP = (
     "samples, weights, rows, memory, capture, honesty; of loaders: accepts, values, slices, "
-    "shards, stacks"
+    "shards, stacks; of layouts: blocks, bytes, copies"
 )
 
 
@@ -38,10 +38,14 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser.add_argument("plugin", nargs="*", help="names, as ds-runtime plugins lists them")
     parser.add_argument("--mode", choices=MODES, default="test", help="(default: test)")
     parser.add_argument(
-        "--op", nargs="+", default=[], metavar="OP", help="only these ops, or loader"
+        "--op", nargs="+", default=[], metavar="OP", help="only these ops, or loader, or layout"
     )
     parser.add_argument(
-        "--kernel", nargs="+", default=[], metavar="K", help="only these kernels or loaders"
+        "--kernel",
+        nargs="+",
+        default=[],
+        metavar="K",
+        help="only these kernels, loaders or layouts",
     )
     parser.add_argument("--check", nargs="+", default=[], metavar="C", help=f"of {CHECKS_HELP}")
     parser.add_argument("--case", metavar="FILE", help="replay a case that bisect recorded")
