@@ -211,10 +211,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "abort leaks a page",
-        "core/ds_runtime/engine/schedule/ledger.py",
+        "core/ds_runtime/kv/rank_pages.py",
         "self.pool.free(request.pages[request.num_shared :])",
         "self.pool.free(request.pages[request.num_shared : -1])",
         ("tests/core/engine/test_scheduler.py", "tests/core/engine/test_scheduler_random.py"),
+    ),
+    Fault(
+        "a prompt goes on where no snapshot is",
+        "core/ds_runtime/kv/snapshots.py",
+        "        while node.parent is not None and node not in self._kept:\n",
+        "        while False:\n",
+        ("tests/core/engine/test_snapshots.py",),
     ),
     Fault(
         "plugin half registered",

@@ -25,7 +25,6 @@ from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.process.failure import during
 from ds_runtime.engine.process.ranks import Leader
 from ds_runtime.engine.schedule.adapters import Adapters
-from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
@@ -36,6 +35,7 @@ from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.kv.budget import KvMemory
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW

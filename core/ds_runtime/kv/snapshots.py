@@ -12,33 +12,13 @@ hands at once, as pages do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, Node
 
 TOKENS = 4096  # of a prompt between two snapshots
 SHARE = 0.15  # of the caches' memory that snapshots take at most, if nobody says how many there are
-
-
-class Holder(Protocol):
-    """A request that runs. snapshot: its block that no node has yet, −1 for none, which stands for
-    its first `snapshot_at` tokens. The first num_shared pages are in the prefix cache, the last of
-    them at `node`.
-    """
-
-    row: int
-    node: Node | None
-    num_shared: int
-    num_computed: int
-    on_device: bool
-    snapshot: int
-    snapshot_at: int
-
-    @property
-    def prompt_len(self) -> int: ...
-    @property
-    def total_len(self) -> int: ...
 
 
 class Snapshots:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
-from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.step.plan import RowInit, StepPlan, StepResult, Work, WorkResult
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.sampling_params import SamplingParams
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.request import Request, State
 from ds_runtime.kv import snapshots
 from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.ops.contract import DeviceInfo, Facts
 from ds_runtime.ops.contracts.caches import HistoryGroup, LaidGroup, StateGroup

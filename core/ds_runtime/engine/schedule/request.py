@@ -16,6 +16,7 @@ from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.step.plan import RowInit
 from ds_runtime.errors import FieldPath
 from ds_runtime.grammar.guide import Followed, Guide
+from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.prefix import Node, Realm
 from ds_runtime.sampling_params import SamplingParams
 
@@ -88,7 +89,7 @@ class Request:
     draft_parents: list[int] = field(default_factory=list)
     is_verifying: bool = False
     is_following: bool = False
-    behind: Request | None = None
+    behind: Holder | None = None
     behind_pages: int = 0
     beginnings: list[int] = field(default_factory=list)
     cached_tokens: int | None = None

@@ -2,7 +2,7 @@
 
 Order within a step: running decodes, chunks of running prefills, admissions; each by right of
 way (FIFO, or priority and then FIFO). `schedule` for step n + 1 may run before `update` for step
-n. What a running request holds is in `engine/schedule/ledger.py`.
+n. What a running request holds is in `engine/schedule/ledger.py` and `kv/rank_pages.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import msgspec
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.schedule.chunk_sizes import Sizing, StepRoom
-from ds_runtime.engine.schedule.ledger import Holdings, Pages
+from ds_runtime.engine.schedule.ledger import Holdings
 from ds_runtime.engine.schedule.limits import SchedulerLimits, check_params, check_prompt
 from ds_runtime.engine.schedule.request import Request, State, remove, right_of_way
 from ds_runtime.engine.step.guided import Guided, Underway
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
+from ds_runtime.kv.rank_pages import Pages
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
