@@ -19,12 +19,12 @@ from ds_runtime.engine.messages import Failed, Submit
 from ds_runtime.errors import RequestError
 from ds_runtime.grammar import compile as compile_rules
 from ds_runtime.grammar import guide
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 
 
 @pytest.fixture(scope="module")
 def runner(tiny):
-    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), SoloCommunicator())
+    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), World.alone())
 
 
 AMBIGUOUS = """root ::= x x x x x x x x

@@ -295,6 +295,11 @@ class EngineConfig:
         return {name: state == "on" for name, _, state in (f.partition("=") for f in self.fusion)}
 
     @property
+    def attn_dp(self) -> int:
+        """Groups of ranks that divide the sequences: each has KV pages of its own."""
+        return self.tp if self.enable_dp_attention else 1
+
+    @property
     def attention_tp(self) -> int:
         """Ranks that divide the heads of attention."""
         return 1 if self.enable_dp_attention else self.tp

@@ -120,7 +120,7 @@ class DeepSeekModel:
 
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
         self.config = config
-        self.comm = load.comm
+        self.world, self.comm = load.world, load.comm
         self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
         self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)

@@ -38,7 +38,7 @@ from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
 from ds_runtime.kv.caches import allocate
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_draft, load_model
 
 
@@ -54,7 +54,7 @@ class Runner:
     def __init__(
         self,
         assembly: Assembly,
-        comm: Communicator,
+        world: World,
         local_rank: int = 0,
         local_ranks: int | None = None,
         *,
@@ -62,9 +62,9 @@ class Runner:
         bound: BoundOps | None = None,
     ) -> None:
         self.assembly = assembly
-        self.comm = comm
-        self.rank = rank = comm.rank
-        self.local_rank, self.local_ranks = local_rank, local_ranks or comm.size
+        self.world, self.comm = world, world.everyone
+        self.rank = rank = world.rank
+        self.local_rank, self.local_ranks = local_rank, local_ranks or world.size
         self.config = assembly.config
         self.platform = assembly.platform
         self.device = self.platform.device(local_rank)
@@ -74,11 +74,11 @@ class Runner:
         self.speculation = Speculation.of(self.config)
         self.width = self.speculation.tokens if self.speculation else 1
         idle = self.platform.memory(local_rank)
-        comm.gather_objects(None)  # nobody loads before all have looked
+        self.comm.gather_objects(None)  # nobody loads before all have looked
         captures = self.bound.base.graph_capture
         most = self.config.max_step_tokens if rank == 0 else 0
         with Ahead(self.bound, self.device, most, idle.total), self.checking():
-            self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
+            self.model = load_model(assembly, self.bound, world, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
@@ -111,7 +111,7 @@ class Runner:
             cache[-1].zero_()  # the spare page
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
-            assembly, self.parts, comm.size, local_rank, captures, self.checking
+            assembly, self.parts, world.size, local_rank, captures, self.checking
         )
 
     def checking(self) -> AbstractContextManager[None]:
@@ -274,7 +274,7 @@ class Runner:
         """
         self.programs.forget()
         self._unfinished = None
-        self.comm.close()
+        self.world.close()
 
     def warm_up(self) -> None:
         """Run a prefill and a decode step on pages of their own; nothing of them stays. Then
