@@ -26,6 +26,8 @@ from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 
 
 class Member:
@@ -86,7 +88,8 @@ def serve(model, size, submits):
     def rank(number):
         try:
             assembly = assemble(config_of(model, size))
-            runners[number] = runner = Runner(assembly, Member(shared, number, size), poison=True)
+            world = World(Mesh.of(assembly.config), Member(shared, number, size))
+            runners[number] = runner = Runner(assembly, world, poison=True)
             runner.warm_up()
             if number:
                 while plan := leader.queues[number].get():

@@ -304,11 +304,6 @@ class EngineConfig:
         """Ranks that divide the heads of attention."""
         return 1 if self.enable_dp_attention else self.tp
 
-    @property
-    def attention_ranks(self) -> int:
-        """Ranks that divide the sequences: each has a KV cache of its own."""
-        return self.tp if self.enable_dp_attention else 1
-
 
 def _fraction(config: EngineConfig) -> None:
     names = ("mem_fraction_static", "memory_utilization")

@@ -189,7 +189,7 @@ class Scheduler:
             self._cover(request, length + self.limits.draft_room)
         work = Work(
             rid=request.rid,
-            rank=request.rank,
+            group=request.rank,
             row=request.row,
             start=start,
             length=length,
