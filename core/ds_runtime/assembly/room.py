@@ -189,7 +189,7 @@ def requests_that_fit(assembly: Assembly) -> int:
     least the largest of --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
-    one = -(-each // config.page_size) * page_bytes(assembly) / config.attention_ranks
+    one = -(-each // config.page_size) * page_bytes(assembly) / config.attn_dp
 
     def lacks(count: int) -> bool:
         with_count = replace(config, max_running_requests=count)

@@ -130,7 +130,7 @@ class Runner:
         )
 
     def _make_parts(self, inputs: StepInputs) -> Parts:
-        limits, ranks, spare = self._limits(), self.config.attention_ranks, inputs.last_tokens
+        limits, ranks, spare = self._limits(), self.config.attn_dp, inputs.last_tokens
         trees = self.speculation is not None and self.speculation.topk > 1
         layers, draft_caches = self._split(self.caches)
         return Parts(
@@ -159,7 +159,7 @@ class Runner:
         """Tokens that the KV cache holds, on all ranks together where each has sequences of its
         own.
         """
-        return self.num_pages * self.config.page_size * self.config.attention_ranks
+        return self.num_pages * self.config.page_size * self.config.attn_dp
 
     def _plan_memory(self, before: int) -> KvMemory:
         """The pages that every rank can hold: collective. before: bytes of its device that were

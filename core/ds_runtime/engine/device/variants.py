@@ -108,7 +108,7 @@ class _Steps:
 
     def __init__(self, config: EngineConfig, limits: StepLimits) -> None:
         self._config, self._limits = config, limits
-        self._ranks = min(config.attention_ranks, config.max_running_requests)
+        self._ranks = min(config.attn_dp, config.max_running_requests)
         self._sequences = max(1, config.max_running_requests // self._ranks)
         self._width = min(limits.width, limits.context - 1)
         self.rows = max(1, config.max_step_tokens // self._ranks)

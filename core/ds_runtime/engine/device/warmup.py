@@ -18,7 +18,7 @@ class WarmUp(NamedTuple):
 
 def _ranks(config: EngineConfig) -> int:
     """How many sequences there are."""
-    return min(config.attention_ranks, config.max_running_requests)
+    return min(config.attn_dp, config.max_running_requests)
 
 
 def warm_up_length(config: EngineConfig, context_length: int) -> int:
