@@ -17,7 +17,7 @@ from test_parity_llm import SETTINGS as PARITY
 from test_parity_llm import check, prompts_of
 
 from ds_runtime import LLM, OutputRules, SamplingParams
-from ds_runtime.errors import RequestError
+from ds_runtime.errors import ConfigError, RequestError
 from ds_runtime_kit.models.oracle import Oracle
 from ds_runtime_kit.models.tiny import write_tiny, write_tiny_fp8
 
@@ -103,7 +103,7 @@ def test_mixed_batches_give_what_one_rank_gives(tiny, alone, tp):
         assert f"{most} pages of 16 on each of {tp} ranks" in llm.banner
         llm.flush_cache()
         assert llm.stats().pages_free == stats.pages_total, "a page is lost"
-        assert llm.plan.dp_attention and llm.plan.tp == tp
+        assert llm.plan.attn_dp == llm.plan.tp == tp
 
 
 def test_little_memory_is_divided_by_sequences(tiny):
@@ -223,3 +223,8 @@ def test_over_http_with_the_demo_model():
         said = httpx.get(f"{url}/server_info").json()
         assert said["engine"]["enable_dp_attention"] and said["engine"]["tp"] == 2
         assert httpx.post(f"{url}/flush_cache").json()["pages_freed"] > 0
+
+
+def test_replicas_are_of_a_server(tiny):
+    with pytest.raises(ConfigError, match=r"--dp 2: a server runs replicas .* or give --enable-dp"):
+        LLM(tiny, **SETTINGS, dp=2)

@@ -223,7 +223,7 @@ class EngineProcesses:
 
     `folder` is private to this engine (`transport.private_folder`). The front end binds a PULL
     socket at `from_engine` and sends to `to_engine`, which rank 0 binds. It is number `replica` of
-    `replicas` on this machine. `tell`: as for RankGroup.
+    `config.replicas` on this machine. `tell`: as for RankGroup.
     """
 
     def __init__(
@@ -233,14 +233,13 @@ class EngineProcesses:
         explicit: Iterable[str] = (),
         plugins: Iterable[str] = (),
         replica: int = 0,
-        replicas: int = 1,
         tell: Tell | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.to_engine = ipc(self.folder, "to_engine")
         self.from_engine = ipc(self.folder, "from_engine")
         own = config, tuple(explicit), tuple(plugins), self.folder
-        specs = [RankSpec(*own, rank, replica, replicas) for rank in range(config.tp)]
+        specs = [RankSpec(*own, rank, replica) for rank in range(config.tp)]
         self.group = RankGroup(specs, tell)
 
     def start(self) -> None:

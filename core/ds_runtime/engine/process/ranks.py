@@ -43,7 +43,7 @@ def join(spec: RankSpec, assembly: Assembly, met: Callable[[], None] = lambda: N
         return World.alone()
     init_method = f"file://{spec.folder / 'rendezvous'}"
     comm = assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
-    if config.enable_dp_attention and not hasattr(comm, "reduce_scatter"):
+    if config.attn_dp > 1 and not hasattr(comm, "reduce_scatter"):
         comm.close()
         raise UnsupportedError(
             f"--enable-dp-attention: the communicator of platform {assembly.platform.name} has no "
