@@ -7,7 +7,8 @@ Random weights of each shape. Every arm is an engine in a process of its own: `h
 `sequences` is --tp N --enable-dp-attention, and `groups G` has --dp G beside it. One JSON line per
 figure: `step_ms`, a decode step by LLM.generate, (t(97 tokens) − t(33)) / 64, `prompt_tokens_per_s`
 with prompts of 256 random tokens, both the median of three, and `ready_s`. It speaks to an engine
-through LLM alone, so it also measures an older tree: PYTHONPATH=TREE/core:TREE/kit/bench.
+through LLM alone, so it also measures an older tree, PYTHONPATH=TREE/core:TREE/kit/bench; `tree` of
+each line says which that was.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+import ds_runtime
 from ds_runtime import LLM, SamplingParams
 from ds_runtime_bench.shapes import SHAPES
 
@@ -106,6 +108,7 @@ def run(args: argparse.Namespace) -> None:
     device = torch.accelerator.current_accelerator()
     about = {"bench": "device-ranks", "shape": args.shape, "dtype": args.dtype, "arm": args.arm}
     about["device"] = torch.cuda.get_device_name() if device is not None else "cpu"
+    about["tree"] = str(Path(ds_runtime.__file__).parents[2])
 
     def tell(figure: str, value: float, **more: Any) -> None:
         print(json.dumps({**about, "ranks": args.ranks, **more, "figure": figure, "value": value}))
