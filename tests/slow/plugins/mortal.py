@@ -45,6 +45,8 @@ def die(phase: str) -> None:
         os._exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        return os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit(CAUSE) if how == "leave" else RuntimeError(CAUSE)
 
 
