@@ -36,9 +36,13 @@ def ask(front):
         ("load", 1, "stop holding"),  # the other one holds Python's lock while it waits
         ("prefill", 0, "stop deaf"),
         ("decode", 1, "stop gloo"),
+        ("decode", 0, "stop spinning"),
+        ("decode", 0, "kill spinning"),
+        ("decode", 1, "raise spinning"),
+        ("capture", 1, "kill spinning"),
     ],
 )
-def test_one_that_is_stopped_ends_all(tmp_path, monkeypatch, phase, rank, how):
+def test_others_may_wait_or_spin_in_a_collective(tmp_path, monkeypatch, phase, rank, how):
     env, at = environment(tmp_path, rank, phase, how)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
