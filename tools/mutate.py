@@ -315,9 +315,9 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/core/parallel/test_exchange.py",),
     ),
     Fault(
-        "a rank preempts the requests of another",
+        "a group preempts the requests of another",
         "core/ds_runtime/engine/schedule/scheduler.py",
-        "victim = next(r for r in reversed(self.running) if r.rank == request.rank)",
+        "victim = next(r for r in reversed(self.running) if r.group == request.group)",
         "victim = self.running[-1]",
         ("tests/core/engine/test_scheduler_ranks.py",),
     ),

@@ -9,7 +9,7 @@ import ds_runtime
 
 CORE = Path(ds_runtime.__file__).parent
 ASKS = re.compile(
-    r"attention_ranks|\.spread\b|\bGatherScatter\b|\bSum\(|\.groups [=!<>]|batch\.order is"
+    r"attention_ranks|\.spread\b|\bGatherScatter\b|\bSum\(|exchange\.groups [=!<>]|batch\.order is"
     r"|batch\.order\.|isinstance\([^)]*exchange"
 )
 

@@ -281,7 +281,7 @@ class Rig:
             held = list(pages.pool.free_pages())
             cached = pages.prefix.check() if pages.prefix else frozenset()
             held += cached
-            here = [r for r in self.scheduler.running if r.rank == rank]
+            here = [r for r in self.scheduler.running if r.group == rank]
             assert pages.num_running == len(here)
             for request in here:
                 assert set(request.pages[: request.num_shared]) <= cached
