@@ -20,7 +20,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.ops.contract import DeviceInfo
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend
@@ -64,7 +64,7 @@ def set_up(recorded, monkeypatch, how):
 
 def make(tiny, recorded, poison=True, **settings):
     config = EngineConfig(model=str(tiny), **{**SETTINGS, **settings})
-    return Runner(assemble(config, SETTINGS, [recorded]), SoloCommunicator(), poison=poison)
+    return Runner(assemble(config, SETTINGS, [recorded]), World.alone(), poison=poison)
 
 
 @pytest.fixture(scope="module")

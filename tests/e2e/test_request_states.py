@@ -20,6 +20,8 @@ from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.ops.contracts.caches import LaidGroup, StateGroup
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 from ds_runtime.sampling_params import SamplingParams
 
 WINDOW = 16
@@ -49,7 +51,7 @@ def make(tiny, monkeypatch):
         assembly = assemble(config, SETTINGS)
         counted = with_changes(assembly.config, {"state_snapshots": snapshots})
         assembly = replace(assembly, config=counted)
-        runner = Runner(assembly, SoloCommunicator(), poison=True)
+        runner = Runner(assembly, World(Mesh(), SoloCommunicator()), poison=True)
         runner.warm_up()
         return Engine(assembly, runner), runner
 

@@ -88,7 +88,7 @@ class Assembly:
             index_dtype=facts.index_dtype if self.model.indexing is not None else "",
             page_size=config.page_size,
             tp=config.tp,
-            dp_attention=config.enable_dp_attention,
+            attn_dp=config.attn_dp,
             rows=make_rows(self.binding.decisions),
             changes=self.changes,
             versions=_versions(self.plugins),

@@ -180,7 +180,7 @@ def requests_that_fit(assembly: Assembly) -> int:
     least the largest of --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
-    one = -(-each // config.page_size) * assembly.cache_sizes.page / config.attention_ranks
+    one = -(-each // config.page_size) * assembly.cache_sizes.page / config.attn_dp
     one += assembly.cache_sizes.state
 
     def lacks(count: int) -> bool:

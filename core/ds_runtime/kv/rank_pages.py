@@ -1,4 +1,4 @@
-"""The pages of one rank: which request has which, and what the prefix cache keeps of them."""
+"""The pages of one group of ranks: who has which, and what the prefix cache keeps of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_runtime.kv.snapshots import Snapshots
 
 
 class Pages:
-    """Every page of one rank.
+    """Every page of one group of ranks.
 
     A page is at any time exactly one of: free in `pool`, owned by one running request, or in
     `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.

@@ -23,9 +23,9 @@ from ds_runtime.platform.contract import GraphBackend, Platform
 from ds_runtime.plugins.manager import PluginReport, Plugins
 from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
-from ds_runtime_kit.checks.layouts import LAYOUT, check_layout, layouts_of
-from ds_runtime_kit.checks.layouts import QUESTIONS as LAYOUT_QUESTIONS
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime_kit.layouts import LAYOUT, check_layout, layouts_of
+from ds_runtime_kit.layouts import QUESTIONS as LAYOUT_QUESTIONS
 from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
 from ds_runtime_kit.selection import check_names
 

@@ -25,11 +25,11 @@ from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, facts_for
-from ds_runtime_kit.checks.layouts import LAYOUT, check_layout, layouts_of
-from ds_runtime_kit.checks.layouts import QUESTIONS as LAYOUT_QUESTIONS
 from ds_runtime_kit.checks.replay import ReplayBackend
 from ds_runtime_kit.conform import LOADER, questioned
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime_kit.layouts import LAYOUT, check_layout, layouts_of
+from ds_runtime_kit.layouts import QUESTIONS as LAYOUT_QUESTIONS
 from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
 from ds_runtime_kit.selection import plugins_of
 

@@ -118,7 +118,7 @@ class ToyDevice(FakeDevice):
             if not self.loses_copies:
                 copy_states(caches, [(s, t) for at, s, t in plan.copies if at == rank])
             self._poison_states(rank)
-            if works := [w for w in plan.works if w.rank == rank]:
+            if works := [w for w in plan.works if w.group == rank]:
                 sent = Upload(CPU)
                 added = self.inputs.add(works, sent)
                 sent.send()

@@ -21,7 +21,8 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contracts.caches import Caches
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
 
 CPU = torch.device("cpu")
@@ -74,12 +75,11 @@ class Sequence_:
 class Harness:
     """One loaded model with poisoned caches. `width` is the most pages of a sequence."""
 
-    def __init__(self, assembly: Assembly, comm: object = None, pages: int = 64) -> None:
+    def __init__(self, assembly: Assembly, world: World | None = None, pages: int = 64) -> None:
         self.assembly = assembly
         self.page_size = assembly.config.page_size
         self.bound = BoundOps(assembly.binding)
-        comm = comm or SoloCommunicator()
-        self.model: DeepSeekModel = load_model(assembly, self.bound, comm, CPU)
+        self.model: DeepSeekModel = load_model(assembly, self.bound, world or World.alone(), CPU)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
                 slots = self.model.lora
@@ -236,13 +236,13 @@ class ThreadGroup:
         return values
 
     def run(self, function: object) -> list[object]:
-        """function(communicator) on every rank; the first error wins."""
+        """function(world) on every rank; the first error wins."""
         results: list[object] = [None] * self.size
         errors: list[BaseException] = []
 
         def work(rank: int) -> None:
             try:
-                results[rank] = function(ThreadCommunicator(self, rank))
+                results[rank] = function(World(Mesh(self.size), ThreadCommunicator(self, rank)))
             except BaseException as e:
                 errors.append(e)
                 self.barrier.abort()

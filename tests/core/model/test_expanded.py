@@ -88,8 +88,8 @@ def test_ranks_hold_their_heads_alone(checkpoints):
     folder, oracle = checkpoints("v3", fp8=True)
     prompts = prompts_of(oracle, (70, 5, 31))
 
-    def rank(comm):
-        return run_schedule(Harness(expanded(folder, tp=2), comm), prompts, 4, 30)
+    def rank(world):
+        return run_schedule(Harness(expanded(folder, tp=2), world), prompts, 4, 30)
 
     first, second = ThreadGroup(2).run(rank)
     compare(oracle, prompts, first, 1e-4)

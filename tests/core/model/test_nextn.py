@@ -20,7 +20,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.sites import DRAFT_HEAD
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.weights import loader
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
@@ -38,7 +38,7 @@ NEXTN = {**SETTINGS, "speculative_algorithm": "NEXTN"}
 
 def load(**settings):
     assembly = assemble(EngineConfig(**settings), settings)
-    return Runner(assembly, SoloCommunicator())
+    return Runner(assembly, World.alone())
 
 
 def tensors_of(folder):

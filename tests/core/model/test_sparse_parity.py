@@ -126,8 +126,8 @@ def test_ranks_choose_alike(checkpoints):
     folder, oracle = checkpoints("v32")
     prompts = prompts_of(oracle, (70, 5, 31))
 
-    def rank(comm):
-        return run_schedule(Harness(decide(folder, "cpu", tp=2), comm), prompts, 4, 30)
+    def rank(world):
+        return run_schedule(Harness(decide(folder, "cpu", tp=2), world), prompts, 4, 30)
 
     results = ThreadGroup(2).run(rank)
     compare(oracle, prompts, results[0], 1e-4)

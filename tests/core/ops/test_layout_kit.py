@@ -15,8 +15,8 @@ from ds_runtime.ops.contract import DeviceInfo, Facts, Layout
 from ds_runtime.ops.reference.layouts import LATENT_PAGES
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime_kit.checks.conformance import facts_for
-from ds_runtime_kit.checks.layouts import QUESTIONS, check_layout, layouts_of
 from ds_runtime_kit.conform import LAYOUT, Wanted, verdicts
+from ds_runtime_kit.layouts import QUESTIONS, check_layout, layouts_of
 
 CPU = DeviceInfo("cpu", "a CPU", "x86")
 WIDTH = 3

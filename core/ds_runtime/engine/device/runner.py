@@ -38,7 +38,7 @@ from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contracts.caches import Caches
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_draft, load_model
 
 
@@ -54,7 +54,7 @@ class Runner:
     def __init__(
         self,
         assembly: Assembly,
-        comm: Communicator,
+        world: World,
         local_rank: int = 0,
         local_ranks: int | None = None,
         *,
@@ -62,9 +62,9 @@ class Runner:
         bound: BoundOps | None = None,
     ) -> None:
         self.assembly = assembly
-        self.comm = comm
-        self.rank = rank = comm.rank
-        self.local_rank, self.local_ranks = local_rank, local_ranks or comm.size
+        self.world, self.comm = world, world.everyone
+        self.rank = rank = world.rank
+        self.local_rank, self.local_ranks = local_rank, local_ranks or world.size
         self.config = assembly.config
         self.platform = assembly.platform
         self.device = self.platform.device(local_rank)
@@ -74,11 +74,11 @@ class Runner:
         self.speculation = Speculation.of(self.config)
         self.width = self.speculation.tokens if self.speculation else 1
         idle = self.platform.memory(local_rank)
-        comm.gather_objects(None)  # nobody loads before all have looked
+        self.comm.gather_objects(None)  # nobody loads before all have looked
         captures = self.bound.base.graph_capture
         most = self.config.max_step_tokens if rank == 0 else 0
         with Ahead(self.bound, self.device, most, idle.total), self.checking():
-            self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
+            self.model = load_model(assembly, self.bound, world, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
@@ -112,7 +112,7 @@ class Runner:
             cache[-1].zero_()  # the spare page
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
-            assembly, self.parts, comm.size, local_rank, captures, self.checking
+            assembly, self.parts, world.size, local_rank, captures, self.checking
         )
 
     def checking(self) -> AbstractContextManager[None]:
@@ -131,7 +131,7 @@ class Runner:
         )
 
     def _make_parts(self, inputs: StepInputs) -> Parts:
-        limits, ranks, spare = self._limits(), self.config.attention_ranks, inputs.last_tokens
+        limits, spare = self._limits(), inputs.last_tokens
         trees = self.speculation is not None and self.speculation.topk > 1
         return Parts(
             model=self.model,
@@ -149,16 +149,14 @@ class Runner:
             device=self.device,
             adapts=self.assembly.lora is not None,
             leads=self.rank == 0,
-            rank=self.rank if ranks > 1 else 0,
-            ranks=ranks,
         )
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, on all ranks together where each has sequences of its
+        """Tokens that the KV cache holds, in all groups together where each has sequences of its
         own.
         """
-        return self.num_pages * self.config.page_size * self.config.attention_ranks
+        return self.num_pages * self.config.page_size * self.config.attn_dp
 
     def _plan_memory(self, before: int) -> KvMemory:
         """The pages that every rank can hold: collective. before: bytes of its device that were
@@ -228,8 +226,8 @@ class Runner:
         for init in plan.init:
             self.sampler.start(init)
         if plan.copies:
-            rank = self.parts.rank
-            copy_states(self.caches, [(s, t) for at, s, t in plan.copies if at == rank])
+            group = self.parts.exchange.group
+            copy_states(self.caches, [(s, t) for at, s, t in plan.copies if at == group])
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
         rest = program.run(handle)
@@ -268,7 +266,7 @@ class Runner:
         """
         self.programs.forget()
         self._unfinished = None
-        self.comm.close()
+        self.world.close()
 
     def warm_up(self) -> None:
         """Run a prefill and a decode step on pages of their own; nothing of them stays. Then
