@@ -37,13 +37,13 @@ from ds_runtime.assembly.assemble import assemble
 from ds_runtime.config import EngineConfig
 from ds_runtime.weights.load import load_model
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 
 torch.set_num_threads(int(sys.argv[2]))
 assembly = assemble(EngineConfig(model=sys.argv[1], platform="cpu", context_length=2048))
 bound = BoundOps(assembly.binding)
 begin = time.perf_counter()
-model = load_model(assembly, bound, SoloCommunicator(), torch.device("cpu"))
+model = load_model(assembly, bound, World.alone(), torch.device("cpu"))
 print(json.dumps({"seconds": time.perf_counter() - begin, "layers": len(model.blocks)}))
 """
 

@@ -46,10 +46,10 @@ class Steps:
         assembly = assemble(config, tuple(given))
         as_served(assembly.platform)
         from ds_runtime.engine.device.runner import Runner
-        from ds_runtime.parallel.group import SoloCommunicator
+        from ds_runtime.parallel.world import World
 
         assembly.platform.init_worker(0, 1, config.threads)
-        self.runner = Runner(assembly, SoloCommunicator())
+        self.runner = Runner(assembly, World.alone())
         self.runner.warm_up()
         assert most * self._pages <= self.runner.num_pages, "no memory for the caches of all"
         self.works: list[Any] = []

@@ -79,7 +79,7 @@ def load(folder: str) -> dict[str, float]:
     from ds_runtime.assembly.assemble import assemble
     from ds_runtime.config import EngineConfig
     from ds_runtime.ops.binding.bound import BoundOps
-    from ds_runtime.parallel.group import SoloCommunicator
+    from ds_runtime.parallel.world import World
     from ds_runtime.weights import load as weights
 
     assembly = assemble(EngineConfig(model=folder, context_length=2048))
@@ -106,7 +106,7 @@ def load(folder: str) -> dict[str, float]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     begin = time.perf_counter()
-    model = weights.load_model(assembly, bound, SoloCommunicator(), device)
+    model = weights.load_model(assembly, bound, World.alone(), device)
     torch.accelerator.synchronize(device)
     seconds = time.perf_counter() - begin
     over.set()

@@ -42,6 +42,7 @@ from ds_runtime.ops.contract import (
     gates,
     load_attr,
 )
+from ds_runtime.ops.contracts.caches import CacheGroup, HistoryGroup, StateGroup
 from ds_runtime.ops.contracts.linear import Groups
 from ds_runtime.ops.declare import Op
 from ds_runtime.ops.kernel import (
@@ -163,6 +164,7 @@ __all__ = [
     "RANK_REFERENCE",
     "RANK_SPECIALISED",
     "Batch",
+    "CacheGroup",
     "CaptureError",
     "Ceilings",
     "Change",
@@ -186,6 +188,7 @@ __all__ = [
     "Generated",
     "GraphBackend",
     "Groups",
+    "HistoryGroup",
     "Kernel",
     "Layout",
     "Library",
@@ -216,6 +219,7 @@ __all__ = [
     "SamplingParams",
     "Segments",
     "Spelling",
+    "StateGroup",
     "TorchCommunicator",
     "TorchPlatform",
     "UnsupportedError",

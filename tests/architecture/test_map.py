@@ -23,7 +23,7 @@ TASKS = {  # the heading that a reader would choose: files that the task needs
     ],
     "Add a field or a route": ["server/generate/protocol.py", "server/app.py"],
     "Add a metric, or a field of the log": ["server/metrics.py", "server/observe/log.py"],
-    "A page leaks": ["engine/schedule/ledger.py", "kv/pages.py"],
+    "A page leaks": ["engine/schedule/ledger.py", "kv/rank_pages.py", "kv/pages.py"],
     "Memory runs out, or is left unused": ["kv/budget.py", "assembly/room.py"],
     "The wrong kernel is chosen": ["ops/binding/bind.py", "assembly/explain.py"],
     "A shard is cut wrong": ["parallel/layout.py", "weights/loader.py"],

@@ -646,7 +646,7 @@ def plan_of(binding: Binding, **more: object) -> Plan:
         "index_dtype": "",
         "page_size": 16,
         "tp": 1,
-        "dp_attention": False,
+        "attn_dp": 1,
         "rows": make_rows(binding.decisions),
         "changes": (),
         "versions": (),

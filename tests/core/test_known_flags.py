@@ -13,7 +13,7 @@ from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
 from ds_runtime.cli.known import KNOWN, settle
 from ds_runtime.cli.run.serve import configs
-from ds_runtime.config import EngineConfig, ServerConfig
+from ds_runtime.config import EngineConfig
 from ds_runtime.config.spelling import Known, Spelling, add_spellings, engines, refused
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.contract import Kernel
@@ -57,14 +57,23 @@ def parsed(*args):
         ("--speculative-algorithm deepseek_mtp", "speculative_algorithm", "NEXTN"),
         ("--lora-paths a=/a b=/b", "lora", ("a=/a", "b=/b")),
         ("--tp 8 --dp 8 --enable-dp-attention", "enable_dp_attention", True),
+        ("--tp 8 --dp 8 --enable-dp-attention", "attn_dp", 8),
+        ("--tp 8 --dp 2 --enable-dp-attention", "attn_dp", 2),
+        ("--tp 8 --dp 2 --enable-dp-attention", "attention_tp", 4),
+        ("--tp 8 --dp 1 --enable-dp-attention", "attn_dp", 1),
+        ("--tp 8 --enable-dp-attention", "attn_dp", 8),
+        ("--tp 8 --enable-dp-attention --enable-dp-lm-head", "attn_dp", 8),
         ("--data-parallel-size 8 --enable-expert-parallel", "tp", 8),
+        ("--data-parallel-size 8 --enable-expert-parallel", "attn_dp", 8),
+        ("--data-parallel-size 4 --tp 2 --enable-expert-parallel", "tp", 8),
+        ("--data-parallel-size 4 --tp 2 --enable-expert-parallel", "attn_dp", 4),
         ("--data-parallel-size 8 --enable-expert-parallel", "enable_dp_attention", True),
     ],
 )
 def test_what_a_flag_sets(args, name, value):
-    engine, server, _ = parsed(*args.split())
+    engine = parsed(*args.split())[0]
     assert getattr(engine, name) == value
-    assert server.dp == 1
+    assert engine.replicas == 1
 
 
 @pytest.mark.parametrize(
@@ -73,11 +82,21 @@ def test_what_a_flag_sets(args, name, value):
         ("--tool-call-parser deepseek_v32", "tool_call_parser", "deepseekv32"),
         ("--reasoning-parser deepseek_v3", "reasoning_parser", "deepseek-v3"),
         ("--disable-log-requests", "access_log", False),
-        ("--dp-size 2", "dp", 2),
     ],
 )
 def test_what_a_flag_of_the_server_sets(args, name, value):
     assert getattr(parsed(*args.split())[1], name) == value
+
+
+def test_the_number_of_replicas_and_of_groups_is_one_flag():
+    assert parsed("--dp-size", "2")[0].replicas == 2
+    assert parsed("--tp", "2", "--dp", "2")[0].attn_dp == 1
+    assert EngineConfig().replicas == 1
+    said = parsed("--tp", "4", "--enable-dp-attention")[2]
+    assert said == ["--enable-dp-attention: is --dp 4 where --dp is left out"]
+    said = parsed("--tp", "4", "--dp", "1", "--enable-dp-attention")[2]
+    assert said == ["--dp 1: one group of ranks divides attention by heads alone"]
+    assert parsed("--tp", "4", "--dp", "2", "--enable-dp-attention")[2] == []
 
 
 @pytest.mark.parametrize("flag", [f for f, meant in KNOWN.items() if isinstance(meant, Spelling)])
@@ -97,7 +116,6 @@ def test_every_spelling_says_so_or_ends_the_start(flag):
     ("args", "said"),
     [
         ("--pp-size 2", "--pp-size 2: stages of layers are not built yet"),
-        ("--tp 16 --dp 2 --enable-dp-attention", "groups of 8 of --tp 16 are not built yet"),
         ("--dp 8 --enable-dp-attention", "--tp 1 does not divide into 8: give --tp 8, or leave"),
         ("--tp 8 --dp 3 --enable-dp-attention", "--tp 8 does not divide into 3: give --tp 3"),
         ("--tp 8 --dp 0 --enable-dp-attention", "--dp 0: must be at least 1"),
@@ -141,9 +159,9 @@ def test_a_file_may_have_them_too(tmp_path):
         "tp_size: 4\ntrust-remote-code: true\nenforce-eager: true\nmax-prefill-tokens: 64\n"
         "enable-metrics: false\ndp: 4\nenable-dp-attention: true\n"
     )
-    engine, server, notes = parsed("--config", str(file))
+    engine, _, notes = parsed("--config", str(file))
     assert (engine.tp, engine.disable_graph, engine.max_step_tokens) == (4, True, 64)
-    assert server.dp == 1 and engine.enable_dp_attention
+    assert (engine.attn_dp, engine.replicas) == (4, 1)
     assert [note.partition(":")[0] for note in notes] == [
         "--trust-remote-code",
         "--enforce-eager",
@@ -282,4 +300,3 @@ def test_the_server_has_no_flag_twice():
         flags = [flag for action in one._actions for flag in action.option_strings]
         assert len(flags) == len(set(flags))
         assert all(a.help == argparse.SUPPRESS for a in one._actions if isinstance(a, Known))
-    assert ServerConfig().dp == 1

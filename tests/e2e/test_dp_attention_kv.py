@@ -26,6 +26,8 @@ from ds_runtime.engine.process.ranks import join
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 
 
 class Member:
@@ -86,7 +88,8 @@ def serve(model, size, submits):
     def rank(number):
         try:
             assembly = assemble(config_of(model, size))
-            runners[number] = runner = Runner(assembly, Member(shared, number, size), poison=True)
+            world = World(Mesh.of(assembly.config), Member(shared, number, size))
+            runners[number] = runner = Runner(assembly, world, poison=True)
             runner.warm_up()
             if number:
                 while plan := leader.queues[number].get():
@@ -172,8 +175,8 @@ def test_plans_differ_in_how_attention_is_divided(tiny):
     divided = assemble(config_of(tiny, 2))
     by_heads = assemble(replace(divided.config, enable_dp_attention=False))
     plans = [json.loads(json.dumps(a.plan.to_dict(), default=list)) for a in (divided, by_heads)]
-    assert "dp_attention: True here, False there" in difference(*plans)
-    assert "tp 2, attention by sequences" in render(divided.plan)
+    assert "attn_dp: 2 here, 1 there" in difference(*plans)
+    assert "tp 2, attention by sequences in 2 groups" in render(divided.plan)
 
 
 def test_a_communicator_without_reduce_scatter_is_a_sentence(tiny, tmp_path):

@@ -20,7 +20,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError, PluginError
 from ds_runtime.ops.contract import DeviceInfo
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.platform.recording import CaptureError
 from ds_runtime_kit.checks.conformance import check_kernel, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend
@@ -64,7 +64,7 @@ def set_up(recorded, monkeypatch, how):
 
 def make(tiny, recorded, poison=True, **settings):
     config = EngineConfig(model=str(tiny), **{**SETTINGS, **settings})
-    return Runner(assemble(config, SETTINGS, [recorded]), SoloCommunicator(), poison=poison)
+    return Runner(assemble(config, SETTINGS, [recorded]), World.alone(), poison=poison)
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def test_captures_show_their_progress(tiny, recorded, capsys):
 def test_disable_graph_leaves_facts_and_caches_alone(tiny, recorded):
     runner = make(tiny, recorded, disable_graph=True)
     assert not runner.programs.sizes and not runner.assembly.facts.graph_capture
-    assert runner.caches[0].shape[0] == runner.num_pages
+    assert next(iter(runner.caches)).shape[0] == runner.num_pages
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from ds_runtime.engine.messages import Failed, Submit
 from ds_runtime.errors import RequestError
 from ds_runtime.grammar import compile as compile_rules
 from ds_runtime.grammar import guide
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 
 
 @pytest.fixture(scope="module")
 def runner(tiny):
-    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), SoloCommunicator())
+    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), World.alone())
 
 
 AMBIGUOUS = """root ::= x x x x x x x x
@@ -50,7 +50,7 @@ def test_masks_that_come_late_change_nothing(runner, monkeypatch, ahead):
     assert run(made, asked) == want
     assert made.stats().late_masks > 0
     small = engine(runner, ahead)
-    (pages,) = small.scheduler.holdings.ranks
+    (pages,) = small.scheduler.holdings.groups
     pages.pool = type(pages.pool)(12)
     assert run(small, asked) == want
     assert small.scheduler.stats().preemptions > 0

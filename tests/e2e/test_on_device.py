@@ -19,7 +19,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.engine.step.masked_draw import MaskedDraw
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
 from ds_runtime_bench import shapes
@@ -147,7 +147,7 @@ def run(engine):
 def made(tiny, platform, kernels, **changes):
     given = settings(platform, **changes)
     assembly = assemble(EngineConfig(model=str(tiny), **given), given, [kernels])
-    runner = Runner(assembly, SoloCommunicator(), poison=True)
+    runner = Runner(assembly, World.alone(), poison=True)
     runner.warm_up()
     return Engine(assembly, runner)
 

@@ -13,7 +13,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime_cpu.platform import CpuPlatform
 
 SETTINGS = {
@@ -57,7 +57,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def runner(tiny):
-    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), SoloCommunicator())
+    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), World.alone())
 
 
 def engine(runner, ahead, **changes):

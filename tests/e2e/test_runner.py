@@ -18,14 +18,19 @@ from ds_runtime.engine.engine import Engine, eos_tokens
 from ds_runtime.engine.messages import Failed, Submit
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import CheckpointError, ConfigError
+from ds_runtime.kv.budget import KvMemory
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 
 SETTINGS = {"platform": "cpu", "dtype": "float32", "kv_memory": 2_000_000, "threads": 1}
 
 
 def make(tiny, poison=True, comm=None, **settings):
     config = EngineConfig(model=str(tiny), **{**SETTINGS, **settings})
-    return Runner(assemble(config, SETTINGS), comm or SoloCommunicator(), poison=poison)
+    return Runner(
+        assemble(config, SETTINGS), World(Mesh(), comm or SoloCommunicator()), poison=poison
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +135,8 @@ def test_ranks_agree_on_the_fewest_pages(tiny):
         """Another rank that has room for 40 pages only."""
 
         def gather_objects(self, value):
-            if isinstance(value, int):
-                return [value, 40]
+            if isinstance(value, KvMemory):
+                return [value, replace(value, pages=40)]
             if value is None:  # it only waits
                 return [None, None]
             return [value, ("elsewhere", *value[1:])]
@@ -148,7 +153,7 @@ def test_ranks_on_one_device_share_its_memory(tiny):
     alone = make(tiny).memory.free
     assert make(tiny, comm=Quad()).memory.free == pytest.approx(alone / 4, rel=0.3)
     config = EngineConfig(model=str(tiny), **SETTINGS)
-    second = Runner(assemble(config, SETTINGS), SoloCommunicator(), 1, 2)  # of two engines
+    second = Runner(assemble(config, SETTINGS), World.alone(), 1, 2)  # of two engines
     assert second.memory.free == pytest.approx(alone / 2, rel=0.3)
 
 

@@ -19,7 +19,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
 from ds_runtime.output_rules import OutputRules
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime_cpu.platform import CpuPlatform
 
 SETTINGS = {
@@ -131,14 +131,14 @@ class Ahead(CpuPlatform):
 @pytest.fixture(scope="module", params=[NEXTN, TREE], ids=("chain", "tree"))
 def runner(request):
     settings = {**SETTINGS, **request.param}
-    made = Runner(assemble(EngineConfig(**settings), settings), SoloCommunicator(), poison=True)
+    made = Runner(assemble(EngineConfig(**settings), settings), World.alone(), poison=True)
     made.warm_up()
     return made
 
 
 def test_overlap_and_aborts(runner):
     """Steps behind a verification wait for it, those behind a prompt do not."""
-    plain = Runner(assemble(EngineConfig(**SETTINGS), SETTINGS), SoloCommunicator(), poison=True)
+    plain = Runner(assemble(EngineConfig(**SETTINGS), SETTINGS), World.alone(), poison=True)
     plain.warm_up()
     found = [overlapped(plain, False), overlapped(runner, False), overlapped(runner, True)]
     assert found[2][0] == found[1][0] == found[0][0]

@@ -24,7 +24,7 @@ from ds_runtime.description.hf import load_config
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Submit
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime_kit.models.adapters import write_adapter
 
 CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
@@ -136,7 +136,7 @@ def test_sizes_that_no_step_could_verify_are_said(recorded):
 def run(settings, plugins=()):
     """A runner, warm, whose caches are NaN where nothing was written."""
     assembly = assemble(EngineConfig(**settings), settings, plugins)
-    runner = Runner(assembly, SoloCommunicator(), poison=True)
+    runner = Runner(assembly, World.alone(), poison=True)
     runner.warm_up()
     return runner
 

@@ -18,7 +18,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Failed, Submit
 from ds_runtime.errors import RequestError
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime_cpu.platform import CpuPlatform
 from examples import examples
 
@@ -185,7 +185,7 @@ class Ahead(CpuPlatform):
 
 @pytest.fixture(scope="module")
 def runner(tiny):
-    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), SoloCommunicator())
+    return Runner(assemble(EngineConfig(model=str(tiny), **SETTINGS), SETTINGS), World.alone())
 
 
 def engine(runner, ahead, **changes):
@@ -243,7 +243,7 @@ def test_steps_ahead_and_preemptions_change_nothing(runner):
     assert run(engine(runner, False), asked) == want
     assert run(engine(runner, True), asked) == want
     small = engine(runner, True)
-    (pages,) = small.scheduler.holdings.ranks
+    (pages,) = small.scheduler.holdings.groups
     pages.pool = type(pages.pool)(12)
     assert run(small, asked) == want
     assert small.scheduler.stats().preemptions > 0

@@ -24,6 +24,8 @@ from ds_runtime.description.structure import stored_modules
 from ds_runtime.errors import ConfigError, EngineDeadError
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.group import SoloCommunicator, TorchCommunicator
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 from ds_runtime.weights import load as weights
 
 SETTINGS = {
@@ -91,7 +93,8 @@ def test_each_rank_reads_only_its_share_of_the_weights(tiny, monkeypatch):
         for rank in range(size):
             assembly = assemble(config)
             bound = BoundOps(assembly.binding)
-            weights.load_model(assembly, bound, Rank(rank, size), torch.device("cpu"))
+            world = World(Mesh(size), Rank(rank, size))
+            weights.load_model(assembly, bound, world, torch.device("cpu"))
     whole, first, second = (c.done for c in counts)
     stored = stored_modules(assembly.model, lambda module: "dense").values()
     # Rows are read one rank's share at a time; columns in strips, of which each keeps its part.

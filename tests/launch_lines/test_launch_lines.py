@@ -72,6 +72,7 @@ def test_it_starts_or_says_why_not(line, said, tmp_path):
         device = next((d for word, d in DEVICES.items() if word in line), "h200")
         assemble(config, tuple(explicit), device=device)
         found = f"starts with --tp {config.tp}"
+        found += f" --dp {config.dp}" * (config.dp is not None)
         found += " --enable-dp-attention" * config.enable_dp_attention
         assert not notes or all(": " in note and "\n" not in note for note in notes)
     except DsRuntimeError as e:

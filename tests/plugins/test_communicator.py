@@ -11,6 +11,8 @@ import torch
 from ds_runtime.errors import UnsupportedError
 from ds_runtime.parallel import group as groups
 from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import Platform
 from ds_runtime_cpu.platform import CpuPlatform
 from ds_runtime_cuda.platform import CudaPlatform
@@ -33,6 +35,13 @@ def worker(rank: int, size: int, address: str, results) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             parts = torch.arange(size * 2.0).repeat(3, 1).T.to(dtype) + rank  # [size · 2, 3]
             out[f"part {dtype}"] = group.reduce_scatter(parts).tolist()
+        out["turned"] = group.all_to_all(torch.arange(size)[:, None] + 10 * rank).tolist()
+        out["told"] = group.broadcast(torch.full((2,), rank), size - 1).tolist()
+        if rank == 0:
+            group.send(torch.tensor([1.5, 2.5]), size - 1)
+        elif rank == size - 1:
+            out["sent"] = group.receive((2,), torch.float32, 0).tolist()
+        group.barrier()
         out["objects"] = group.gather_objects({"rank": rank})
         group.close()
         results.put(out)
@@ -40,18 +49,25 @@ def worker(rank: int, size: int, address: str, results) -> None:
         results.put(traceback.format_exc())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_collective(tmp_path, size):
+def spread(function, size: int, folder):
+    """What `function` puts of every rank, each a process."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    address = f"file://{tmp_path}/rendezvous"
-    ranks = [context.Process(target=worker, args=(r, size, address, results)) for r in range(size)]
+    address = f"file://{folder}/rendezvous"
+    given = [(r, size, address, results) for r in range(size)]
+    ranks = [context.Process(target=function, args=args) for args in given]
     for process in ranks:
         process.start()
     found = [results.get(timeout=120) for _ in ranks]
     for process in ranks:
         process.join(30)
-    assert all(isinstance(f, dict) for f in found), found
+    assert not [f for f in found if isinstance(f, str)], found
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective(tmp_path, size):
+    found = spread(worker, size, tmp_path)
     total = float(sum(2 + r for r in range(size)))
     for out in found:
         assert out["size"] == size
@@ -63,7 +79,47 @@ def test_every_collective(tmp_path, size):
             assert out[dtype] == [[total] * 5] * 3
         assert out["gather"][0] == [v for r in range(size) for v in (r, 10.0 + r)]
         assert out["gather"][1] == [5.0, 6.0] * size
+        assert out["turned"] == [[10 * r + out["rank"]] for r in range(size)]
+        assert out["told"] == [size - 1] * 2
+        assert out.get("sent", [1.5, 2.5]) == [1.5, 2.5]
         assert out["objects"] == [{"rank": r} for r in range(size)]
+
+
+def crossed(rank: int, size: int, address: str, results) -> None:
+    """Four ranks in two groups of attention, each by heads: what rank 0 … 3 sum and gather."""
+    try:
+        torch.set_num_threads(1)
+        world = World(Mesh(size, 2), CpuPlatform().communicator(rank, size, address, timeout=60))
+        own = torch.full((1, 2), 2.0**rank)
+        groups = [world.group(axis) for axis in ("tp", "attn_tp", "attn_dp")]
+        out = [group.all_reduce(own.clone()).tolist()[0][0] for group in groups]
+        out += [group.gather_rows(own)[:, 0].tolist() for group in groups]
+        turned = [group.all_to_all(own.repeat(group.size, 1))[:, 0].tolist() for group in groups]
+        heads = groups[1]
+        if heads.rank == 0:
+            heads.send(own, 1)
+            sent = None
+        else:
+            sent = heads.receive((1, 2), torch.float32, 0).tolist()[0][0]
+        told = heads.broadcast(own.clone(), 1).tolist()[0][0]
+        groups[2].barrier()
+        objects = [group.gather_objects(rank) for group in groups]
+        world.close()
+        results.put((rank, out, turned, sent, told, objects))
+    except BaseException:
+        results.put(traceback.format_exc())
+
+
+def test_a_process_is_in_several_groups(tmp_path):
+    found = {f[0]: f[1:] for f in spread(crossed, 4, tmp_path)}
+    for rank in range(4):
+        heads, rows = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        members = [[0, 1, 2, 3], heads, rows]
+        values = [[2.0**r for r in ranks] for ranks in members]
+        out, turned, sent, told, objects = found[rank]
+        assert out == [sum(v) for v in values] + values
+        assert turned == values and objects == members
+        assert sent == (None if rank % 2 == 0 else 2.0 ** heads[0]) and told == 2.0 ** heads[1]
 
 
 def test_one_rank_needs_no_group():
@@ -71,7 +127,13 @@ def test_one_rank_needs_no_group():
     x = torch.ones(2, 3)
     assert group.size == 1 and group.all_reduce(x) is x and group.all_gather(x) is x
     assert group.gather_rows(x) is x and group.reduce_scatter(x) is x
-    assert group.gather_objects(7) == [7]
+    assert group.all_to_all(x) is x and group.broadcast(x, 0) is x
+    assert group.gather_objects(7) == [7] and group.split([[0]]) is group
+    group.barrier()
+    with pytest.raises(ValueError, match="nobody to send to"):
+        group.send(x, 0)
+    with pytest.raises(ValueError, match="nobody sends to it"):
+        group.receive((1,), torch.float32, 0)
 
 
 def test_a_platform_without_communicator_serves_one_rank():

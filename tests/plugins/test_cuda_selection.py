@@ -224,7 +224,7 @@ def test_sparse_attention_is_captured(folder, kv_cache_dtype):
     total = 40 << 30  # so that nine tenths are not what limits the cache
     found = kv_memory(assembly, Room(total, total, 30 << 30), 163840)
     left = (30 << 30) - reserve(assembly).total
-    assert found.pages * found.page_bytes <= left < (found.pages + 1) * found.page_bytes
+    assert found.total <= left < found.total + found.sizes.page
     assert reserve(assembly).activations > sparse_bytes(assembly)
 
 

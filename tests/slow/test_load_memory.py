@@ -20,11 +20,11 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.assembly.estimate import needed_bytes
 from ds_runtime.weights.load import load_model
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 
 config = EngineConfig(model=sys.argv[1], platform="cpu", dtype="bfloat16", context_length=4096)
 assembly = assemble(config)
-model = load_model(assembly, BoundOps(assembly.binding), SoloCommunicator(), torch.device("cpu"))
+model = load_model(assembly, BoundOps(assembly.binding), World.alone(), torch.device("cpu"))
 assert len(model.blocks) == 8
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 found = {"needed": needed_bytes(assembly), "packed": model.packed_bytes, "peak": peak}

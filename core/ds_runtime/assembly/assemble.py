@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_runtime.assembly.backends import backend_pins, refuse_sparse
-from ds_runtime.assembly.defaults import apply_defaults
+from ds_runtime.assembly.defaults import apply_defaults, check_states, with_whole_pages
 from ds_runtime.assembly.plan import Plan, check_against
-from ds_runtime.assembly.result import Assembly
+from ds_runtime.assembly.result import Assembly, undone
 from ds_runtime.assembly.room import REQUESTS
 from ds_runtime.assembly.rules import Terms, settle
 from ds_runtime.assembly.site_list import SiteList, apart
@@ -23,6 +23,7 @@ from ds_runtime.checkpoint.hub import resolve_model
 from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig, check_graph_sizes, with_changes
 from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.nextn import NextN, find_nextn
@@ -91,6 +92,9 @@ def assemble(
     apart(config)
     explicit = frozenset(explicit)
     config, changes = apply_defaults(config, _facts(config, model, info), explicit, plugins)
+    groups = cache_groups(model)
+    config = with_whole_pages(config, groups, explicit, changes)
+    check_states(config, groups)
     named = {*explicit, *(name for name, *_ in changes)}
     sized = platform.own_memory and info.memory > 0 and "max_running_requests" not in named
     if sized:
@@ -114,8 +118,9 @@ def assemble(
     @cache
     def bound(terms: Terms) -> Binding:
         own = replace(facts, graph_capture=terms.captured, crowded=terms.crowded)
-        own_sites = sites(terms.apart, terms.rounded)
-        return decide_all(own_sites, offers, own, pins, places.apart, terms.compact)
+        own_sites, undo = sites(terms.apart, terms.rounded), undone(config)
+        entries = {group.name: group.entries(own.page_size, undo) for group in groups}
+        return decide_all(own_sites, offers, own, pins, places.apart, terms.compact, entries)
 
     @cache
     def decide(terms: Terms) -> Assembly:

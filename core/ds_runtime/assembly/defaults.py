@@ -1,28 +1,32 @@
-"""Changes of settings that plugins wish for: `ds_defaults`."""
+"""Settings that follow from plugins' wishes (`ds_defaults`), and from the caches of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.config.fields import flag_of
-from ds_runtime.errors import ConfigError, PluginError
+from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import Change, Facts
+from ds_runtime.ops.contracts.caches import CacheGroup, page_multiple
 from ds_runtime.plugins.manager import Plugins
 
 # Settled before ds_defaults is asked.
 DECIDED = frozenset(
     {"model", "platform", "allow_platform_downgrade", "plugins", "plugin_allowlist"}
-    | {"tp", "enable_dp_attention", "pin", "plan", "cpu_isa", "lora"}
+    | {"tp", "dp", "enable_dp_attention", "pin", "plan", "cpu_isa", "lora"}
 )
+Log = list[tuple[str, str, str, str]]  # field, change, who, why
 # Of a field, or of one fusion of `fusion`: what is wished, by which plugin, and why.
 Wishes = dict[tuple[str, str], tuple[Any, str, str]]
 
 
 def apply_defaults(
     config: EngineConfig, facts: Facts, explicit: frozenset[str], plugins: Plugins
-) -> tuple[EngineConfig, list[tuple[str, str, str, str]]]:
+) -> tuple[EngineConfig, Log]:
     """Apply the plugins' Changes to fields that the user left alone, and to fusions that the user
     did not name; conflicts are errors.
 
@@ -82,3 +86,37 @@ def _parts(change: Change) -> dict[tuple[str, str], Any]:
     if change.field != "fusion":
         return {(change.field, ""): change.value}
     return {("fusion", name): state for name, _, state in (v.partition("=") for v in change.value)}
+
+
+def with_whole_pages(
+    config: EngineConfig, groups: Sequence[CacheGroup], explicit: Collection[str], changes: Log
+) -> EngineConfig:
+    """A page holds whole entries of every group: a size that nobody gave is rounded up, which is
+    added to `changes`. Raises ConfigError for one that was given."""
+    size, of = config.page_size, page_multiple(groups)
+    if size % of == 0:
+        return config
+    fits = -(-size // of) * of
+    which = ", ".join(f"{g.name} ({g.multiple})" for g in groups if g.multiple > 1)
+    why = f"an entry stands for several tokens in {which}"
+    if "page_size" in explicit:
+        raise ConfigError(f"--page-size {size}: {why}; give a multiple of {of}, e.g. {fits}")
+    changes.append(("page_size", f"{size} → {fits}", "core", f"{why}: a multiple of {of}"))
+    return with_changes(config, {"page_size": fits})
+
+
+def check_states(config: EngineConfig, groups: Sequence[CacheGroup]) -> None:
+    """Raises ConfigError for snapshots of nothing, UnsupportedError for trees of drafts where
+    requests keep more than pages: only a chain can be taken back there."""
+    states = [group.name for group in groups if group.blocks(0, 1)]
+    if config.state_snapshots is not None and not states:
+        raise ConfigError(
+            f"--state-snapshots {config.state_snapshots}: requests of this model keep nothing "
+            "beside pages: leave the flag out"
+        )
+    shape = Speculation.of(config)
+    if states and shape is not None and shape.topk > 1:
+        raise UnsupportedError(
+            f"--speculative-eagle-topk {shape.topk}: requests keep a state ({', '.join(states)}), "
+            "and a tree of drafts cannot be taken back there: give 1"
+        )

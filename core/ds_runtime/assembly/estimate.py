@@ -8,7 +8,8 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.adapter import LoraPlan
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.structure import Ranks, adaptable_modules
-from ds_runtime.ops.binding.bind import Binding, site_facts
+from ds_runtime.ops.binding.bind import Binding
+from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Kernel, Site
 from ds_runtime.ops.contracts.attention.index import scored_rows
 from ds_runtime.ops.formats import FORMATS

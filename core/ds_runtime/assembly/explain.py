@@ -11,7 +11,8 @@ from typing import Any
 
 from ds_runtime.assembly.plan import compress_sites
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.ops.binding.bind import Binder, refusals, site_facts
+from ds_runtime.ops.binding.bind import Binder, refusals
+from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Decision, Fixable, Kernel, Site
 
 

@@ -46,7 +46,7 @@ class Plan:
     index_dtype: str  # of index keys, "" where attention is dense
     page_size: int
     tp: int
-    dp_attention: bool  # attention is divided by sequences, not by heads
+    attn_dp: int  # groups of ranks that divide the sequences
     rows: tuple[PlanRow, ...]
     changes: tuple[tuple[str, str, str, str], ...]  # field, old → new, plugin, because
     versions: tuple[tuple[str, str], ...]
@@ -116,7 +116,7 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{key}: {mine.get(key)!r} here, {other.get(key)!r} there"
         for key in (
             *("model", "platform", "arch", "dtype", "kv_layout", "kv_dtype", "index_dtype"),
-            *("page_size", "tp", "dp_attention"),
+            *("page_size", "tp", "attn_dp"),
         )
         if mine.get(key) != other.get(key)
     ]
@@ -179,7 +179,8 @@ def render(plan: Plan, verbose: bool = False) -> str:
         f"model {plan.model} · platform {plan.platform} ({plan.arch}) · dtype {plan.dtype} · "
         f"KV {plan.kv_layout} of {plan.kv_dtype}, page {plan.page_size}"
         f"{f', index keys of {plan.index_dtype}' if plan.index_dtype else ''} · tp {plan.tp}"
-        f"{', attention by sequences' if plan.dp_attention else ''} · plan {plan.digest()}"
+        f"{f', attention by sequences in {plan.attn_dp} groups' if plan.attn_dp > 1 else ''}"
+        f" · plan {plan.digest()}"
     )
     lines = [head]
     for name, old_new, plugin, because in plan.changes:

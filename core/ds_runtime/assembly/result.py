@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -11,13 +10,15 @@ from pathlib import Path
 from ds_runtime._version import __version__
 from ds_runtime.assembly.plan import Plan, make_rows
 from ds_runtime.common.progress import amount
+from ds_runtime.common.speculation import Speculation
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.adapter import LoraPlan
+from ds_runtime.description.caches import cache_groups
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.nextn import NextN
-from ds_runtime.ops.binding.bind import INDEX, KV, Binding
+from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.contract import DeviceInfo, Facts, Offers, QuantLoader, Refusal
-from ds_runtime.ops.table import OPS
+from ds_runtime.ops.contracts.caches import CacheSizes, LaidGroup
 from ds_runtime.platform.contract import Platform
 from ds_runtime.plugins.manager import Plugins
 
@@ -87,27 +88,30 @@ class Assembly:
             index_dtype=facts.index_dtype if self.model.indexing is not None else "",
             page_size=config.page_size,
             tp=config.tp,
-            dp_attention=config.enable_dp_attention,
+            attn_dp=config.attn_dp,
             rows=make_rows(self.binding.decisions),
             changes=self.changes,
             versions=_versions(self.plugins),
         )
 
     @cached_property
-    def _caches(self) -> Counter[str]:
-        """How many layers have a cache of each kind of layout."""
-        found = {(OPS[site.op].layout, site.layer) for site, _ in self.binding.choices}
-        return Counter(layout for layout, _ in found)
+    def caches(self) -> tuple[LaidGroup, ...]:
+        """The groups of caches, those of the draft layer among them, as one rank has them."""
+        facts, undo = self.binding.base, undone(self.config)
+        return tuple(
+            LaidGroup(group, self.binding.layouts[group.name], group.within(facts, undo))
+            for group in cache_groups(self.model, self.nextn)
+        )
+
+    @cached_property
+    def cache_sizes(self) -> CacheSizes:
+        """Bytes of them on one rank."""
+        return CacheSizes.of(self.caches)
 
     @property
     def cached_layers(self) -> int:
-        """Layers with a KV cache, the draft layer among them."""
-        return self._caches[KV]
-
-    @property
-    def indexers(self) -> int:
-        """Layers with an index cache, where attention is sparse; the draft layer has one, too."""
-        return self._caches[INDEX]
+        """Layers that keep anything, the draft layer among them."""
+        return len({layer for laid in self.caches for layer in laid.group.layers})
 
     def left_over(self) -> list[str]:
         """A sentence per quantization_config, of the model and of its drafts, that is not used."""
@@ -118,6 +122,12 @@ class Assembly:
         """A sentence per broken plugin: nothing of it was bound."""
         broken = [(name, r) for name, r in self.others if r.kind == "broken"]
         return [f"plugin {name} is left out: {refusal}" for name, refusal in broken]
+
+
+def undone(config: EngineConfig) -> int:
+    """Tokens that a step may take back: those that it verifies, behind the first."""
+    shape = Speculation.of(config)
+    return 0 if shape is None else shape.tokens - 1
 
 
 def _versions(plugins: Plugins) -> tuple[tuple[str, str], ...]:

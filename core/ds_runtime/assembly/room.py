@@ -92,15 +92,6 @@ def kv_room(config: EngineConfig, total: int, before: int, free: int, reserved: 
     return min(int(STATIC * total), total - reserved) - (total - free)
 
 
-def page_bytes(assembly: Assembly) -> int:
-    """Bytes of one page over all layers, index keys included."""
-    facts = assembly.binding.base
-    per_token = assembly.binding.layout.bytes_per_token(facts) * assembly.cached_layers
-    if (index := assembly.binding.index_layout) is not None:
-        per_token += index.bytes_per_token(facts) * assembly.indexers
-    return per_token * assembly.config.page_size
-
-
 def expanded_said(assembly: Assembly) -> list[str]:
     """A line on what expanded keys and values cost, where the KV cache holds them."""
     if not assembly.model.expanded:
@@ -152,7 +143,7 @@ def second_forms(every: Assembly, chosen: Assembly) -> tuple[SecondForm, ...]:
     """All second forms of weights that `every` has, kept where `chosen` has them."""
     if not (forms := _forms(every)):
         return ()
-    size = page_bytes(chosen) // chosen.config.page_size
+    size = chosen.cache_sizes.page // chosen.config.page_size
     rate, saved, held = every.device.bandwidth, _saved(every), _forms(chosen)
     return tuple(
         SecondForm(
@@ -176,7 +167,7 @@ def _saved(assembly: Assembly) -> dict[str, float]:
 
 def _wanted(bare: Assembly) -> int:
     """Bytes of KV cache that second forms must leave. bare: without them."""
-    one = -(-positions_of(bare) // bare.config.page_size) * page_bytes(bare)
+    one = -(-positions_of(bare) // bare.config.page_size) * bare.cache_sizes.page
     room = idle_room(bare)
     if bare.config.kv_memory is not None:
         return min(bare.config.kv_memory, room)
@@ -189,7 +180,8 @@ def requests_that_fit(assembly: Assembly) -> int:
     least the largest of --graph-sizes."""
     config = assembly.config
     each = min(REQUEST_TOKENS, positions_of(assembly))
-    one = -(-each // config.page_size) * page_bytes(assembly) / config.attention_ranks
+    one = -(-each // config.page_size) * assembly.cache_sizes.page / config.attn_dp
+    one += assembly.cache_sizes.state
 
     def lacks(count: int) -> bool:
         with_count = replace(config, max_running_requests=count)
@@ -207,7 +199,7 @@ def said(assembly: Assembly) -> list[str]:
     if not assembly.platform.own_memory or not assembly.device.memory:
         return cost
     room, kept = max(0, idle_room(assembly)), reserve(assembly)
-    page = page_bytes(assembly)
+    page = assembly.cache_sizes.page
     tokens = room // page * assembly.config.page_size
     context = positions_of(assembly)
     parts = {

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_runtime.config.spelling import GIVEN, Spelling, nothing, refused
-from ds_runtime.errors import ConfigError
 
 _EXPERTS = (
     "experts by number are not built yet: --tp divides the weights of every expert among its ranks"
@@ -158,25 +157,17 @@ def settle(namespace: Namespace) -> list[str]:
     values = {**file, **vars(namespace)}
     notes = [*file.get("notes", ()), *getattr(namespace, "notes", ())]
     tp, dp = values.get("tp", 1), values.get("dp", 1)
-    if min(dp, tp) < 1 or dp == 1 or not hasattr(namespace, "run"):
+    if min(dp, tp) < 1 or not hasattr(namespace, "run"):
         return notes
     if values.get("enable_dp_attention"):
-        if dp != tp:
-            groups = (
-                f"groups of {tp // dp} of --tp {tp} are not built yet: give --dp {tp}"
-                if tp % dp == 0
-                else f"--tp {tp} does not divide into {dp}: give --tp {dp}"
-            )
-            raise ConfigError(
-                f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
-                f"have attention of their own, and {groups}, or leave --enable-dp-attention out "
-                f"for {dp} replicas of --tp ranks each"
-            )
-        namespace.dp = 1
-    elif any("--enable-expert-parallel" in note for note in notes) and tp == 1:
-        namespace.tp, namespace.dp, namespace.enable_dp_attention = dp, 1, True
+        if tp > 1 and "dp" not in values:
+            notes.append(f"--enable-dp-attention: is --dp {tp} where --dp is left out")
+        elif tp > 1 and dp == 1:
+            notes.append("--dp 1: one group of ranks divides attention by heads alone")
+    elif dp > 1 and any("--enable-expert-parallel" in note for note in notes):
+        namespace.tp, namespace.dp, namespace.enable_dp_attention = tp * dp, dp, True
         notes.append(
-            f"--data-parallel-size {dp} --enable-expert-parallel: is --tp {dp} "
+            f"--data-parallel-size {dp} --enable-expert-parallel: is --tp {tp * dp} --dp {dp} "
             "--enable-dp-attention here"
         )
     return notes

@@ -75,10 +75,18 @@ class EngineConfig:
         False, "start on another device where the plugin of one that is here is broken"
     )
     tp: int = setting(1, "tensor-parallel ranks, one process each", least=1)
+    dp: int | None = setting(
+        None,
+        "data-parallel replicas of the engine behind one server, each of --tp ranks with devices "
+        "of their own; with --enable-dp-attention the groups that the ranks of --tp are in "
+        "(default: 1; with --enable-dp-attention as many as --tp)",
+        least=1,
+    )
     enable_dp_attention: bool = setting(
         False,
-        "divide attention among the ranks of --tp by sequences instead of heads: the KV cache of a "
-        "sequence lies on one rank only, and every rank has all weights of attention",
+        "divide attention by sequences among --dp groups of the ranks of --tp, and by heads inside "
+        "each: the KV cache of a sequence lies in one group only, and every group has all weights "
+        "of attention",
     )
     dist_timeout: int = setting(600, "seconds that ranks wait for each other", least=1)
     threads: int | None = setting(None, "CPU threads per rank (default: cores / ranks)", least=1)
@@ -123,6 +131,13 @@ class EngineConfig:
         choices=FORMS,
     )
     page_size: int = setting(16, "tokens per KV page", least=1)
+    state_snapshots: int | None = setting(
+        None,
+        "copies of what requests keep beside pages, from which prompts that begin alike go on; 0: "
+        "these are computed from their start (default, auto: 15 % of the cache's memory)",
+        also={"auto": None},
+        least=0,
+    )
     disable_radix_cache: bool = setting(False, "compute every prompt from its start, reusing no KV")
     max_running_requests: int = setting(
         64,
@@ -300,14 +315,19 @@ class EngineConfig:
         return {name: state == "on" for name, _, state in (f.partition("=") for f in self.fusion)}
 
     @property
-    def attention_tp(self) -> int:
-        """Ranks that divide the heads of attention."""
-        return 1 if self.enable_dp_attention else self.tp
+    def attn_dp(self) -> int:
+        """Groups of ranks that divide the sequences: each has KV pages of its own."""
+        return (self.dp or self.tp) if self.enable_dp_attention else 1
 
     @property
-    def attention_ranks(self) -> int:
-        """Ranks that divide the sequences: each has a KV cache of its own."""
-        return self.tp if self.enable_dp_attention else 1
+    def replicas(self) -> int:
+        """Engines that one server runs."""
+        return 1 if self.enable_dp_attention else self.dp or 1
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that divide the heads of attention."""
+        return self.tp // self.attn_dp
 
 
 def _fraction(config: EngineConfig) -> None:
@@ -328,10 +348,16 @@ def _fraction(config: EngineConfig) -> None:
 def _divided(config: EngineConfig) -> None:
     if not config.enable_dp_attention:
         return
-    if config.tp == 1:
+    if config.tp == 1 and config.attn_dp == 1:
         raise ConfigError(
             "--enable-dp-attention: attention is divided among the ranks of --tp, and that is 1: "
             "give --tp N beside it, or leave it out"
+        )
+    if config.tp % (dp := config.attn_dp):
+        raise ConfigError(
+            f"--dp {dp}: beside --enable-dp-attention it is the number of groups of ranks that "
+            f"have attention of their own, and --tp {config.tp} does not divide into {dp}: give "
+            f"--tp {dp}, or leave --enable-dp-attention out for {dp} replicas of --tp ranks each"
         )
 
 

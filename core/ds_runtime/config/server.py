@@ -57,12 +57,6 @@ class ServerConfig:
         "where a request's limit of tokens is above what the context has left, make that the limit "
         "instead of refusing it (/v1/messages always does)",
     )
-    dp: int = setting(
-        1,
-        "data-parallel replicas of the engine, each of --tp ranks with devices of their own; "
-        "requests go to the one with the least work",
-        least=1,
-    )
     on_engine_death: str = setting(
         "restart",
         "when an engine process dies or hangs: start it anew, or end the server",

@@ -149,11 +149,18 @@ class ModelConfig:
         `attention_tp` (default: all).
         """
         shared = self.shared_experts * self.moe_intermediate
-        cuts = {"intermediate_size": self.intermediate}
-        if (attention_tp or tp) == tp:
-            cuts = {"num_attention_heads": self.heads, **cuts}
+        cuts = [
+            ("num_attention_heads", self.heads, attention_tp or tp),
+            ("intermediate_size", self.intermediate, tp),
+        ]
         if self.experts:
-            cuts |= {"moe_intermediate_size": self.moe_intermediate, "shared expert width": shared}
-        for name, value in cuts.items():
-            if value % tp:
-                raise ConfigError(f"--tp {tp}: {name} {value} of this model is not divisible by it")
+            cuts += [
+                ("moe_intermediate_size", self.moe_intermediate, tp),
+                ("shared expert width", shared, tp),
+            ]
+        for name, value, ranks in cuts:
+            if value % ranks:
+                by = "it" if ranks == tp else f"the {ranks} ranks of each --dp group"
+                raise ConfigError(
+                    f"--tp {tp}: {name} {value} of this model is not divisible by {by}"
+                )

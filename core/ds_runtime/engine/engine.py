@@ -25,7 +25,6 @@ from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.process.failure import during
 from ds_runtime.engine.process.ranks import Leader
 from ds_runtime.engine.schedule.adapters import Adapters
-from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.speculate.draft_length import Pace
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
@@ -33,8 +32,11 @@ from ds_runtime.engine.step.result import Handle
 from ds_runtime.errors import CheckpointError, ConfigError, QueueFullError, RequestError, named
 from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
+from ds_runtime.kv.budget import KvMemory
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
+from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
@@ -69,13 +71,12 @@ class Engine:
             draft_room=runner.speculation.room if runner.speculation else 0,
             pace=Pace(runner.speculation) if runner.speculation else None,
             max_itl=(config.max_itl or 0.0) / 1000,
-            prefill_sizes=runner.programs.prefill_sizes if config.attention_ranks == 1 else (),
+            prefill_sizes=runner.parts.exchange.sizes_of_steps(runner.programs.prefill_sizes),
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
-        self.scheduler = Scheduler(
-            limits, [_pages(config, runner.num_pages) for _ in range(config.attention_ranks)]
-        )
+        pools = [_pages(config, runner.memory) for _ in range(config.attn_dp)]
+        self.scheduler = Scheduler(limits, pools)
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet
@@ -257,10 +258,14 @@ class _Launched:
     compiled: int
 
 
-def _pages(config: EngineConfig, count: int) -> Pages:
+def _pages(config: EngineConfig, memory: KvMemory) -> Pages:
     """What one rank starts with, or all of them together."""
-    prefix = None if config.disable_radix_cache else PrefixCache(config.page_size)
-    return Pages(PagePool(count), prefix, config.page_size)
+    size, marks = config.page_size, None
+    if config.disable_radix_cache:
+        return Pages(PagePool(memory.pages), None, size)
+    if memory.states:
+        marks = Snapshots(size, config.max_running_requests, memory.snapshots)
+    return Pages(PagePool(memory.pages), PrefixCache(size, marks), size, marks)
 
 
 class _Observers:

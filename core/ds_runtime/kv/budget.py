@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ds_runtime.assembly.estimate import activation_bytes, sparse_bytes
 from ds_runtime.assembly.result import Assembly
-from ds_runtime.assembly.room import kv_room, page_bytes, reserve
+from ds_runtime.assembly.room import kv_room, reserve
 from ds_runtime.common.progress import amount
 from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
+from ds_runtime.kv.snapshots import SHARE
+from ds_runtime.ops.contracts.caches import CacheSizes
 
 FULL_CONTEXTS = 8
 
@@ -30,29 +32,62 @@ def context_length(assembly: Assembly) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """What one rank can hold. page_bytes: one page over all layers. why: what sets the size."""
+    """What one rank can hold. sizes: of a page, and a block of state. why: what sets the size.
+    snapshots: of what requests keep beside pages; states: all blocks for that, these among them.
+    """
 
     pages: int
-    page_bytes: int
+    sizes: CacheSizes
     free: int
     page_size: int
     why: str
     remedy: str = ""  # of a cache that is too small, beside the flags of memory
     warning: str = ""  # where the largest steps may run out of memory
+    snapshots: int = 0
+    states: int = 0
+
+    @staticmethod
+    def of(
+        assembly: Assembly,
+        given: int,
+        free: int,
+        why: str,
+        remedy: str = "",
+        warning: str = "",
+        most: int | None = None,
+    ) -> KvMemory:
+        """Of `given` bytes: blocks for requests and snapshots, then pages, `most` at most."""
+        config, sizes = assembly.config, assembly.cache_sizes
+        states = snapshots = 0
+        if sizes.state:
+            if not config.disable_radix_cache:
+                asked = config.state_snapshots
+                snapshots = int(SHARE * given) // sizes.state if asked is None else asked
+            states = config.max_running_requests + 1 + snapshots
+        pages = max(0, given - states * sizes.state) // sizes.page
+        pages = pages if most is None else min(pages, most)
+        said = why, remedy, warning
+        return KvMemory(pages, sizes, free, config.page_size, *said, snapshots, states)
 
     @property
     def total(self) -> int:
         """Bytes of the whole KV cache."""
-        return self.pages * self.page_bytes
+        return self.pages * self.sizes.page + self.states * self.sizes.state
+
+    def fewest(self, others: Sequence[KvMemory]) -> KvMemory:
+        """What every rank can hold."""
+        pages, snapshots = (min(m.pages for m in others), min(m.snapshots for m in others))
+        states = self.states - self.snapshots + snapshots
+        return replace(self, pages=pages, snapshots=snapshots, states=states)
 
     def too_small(self, pages: int, context: int) -> ConfigError:
         """The error for a cache that does not hold one full context."""
-        needed = amount(-(-context // self.page_size) * self.page_bytes)
+        needed = amount(-(-context // self.page_size) * self.sizes.page)
         fits = pages * self.page_size
         lower = f"lower --context-length, e.g. to {fits}, or " if fits else ""
         return ConfigError(
             f"KV cache: one context of {context} tokens needs {needed}, but {self.why} "
-            f"{amount(pages * self.page_bytes)}, {fits} tokens; {amount(self.free)} are free: "
+            f"{amount(pages * self.sizes.page)}, {fits} tokens; {amount(self.free)} are free: "
             f"{self.remedy}{lower}raise --kv-memory or --mem-fraction-static"
         )
 
@@ -70,8 +105,8 @@ class Room:
 def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
     """Pages for the KV cache of one rank. Raises ConfigError for a flag that asks for more memory
     than there is."""
-    config, size = assembly.config, page_bytes(assembly)
-    made = partial(KvMemory, page_bytes=size, free=room.free, page_size=config.page_size)
+    config = assembly.config
+    made = partial(KvMemory.of, assembly, free=room.free)
     if config.kv_memory is not None:
         if config.kv_memory > room.free:
             raise ConfigError(
@@ -79,7 +114,7 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
                 "loading the weights; give less"
             )
         return made(
-            config.kv_memory // size,
+            config.kv_memory,
             why="your setting gives",
             warning=_narrow(assembly, room, config.kv_memory),
         )
@@ -93,8 +128,8 @@ def kv_memory(assembly: Assembly, room: Room, context: int) -> KvMemory:
     if beside < most:
         most, share, remedy = beside, beside / room.free, _fewer_tokens(config)
     one = -(-context // config.page_size)
-    pages = min(FULL_CONTEXTS * one, most // size)
-    return made(pages, why=f"{share:.0%} of free memory is", remedy=remedy)
+    why = f"{share:.0%} of free memory is"
+    return made(most, most=FULL_CONTEXTS * one, why=why, remedy=remedy)
 
 
 def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) -> KvMemory:
@@ -114,13 +149,12 @@ def _of_device(assembly: Assembly, room: Room, made: Callable[..., KvMemory]) ->
             f"beside steps of {config.max_step_tokens} tokens ({amount(reserved.activations)}), "
             f"captured steps ({amount(reserved.captured)}) and other memory there are"
         )
-    pages = max(0, left) // page_bytes(assembly)
     remedy = _fewer_tokens(config)
     if reserved.captured:
         remedy += f"--max-running-requests (now {config.max_running_requests}), "
         remedy += "give --disable-graph, "
     warning = "" if fraction is None else _narrow(assembly, room, left)
-    return made(pages, why=why, remedy="" if fraction else remedy, warning=warning)
+    return made(left, why=why, remedy="" if fraction else remedy, warning=warning)
 
 
 def _narrow(assembly: Assembly, room: Room, given: int) -> str:

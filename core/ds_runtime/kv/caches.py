@@ -1,27 +1,56 @@
-"""The paged caches of one rank."""
+"""The caches of one rank: allocated, and blocks of them copied."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import torch
 from torch import Tensor, device
 
-from ds_runtime.assembly.result import Assembly
 from ds_runtime.common.progress import Progress
-from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import load_attr
+from ds_runtime.ops.contracts.caches import Caches, LaidGroup
 
 
 def allocate(
-    assembly: Assembly, bound: BoundOps, pages: int, total: int, where: device, shown: bool
-) -> list[Tensor]:
-    """One cache per layer, the draft layer's last; where attention is sparse, behind these one of
-    index keys per layer with an indexer. total: bytes of all; shown: with their progress.
-    """
-    layouts = [bound.layout] * assembly.cached_layers
-    if bound.index_layout is not None:
-        layouts += [bound.index_layout] * assembly.indexers
-    caches: list[Tensor] = []
+    groups: Sequence[LaidGroup], pages: int, states: int, where: device, shown: bool = False
+) -> Caches:
+    """One cache for each layer of each group, zeroed or not, as its layout has it. pages, states:
+    how many there are of either; shown: with the progress."""
+    counts = [group.group.blocks(pages, states) for group in groups]
+    total = sum(n * group.block_bytes for n, group in zip(counts, groups, strict=True))
+    made = list[tuple[LaidGroup, dict[int, Tensor]]]()
     with Progress("allocating KV cache", total, enabled=shown) as progress:
-        for layout in layouts:
-            caches.append(load_attr(layout.allocate)(pages, bound.base, where))
-            progress.advance(caches[-1].nbytes)
-    return caches
+        for blocks, laid in zip(counts, groups, strict=True):
+            make, layers = load_attr(laid.layout.allocate), dict[int, Tensor]()
+            for layer in laid.group.layers:
+                layers[layer] = make(blocks, laid.facts, where)
+                progress.advance(layers[layer].nbytes)
+            made.append((laid, layers))
+    return Caches(made)
+
+
+def copy_states(caches: Caches, copies: Sequence[tuple[int, int]]) -> None:
+    """Make (source, target) of blocks of every state group, one copy after the other."""
+    for some in _apart(copies):
+        numbers: Tensor | None = None
+        for laid, made in caches.groups:
+            copy = load_attr(laid.layout.copy)
+            for cache in made.values() if laid.group.blocks(0, 1) else ():
+                if numbers is None:
+                    numbers = torch.tensor(some, dtype=torch.int64).to(cache.device)
+                copy(cache, numbers[:, 0].contiguous(), numbers[:, 1].contiguous())
+
+
+def _apart(copies: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """The copies in runs of which none names a block that another one writes."""
+    run, read, written = list[tuple[int, int]](), set[int](), set[int]()
+    for source, target in copies:
+        if source in written or target in read | written:
+            yield run
+            run, read, written = [], set(), set()
+        run.append((source, target))
+        read.add(source)
+        written.add(target)
+    if run:
+        yield run

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
 class Realm(NamedTuple):
@@ -48,11 +48,21 @@ class Match(NamedTuple):
     pages: list[int]
 
 
-class PrefixCache:
-    """The tree. Pages enter by `extend` and leave by `evict`, `flush` or `discard`."""
+class Marks(Protocol):
+    """What is kept at some nodes, where a request cannot go on from every one."""
 
-    def __init__(self, page_size: int) -> None:
+    def resumable(self, found: Match) -> Match: ...
+    def lose(self, node: Node) -> None: ...
+
+
+class PrefixCache:
+    """The tree. Pages enter by `extend` and leave by `evict`, `flush` or `discard`. marks: of the
+    nodes that a prompt may go on from; None: any.
+    """
+
+    def __init__(self, page_size: int, marks: Marks | None = None) -> None:
         self.page_size = page_size
+        self.marks = marks
         self.num_evictable = 0
         self._roots: dict[tuple[Any, ...], Node] = {}  # those that are read, or have pages
         self._nodes: dict[int, Node] = {}  # page → node
@@ -69,10 +79,16 @@ class PrefixCache:
         return self._roots.get(realm) or Node(None, realm, -1)
 
     def match(self, tokens: Sequence[int], realm: Realm = OWN) -> Match:
-        """The longest cached beginning of `tokens` that leaves at least one token to compute.
+        """The longest cached beginning of `tokens` that leaves at least one token to compute, and
+        that a request can go on from.
 
         Takes no reference: `lock` the node before anything is evicted.
         """
+        found = self.find(tokens, realm)
+        return found if self.marks is None else self.marks.resumable(found)
+
+    def find(self, tokens: Sequence[int], realm: Realm = OWN) -> Match:
+        """As `match`, whether a request can go on from there or not."""
         node, pages, size = self.root(realm), [], self.page_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             child = node.children.get(tuple(tokens[start : start + size]))
@@ -148,6 +164,9 @@ class PrefixCache:
         while (above := path[-1].parent) is not None:
             path.append(above)
         path = path[-2::-1]  # from below the root down
+        if self.marks is not None:
+            for one in path:
+                self.marks.lose(one)
         first = next((i for i, n in enumerate(path) if i >= known or not n.is_proved), len(path))
         if first == len(path):
             return []
@@ -182,6 +201,8 @@ class PrefixCache:
         if not node.is_cut:
             del parent.children[node.key]
         del self._nodes[node.page]
+        if self.marks is not None:
+            self.marks.lose(node)
         node.parent = None
         self.num_evictable -= 1
         self._push(parent)

@@ -64,6 +64,11 @@ class LLM:
     ) -> None:
         given = {"model": str(model), "platform": platform, "dtype": dtype, **settings}
         config = _config(given)
+        if config.replicas > 1:
+            raise ConfigError(
+                f"--dp {config.dp}: a server runs replicas (ds-runtime serve), and this is one "
+                "engine: leave it out, or give --enable-dp-attention beside it for groups of ranks"
+            )
         defaults = EngineConfig()
         explicit = tuple(n for n in given if n in settings or given[n] != getattr(defaults, n))
         names = tuple(m.__name__ for m in extra_plugins)

@@ -169,15 +169,19 @@ class Site:
 class Layout:
     """A byte layout that several kernels must agree on (e.g. of the KV cache).
 
-    `allocate` is a lazy function; for the cache: `(num_pages, facts, device) -> Tensor`, for one
-    layer, with the pages along the first dim. `bytes_per_token(facts)` is per layer.
+    `allocate` is a lazy function `(blocks, facts, device) -> Tensor`, for one layer, with blocks of
+    `facts.page_size` entries along the first dim: pages, or states of requests (`CacheGroup`).
+    `bytes_per_token(facts)` is of one entry. `copy`: lazy, `(cache, sources, targets)`, puts what
+    blocks `sources` hold into blocks `targets`, [n] int64 each, none of which is named twice: by
+    default what lies along the first dim, and a layout that keeps more elsewhere brings its own.
     """
 
     name: str
     version: int
     allocate: str
     bytes_per_token: Callable[[Facts], int]
-    page_sizes: tuple[int, ...] = ()  # empty: any
+    page_sizes: tuple[int, ...] = ()  # entries of a block; empty: any
+    copy: str = "ds_runtime.ops.reference.attention.cache:copy_blocks"
 
     @property
     def tag(self) -> str:

@@ -6,6 +6,8 @@ need; one rank alone gets a `SoloCommunicator` from the engine. Nothing here kno
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +36,26 @@ class SoloCommunicator:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        raise ValueError(f"rank {to}: this group has one rank, which has nobody to send to")
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        raise ValueError(f"rank {source}: this group has one rank, and nobody sends to it")
+
+    def barrier(self) -> None:
+        return None
+
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def split(self, groups: Sequence[Sequence[int]]) -> SoloCommunicator:
+        return self
 
     def close(self) -> None:
         return None
@@ -48,6 +68,8 @@ class TorchCommunicator:
     "file:///tmp/x" or "env://". timeout: seconds that a rank waits for the others. reduce_dtype:
     the dtype in which 16-bit sums are computed (None: the backend's own). device: this rank's own;
     the group is then connected at once instead of in its first collective.
+
+    The process has one such group of all ranks, and any number that are split from it.
     """
 
     def __init__(
@@ -67,21 +89,34 @@ class TorchCommunicator:
                 f"--tp {size}: this process is in a group of ranks already; close the other engine "
                 "first, or start this one in a process of its own"
             )
-        self.rank = rank
-        self.size = size
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype, self._device = reduce_dtype, device
+        self._timeout = timedelta(seconds=timeout)
         dist.init_process_group(
             backend=backend,
             init_method=init_method,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=timeout),
+            timeout=self._timeout,
             device_id=device,
         )
-        self._group = dist.group.WORLD
+        self._enter(dist.group.WORLD, range(size))
         # torch 2.13 has new names for both.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def _enter(self, group: Any, ranks: Sequence[int]) -> None:
+        """ranks: those of the group, as all ranks are numbered."""
+        self._group, self._ranks = group, tuple(ranks)
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> TorchCommunicator:
+        own = copy(self)
+        for group in groups:
+            ranks = [self._ranks[rank] for rank in group]
+            made = dist.new_group(ranks, timeout=self._timeout)
+            if dist.get_rank() in ranks:
+                own._enter(made, ranks)
+        return own
 
     def _summable(self, x: Tensor) -> Tensor:
         """In the dtype of sums, contiguous; `x` itself where that is so."""
@@ -109,6 +144,28 @@ class TorchCommunicator:
         part = y.new_empty(y.shape[0] // self.size, *y.shape[1:])
         self._scatter(part, y, group=self._group)
         return part.to(x.dtype)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        rows = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(rows, x.contiguous(), group=self._group)
+        return rows
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        y = x.contiguous()
+        dist.broadcast(y, self._ranks[source], group=self._group)
+        return y
+
+    def send(self, x: Tensor, to: int) -> None:
+        dist.send(x.contiguous(), self._ranks[to], group=self._group)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        dist.recv(x, self._ranks[source], group=self._group)
+        return x
+
+    def barrier(self) -> None:
+        index = None if self._device is None else self._device.index
+        dist.barrier(self._group, device_ids=None if index is None else [index])
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

@@ -7,7 +7,9 @@ from typing import TypeAlias
 
 from ds_runtime.description.structure import Axis, Ranks, Stored, padded
 from ds_runtime.errors import ConfigError
+from ds_runtime.parallel.mesh import AxisName, Mesh
 
+_DIVIDING: tuple[AxisName, AxisName] = "tp", "attn_tp"
 Range: TypeAlias = slice  # inside the class, `slice` is the method
 
 
@@ -45,6 +47,12 @@ class Shards:
 
     width: Shard
     heads: Shard
+
+    @classmethod
+    def at(cls, mesh: Mesh, rank: int) -> Shards:
+        """Those of one rank."""
+        width, heads = (Shard(mesh.at(rank, axis), mesh.extent(axis)) for axis in _DIVIDING)
+        return cls(width, heads)
 
     @property
     def ranks(self) -> Ranks:

@@ -7,7 +7,7 @@ layer. Tensors and torch devices appear only in annotations.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,8 +69,39 @@ class Communicator(Protocol):
         """
         ...
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[size * n, ...] per rank, n the same on all, any dtype → [size * n, ...]: the n rows that
+        each rank has for this one, by rank.
+        """
+        ...
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """`x` of the rank `source` of this group, on every rank; may reuse `x`'s storage. Shape and
+        dtype are the same on all.
+        """
+        ...
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Give `x` to the rank `to` of this group, which calls `receive` for it."""
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """What the rank `source` of this group sends: a new tensor of this shape and dtype."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every rank has called it, and what it queued before is done."""
+        ...
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable object, by rank, on every rank; between trusted ranks only."""
+        ...
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """This rank's group of several that each rank names alike: every rank is in one of them.
+
+        groups: ranks of this group. Those of the new one are numbered by their order in it.
+        """
         ...
 
     def close(self) -> None:

@@ -41,14 +41,13 @@ def serve(
     if engine_config.max_itl is None and not engine_config.deterministic:
         engine_config = replace(engine_config, max_itl=MAX_ITL)
     check_tls(server_config)
-    _check_dp(engine_config, server_config)
     address = server_config.host, server_config.port
     with contextlib.ExitStack() as closed:
         sock = closed.enter_context(contextlib.closing(listen(*address)))
         closed.enter_context(logging_to(server_config))
         folder = resolve_model(engine_config.model)
         lives: list[Lives] = []
-        for number in range(server_config.dp):
+        for number in range(engine_config.replicas):
             make = partial(_make, start, engine_config, explicit, number)
             lives.append(closed.enter_context(contextlib.closing(Lives(make, server_config))))
         with _started(lives):  # the engines load while this process imports and reads
@@ -86,8 +85,7 @@ def _launcher(server: ServerConfig) -> Launch:
     def launch(
         config: EngineConfig, folder: Path, explicit: Collection[str], replica: int
     ) -> RunningEngine:
-        count = server.dp
-        return EngineProcesses(config, folder, explicit, (), replica, count, tell)
+        return EngineProcesses(config, folder, explicit, (), replica, tell)
 
     return launch
 
@@ -96,16 +94,6 @@ def _make(
     launch: Launch, config: EngineConfig, explicit: Collection[str], number: int, folder: Path
 ) -> RunningEngine:
     return launch(config, folder, explicit, number)
-
-
-def _check_dp(config: EngineConfig, server: ServerConfig) -> None:
-    """Elsewhere --dp says how often attention is divided within --tp, here how many engines run."""
-    if config.enable_dp_attention and server.dp > 1:
-        raise ConfigError(
-            f"--dp {server.dp} with --enable-dp-attention: --dp makes replicas of the engine, and "
-            f"attention is always divided among all {config.tp} ranks of --tp: leave --dp out, or "
-            "start a server for each replica"
-        )
 
 
 def check_tls(config: ServerConfig) -> None:

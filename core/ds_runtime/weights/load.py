@@ -25,7 +25,7 @@ from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.dtypes import torch_dtype
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import Communicator
 from ds_runtime.weights.check import unread_indexers
 from ds_runtime.weights.dummy import DummyCheckpoint
@@ -38,7 +38,7 @@ __all__ = ["Checkpoint", "check_memory", "load_draft", "load_model", "needed_byt
 def load_model(
     assembly: Assembly,
     bound: BoundOps,
-    comm: Communicator,
+    world: World,
     device: Any,
     progress: bool = False,
 ) -> DeepSeekModel:
@@ -47,8 +47,8 @@ def load_model(
     Raises CheckpointError for missing, damaged, unexpected or wrong tensors, and ConfigError when
     the packed weights would not fit, both before any weight is read.
     """
-    with _loader(assembly, bound, comm, device) as load:
-        check_memory(assembly, comm, device)
+    with _loader(assembly, bound, world, device) as load:
+        check_memory(assembly, world.everyone, device)
         unread = (*assembly.left_over(), unread_indexers(load.checkpoint, assembly.model))
         for said in filter(None, unread) if progress else ():
             print(f"warning: {said}", file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ def load_draft(
     if assembly.nextn is None:
         return None
     with (
-        _loader(assembly, bound, model.comm, device, assembly.nextn) as load,
+        _loader(assembly, bound, model.world, device, assembly.nextn) as load,
         _shown(load, "loading the draft layer", progress),
     ):
         return DraftModel(model, load)
@@ -73,17 +73,16 @@ def load_draft(
 def _loader(
     assembly: Assembly,
     bound: BoundOps,
-    comm: Communicator,
+    world: World,
     device: Any,
     nextn: NextN | None = None,
 ) -> Iterator[Loader]:
     """What reads the model, or its draft layer, from its checkpoint, which is open within."""
     quant, lora = quant_of(assembly, nextn), None if nextn else assembly.lora
     checkpoint = _opened(assembly, quant, nextn)
-    alone = SoloCommunicator() if assembly.config.enable_dp_attention else None
-    own = (bound, comm, device, torch_dtype(assembly.config.dtype))
+    own = (bound, world, device, torch_dtype(assembly.config.dtype))
     try:
-        load = Loader(assembly.model, quant, checkpoint, *own, lora, nextn, head_comm=alone)
+        load = Loader(assembly.model, quant, checkpoint, *own, lora, nextn)
         with closing(load):
             yield load
     finally:

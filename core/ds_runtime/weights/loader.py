@@ -44,8 +44,9 @@ from ds_runtime.ops.contract import Site
 from ds_runtime.ops.reference.matrices.rounding import convert_part
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
-from ds_runtime.parallel.layout import Shard, Shards
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.parallel.exchange import exchange_of
+from ds_runtime.parallel.layout import Shards
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.check import check_checkpoint
 from ds_runtime.weights.quant import PartRequest, Place, Quant
 from ds_runtime.weights.rows import with_order, with_rows
@@ -56,11 +57,11 @@ _ROUNDED = 8192  # rows of a head that are rounded together: whole blocks of any
 
 
 class Loader:
-    """What model classes build themselves from: bound ops, the communicator, packed weights.
+    """What model classes build themselves from: bound ops, the groups of ranks, packed weights.
 
     Construction checks every tensor's name, shape and dtype; nothing is read before a layer asks.
     Weights are those of `tree`, which describes the model, or with `nextn` the draft layer of that
-    checkpoint. head_comm: of the ranks that divide the heads of attention (default: all).
+    checkpoint.
     """
 
     def __init__(
@@ -69,23 +70,22 @@ class Loader:
         quant: Quant,
         checkpoint: Checkpoint,
         bound: BoundOps,
-        comm: Communicator,
+        world: World,
         device: Any,
         dtype: torch.dtype,
         lora: LoraPlan | None = None,
         nextn: NextN | None = None,
-        head_comm: Communicator | None = None,
     ) -> None:
         self.config = config
         self.quant = quant
         self.checkpoint = checkpoint
         self.bound = bound
-        self.comm = comm
+        self.world = world
+        self.comm, self.head_comm = world.group("tp"), world.group("attn_tp")
+        self.exchange = exchange_of(world)
         self.device = device
         self.dtype = dtype
-        self.head_comm = head_comm or comm
-        others = self.head_comm
-        self.shards = Shards(Shard(comm.rank, comm.size), Shard(others.rank, others.size))
+        self.shards = Shards.at(world.mesh, world.rank)
         self.lora: LoraSlots | None = None
         if lora is not None:
             modules = adaptable_modules(config)

@@ -17,27 +17,29 @@ from ds_runtime._version import __version__
 from ds_runtime.assembly.receipts import FORMAT, code_digest
 from ds_runtime.errors import ConfigError
 from ds_runtime.ops.binding.bind import refusal
-from ds_runtime.ops.contract import DeviceInfo, Kernel, Offers, QuantLoader
+from ds_runtime.ops.contract import DeviceInfo, Kernel, Layout, Offers, QuantLoader
 from ds_runtime.ops.table import OPS
 from ds_runtime.platform.contract import GraphBackend, Platform
 from ds_runtime.plugins.manager import PluginReport, Plugins
 from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.checks.conformance import CaseResult, cases_for, check_case, facts_for
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime_kit.layouts import LAYOUT, check_layout, layouts_of
+from ds_runtime_kit.layouts import QUESTIONS as LAYOUT_QUESTIONS
 from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
 from ds_runtime_kit.selection import check_names
 
 LOADER = "loader"  # stands for an op's name
-ALL_CHECKS = (*CHECKS, *QUESTIONS)
+ALL_CHECKS = (*CHECKS, *QUESTIONS, *LAYOUT_QUESTIONS)
 
 _SHOWN = 3  # failures per kernel in a receipt
 
 
 @dataclass
 class Verdict:
-    """What the kit found of one kernel or loader; skipped says why nothing was asked."""
+    """What the kit found of one kernel, loader or layout; skipped says why nothing was asked."""
 
-    kernel: Kernel | QuantLoader
+    kernel: Kernel | QuantLoader | Layout
     results: list[CaseResult] = field(default_factory=list)
     formats: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
@@ -45,12 +47,16 @@ class Verdict:
 
     @property
     def op(self) -> str:
-        """The kernel's op, or `LOADER`."""
-        return self.kernel.op.name if isinstance(self.kernel, Kernel) else LOADER
+        """The kernel's op, or `LOADER`, or `LAYOUT`."""
+        if isinstance(self.kernel, Kernel):
+            return self.kernel.op.name
+        return LOADER if isinstance(self.kernel, QuantLoader) else LAYOUT
 
     @property
     def name(self) -> str:
-        """With the provider in front."""
+        """With the provider in front, or a layout's tag."""
+        if isinstance(self.kernel, Layout):
+            return self.kernel.tag
         return self.kernel.name if isinstance(self.kernel, Kernel) else self.kernel.full_name
 
     @property
@@ -94,12 +100,12 @@ class Wanted:
     checks: Collection[str] = ALL_CHECKS
 
     def __post_init__(self) -> None:
-        check_names("--op", self.ops, (*OPS, LOADER))
+        check_names("--op", self.ops, (*OPS, LOADER, LAYOUT))
         check_names("--check", self.checks, ALL_CHECKS)
 
     def asks(self, op: str, name: str) -> bool:
-        """Whether this kernel or loader is asked anything."""
-        checks = QUESTIONS if op == LOADER else CHECKS
+        """Whether this kernel, loader or layout is asked anything."""
+        checks = {LOADER: QUESTIONS, LAYOUT: LAYOUT_QUESTIONS}.get(op, CHECKS)
         of_it = (not self.ops or op in self.ops) and (not self.kernels or name in self.kernels)
         return of_it and any(check in self.checks for check in checks)
 
@@ -121,6 +127,10 @@ def verdicts(
     for loader in questioned(offers, providers):
         if wanted.asks(LOADER, loader.full_name):
             yield loader_verdict(loader, wanted.checks)
+    for layout in layouts_of(offers, providers):
+        if wanted.asks(LAYOUT, layout.tag):
+            own = [c for c in wanted.checks if c in LAYOUT_QUESTIONS]
+            yield Verdict(layout, check_layout(layout, device, own))
 
 
 def questioned(offers: Offers, providers: Collection[str]) -> list[QuantLoader]:

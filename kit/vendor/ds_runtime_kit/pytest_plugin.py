@@ -20,7 +20,7 @@ from typing import TypeAlias
 import pytest
 
 from ds_runtime.ops.binding.bind import refusal
-from ds_runtime.ops.contract import QuantLoader
+from ds_runtime.ops.contract import DeviceInfo, Layout, QuantLoader
 from ds_runtime.platform.contract import GraphBackend
 from ds_runtime.plugins.manager import load_plugins
 from ds_runtime.plugins.select_platform import select_platform
@@ -28,6 +28,8 @@ from ds_runtime_kit.checks.conformance import CaseResult, cases_for, facts_for
 from ds_runtime_kit.checks.replay import ReplayBackend
 from ds_runtime_kit.conform import LOADER, questioned
 from ds_runtime_kit.kit import CHECKS, Subject, by_kernel, check_all, subjects
+from ds_runtime_kit.layouts import LAYOUT, check_layout, layouts_of
+from ds_runtime_kit.layouts import QUESTIONS as LAYOUT_QUESTIONS
 from ds_runtime_kit.loaders.checks import QUESTIONS, check_loader
 from ds_runtime_kit.selection import plugins_of
 
@@ -77,6 +79,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ids = ["-".join((*key, question)) for key in found for question in questions]
     cases += [_of_loader(loader, question) for loader in loaders for question in QUESTIONS]
     ids += [f"{LOADER}-{x.full_name}-{question}" for x in loaders for question in QUESTIONS]
+    for layout in layouts_of(offers, providers):
+        cases += [_of_layout(layout, device, question) for question in LAYOUT_QUESTIONS]
+        ids += [f"{LAYOUT}-{layout.tag}-{question}" for question in LAYOUT_QUESTIONS]
     metafunc.parametrize("conformance", cases, ids=ids, indirect=True)
 
 
@@ -98,6 +103,10 @@ def _of_kernel(mine: list[Subject], question: str, backend: GraphBackend | None)
 
 def _of_loader(loader: QuantLoader, question: str) -> Case:
     return "", lambda: check_loader(loader, (question,))
+
+
+def _of_layout(layout: Layout, device: DeviceInfo, question: str) -> Case:
+    return "", lambda: check_layout(layout, device, (question,))
 
 
 def _fail(results: Iterable[CaseResult]) -> None:

@@ -61,6 +61,12 @@ def paged(cache: Tensor, rope: int) -> tuple[Tensor, Tensor]:
     return held.latent.view(-1, page, width), held.rope.view(-1, page, rope)
 
 
+def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """`Layout.copy`: both parts of a block."""
+    for part in paged(cache, _rope(cache)):
+        part.index_copy_(0, targets, part.index_select(0, sources))
+
+
 def places(cache: Tensor, slots: Tensor) -> Tensor:
     """Slots, and where they are negative the spare page's first row."""
     return torch.where(slots < 0, cache.shape[0] * cache.shape[1], slots)

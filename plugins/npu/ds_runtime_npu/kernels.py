@@ -36,6 +36,7 @@ LATENT_SPLIT = Layout(
     version=1,
     allocate="ds_runtime_npu.cache:allocate",
     bytes_per_token=_bytes_per_token,
+    copy="ds_runtime_npu.cache:copy_blocks",
 )
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ds_runtime.engine.messages import Submit, TokenLogprob, Tokens
-from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.step.plan import RowInit, StepPlan, StepResult, Work, WorkResult
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
+from ds_runtime.kv.snapshots import Snapshots
 from ds_runtime.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -47,8 +48,10 @@ class Answer:
     stop_token: int | None = None
 
 
-def alone(submit: Submit, context: int, pool_tokens: int, eos=(EOS,)) -> Answer:
-    """What the request gets if the fake model runs it by itself, token by token."""
+def alone(submit: Submit, context: int, pool_tokens: int, eos=(EOS,), follow=next_token) -> Answer:
+    """What the request gets if the fake model runs it by itself, token by token. follow: the model,
+    as `next_token`.
+    """
     p, answer = submit.params, Answer()
     stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos))
     sequence, limit = list(submit.prompt), min(context, pool_tokens + 1)
@@ -58,7 +61,7 @@ def alone(submit: Submit, context: int, pool_tokens: int, eos=(EOS,)) -> Answer:
         ]
     while answer.finish is None:
         masked = stops if len(answer.tokens) < p.min_tokens else set()
-        token = next_token(sequence, submit.seed, submit.choice, masked)
+        token = follow(sequence, submit.seed, submit.choice, masked)
         if p.logprobs is not None:
             answer.logprobs.append(logprob(sequence, token))
         sequence.append(token)
@@ -77,12 +80,19 @@ class Row:
 
 
 class FakeDevice:
+    """follow: the model token by token, as `next_token`."""
+
+    follow = staticmethod(next_token)
+
     def __init__(self, num_pages: int, page_size: int, max_running: int, ranks: int = 1) -> None:
         self.page_size = page_size
         self.caches = [[[POISON] * page_size for _ in range(num_pages)] for _ in range(ranks)]
         self.rows: dict[int, Row] = {}
         self.last_tokens = [POISON] * max_running
         self.drafts: dict[int, list[int]] = {}  # of a row, behind its last token
+
+    def prepare(self, rig: Rig) -> None:
+        """The rig is there."""
 
     def poison(self, rank, pages) -> None:
         for page in pages:
@@ -93,13 +103,13 @@ class FakeDevice:
             self.rows[init.row] = Row(init, init.prompt + init.output)
         writes = [self._slots(w, w.start) for w in plan.works]
         flat = [
-            (w.rank, *slot) for w, slots in zip(plan.works, writes, strict=True) for slot in slots
+            (w.group, *slot) for w, slots in zip(plan.works, writes, strict=True) for slot in slots
         ]
         assert len(set(flat)) == len(flat), "two works write to one slot"
         inputs = [self._inputs(w) for w in plan.works]
         for work, slots, tokens in zip(plan.works, writes, inputs, strict=True):
             for (page, row), token in zip(slots, tokens, strict=True):
-                self.caches[work.rank][page][row] = token
+                self.caches[work.group][page][row] = token
         return StepResult(step=plan.step, works=[self._run(w, plan.drafts) for w in plan.works])
 
     def _slots(self, work: Work, start: int):
@@ -119,16 +129,20 @@ class FakeDevice:
         """Tokens behind the row's sequence, some of them right."""
         found = list(row.sequence)
         for _ in range(count):
-            right = next_token(found, row.init.seed, row.init.choice)
+            right = self.follow(found, row.init.seed, row.init.choice)
             found.append(
                 right if zlib.crc32(repr((found, 1)).encode()) % 3 else (right + 1) % VOCAB
             )
         return found[len(row.sequence) :]
 
+    def drawn(self, work: Work, front: list[int], row: Row, masked) -> int:
+        """The token behind `front`, which a work's tokens end."""
+        return self.follow(front, row.init.seed, row.init.choice, masked)
+
     def _run(self, work: Work, drafts: int) -> WorkResult:
         row = self.rows[work.row]
         end = work.start + work.length
-        seen = [self.caches[work.rank][page][i] for page, i in self._slots(work, 0)]
+        seen = [self.caches[work.group][page][i] for page, i in self._slots(work, 0)]
         known = end - work.draws + 1 if work.sample else end
         assert seen[:known] == row.sequence[:known], f"{work.rid}: the cache holds other tokens"
         assert work.sample == (known == len(row.sequence))
@@ -150,7 +164,7 @@ class FakeDevice:
                 front = seen[: known + ahead]
                 early = len(front) - len(prompt) < row.init.params.min_tokens
                 masked = set(row.init.stop_ids) if early else set()
-                token = next_token(front, row.init.seed, row.init.choice, masked)
+                token = self.drawn(work, front, row, masked)
                 result.tokens.append(token)
                 if work.logprobs is not None:
                     result.logprobs.append(TokenLogprob(token, logprob(front, token)))
@@ -171,18 +185,21 @@ class Rig:
         prefix: bool = True,
         overlap: int = 0,
         ranks: int = 1,
+        snapshots: int | None = None,
+        make=FakeDevice,
         **limits,
     ) -> None:
+        """snapshots: of what requests keep beside pages; None: they keep nothing. make: the device,
+        of pages, their size, rows, ranks and drafts.
+        """
         values = {"context_length": 200, "max_running": 8, "eos": (EOS,), **limits}
         values.setdefault("draft_room", max(0, values.get("drafts", 0) - 1))
         self.limits = SchedulerLimits(vocab_size=VOCAB, page_size=page_size, **values)
-        self.ranks = [
-            Pages(PagePool(num_pages), PrefixCache(page_size) if prefix else None, page_size)
-            for _ in range(ranks)
-        ]
+        self.ranks = [self._pages(num_pages, page_size, prefix, snapshots) for _ in range(ranks)]
         self.pool, self.prefix = self.ranks[0].pool, self.ranks[0].prefix
         self.scheduler = Scheduler(self.limits, self.ranks)
-        self.device = FakeDevice(num_pages, page_size, self.limits.max_running, ranks)
+        self.device = make(num_pages, page_size, self.limits.max_running, ranks)
+        self.device.prepare(self)
         self.overlap = overlap
         self.seconds: Callable[[StepPlan], float | None] = lambda plan: None
         self.submits: dict[str, Submit] = {}
@@ -190,6 +207,12 @@ class Rig:
         self.cached: dict[str, int] = {}
         self.launched: list[tuple[StepPlan, StepResult]] = []
         self.plans: list[StepPlan] = []
+
+    def _pages(self, count: int, size: int, prefix: bool, snapshots: int | None) -> Pages:
+        if not prefix:
+            return Pages(PagePool(count), None, size)
+        marks = None if snapshots is None else Snapshots(size, self.limits.max_running, snapshots)
+        return Pages(PagePool(count), PrefixCache(size, marks), size, marks)
 
     def submit(
         self,
@@ -281,8 +304,10 @@ class Rig:
             held = list(pages.pool.free_pages())
             cached = pages.prefix.check() if pages.prefix else frozenset()
             held += cached
-            here = [r for r in self.scheduler.running if r.rank == rank]
+            here = [r for r in self.scheduler.running if r.group == rank]
             assert pages.num_running == len(here)
+            if pages.snapshots is not None:
+                pages.snapshots.check(here)
             for request in here:
                 assert set(request.pages[: request.num_shared]) <= cached
                 held += request.pages[request.num_shared :]
@@ -296,10 +321,13 @@ class Rig:
         for pages in self.ranks:
             cached = pages.prefix.num_cached if pages.prefix else 0
             assert pages.pool.num_free + cached == pages.pool.num_pages
+            if (made := pages.snapshots) is not None:
+                assert made.pool.num_free + made.num_kept == made.pool.num_pages
             assert pages.num_cached == cached
         assert sorted(self.scheduler.holdings.rows) == list(range(self.limits.max_running))
         assert not any(pages._coming for pages in self.ranks)
         pool_tokens = self.pool.num_pages * self.limits.page_size
         for rid, submit in self.submits.items():
-            expected = alone(submit, self.limits.context_length, pool_tokens)
+            follow = self.device.follow
+            expected = alone(submit, self.limits.context_length, pool_tokens, follow=follow)
             assert self.answers[rid] == expected, rid

@@ -8,13 +8,13 @@ import time
 import torch
 
 from ds_runtime.engine.messages import Submit
-from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from ds_runtime.engine.step.inputs import StepInputs, read_last_tokens
 from ds_runtime.engine.step.plan import StepResult, WorkResult
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
 from ds_runtime.sampling_params import SamplingParams
 
 

@@ -11,6 +11,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.kv.budget import Room, context_length
 from ds_runtime.kv.budget import kv_memory as of_room
+from ds_runtime.ops.contracts.caches import CacheSizes
 
 PER_TOKEN = 100 * 3  # bytes over three layers
 PAGE = 16 * PER_TOKEN
@@ -20,13 +21,13 @@ WIDTHS = ("hidden", "heads", "qk_nope", "qk_rope", "v", "intermediate", "moe_int
 
 
 def assembly(max_positions=1000, dims=None, **settings):
-    layout = SimpleNamespace(bytes_per_token=lambda facts: 100)
     return SimpleNamespace(
         config=EngineConfig(page_size=16, dtype="float32", **settings),
         facts=SimpleNamespace(dims=dict.fromkeys(WIDTHS, 0) | (dims or {}), graph_capture=False),
         model=SimpleNamespace(layers=3, max_positions=max_positions, indexing=None, vocab_size=0),
         cached_layers=3,
-        binding=SimpleNamespace(layout=layout, base=None, index_layout=None),
+        cache_sizes=CacheSizes(PAGE, 0),
+        binding=SimpleNamespace(base=None),
         platform=SimpleNamespace(own_memory=False, kv_share=0.25),
     )
 
@@ -37,7 +38,7 @@ def kv_memory(assembly, free, total, context, before=0):
 
 def test_eight_full_contexts_when_memory_is_plenty():
     got = kv_memory(assembly(), free=10**12, total=4 * 10**12, context=1000)
-    assert (got.pages, got.page_bytes, got.total) == (8 * 63, PAGE, 8 * 63 * PAGE)
+    assert (got.pages, got.sizes.page, got.total) == (8 * 63, PAGE, 8 * 63 * PAGE)
 
 
 def test_a_quarter_of_free_memory_when_that_is_less():

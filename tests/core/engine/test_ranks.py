@@ -29,13 +29,13 @@ class Devices:
         self.told.append((rank, size))
 
     def communicator(self, rank, size, init_method, timeout):
-        return rank, size, init_method
+        return SimpleNamespace(rank=rank, size=size, where=init_method)
 
 
 def specs(tp, dp):
-    config = EngineConfig(tp=tp)
+    config = EngineConfig(tp=tp, dp=dp)
     return [
-        RankSpec(config, (), (), Path(f"/f{replica}"), rank, replica, dp)
+        RankSpec(config, (), (), Path(f"/f{replica}"), rank, replica)
         for replica in range(dp)
         for rank in range(tp)
     ]
@@ -47,8 +47,9 @@ def test_devices_are_numbered_through_and_groups_by_themselves():
     every = specs(tp=2, dp=2)
     joined = [join(spec, assembly) for spec in every[:3]]
     assert platform.told == [(0, 4), (1, 4), (2, 4)]
-    assert [one[:2] for one in joined] == [(0, 2), (1, 2), (0, 2)]
-    assert joined[0][2] == joined[1][2] != joined[2][2]  # replicas meet nowhere
+    joined = [world.everyone for world in joined]
+    assert [(one.rank, one.size) for one in joined] == [(0, 2), (1, 2), (0, 2)]
+    assert joined[0].where == joined[1].where != joined[2].where  # replicas meet nowhere
     with pytest.raises(ConfigError, match="--dp 2 --tp 2: 4 devices are needed, and number 3"):
         join(every[3], assembly)
     with pytest.raises(ConfigError, match=r"^--tp 4: 4 devices .* only 0 to 2; give less"):

@@ -15,12 +15,14 @@ import ds_runtime_cpu
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
+from ds_runtime.kv.caches import allocate
 from ds_runtime.lora.read import Adapter
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.batch import Batch, DecodePart, Limits, PrefillPart, PrefixChunk, Segments
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.ops.contract import load_attr
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.ops.contracts.caches import Caches
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
 
 CPU = torch.device("cpu")
@@ -73,12 +75,11 @@ class Sequence_:
 class Harness:
     """One loaded model with poisoned caches. `width` is the most pages of a sequence."""
 
-    def __init__(self, assembly: Assembly, comm: object = None, pages: int = 64) -> None:
+    def __init__(self, assembly: Assembly, world: World | None = None, pages: int = 64) -> None:
         self.assembly = assembly
         self.page_size = assembly.config.page_size
         self.bound = BoundOps(assembly.binding)
-        comm = comm or SoloCommunicator()
-        self.model: DeepSeekModel = load_model(assembly, self.bound, comm, CPU)
+        self.model: DeepSeekModel = load_model(assembly, self.bound, world or World.alone(), CPU)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
                 slots = self.model.lora
@@ -89,11 +90,8 @@ class Harness:
         self.states = {key: k.state(limits) for key, k in self.bound.stateful.items()}
         self.caches = self._caches()
 
-    def _caches(self) -> list[Tensor]:
-        layouts = [self.bound.layout] * self.assembly.model.layers
-        if self.bound.index_layout is not None:
-            layouts += [self.bound.index_layout] * self.assembly.model.indexers
-        caches = [load_attr(x.allocate)(self.pages, self.bound.base, CPU) for x in layouts]
+    def _caches(self) -> Caches:
+        caches = allocate(self.assembly.caches, self.pages, 0, CPU)
         for cache in caches:
             cache.fill_(poison(cache))
         return caches
@@ -238,13 +236,13 @@ class ThreadGroup:
         return values
 
     def run(self, function: object) -> list[object]:
-        """function(communicator) on every rank; the first error wins."""
+        """function(world) on every rank; the first error wins."""
         results: list[object] = [None] * self.size
         errors: list[BaseException] = []
 
         def work(rank: int) -> None:
             try:
-                results[rank] = function(ThreadCommunicator(self, rank))
+                results[rank] = function(World(Mesh(self.size), ThreadCommunicator(self, rank)))
             except BaseException as e:
                 errors.append(e)
                 self.barrier.abort()

@@ -12,7 +12,6 @@ import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
 from ds_runtime.assembly.assemble import assemble
-from ds_runtime.assembly.room import page_bytes
 from ds_runtime.cli import main
 from ds_runtime.config import EngineConfig
 from ds_runtime.description.hf import load_config
@@ -89,8 +88,8 @@ def test_ranks_hold_their_heads_alone(checkpoints):
     folder, oracle = checkpoints("v3", fp8=True)
     prompts = prompts_of(oracle, (70, 5, 31))
 
-    def rank(comm):
-        return run_schedule(Harness(expanded(folder, tp=2), comm), prompts, 4, 30)
+    def rank(world):
+        return run_schedule(Harness(expanded(folder, tp=2), world), prompts, 4, 30)
 
     first, second = ThreadGroup(2).run(rank)
     compare(oracle, prompts, first, 1e-4)
@@ -98,8 +97,11 @@ def test_ranks_hold_their_heads_alone(checkpoints):
     one, two = (expanded(folder, tp=n) for n in (1, 2))
     dims, layers, size = one.facts.dims, one.model.layers, one.config.page_size
     each = dims["heads"] * (dims["qk_nope"] + dims["v"]) + dims["qk_rope"]
-    assert page_bytes(one) == size * layers * each * 4
-    assert page_bytes(two) == size * layers * ((each - dims["qk_rope"]) // 2 + dims["qk_rope"]) * 4
+    assert one.cache_sizes.page == size * layers * each * 4
+    assert (
+        two.cache_sizes.page
+        == size * layers * ((each - dims["qk_rope"]) // 2 + dims["qk_rope"]) * 4
+    )
 
 
 def test_a_cache_in_fp8_is_near(checkpoints):

@@ -17,7 +17,7 @@ from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import CheckpointError, ConfigError, UnsupportedError
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import MemoryInfo
 from ds_runtime.weights.load import load_model, needed_bytes, quant_of
 from ds_runtime.weights.loader import Loader
@@ -211,12 +211,12 @@ def test_estimate_and_progress(tmp_path, fp8, kernels, capsys):
     (write_tiny_fp8 if fp8 else write_tiny)(tmp_path, "v3", **whole)
     assembly = decide(tmp_path, kernels)
     checkpoint = Checkpoint(tmp_path)
-    bound, comm = BoundOps(assembly.binding), SoloCommunicator()
+    bound, world = BoundOps(assembly.binding), World.alone()
     quant = quant_of(assembly)
-    loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
+    loader = Loader(assembly.model, quant, checkpoint, bound, world, CPU, torch.float32)
     file_bytes = sum(checkpoint.entry(name).nbytes for name in checkpoint.names)
     assert abs(loader.total_bytes() - file_bytes) <= 0.02 * file_bytes
-    model = load_model(assembly, bound, comm, CPU, progress=True)
+    model = load_model(assembly, bound, world, CPU, progress=True)
     bar = re.search(r"loading weights: (\S+ \S+) of (\S+ \S+),", capsys.readouterr().err)
     assert bar is not None and bar[1] == bar[2]
     held = _held(model)
@@ -227,11 +227,11 @@ def test_estimate_and_progress(tmp_path, fp8, kernels, capsys):
 def test_progress_of_ranks(original):
     """Every rank reads what its bar says, although columns are read by whole rows."""
 
-    def load(comm):
+    def load(world):
         assembly = decide(original, tp=2)
         checkpoint, bound = Checkpoint(original), BoundOps(assembly.binding)
         quant = quant_of(assembly)
-        loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
+        loader = Loader(assembly.model, quant, checkpoint, bound, world, CPU, torch.float32)
         read = []
         checkpoint.on_read = read.append
         DeepSeekModel(assembly.model, loader, 8)

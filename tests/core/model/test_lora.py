@@ -15,7 +15,7 @@ from ds_runtime.description.structure import Ranks, adaptable_modules
 from ds_runtime.errors import CheckpointError, ConfigError
 from ds_runtime.lora.read import Adapter
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
 from ds_runtime_kit.models.adapters import change_adapter, merge, some_modules, write_adapter
 from ds_runtime_kit.models.oracle import Oracle, compare
@@ -181,9 +181,9 @@ def test_two_ranks(bases, tmp_path):
     def run(*args):
         group = ThreadGroup(2)
 
-        def rank(comm):
+        def rank(world):
             assembly = decide(tuned.folder, "cpu", lora=tuple(tuned.names), tp=2)
-            return run_schedule(Harness(assembly, comm, pages=160), *args)
+            return run_schedule(Harness(assembly, world, pages=160), *args)
 
         one, two = group.run(rank)
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
@@ -194,7 +194,7 @@ def test_two_ranks(bases, tmp_path):
 
 def loaded(base, **settings):
     assembly = decide(base[0], "cpu", **settings)
-    return assembly, load_model(assembly, BoundOps(assembly.binding), SoloCommunicator(), CPU)
+    return assembly, load_model(assembly, BoundOps(assembly.binding), World.alone(), CPU)
 
 
 def test_without_adapters_nothing_is_bound_or_held(bases):
@@ -211,9 +211,9 @@ def test_slots_take_the_memory_that_is_said(bases, tp):
         if shape == "odd" and tp == 2:
             continue
 
-        def rank(comm, shape=shape):
+        def rank(world, shape=shape):
             assembly = decide(bases(shape)[0], "cpu", tp=tp, **settings)
-            model = load_model(assembly, BoundOps(assembly.binding), comm, CPU)
+            model = load_model(assembly, BoundOps(assembly.binding), world, CPU)
             config = assembly.config
             said = lora_bytes(assembly.model, assembly.lora, config.dtype, Ranks(tp, tp))
             assert assembly.lora.rank == 16 and assembly.lora.slots == 3

@@ -20,7 +20,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.sites import DRAFT_HEAD
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.errors import CheckpointError, ConfigError, DsRuntimeError, UnsupportedError
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.weights import loader
 from ds_runtime_bench import shapes
 from ds_runtime_bench.checkpoints.checkpoint import make_checkpoint
@@ -38,7 +38,7 @@ NEXTN = {**SETTINGS, "speculative_algorithm": "NEXTN"}
 
 def load(**settings):
     assembly = assemble(EngineConfig(**settings), settings)
-    return Runner(assembly, SoloCommunicator())
+    return Runner(assembly, World.alone())
 
 
 def tensors_of(folder):
@@ -85,7 +85,7 @@ def test_the_plan_the_estimate_and_the_caches_have_one_layer_more():
     drafted = [s for s, _ in assembly.binding.choices if s.role == "draft"]
     assert {s.layer for s in drafted} == {5} and {"eh_proj", "nextn"} <= {s.module for s in drafted}
     verify = [s for s, _ in assembly.binding.choices if s.phase == "verify"]
-    assert len(verify) == 6 and len(runner.caches) == 6
+    assert len(verify) == 6 and len(list(runner.caches)) == 6
     more = needed_bytes(assembly) - needed_bytes(plain)
     assert more == pytest.approx(runner.draft.packed_bytes, rel=0.02)
 
@@ -140,7 +140,8 @@ def test_a_layer_whose_number_in_its_folder_is_that_of_one_that_shares(tmp_path,
     for layers in (2, 3):  # there that layer chooses, or shares
         draft = make(f"draft{layers}", layers, num_nextn_predict_layers=1)
         settings = {**NEXTN, "model": str(model), "speculative_draft_model_path": str(draft)}
-        assert load(**settings).assembly.indexers == 3 + 1
+        groups = {laid.group.name: laid.group.layers for laid in load(**settings).assembly.caches}
+        assert groups["index"] == (0, 1, 4, 6)
 
 
 def test_a_layer_of_another_model_or_with_holes_is_refused(split, tmp_path):

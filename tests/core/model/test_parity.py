@@ -86,8 +86,8 @@ def test_tensor_parallel(checkpoints, shape, ranks, fp8):
     folder, oracle = checkpoints(shape, fp8=fp8)
     prompts = prompts_of(oracle, (70, 5, 31))
 
-    def rank(comm):
-        return run_schedule(Harness(decide(folder, "cpu", tp=ranks), comm), prompts, 4, 30)
+    def rank(world):
+        return run_schedule(Harness(decide(folder, "cpu", tp=ranks), world), prompts, 4, 30)
 
     results = ThreadGroup(ranks).run(rank)
     compare(oracle, prompts, results[0], 1e-4)

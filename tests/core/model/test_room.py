@@ -17,7 +17,6 @@ from ds_runtime.assembly.room import (
     REQUESTS,
     idle_room,
     kv_room,
-    page_bytes,
     reserve,
 )
 from ds_runtime.cli import main
@@ -85,8 +84,10 @@ def test_defaults_fill_the_device_and_leave_what_steps_need(folder, device, name
             kept = reserve(found)
             assert needed_bytes(found) + room + kept.total <= total
             assert room == min(int(0.9 * total), total - kept.total) - needed_bytes(found)
-            assert room >= positions_of(found) // found.config.page_size * page_bytes(found)
-            tokens = room // page_bytes(found) * found.config.page_size * (tp if divided else 1)
+            assert room >= positions_of(found) // found.config.page_size * found.cache_sizes.page
+            tokens = (
+                room // found.cache_sizes.page * found.config.page_size * (tp if divided else 1)
+            )
             count = found.config.max_running_requests
             assert count == REQUESTS or tokens < REQUESTS * REQUEST_TOKENS
             assert count * REQUEST_TOKENS <= tokens
@@ -94,7 +95,7 @@ def test_defaults_fill_the_device_and_leave_what_steps_need(folder, device, name
                 more = count + (1 if count < 8 else 8)
                 wider = replace(found, config=replace(found.config, max_running_requests=more))
                 size, ranks = found.config.page_size, tp if divided else 1
-                tokens = idle_room(wider) / page_bytes(wider) * size * ranks
+                tokens = idle_room(wider) / wider.cache_sizes.page * size * ranks
                 assert more * REQUEST_TOKENS > tokens, "the largest number that fits"
             said = next(c for c in found.plan.changes if c[0] == "max_running_requests")
             assert said[1] == f"64 → {count}"
@@ -127,7 +128,7 @@ def test_second_forms_leave_the_cache_what_it_is_to_keep(folder, device, memory_
     if memory_for_speed != "auto":
         assert here == ({} if memory_for_speed == "off" else there)
         return
-    contexts = REQUESTS * -(-positions_of(found) // found.config.page_size) * page_bytes(found)
+    contexts = REQUESTS * -(-positions_of(found) // found.config.page_size) * found.cache_sizes.page
     wanted = min(contexts, 0.6 * idle_room(bare))
     assert idle_room(found) >= wanted - 1
     assert "experts" not in here or "linear" in here  # those of experts go first
@@ -137,7 +138,7 @@ def test_second_forms_leave_the_cache_what_it_is_to_keep(folder, device, memory_
     assert {op for op, form in listed.items() if form.kept} == set(here)
     for op, form in listed.items():
         assert form.nbytes == int(there[op])
-        lost = form.nbytes / page_bytes(found) * found.config.page_size
+        lost = form.nbytes / found.cache_sizes.page * found.config.page_size
         assert abs(form.tokens - lost) <= 1
 
 

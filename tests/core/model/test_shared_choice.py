@@ -16,7 +16,7 @@ from ds_runtime.checkpoint.shards import Checkpoint
 from ds_runtime.checkpoint.tensors import SINGLE
 from ds_runtime.errors import CheckpointError
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model, needed_bytes, quant_of
 from ds_runtime.weights.loader import Loader
 from ds_runtime_convert.run import convert
@@ -76,7 +76,7 @@ def test_it_runs_as_if_they_were_not_there(original, tmp_path, key, capfd):
         assert [b.attention.indexer is None for b in harness.model.blocks] == [
             layer in SHARED for layer in range(LAYERS)
         ]
-        assert len(harness.caches) == LAYERS + LAYERS - len(SHARED)
+        assert len(list(harness.caches)) == LAYERS + LAYERS - len(SHARED)
         return run_schedule(harness, prompts, 1, 40)
 
     ours = told(folder)
@@ -101,10 +101,10 @@ def test_they_are_neither_read_nor_held_nor_expected_to_be(tmp_path, fp8, capsys
 
     def load(folder):
         assembly = decide(folder, "cpu")
-        bound, comm, read = BoundOps(assembly.binding), SoloCommunicator(), []
+        bound, world, read = BoundOps(assembly.binding), World.alone(), []
         checkpoint, quant = Checkpoint(folder), quant_of(assembly)
-        loader = Loader(assembly.model, quant, checkpoint, bound, comm, CPU, torch.float32)
-        model = load_model(assembly, bound, comm, CPU, progress=True)
+        loader = Loader(assembly.model, quant, checkpoint, bound, world, CPU, torch.float32)
+        model = load_model(assembly, bound, world, CPU, progress=True)
         said = capsys.readouterr().err
         checkpoint.on_read = read.append
         type(model)(assembly.model, loader, 8)

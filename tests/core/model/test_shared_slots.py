@@ -115,8 +115,8 @@ def test_ranks_share_every_slot(tmp_path):
     oracle = Oracle(write_tiny(tmp_path, "v2-lite", seed=6))
     prompts = [oracle.draw_prompt(n, n) for n in (33, 8)]
 
-    def rank(comm):
-        harness = Harness(decide(tmp_path, "cpu", tp=2), comm)
+    def rank(world):
+        harness = Harness(decide(tmp_path, "cpu", tp=2), world)
         assert harness.model.blocks[-1].mlp.shared is None
         return run_schedule(harness, prompts, 2, 20)
 

@@ -126,8 +126,8 @@ def test_ranks_choose_alike(checkpoints):
     folder, oracle = checkpoints("v32")
     prompts = prompts_of(oracle, (70, 5, 31))
 
-    def rank(comm):
-        return run_schedule(Harness(decide(folder, "cpu", tp=2), comm), prompts, 4, 30)
+    def rank(world):
+        return run_schedule(Harness(decide(folder, "cpu", tp=2), world), prompts, 4, 30)
 
     results = ThreadGroup(2).run(rank)
     compare(oracle, prompts, results[0], 1e-4)
@@ -141,7 +141,7 @@ def test_layers_that_share_have_neither_weights_nor_cache(checkpoints):
     assert computes == (True, True, False, True, False)
     indexers = [block.attention.indexer for block in harness.model.blocks]
     assert tuple(i is not None for i in indexers) == computes
-    assert len(harness.caches) == 5 + 3
+    assert len(list(harness.caches)) == 5 + 3
     places = {s.layer for s, _ in harness.assembly.binding.choices if s.op == "index_scores"}
     assert places == {0, 1, 3}
 
@@ -152,7 +152,7 @@ def test_fp8_index_keys_choose_nearly_alike(checkpoints, dtype, chosen):
     folder, oracle = checkpoints("v32")
     (tokens,) = prompts_of(oracle, (150,))
     harness = Harness(decide(folder, dtype=dtype, index_cache_dtype="fp8"))
-    assert all(c.shape[-1] == 32 + 4 and c.dtype == torch.uint8 for c in harness.caches[3:])
+    assert all(c.shape[-1] == 32 + 4 and c.dtype == torch.uint8 for c in list(harness.caches)[3:])
     (sequence,) = harness.sequences([tokens], seed=1)
     harness.step([(sequence, 100)])
     while sequence.done < len(tokens):
@@ -209,8 +209,10 @@ def test_scaled_fp8_latents(checkpoints):
     folder, oracle = checkpoints("v32", top_k=200)  # every token is chosen: only rounding departs
     prompts = prompts_of(oracle, (90, 40))
     harness = Harness(decide(folder, kv_cache_dtype="fp8"))
-    assert harness.bound.layout.tag == "latent_fp8_groups.v1"
-    assert all(c.dtype == torch.uint8 and c.shape[-1] == 32 + 4 + 32 for c in harness.caches[:3])
+    assert harness.assembly.binding.layout.tag == "latent_fp8_groups.v1"
+    assert all(
+        c.dtype == torch.uint8 and c.shape[-1] == 32 + 4 + 32 for c in list(harness.caches)[:3]
+    )
     logits = run_schedule(harness, prompts, 3, 30)
     for tokens, found in zip(prompts, logits, strict=True):
         error = (found.log_softmax(-1) - oracle.logprobs(tokens)).abs()

@@ -36,8 +36,8 @@ from ds_runtime.description.structure import (
 )
 from ds_runtime.engine.process.banner import parameters
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.parallel.group import SoloCommunicator
 from ds_runtime.parallel.layout import Shard, Shards
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_model
 
 DEMOS = Path(ds_runtime.__file__).parent
@@ -144,7 +144,7 @@ def test_values_of_sites_are_those_that_are_packed(name):
     """A reference holds a Linear in float32 as it is."""
     assembly = decide(DEMOS / name, context_length=64)
     bound = BoundOps(assembly.binding)
-    model = load_model(assembly, bound, SoloCommunicator(), torch.device("cpu"))
+    model = load_model(assembly, bound, World.alone(), torch.device("cpu"))
     values = {(s.op, s.layer, s.module): s.values for s, _ in assembly.binding.choices}
     packed = {("linear", -1, "lm_head"): model.lm_head}
     for n, block in enumerate(model.blocks):

@@ -75,7 +75,7 @@ if __name__ == "__main__":
     settings = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
     try:
         code = serve(
-            EngineConfig(model=sys.argv[1]),
+            EngineConfig(model=sys.argv[1], dp=settings.pop("dp", None)),
             ServerConfig(port=int(sys.argv[2]), **settings),
             launch=lambda config, folder, explicit, n: Processes(config, Path(folder), n),
         )

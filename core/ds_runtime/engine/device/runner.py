@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.common.progress import Progress
@@ -35,10 +34,11 @@ from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.errors import CheckpointError, DsRuntimeError, KernelError
 from ds_runtime.kv.budget import KvMemory, Room, context_length, kv_memory
-from ds_runtime.kv.caches import allocate
+from ds_runtime.kv.caches import allocate, copy_states
 from ds_runtime.ops.batch import Limits
 from ds_runtime.ops.binding.bound import BoundOps
-from ds_runtime.platform.contract import Communicator
+from ds_runtime.ops.contracts.caches import Caches
+from ds_runtime.parallel.world import World
 from ds_runtime.weights.load import load_draft, load_model
 
 
@@ -54,7 +54,7 @@ class Runner:
     def __init__(
         self,
         assembly: Assembly,
-        comm: Communicator,
+        world: World,
         local_rank: int = 0,
         local_ranks: int | None = None,
         *,
@@ -62,9 +62,9 @@ class Runner:
         bound: BoundOps | None = None,
     ) -> None:
         self.assembly = assembly
-        self.comm = comm
-        self.rank = rank = comm.rank
-        self.local_rank, self.local_ranks = local_rank, local_ranks or comm.size
+        self.world, self.comm = world, world.everyone
+        self.rank = rank = world.rank
+        self.local_rank, self.local_ranks = local_rank, local_ranks or world.size
         self.config = assembly.config
         self.platform = assembly.platform
         self.device = self.platform.device(local_rank)
@@ -74,11 +74,11 @@ class Runner:
         self.speculation = Speculation.of(self.config)
         self.width = self.speculation.tokens if self.speculation else 1
         idle = self.platform.memory(local_rank)
-        comm.gather_objects(None)  # nobody loads before all have looked
+        self.comm.gather_objects(None)  # nobody loads before all have looked
         captures = self.bound.base.graph_capture
         most = self.config.max_step_tokens if rank == 0 else 0
         with Ahead(self.bound, self.device, most, idle.total), self.checking():
-            self.model = load_model(assembly, self.bound, comm, self.device, progress=rank == 0)
+            self.model = load_model(assembly, self.bound, world, self.device, progress=rank == 0)
             draft = load_draft(assembly, self.model, self.bound, self.device, progress=rank == 0)
         if assembly.lora is not None:
             for slot, spec in enumerate(assembly.lora.adapters):
@@ -101,6 +101,7 @@ class Runner:
             self.last_tokens,
             self.config.prefix_chunk,
             self.width,
+            assembly.cache_sizes.state > 0,
         )
         self.draft = draft
         self.memory = self._plan_memory(idle.free)
@@ -111,7 +112,7 @@ class Runner:
             cache[-1].zero_()  # the spare page
         self.parts = self._make_parts(inputs)
         self.programs = Programs(
-            assembly, self.parts, comm.size, local_rank, captures, self.checking
+            assembly, self.parts, world.size, local_rank, captures, self.checking
         )
 
     def checking(self) -> AbstractContextManager[None]:
@@ -130,9 +131,8 @@ class Runner:
         )
 
     def _make_parts(self, inputs: StepInputs) -> Parts:
-        limits, ranks, spare = self._limits(), self.config.attention_ranks, inputs.last_tokens
+        limits, spare = self._limits(), inputs.last_tokens
         trees = self.speculation is not None and self.speculation.topk > 1
-        layers, draft_caches = self._split(self.caches)
         return Parts(
             model=self.model,
             draft=self.draft,
@@ -140,8 +140,7 @@ class Runner:
             inputs=inputs,
             kernels=self.bound.stateful,
             states={key: kernel.state(limits) for key, kernel in self.bound.stateful.items()},
-            layers=layers,
-            draft_caches=draft_caches,
+            caches=self.caches,
             shape=self.speculation,
             trees=Trees(spare.shape[0] // self.width, self.width, self.device) if trees else None,
             limits=limits,
@@ -150,16 +149,14 @@ class Runner:
             device=self.device,
             adapts=self.assembly.lora is not None,
             leads=self.rank == 0,
-            rank=self.rank if ranks > 1 else 0,
-            ranks=ranks,
         )
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, on all ranks together where each has sequences of its
+        """Tokens that the KV cache holds, in all groups together where each has sequences of its
         own.
         """
-        return self.num_pages * self.config.page_size * self.config.attention_ranks
+        return self.num_pages * self.config.page_size * self.config.attn_dp
 
     def _plan_memory(self, before: int) -> KvMemory:
         """The pages that every rank can hold: collective. before: bytes of its device that were
@@ -172,26 +169,19 @@ class Runner:
         memory = self.platform.memory(self.local_rank)
         room = Room(memory.total // sharing, before // sharing, memory.free // sharing)
         mine = kv_memory(self.assembly, room, self.context_length)
-        pages = self.comm.gather_objects(mine.pages)
-        fewest = min(pages)
-        if fewest < self.max_pages:
-            raise mine.too_small(fewest, self.context_length)
+        fewest = mine.fewest(self.comm.gather_objects(mine))
+        if fewest.pages < self.max_pages:
+            raise mine.too_small(fewest.pages, self.context_length)
         if mine.warning and self.rank == 0:
             print(f"warning: {mine.warning}", file=sys.stderr, flush=True)
-        return replace(mine, pages=fewest)
+        return fewest
 
-    def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> list[Tensor]:
-        shown, total = self.rank == 0 and not quiet, pages * self.memory.page_bytes
-        caches = allocate(self.assembly, self.bound, pages, total, self.device, shown)
+    def _allocate(self, pages: int, poison: bool, quiet: bool = False) -> Caches:
+        shown = self.rank == 0 and not quiet
+        caches = allocate(self.assembly.caches, pages, self.memory.states, self.device, shown)
         for cache in caches if poison else ():
             cache.fill_(float("nan") if cache.is_floating_point() else 255)
         return caches
-
-    def _split(self, caches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The model's caches, and the draft layer's: it has the last of either kind."""
-        layers, indexers = self.assembly.model.layers, self.assembly.model.indexers
-        latents, keys = caches[: self.assembly.cached_layers], caches[self.assembly.cached_layers :]
-        return latents[:layers] + keys[:indexers], latents[layers:] + keys[indexers:]
 
     def launch(self, plan: StepPlan) -> Handle:
         """Start a step. Every rank launches the same plans in the same order."""
@@ -235,6 +225,9 @@ class Runner:
         """alone: what runs it, over caches of its own."""
         for init in plan.init:
             self.sampler.start(init)
+        if plan.copies:
+            group = self.parts.exchange.group
+            copy_states(self.caches, [(s, t) for at, s, t in plan.copies if at == group])
         handle = Handle(plan)
         program = alone or self.programs.select(plan)
         rest = program.run(handle)
@@ -247,10 +240,9 @@ class Runner:
             handle.download()  # nobody collects elsewhere
         return handle
 
-    def _over(self, caches: list[Tensor]) -> OpByOp:
+    def _over(self, caches: Caches) -> OpByOp:
         """What runs steps over caches of their own."""
-        layers, draft_caches = self._split(caches)
-        return OpByOp(replace(self.parts, layers=layers, draft_caches=draft_caches))
+        return OpByOp(replace(self.parts, caches=caches))
 
     @torch.inference_mode()
     def put_adapter(self, message: PutAdapter) -> None:
@@ -274,7 +266,7 @@ class Runner:
         """
         self.programs.forget()
         self._unfinished = None
-        self.comm.close()
+        self.world.close()
 
     def warm_up(self) -> None:
         """Run a prefill and a decode step on pages of their own; nothing of them stays. Then

@@ -23,8 +23,9 @@ def banner(assembly: Assembly, runner: Runner) -> str:
     ranks = f", {config.tp} ranks" if config.tp > 1 else ""
     per_rank = " per rank" if config.tp > 1 else ""
     places = f"{runner.num_pages} pages of {plan.page_size}"
-    if config.enable_dp_attention:
-        places = f"{places} on each of {config.tp} ranks"
+    if config.attn_dp > 1:
+        each = "ranks" if config.attention_tp == 1 else f"groups of {config.attention_tp} ranks"
+        places = f"{places} on each of {config.attn_dp} {each}"
     lines = [
         f"platform  {plan.platform}: {device.name} ({device.arch}, {device.cores} cores){ranks}",
         f"model     {plan.model}: {model.architecture}, {model.layers} layers, "

@@ -30,6 +30,7 @@ from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.process.failure import leave_reason, reasons
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
+from ds_runtime.engine.process.stopped import end_stopped
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import SHOW_THREADS, rank_main
 
@@ -72,6 +73,7 @@ class RankGroup:
             for spec in self._specs:
                 self._processes.append(self._start(context, spec, lives))
         threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
+        end_stopped(zip(self._specs, self._processes, strict=True), self._stopping)
         if self._sentry is not None:
             ranks = [spec.rank for spec in self._specs]
             self._sentry.start(lives, dict(zip(ranks, self.pids, strict=True)))
@@ -223,7 +225,7 @@ class EngineProcesses:
 
     `folder` is private to this engine (`transport.private_folder`). The front end binds a PULL
     socket at `from_engine` and sends to `to_engine`, which rank 0 binds. It is number `replica` of
-    `replicas` on this machine. `tell`: as for RankGroup.
+    `config.replicas` on this machine. `tell`: as for RankGroup.
     """
 
     def __init__(
@@ -233,14 +235,13 @@ class EngineProcesses:
         explicit: Iterable[str] = (),
         plugins: Iterable[str] = (),
         replica: int = 0,
-        replicas: int = 1,
         tell: Tell | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.to_engine = ipc(self.folder, "to_engine")
         self.from_engine = ipc(self.folder, "from_engine")
         own = config, tuple(explicit), tuple(plugins), self.folder
-        specs = [RankSpec(*own, rank, replica, replicas) for rank in range(config.tp)]
+        specs = [RankSpec(*own, rank, replica) for rank in range(config.tp)]
         self.group = RankGroup(specs, tell)
 
     def start(self) -> None:

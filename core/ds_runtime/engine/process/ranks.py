@@ -24,42 +24,45 @@ from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.transport import bind_pull, connect_push, ipc
 from ds_runtime.engine.step.plan import PutAdapter, StepPlan
 from ds_runtime.errors import CheckpointError, ConfigError, EngineDeadError, UnsupportedError
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.mesh import Mesh
+from ds_runtime.parallel.world import World
 from ds_runtime.platform.contract import Communicator
 
 _LEAVE = b""
 _PARTING = 2.0  # seconds for a communicator to close whose other ranks are gone
 
 
-def join(
-    spec: RankSpec, assembly: Assembly, met: Callable[[], None] = lambda: None
-) -> Communicator:
-    """Enter the group of ranks. met: called when this rank can, before it waits for others."""
+def join(spec: RankSpec, assembly: Assembly, met: Callable[[], None] = lambda: None) -> World:
+    """Enter the groups of this rank. met: called when this rank can, before it waits for others."""
     config = assembly.config
     spec.check_device(assembly.platform)
     assembly.platform.local_rank = spec.local_rank
     assembly.platform.init_worker(spec.local_rank, spec.local_ranks, config.threads)
     met()
     if spec.size == 1:
-        return SoloCommunicator()
+        return World.alone()
     init_method = f"file://{spec.folder / 'rendezvous'}"
     comm = assembly.platform.communicator(spec.rank, spec.size, init_method, config.dist_timeout)
-    if config.enable_dp_attention and not hasattr(comm, "reduce_scatter"):
+    if config.attn_dp > 1 and not hasattr(comm, "reduce_scatter"):
         comm.close()
         raise UnsupportedError(
             f"--enable-dp-attention: the communicator of platform {assembly.platform.name} has no "
             "reduce_scatter, so ranks that divide sequences cannot share FFNs: leave it out"
         )
-    return comm
+    try:
+        return World(Mesh.of(config), comm)
+    except BaseException:
+        comm.close()
+        raise
 
 
 def start_runner(
-    spec: RankSpec, assembly: Assembly, comm: Communicator, *, poison: bool = False
+    spec: RankSpec, assembly: Assembly, world: World, *, poison: bool = False
 ) -> Runner:
     """Compare plans, load, allocate and run one step."""
     with during("while it loaded the model"):
-        compare_plans(assembly.plan, comm)
-        runner = Runner(assembly, comm, spec.local_rank, spec.local_ranks, poison=poison)
+        compare_plans(assembly.plan, world.everyone)
+        runner = Runner(assembly, world, spec.local_rank, spec.local_ranks, poison=poison)
     with during("in its first steps"):
         runner.warm_up()
     gc.freeze()  # what is loaded stays: a collection that walks it takes a tenth of a second
@@ -121,7 +124,7 @@ class Leader:
             peer.send(_LEAVE)
         self._context.destroy(linger=200)
 
-    def part(self, group: Communicator | Runner | None) -> None:
+    def part(self, group: World | Runner | None) -> None:
         """Let go of others that have been ended: a communicator may wait for them for ever."""
         self._context.destroy(linger=0)
         if group is not None:
@@ -135,8 +138,8 @@ def follow(spec: RankSpec) -> None:
     with during("at the start"):
         assembly = spec.assemble()
         hello = connect_push(context, ipc(spec.folder, "ranks"))
-        comm = join(spec, assembly, lambda: hello.send(str(spec.rank).encode()))
-    runner = start_runner(spec, assembly, comm)
+        world = join(spec, assembly, lambda: hello.send(str(spec.rank).encode()))
+    runner = start_runner(spec, assembly, world)
     decoder = msgspec.msgpack.Decoder(StepPlan | PutAdapter)
     while data := inbox.recv():
         message = decoder.decode(data)

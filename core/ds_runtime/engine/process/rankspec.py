@@ -20,7 +20,7 @@ from ds_runtime.plugins.select_platform import select_platform
 class RankSpec:
     """What a rank's process needs to know; picklable. `plugins`: names of modules to add.
 
-    `replica` of `replicas` engines that one server runs on this machine. Their ranks are numbered
+    `replica`: of the engines that one server runs on this machine. Their ranks are numbered
     through: a platform knows a rank by its `local_rank`, which is the index of its device.
     """
 
@@ -30,7 +30,6 @@ class RankSpec:
     folder: Path
     rank: int
     replica: int = 0
-    replicas: int = 1
 
     @property
     def size(self) -> int:
@@ -45,7 +44,7 @@ class RankSpec:
     @property
     def local_ranks(self) -> int:
         """Ranks of all replicas."""
-        return self.replicas * self.size
+        return self.config.replicas * self.size
 
     def process_env(self) -> Mapping[str, str]:
         """What the platform wants in the environment of a rank's process."""
@@ -64,7 +63,8 @@ class RankSpec:
         try:
             platform.info(self.local_rank)
         except Exception as e:
-            dp = f"--dp {self.replicas} " if self.replicas > 1 else ""
+            replicas = self.config.replicas
+            dp = f"--dp {replicas} " if replicas > 1 else ""
             raise ConfigError(
                 f"{dp}--tp {self.size}: {self.local_ranks} devices are needed, and number "
                 f"{self.local_rank} cannot be had: {e}; give less, or let more devices be seen"

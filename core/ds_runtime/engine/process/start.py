@@ -46,22 +46,22 @@ def start_engine(
     assembly = assemble(spec.config, spec.explicit, plugins) if plugins else spec.assemble()
     for line in warnings(assembly):
         print(line, file=sys.stderr, flush=True)
-    leader, comm = None, None
+    leader, world = None, None
     try:
         with during("at the start"):
             if spec.size > 1:
                 leader = Leader(spec.folder, spec.size)
             if others is not None:
                 others.start()
-            comm = join(spec, assembly, lambda: _meet(leader, assembly, others))
-        runner = start_runner(spec, assembly, comm)
+            world = join(spec, assembly, lambda: _meet(leader, assembly, others))
+        runner = start_runner(spec, assembly, world)
         with during("while it built the engine"):
             engine = Engine(assembly, runner, leader)
     except BaseException as e:
         if others is not None:  # else whoever watches this process ends the others
             others.fail(e)
             if leader is not None:
-                leader.part(comm)
+                leader.part(world)
         raise
     serving(True)
     return engine

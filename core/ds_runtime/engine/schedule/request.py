@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -14,6 +16,7 @@ from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.step.plan import RowInit
 from ds_runtime.errors import FieldPath
 from ds_runtime.grammar.guide import Followed, Guide
+from ds_runtime.kv.holder import Holder
 from ds_runtime.kv.prefix import Node, Realm
 from ds_runtime.sampling_params import SamplingParams
 
@@ -33,11 +36,12 @@ _OPENING = 4  # tokens at a prompt's end among which one that opens reasoning st
 class Request:
     """One choice. Lengths and counts are in tokens.
 
-    `order` sorts requests by right of way, smaller first. `rank`: whose pages it has while it runs,
-    where attention is divided by sequences. `max_len` bounds prompt + output.
+    `order` sorts requests by right of way, smaller first. `group`: whose pages it has while it
+    runs, where groups of ranks divide attention by sequences. `max_len` bounds prompt + output.
     `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
     `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
     of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
+    `snapshot`: a block that is its own, with what it had beside pages at token `snapshot_at`.
     If `max_shared` is set, by the prompt's end or `think_id` in the output, only so many tokens may
     enter the prefix cache.
     `on_device`: the last token of the sequence was sampled in this row. `guide`: the grammar that
@@ -70,10 +74,12 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     state: State = State.WAITING
     row: int = -1
-    rank: int = 0
+    group: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None
+    snapshot: int = -1
+    snapshot_at: int = 0
     num_computed: int = 0
     num_pending: int = 0
     num_in_flight: int = 0
@@ -83,7 +89,7 @@ class Request:
     draft_parents: list[int] = field(default_factory=list)
     is_verifying: bool = False
     is_following: bool = False
-    behind: Request | None = None
+    behind: Holder | None = None
     behind_pages: int = 0
     beginnings: list[int] = field(default_factory=list)
     cached_tokens: int | None = None
@@ -234,3 +240,13 @@ class Request:
             output=self.output.copy(),
             stop_ids=sorted(self.stop_ids),
         )
+
+
+right_of_way = attrgetter("order")
+
+
+def remove(ordered: list[Request], request: Request) -> None:
+    """Take it out of a list in right of way."""
+    index = bisect_left(ordered, request.order, key=right_of_way)
+    assert ordered[index] is request
+    del ordered[index]

@@ -2,41 +2,41 @@
 
 Order within a step: running decodes, chunks of running prefills, admissions; each by right of
 way (FIFO, or priority and then FIFO). `schedule` for step n + 1 may run before `update` for step
-n. What a running request holds is in `engine/schedule/ledger.py`.
+n. What a running request holds is in `engine/schedule/ledger.py` and `kv/rank_pages.py`.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 import msgspec
 
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
 from ds_runtime.engine.schedule.adapters import Held
 from ds_runtime.engine.schedule.chunk_sizes import Sizing, StepRoom
-from ds_runtime.engine.schedule.ledger import Holdings, Pages
+from ds_runtime.engine.schedule.ledger import Holdings
 from ds_runtime.engine.schedule.limits import SchedulerLimits, check_params, check_prompt
-from ds_runtime.engine.schedule.request import Request, State
+from ds_runtime.engine.schedule.request import Request, State, remove, right_of_way
 from ds_runtime.engine.step.guided import Guided, Underway
 from ds_runtime.engine.step.plan import StepPlan, StepResult, Work, WorkResult
 from ds_runtime.errors import QueueFullError, RequestError
 from ds_runtime.grammar.guide import Followed, Guide
+from ds_runtime.kv.rank_pages import Pages
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Requests in, plans out, results in, tokens out. `ranks`: the pages of all ranks together, or
-    of each where attention is divided by sequences.
+    """Requests in, plans out, results in, tokens out. `groups`: the pages of all ranks together, or
+    of each group of them where attention is divided by sequences.
     """
 
-    def __init__(self, limits: SchedulerLimits, ranks: Sequence[Pages]) -> None:
+    def __init__(self, limits: SchedulerLimits, groups: Sequence[Pages]) -> None:
         self.limits = limits
-        self.holdings = Holdings(ranks, limits.max_running)
+        self.holdings = Holdings(groups, limits.max_running)
         self.waiting: list[Request] = []  # both in right of way
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -116,20 +116,20 @@ class Scheduler:
         )
 
     def _enqueue(self, request: Request) -> None:
-        insort(self.waiting, request, key=_order)
+        insort(self.waiting, request, key=right_of_way)
 
     def _finish(self, request: Request) -> None:
         if request.is_running:
             self._release(request)
         else:
-            _remove(self.waiting, request)
+            remove(self.waiting, request)
         request.state = State.FINISHED
         del self._requests[request.rid]
         self._num_guided -= request.guide is not None
 
     def _release(self, request: Request) -> None:
         """Take everything back from a running request."""
-        _remove(self.running, request)
+        remove(self.running, request)
         self.holdings.release(request)
 
     # ---- before a step ----
@@ -161,6 +161,7 @@ class Scheduler:
                 break
         if not plan.works:
             return None
+        plan.copies = self.holdings.copies()
         self._sizing.launched(room)
         self._stats.steps += 1
         self._in_flight.append((plan.step, planned))
@@ -172,6 +173,7 @@ class Scheduler:
         """Plan the next chunk of known tokens; how many that are, 0 where the step is full."""
         left = request.total_len - request.num_computed
         most = min(left, budget, self.limits.prefill_chunk)
+        most = self.holdings.of(request).reach(request, most)
         others = bool(self.waiting) or any(r.can_prefill for r in self.running if r is not request)
         if length := room.take(request.num_computed, most, others):
             plan.works.append(self._work(request, length))
@@ -185,11 +187,12 @@ class Scheduler:
         sample = decodes or stop == request.total_len
         asks_prompt = request.wants_prompt_logprobs and start + 1 < request.prompt_len
         drafts = self._drafts if sample else 0
+        self.holdings.of(request).advance(request)
         if drafts:  # the draft layer goes on behind the last token
             self._cover(request, length + self.limits.draft_room)
         work = Work(
             rid=request.rid,
-            rank=request.rank,
+            group=request.group,
             row=request.row,
             start=start,
             length=length,
@@ -220,6 +223,7 @@ class Scheduler:
     def _num_verified(self, request: Request, spare: int) -> int:
         """How many of its drafts the next step verifies: `spare` at most, and what pages hold."""
         wanted = min(request.num_drafts, spare, request.limit - 1 - request.total_len)
+        wanted = self.holdings.of(request).reach(request, 1 + wanted) - 1
         return self._cover(request, 1 + wanted) - 1 if wanted > 0 else 0
 
     def _cover(self, request: Request, count: int) -> int:
@@ -230,7 +234,7 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Room for the next token, by preempting others; False if it was preempted itself."""
         while not self.holdings.of(request).grow(request):
-            victim = next(r for r in reversed(self.running) if r.rank == request.rank)
+            victim = next(r for r in reversed(self.running) if r.group == request.group)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -268,9 +272,9 @@ class Scheduler:
         reads_cache = self.holdings.caches and not request.wants_prompt_logprobs
         if not self.holdings.take(request, reads_cache):
             return False
-        _remove(self.waiting, request)
+        remove(self.waiting, request)
         request.state = State.RUNNING
-        insort(self.running, request, key=_order)
+        insort(self.running, request, key=right_of_way)
         if request.cached_tokens is None:
             request.cached_tokens = request.num_computed
             request.admitted = time.monotonic()
@@ -389,12 +393,3 @@ class Scheduler:
         if message.finish:
             self._finish(request)
         return [message]
-
-
-_order = attrgetter("order")
-
-
-def _remove(ordered: list[Request], request: Request) -> None:
-    index = bisect_left(ordered, request.order, key=_order)
-    assert ordered[index] is request
-    del ordered[index]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ds_runtime.engine.step.page_table import PageTable, Table, padded
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.prompts import Prompts, adapters_of
+from ds_runtime.engine.step.prompts import Prompts
 from ds_runtime.engine.step.transfer import Upload
-from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
+from ds_runtime.parallel.row_order import adapters_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -86,7 +87,7 @@ class StepInputs:
     last_tokens: [rows · width] int64 on the device, per row the token sampled last and the drafts
     behind it; decode works read them there. The last row is nobody's: that of dummies. pages: most
     of a sequence; context: most tokens of it. prefix_chunk: most cached tokens that one PrefixChunk
-    covers, over all its sequences.
+    covers, over all its sequences. stateful: requests keep more than pages, in their rows' blocks.
     """
 
     page_size: int
@@ -95,6 +96,7 @@ class StepInputs:
     last_tokens: Tensor
     prefix_chunk: int
     width: int = 1
+    stateful: bool = False
 
     def add(
         self,
@@ -106,7 +108,7 @@ class StepInputs:
     ) -> Added:
         """Add a step's arrays to its upload. frame: fill them up for a captured step. trees: how
         the drafts of each row hang together; None: as chains. Logit rows are in the order of the
-        works, `num_logit_rows` each; in a frame all are.
+        works, `logit_rows` of each; in a frame all are.
         """
         count = len(works)
         if run is None:
@@ -122,6 +124,10 @@ class StepInputs:
         )
         if added.trees is not None:
             added.nodes = upload.add(rows.nodes)
+        if self.stateful:
+            dummies = 0 if frame is None else frame.size - len(works)
+            blocks = [w.row for w in works] + [self._spare // self.width] * dummies
+            added.blocks = upload.add(np.array(blocks, np.int64))
         if frame is None and run is None:
             added.logit_rows = upload.add(_logit_rows(works))
         adapts = run is None and any(w.adapter >= 0 for w in works)
@@ -270,7 +276,7 @@ def _logit_rows(works: Sequence[Work]) -> Ints:
     rows, total = list[int](), 0
     for work in works:
         total += work.length
-        rows += range(total - num_logit_rows(work), total)
+        rows += range(total - work.logit_rows, total)
     return np.array(rows, np.int64)
 
 
@@ -296,6 +302,7 @@ class Added:
     nodes: int | None = None
     logit_rows: int | None = None
     adapters: int | None = None
+    blocks: int | None = None
     prompts: Prompts | None = None
 
     def batch(self, sent: Upload, states: dict[str, Any], tree: Tensor | None = None) -> Batch:
@@ -322,6 +329,7 @@ class Added:
             logit_rows=logit_rows,
             states=states,
             adapters=None if self.adapters is None else sent[self.adapters],
+            blocks=None if self.blocks is None else sent[self.blocks],
         )
         if table is not None and rows.lens:
             batch.decode = DecodePart(table, sent[self.lens], tuple(rows.lens), rows.q_lens, tree)
@@ -351,18 +359,9 @@ def read_last_tokens(batch: Batch, last_tokens: Tensor) -> None:
 
 
 def bare_batch(
-    ids: Tensor, positions: Tensor, slots: Tensor, adapters: Tensor | None, spread: Spread | None
+    ids: Tensor, positions: Tensor, slots: Tensor, adapters: Tensor | None, order: RowOrder | None
 ) -> Batch:
     """Rows of which nobody asks whose they are: a step with prompts but for its attention. All of
     them are wanted.
     """
-    return Batch(ids, positions, slots, ids[:0], adapters=adapters, spread=spread)
-
-
-def num_logit_rows(work: Work) -> int:
-    """Rows of logits of one work: where it draws, and of all tokens for prompt_logprobs.
-
-    Row j of the latter predicts the prompt token at start + 1 + j; if it samples too, its last
-    row is the one to sample from.
-    """
-    return work.length if work.prompt_logprobs is not None else work.draws
+    return Batch(ids, positions, slots, ids[:0], adapters=adapters, order=order)

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from ds_runtime.errors import ConfigError, UnsupportedError
 from ds_runtime.ops.binding.by_rows import Shares, shares_of
+from ds_runtime.ops.binding.facts import PAGES, site_facts
 from ds_runtime.ops.binding.pins import Pin, check_counts
 from ds_runtime.ops.contract import (
     RANK_REFERENCE,
@@ -25,28 +26,14 @@ from ds_runtime.ops.contract import (
     Offers,
     Site,
 )
+from ds_runtime.ops.contracts.caches import INDEX, KV
 from ds_runtime.ops.formats import FORMATS, Conversion, conversions
 from ds_runtime.ops.table import OPS
 
-KV, INDEX = "kv", "index"  # layout roles: bytes of the latent cache, and of the index keys
-_DECIDES = {  # whose layout counts
+_DECIDES = {  # of these groups of caches, whose layout counts
     KV: ("mla_decode", "mha_decode", "sparse_decode"),
     INDEX: ("index_select",),
 }
-
-
-def site_facts(base: Facts, site: Site) -> Facts:
-    """The facts that a kernel sees at one site."""
-    return replace(
-        base,
-        role=site.role,
-        layer=site.layer,
-        module=site.module,
-        phase=site.phase,
-        weight_format=site.weight_format,
-        shape=site.shape,
-        graph_capture=base.graph_capture and site.is_captured,
-    )
 
 
 def _part(site: Site, op: str) -> Site:
@@ -112,8 +99,9 @@ class Binder:
         pins: Sequence[Pin] = (),
         apart: Collection[str] = (),
         compact: bool = False,
+        entries: Mapping[str, int] = PAGES,
     ) -> None:
-        self.base = base
+        self.base, self.entries = base, entries
         self.pins = pins
         self.apart = apart
         self.compact = compact
@@ -123,28 +111,32 @@ class Binder:
             self.by_op[kernel.op.name].append(kernel)
         self.layouts = {layout.tag: layout for layout in offers.layouts}
 
-    def choose_layout(self, sites: Iterable[Site], role: str = KV) -> Layout:
+    def facts(self, site: Site) -> Facts:
+        """What a kernel sees at a site."""
+        return site_facts(self.base, site, self.entries)
+
+    def choose_layout(self, sites: Iterable[Site], group: str = KV) -> Layout:
         """The layout of the best kernel that reads a whole cache, if every op on it has a kernel.
 
-        That is a decode kernel, or for the index cache one that scores.
+        That is a decode kernel, for the index cache one that scores, for others that of any op.
         """
-        users = [s for s in sites if OPS[s.op].layout == role]
-        first = next(s for s in users if s.op in _DECIDES[role])
-        why = []
+        users = [s for s in sites if OPS[s.op].layout == group]
+        first = next(s for s in users if group not in _DECIDES or s.op in _DECIDES[group])
+        why, size = list[str](), self.facts(first).page_size
         for kernel, site in self._readers(first):
-            if sentence := refusal(kernel, site_facts(self.base, site)):
+            if sentence := refusal(kernel, self.facts(site)):
                 why.append(f"{kernel.name}: {sentence}")
                 continue
             for tag in sorted(kernel.layouts & self.layouts.keys()):
                 layout = self.layouts[tag]
-                if layout.page_sizes and self.base.page_size not in layout.page_sizes:
+                if layout.page_sizes and size not in layout.page_sizes:
                     sizes = ", ".join(map(str, layout.page_sizes))
-                    why.append(f"{tag}: page size {self.base.page_size}, takes {sizes}")
+                    why.append(f"{tag}: page size {size}, takes {sizes}")
                 elif all(self._servable(s, tag) for s in users):
                     return layout
                 else:
                     why.append(f"{tag}: not every cache op has a kernel for it")
-        what = {KV: "KV", INDEX: "index"}[role]
+        what = {KV: "KV"}.get(group, group)
         raise UnsupportedError(f"no {what} cache layout fits: " + "; ".join(why))
 
     def _readers(self, site: Site) -> Iterator[tuple[Kernel, Site]]:
@@ -156,7 +148,7 @@ class Binder:
                 yield from ((kernel, part) for kernel in self._candidates(part)[0])
 
     def _servable(self, site: Site, tag: str) -> bool:
-        facts = site_facts(self.base, site)
+        facts = self.facts(site)
         kernels, parts = self._options(site)
         if any(refusal(kernel, facts, tag) is None for kernel in kernels):
             return True
@@ -212,7 +204,7 @@ class Binder:
         op = OPS[site.op]
         for name in op.uses if op.optional and op.kind == "function" else ():
             part = _part(site, name)
-            facts = site_facts(self.base, part)
+            facts = self.facts(part)
             for kernel in self._candidates(part)[0]:
                 if kernel.rank > fused.rank and refusal(kernel, facts, tag) is None:
                     return f"{kernel.name} outranks {fused.name}"
@@ -236,7 +228,7 @@ class Binder:
             raise ConfigError(f"{pin}: no such kernel; {hint}offered: {', '.join(names)}")
         if self._converted(site, chosen, "") is not None:
             return chosen, pin
-        said = [(k.name, refusal(k, site_facts(self.base, site))) for k in chosen]
+        said = [(k.name, refusal(k, self.facts(site))) for k in chosen]
         if all(sentence is not None for _, sentence in said):
             refused = "; ".join(f"{name}: {sentence}" for name, sentence in said)
             others = f"pin other sites with {pin.op}@GLOB={pin.kernel}"
@@ -246,7 +238,7 @@ class Binder:
 
     def decide(self, site: Site, tag: str) -> tuple[Kernel | None, Decision]:
         """The kernel for a site; None means: its parts."""
-        op, facts = OPS[site.op], site_facts(self.base, site)
+        op, facts = OPS[site.op], self.facts(site)
         kernels, pin = self._candidates(site)
         verdicts = [(kernel, refusal(kernel, facts, tag)) for kernel in kernels]
         accepted = [kernel for kernel, sentence in verdicts if sentence is None]
@@ -299,7 +291,7 @@ class Binder:
         for least in (RANK_REFERENCE + 1, *((RANK_REFERENCE,) if own else ())):
             for conversion in tried:
                 there = replace(site, weight_format=conversion.target, stored=site.weight_format)
-                facts = site_facts(self.base, there)
+                facts = self.facts(there)
                 able = [k for k in kernels if k.rank >= least and not refusal(k, facts, tag)]
                 if able:
                     return conversion, there, able
@@ -326,21 +318,26 @@ def _note(kernel: Kernel) -> str:
 class Binding:
     """What was decided for every site, and the cache layouts that all agree on.
 
-    index_layout: of the index keys, where attention is sparse. shares: places (op, layer,
-    module) that several kernels serve.
+    layouts: by the names of cache groups; entries: of a block of theirs. shares: places (op,
+    layer, module) that several kernels serve.
     """
 
     base: Facts
-    layout: Layout
+    layouts: Mapping[str, Layout]
     choices: tuple[tuple[Site, Kernel | None], ...]
     decisions: tuple[Decision, ...]
-    index_layout: Layout | None = None
+    entries: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[tuple[str, int, str], Shares] = field(default_factory=dict)
 
     def tag(self, op: str) -> str:
         """The tag of the layout that the kernels of an op agree on; "" if they share none."""
-        layout = self.index_layout if OPS[op].layout == INDEX else self.layout
-        return layout.tag if layout is not None and OPS[op].layout else ""
+        layout = self.layouts.get(OPS[op].layout)
+        return "" if layout is None else layout.tag
+
+    @property
+    def layout(self) -> Layout:
+        """Of the KV cache."""
+        return self.layouts[KV]
 
 
 def _place(site: Site) -> tuple[str, int, str]:
@@ -364,17 +361,18 @@ def decide_all(
     pins: Sequence[Pin] = (),
     apart: Collection[str] = (),
     compact: bool = False,
+    entries: Mapping[str, int] = PAGES,
 ) -> Binding:
     """Decide every site, and the parts of every composed fusion at its site.
 
     apart: fusions that are composed whatever is offered for them. compact: weights that no kernel
-    reads are rounded to few bits rather than held dense, where there is a choice.
+    reads are rounded to few bits rather than held dense, where there is a choice. entries: of a
+    block of each cache group, where that is not the page size.
     """
-    binder = Binder(offers, base, pins, apart, compact)
-    layout = binder.choose_layout(sites)
-    sparse = any(OPS[s.op].layout == INDEX for s in sites)
-    index_layout = binder.choose_layout(sites, INDEX) if sparse else None
-    tags = {"": "", KV: layout.tag, INDEX: index_layout.tag if index_layout else ""}
+    binder = Binder(offers, base, pins, apart, compact, entries)
+    groups = dict.fromkeys(OPS[site.op].layout for site in sites)
+    layouts = {group: binder.choose_layout(sites, group) for group in groups if group}
+    tags = {"": "", **{group: layout.tag for group, layout in layouts.items()}}
     todo = list(dict.fromkeys(sites))
     places = _places(todo)
     choices: list[tuple[Site, Kernel | None]] = []
@@ -393,4 +391,5 @@ def decide_all(
                 assert there.phase in ("any", needed.phase), f"{there} is to serve {site}"
     for pin in pins:
         check_counts(pin, pins, choices)
-    return Binding(base, layout, tuple(choices), tuple(decisions), index_layout, binder.shares)
+    made = tuple(choices), tuple(decisions), binder.entries, binder.shares
+    return Binding(base, layouts, *made)

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ds_runtime.errors import DsRuntimeError, PluginError, named
-from ds_runtime.ops.binding.bind import Binding, site_facts
+from ds_runtime.ops.binding.bind import Binding
 from ds_runtime.ops.binding.by_rows import Shares
 from ds_runtime.ops.binding.checked import Bound, checking, suspect
+from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site, load_attr, load_kernel
 from ds_runtime.ops.declare import Op, parameters_of
 from ds_runtime.ops.table import OPS, Ops
@@ -103,8 +104,6 @@ class BoundOps:
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
         self.base = binding.base
-        self.layout = binding.layout
-        self.index_layout = binding.index_layout
         self.stateful: dict[str, Any] = {}  # state key → one object of that kernel
         self._state_keys: dict[tuple[str, int, str], str] = {}
         self._facts: dict[tuple[str, int, str], Facts] = {}
@@ -116,7 +115,7 @@ class BoundOps:
             if kernel is None and OPS[site.op].optional:
                 continue
             key = (site.op, site.layer, site.module)
-            self._facts[key] = site_facts(self.base, site)
+            self._facts[key] = site_facts(self.base, site, binding.entries)
             if kernel is None:
                 composed.append((site, OPS[site.op]))
                 continue

@@ -13,8 +13,9 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.ops.batch import Batch, Spread
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.ops.contracts.caches import Caches
+from ds_runtime.parallel.world import World
 from ds_runtime.sampling_params import SamplingParams
 
 _ROWS = 256  # of logits at once
@@ -39,7 +40,7 @@ class DraftCheck:
         config = EngineConfig(**{**settings, **_SETTINGS})
         assembly = assemble(config, {*settings, *_SETTINGS})
         assembly.platform.init_worker(0, 1, config.threads)
-        self._runner = Runner(assembly, SoloCommunicator())
+        self._runner = Runner(assembly, World.alone())
         parts = self._runner.parts
         assert parts.draft is not None
         self._heard = _Heard(parts.draft)
@@ -98,9 +99,9 @@ class _Heard:
         batch: Batch,
         hidden: Tensor,
         ids: Tensor,
-        caches: Sequence[Tensor],
+        caches: Caches,
         rows: Tensor | None,
-        tail: Spread | None = None,
+        tail: RowOrder | None = None,
     ) -> Tensor:
         """As of the draft layer."""
         self.hidden = hidden

@@ -23,8 +23,10 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig, with_changes
 from ds_runtime.description.structure import padded
 from ds_runtime.errors import ConfigError
-from ds_runtime.ops.binding.bind import INDEX, refusal, site_facts
+from ds_runtime.ops.binding.bind import refusal
+from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
+from ds_runtime.ops.contracts.caches import KV
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import Cost, OpWork
 from ds_runtime.ops.table import OPS
@@ -136,7 +138,7 @@ def groups(assembly: Assembly, only: Sequence[str] = ()) -> list[Group]:
     made = [
         Group(
             tuple(site for site, _, _ in same),
-            site_facts(assembly.binding.base, same[0][0]),
+            site_facts(assembly.binding.base, same[0][0], assembly.binding.entries),
             same[0][1],
             same[0][2],
             _cost(same[0][0].op).size(sizes),
@@ -280,14 +282,14 @@ class Measurement:
         from ds_runtime.ops.reference.inputs import TrueInputs
 
         model, config = self.assembly.model, self.assembly.config
-        binding, indexed = self.assembly.binding, OPS[group.op].layout == INDEX
+        layouts = self.assembly.binding.layouts
         fmt = group.facts.weight_format
         return TrueInputs(
             facts=group.facts,
             held=fmt if fmt in kernel.keeps else "dense",
             width=group.width,
             routing=model.routing,
-            layout=binding.index_layout if indexed and binding.index_layout else binding.layout,
+            layout=layouts[OPS[group.op].layout or KV],
             context=self.context,
             vocab=padded(model.vocab_size, config.tp),
             device=self.device,

@@ -9,7 +9,7 @@ from ds_runtime.assembly.result import Assembly
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.sites import model_sites
 from ds_runtime.description.structure import HEAD
-from ds_runtime.ops.binding.bind import site_facts
+from ds_runtime.ops.binding.facts import site_facts
 from ds_runtime.ops.contract import Facts, Kernel, Site
 from ds_runtime.ops.contracts.work import Sizes
 from ds_runtime.ops.declare import OpWork

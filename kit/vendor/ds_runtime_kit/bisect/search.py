@@ -19,7 +19,7 @@ from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.errors import ConfigError
 from ds_runtime.offline.prompts import JobMaker
-from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.world import World
 from ds_runtime.sampling_params import SamplingParams
 from ds_runtime_kit.bisect import repro_case
 from ds_runtime_kit.bisect.op_recorder import Seen, WatchedOps
@@ -93,7 +93,7 @@ def bisect(
 
     assembly.platform.init_worker(0, 1, config.threads)
     ops = WatchedOps(assembly.binding, assembly.offers, judge)
-    runner = Runner(assembly, SoloCommunicator(), bound=ops)
+    runner = Runner(assembly, World.alone(), bound=ops)
     try:
         ops.quiet = False
         for plan in _plans(assembly, prompts, steps):

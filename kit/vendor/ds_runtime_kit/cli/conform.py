@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MODES = ("test", "perf", "support")
 CHECKS_HELP = (
     "samples, weights, rows, memory, capture, honesty; of loaders: accepts, values, slices, "
-    "shards, stacks"
+    "shards, stacks; of layouts: blocks, bytes, copies"
 )
 
 
@@ -38,12 +38,22 @@ def add(subcommands: _SubParsersAction[Any]) -> None:
     parser.add_argument("plugin", nargs="*", help="names, as ds-runtime plugins lists them")
     parser.add_argument("--mode", choices=MODES, default="test", help="(default: test)")
     parser.add_argument(
-        "--op", nargs="+", default=[], metavar="OP", help="only these ops, or loader"
+        "--op", nargs="+", default=[], metavar="OP", help="only these ops, or loader, or layout"
     )
     parser.add_argument(
-        "--kernel", nargs="+", default=[], metavar="K", help="only these kernels or loaders"
+        "--kernel",
+        nargs="+",
+        default=[],
+        metavar="K",
+        help="only these kernels, loaders or layouts",
     )
     parser.add_argument("--check", nargs="+", default=[], metavar="C", help=f"of {CHECKS_HELP}")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="instead, run the operations of groups of ranks in N processes, a device each",
+    )
     parser.add_argument("--case", metavar="FILE", help="replay a case that bisect recorded")
     parser.add_argument("--platform", default="auto", metavar="X", help="(default: auto)")
     parser.add_argument("--plugins", metavar="A,B", help="load only these plugins")
@@ -68,6 +78,8 @@ def run(args: Namespace) -> int:
         return _support(plugins, args)
     if args.mode == "perf":
         return _perf(plugins, args)
+    if args.ranks is not None:
+        return _ranks(names, args)
     platform, _ = select_platform(plugins, args.platform)
     return _case(plugins, platform, args) if args.case else _test(plugins, platform, args)
 
@@ -143,6 +155,20 @@ def _line(verdict: Verdict) -> str:
             indented = r.failure.rstrip().replace("\n", "\n    ")
             lines.append(f"  {r.check}, case {r.case!r} in {r.dtype}: {indented}")
     return "\n".join(lines)
+
+
+def _ranks(plugins: list[str] | None, args: Namespace) -> int:
+    """Group operations; 1 if one of them is wrong."""
+    from ds_runtime_kit.checks import ranks
+
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks {args.ranks}: a group has at least 2 ranks")
+    if args.plugin or args.op or args.kernel or args.check or args.case:
+        raise ConfigError("--ranks: asks the platform's communicator alone: name no kernels beside")
+    found = list(ranks.check_ranks(args.platform, plugins, args.ranks))
+    lines = [json.dumps(ranks.as_dict(found), indent=1)] if args.json else ranks.as_lines(found)
+    print("\n".join(lines))
+    return int(any(one.failure for one in found))
 
 
 def _case(plugins: Plugins, platform: Platform, args: Namespace) -> int:

@@ -23,6 +23,12 @@ def allocate_latent_pages(num_pages: int, facts: Facts, device: Any) -> Tensor:
     return torch.zeros(shape, dtype=torch_dtype(facts.kv_dtype), device=device)
 
 
+def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """`Layout.copy` of layouts whose blocks lie along the first dim and nowhere else."""
+    held = cache.view(torch.uint8) if is_fp8(cache.dtype) else cache  # torch copies no FP8 by index
+    held.index_copy_(0, targets, held.index_select(0, sources))
+
+
 def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
     """Reference of CacheWrite for latent_pages."""
     real = slots >= 0

@@ -1,0 +1,196 @@
+"""The pages of one group of ranks: who has which, and what the prefix cache keeps of them."""
+
+from __future__ import annotations
+
+from ds_runtime.kv.holder import Holder
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import Match, PrefixCache
+from ds_runtime.kv.snapshots import Snapshots
+
+
+class Pages:
+    """Every page of one group of ranks.
+
+    A page is at any time exactly one of: free in `pool`, owned by one running request, or in
+    `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
+    Pages of prompts that running requests will bring into `prefix` are known by their beginnings.
+    `snapshots`: where a request keeps more than pages, and there is a prefix cache.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        prefix: PrefixCache | None,
+        page_size: int,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self.pool = pool
+        self.prefix = prefix
+        self.snapshots = snapshots
+        self.page_size = page_size
+        self.num_running = 0
+        self._coming: dict[int, Holder] = {}
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self.prefix.num_evictable if self.prefix else 0
+
+    def match(self, request: Holder, reads_cache: bool) -> Match | None:
+        """What the prefix cache knows of the request, nothing unless it reads that."""
+        if self.prefix is None:
+            return None
+        if not reads_cache:
+            return Match(self.prefix.root(request.realm), [])
+        return self.prefix.match(request.tokens(0, request.total_len), request.realm)
+
+    def ahead(self, request: Holder, known: Match | None) -> tuple[int, Holder | None]:
+        """How many pages of its prompt the request need not compute here, and who computes the last
+        of them, if `known`, what is cached, has it not.
+        """
+        size, count = self.page_size, len(known.pages) if known else 0
+        found: tuple[int, Holder | None] = count, None
+        while self._coming and (count + 1) * size < request.prompt_len:
+            by = self._coming.get(request.beginning(count, size))
+            if by is None or by.order > request.order:
+                break
+            count += 1
+            if self.snapshots is None or self.snapshots.is_due(by, count * size):
+                found = count, by
+        return found
+
+    def _announce(self, request: Holder) -> None:
+        """Others need not compute what it will share of its prompt."""
+        for index in range(request.num_shared, self._last(request)):
+            self._coming.setdefault(request.beginning(index, self.page_size), request)
+
+    def _came(self, request: Holder, first: int, last: int) -> None:
+        """These pages of it are shared, or never will be."""
+        for index in range(first, min(last, self._last(request))):
+            key = request.beginning(index, self.page_size)
+            if self._coming.get(key) is request:
+                del self._coming[key]
+
+    def _last(self, request: Holder) -> int:
+        """How many pages of its prompt it shares."""
+        shared = request.prompt_len if request.max_shared is None else request.max_shared
+        return min(shared, request.prompt_len) // self.page_size
+
+    def take(self, request: Holder, known: Match | None, row: int) -> bool:
+        """Pages for all that the request has to compute in a row; False if there are too few.
+
+        known: what `match` found just now, which is not computed again. As many pages as requests
+        run here must be left, if only by eviction: fewer preemptions right afterwards.
+        """
+        prefix, pages = self.prefix, list[int]()
+        if prefix and known:
+            pages = known.pages
+            prefix.lock(known.node)
+        needed = -(-request.total_len // self.page_size) - len(pages)
+        if not self._make_room(needed, self.num_running):
+            if prefix and known:
+                prefix.unlock(known.node)
+            return False
+        request.row = row
+        request.node, request.num_shared = known.node if known else None, len(pages)
+        request.pages = pages + self.pool.alloc(needed)
+        request.num_computed = len(pages) * self.page_size
+        self.num_running += 1
+        if prefix:
+            self._announce(request)
+        if self.snapshots is not None:
+            self.snapshots.start(request)
+        return True
+
+    def grow(self, request: Holder) -> bool:
+        """A page for the next token if it needs one; False if there is none."""
+        if request.num_computed < len(request.pages) * self.page_size:
+            return True
+        if not self._make_room(1):
+            return False
+        request.pages += self.pool.alloc(1)
+        return True
+
+    def cover(self, request: Holder, count: int) -> int:
+        """How many of the next `count` tokens have pages, once it has got what can be spared.
+
+        For drafts, which may stay without: nobody is preempted for them. Reserves as `take` does.
+        """
+        missing = -(-(request.num_computed + count) // self.page_size) - len(request.pages)
+        if missing > 0 and self._make_room(missing, self.num_running):
+            request.pages += self.pool.alloc(missing)
+        return min(count, len(request.pages) * self.page_size - request.num_computed)
+
+    def _make_room(self, count: int, reserve: int = 0) -> bool:
+        """Evict until `count` pages are free, if `reserve` more could follow."""
+        if self.pool.num_free + self.num_cached < count + reserve:
+            return False
+        missing = count - self.pool.num_free
+        if self.prefix and missing > 0:
+            self.pool.free(self.prefix.evict(missing))
+        return True
+
+    def release(self, request: Holder) -> None:
+        """Take its pages back."""
+        self.num_running -= 1
+        if self.snapshots is not None:
+            self.snapshots.end(request)
+        if request.node is not None and self.prefix is not None:
+            self._came(request, request.num_shared, len(request.pages))
+            self.prefix.unlock(request.node)
+        self.pool.free(request.pages[request.num_shared :])
+        request.node = None
+        request.pages, request.num_shared, request.num_computed = [], 0, 0
+
+    def share(self, request: Holder, computed: int, proved: bool = False) -> None:
+        """Bring the request's full pages below token `computed` into the prefix cache.
+
+        Not those with reasoning, where the request asks so: no later prompt begins with it.
+        proved: logits that were computed from its pages are finite. Pages that others brought there
+        meanwhile take the place of the request's own, and its next logits prove them.
+        """
+        if proved and self.prefix is not None and request.node is not None:
+            self.prefix.prove(request.node)
+        size, first = self.page_size, request.num_shared
+        if request.max_shared is not None:
+            computed = min(computed, request.max_shared)
+        last = computed // size
+        if self.prefix is None or last <= first:
+            return
+        assert request.node is not None
+        tokens = request.tokens(first * size, last * size)
+        path, twins = self.prefix.extend(request.node, tokens, request.pages[first:last], proved)
+        request.pages[first:last] = path.pages
+        request.node, request.num_shared = path.node, last
+        self._came(request, first, last)
+        self.pool.free(twins)
+        if self.snapshots is not None:
+            self.snapshots.publish(request)
+
+    def reach(self, request: Holder, length: int) -> int:
+        """How many of its next `length` tokens one step may compute."""
+        return length if self.snapshots is None else self.snapshots.reach(request, length)
+
+    def advance(self, request: Holder) -> None:
+        """A step is planned that begins where the request is."""
+        if self.snapshots is not None:
+            self.snapshots.advance(request)
+            self.snapshots.publish(request)
+
+    def discard(self, request: Holder) -> None:
+        """Its logits are not finite, and it has left: no page that it computed stays in the prefix
+        cache, nor one that it read before anybody's logits were computed from it.
+        """
+        if self.prefix is None:
+            return
+        known = (request.cached_tokens or 0) // self.page_size
+        found = self.prefix.find(request.tokens(0, request.total_len), request.realm)
+        self.pool.free(self.prefix.discard(found.node, known))
+
+    def flush(self) -> int:
+        """Empty the prefix cache; the number of pages freed."""
+        if self.prefix is None:
+            return 0
+        pages = self.prefix.flush()
+        self.pool.free(pages)
+        return len(pages)

@@ -1,0 +1,150 @@
+"""Snapshots of what requests keep beside their pages: when they are made, and who has them.
+
+Of each state group a request that runs has the block of its row. Behind the blocks of all rows, and
+a spare one, lie those of snapshots: copies from where a page ended, which a prompt that begins
+alike goes on from. The prefix cache keeps them at the nodes of such pages, the least recently used
+ones until others need their blocks; a request has one at most that is not there yet.
+
+Copies are only noted here. They run in front of the next step, in their order: a block changes
+hands at once, as pages do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_runtime.kv.holder import Holder
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import Match, Node
+
+TOKENS = 4096  # of a prompt between two snapshots
+SHARE = 0.15  # of the caches' memory that snapshots take at most, if nobody says how many there are
+
+
+class Snapshots:
+    """The snapshots of one rank: `count` at most, behind `rows` requests' blocks and a spare one.
+
+    A prompt has them at every `TOKENS` tokens and at its last page that it does not fill; behind it
+    a request renews one with every page, which is the last one's when it ends.
+    """
+
+    def __init__(self, page_size: int, rows: int, count: int) -> None:
+        self.page_size = page_size
+        self.pool = PagePool(count)
+        self._first = rows + 1
+        self._every = -(-TOKENS // page_size) * page_size
+        self._kept: dict[Node, int] = {}  # those used last come last
+        self._copies: list[tuple[int, int]] = []
+
+    # ---- the prefix cache's side ----
+
+    @property
+    def num_kept(self) -> int:
+        """How many nodes have one."""
+        return len(self._kept)
+
+    def resumable(self, found: Match) -> Match:
+        """The part of a path that a request can go on from: up to its last node with a snapshot."""
+        node, pages = found.node, found.pages
+        while node.parent is not None and node not in self._kept:
+            node = node.parent
+            pages = pages[:-1]
+        return Match(node, pages)
+
+    def lose(self, node: Node) -> None:
+        """The node leaves, or nothing goes on from it."""
+        if (block := self._kept.pop(node, -1)) >= 0:
+            self._give(block)
+
+    # ---- the requests' side ----
+
+    def reach(self, request: Holder, length: int) -> int:
+        """How many of the next `length` tokens a step may compute, so that it ends where a snapshot
+        is to be made.
+        """
+        start = request.num_computed
+        each = self.page_size if request.on_device else self._every
+        stops = [(start // each + 1) * each]
+        if not request.on_device:
+            stops += [at for at in self._ends(request) if at > start]
+        return min(length, min(stops) - start)
+
+    def start(self, request: Holder) -> None:
+        """It takes its row: what it has read of the prefix cache goes on from a snapshot."""
+        node = request.node
+        if request.num_shared and node is not None:
+            self._copies.append((self._use(node), request.row))
+            request.snapshot_at = request.num_computed
+
+    def advance(self, request: Holder) -> None:
+        """A step is planned from where it is now: make the snapshot that is due there."""
+        at = request.num_computed
+        if at % self.page_size or at in (0, request.snapshot_at):
+            return
+        if not (request.on_device or self.is_due(request, at)):
+            return
+        if request.snapshot < 0:
+            request.snapshot = self._take()
+        if request.snapshot >= 0:
+            request.snapshot_at = at
+            self._copies.append((request.row, request.snapshot))
+
+    def is_due(self, request: Holder, at: int) -> bool:
+        """Whether a request that computes known tokens makes one there."""
+        return at % self._every == 0 or at in self._ends(request)
+
+    def publish(self, request: Holder, ended: bool = False) -> None:
+        """Its pages are in the prefix cache, and so may be its snapshot: one in the prompt, or the
+        last one of a request that has ended.
+        """
+        if ended and request.num_computed == request.num_shared * self.page_size:
+            self.advance(request)
+        at, node = request.snapshot_at, request.node
+        if request.snapshot < 0 or not (ended or at <= request.prompt_len):
+            return
+        if node is not None and at == request.num_shared * self.page_size:
+            block, request.snapshot = request.snapshot, -1
+            if node in self._kept:
+                self._use(node)
+                self._give(block)
+            else:
+                self._kept[node] = block
+
+    def end(self, request: Holder) -> None:
+        """It gives its row back."""
+        self.publish(request, ended=True)
+        if request.snapshot >= 0:
+            self._give(request.snapshot)
+        request.snapshot, request.snapshot_at = -1, 0
+
+    def drain(self) -> list[tuple[int, int]]:
+        """(source, target) of copies that are to run in front of the next step, in this order."""
+        due, self._copies = self._copies, []
+        return due
+
+    def _ends(self, request: Holder) -> tuple[int, int]:
+        """The ends of the last pages in front of the last token of the prompt, and of all."""
+        size = self.page_size
+        return (request.prompt_len - 1) // size * size, (request.total_len - 1) // size * size
+
+    def _use(self, node: Node) -> int:
+        """Its block, as the one used last."""
+        block = self._kept[node] = self._kept.pop(node)
+        return block
+
+    def _take(self) -> int:
+        """A block, −1 if running requests have all."""
+        if not self.pool.num_free:
+            if not self._kept:
+                return -1
+            self.lose(next(iter(self._kept)))
+        return self.pool.alloc(1)[0] + self._first
+
+    def _give(self, block: int) -> None:
+        self.pool.free([block - self._first])
+
+    def check(self, holders: Sequence[Holder]) -> None:
+        """Assert that each block is free, a request's, or a node's, and never two of these."""
+        held = [h.snapshot - self._first for h in holders if h.snapshot >= 0]
+        held += [block - self._first for block in self._kept.values()]
+        assert sorted([*held, *self.pool.free_pages()]) == list(range(self.pool.num_pages))

@@ -1,0 +1,172 @@
+"""The caches of a model, by groups: of how many tokens each has entries, and in which layers.
+
+A cache of one layer is a tensor of *blocks* with the same number of *entries* each; how an entry
+lies in its block is the business of a `Layout`. Blocks of a history group are pages, those of a
+state group belong to one request each. Whoever counts bytes, allocates or copies asks a group for
+its entries and blocks, and never of which kind it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import TYPE_CHECKING, ClassVar
+
+from ds_runtime.ops.contract import Facts, Layout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NONE: Mapping[int, Tensor] = {}
+KV, INDEX = "kv", "index"  # the groups of latents, and of the index keys of sparse attention
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Caches in one layout. name: what ops on them have as `Op.layout`. layers: those with a cache
+    of their own. reads: pairs (layer, the layer whose cache it reads instead). Raises ValueError
+    for layers that cannot be so.
+    """
+
+    kind: ClassVar[str]
+    name: str
+    layers: tuple[int, ...]
+    reads: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        own = frozenset(self.layers)
+        if len(own) != len(self.layers):
+            raise ValueError(f"cache group {self.name}: a layer is named twice in {self.layers}")
+        for layer, other in self.reads:
+            if layer in own or other not in own:
+                raise ValueError(
+                    f"cache group {self.name}: layer {layer} cannot read the cache of layer {other}"
+                )
+
+    def entries(self, page_size: int, undo: int = 0) -> int:
+        """Entries of one block. undo: tokens that a step may take back."""
+        raise NotImplementedError
+
+    @property
+    def multiple(self) -> int:
+        """What a page size must be a multiple of."""
+        return 1
+
+    def blocks(self, pages: int, states: int) -> int:
+        """Blocks of one layer, where there are so many pages, and so many states of requests."""
+        raise NotImplementedError
+
+    def within(self, facts: Facts, undo: int = 0) -> Facts:
+        """What a layout or a kernel of this group sees: its blocks are its pages."""
+        return replace(facts, page_size=self.entries(facts.page_size, undo))
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryGroup(CacheGroup):
+    """An entry for every `ratio` tokens, kept for the whole sequence, in pages that all history
+    groups share: entry of the token in slot s is s // ratio, written with its last token.
+    """
+
+    kind = "history"
+    ratio: int = 1
+
+    def __post_init__(self) -> None:
+        CacheGroup.__post_init__(self)
+        if self.ratio < 1:
+            raise ValueError(f"cache group {self.name}: ratio {self.ratio} must be at least 1")
+
+    @property
+    def multiple(self) -> int:
+        return self.ratio
+
+    def entries(self, page_size: int, undo: int = 0) -> int:
+        return page_size // self.ratio
+
+    def blocks(self, pages: int, states: int) -> int:
+        return pages
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup(CacheGroup):
+    """`rows` entries for each request that runs, of which only the latest count: the entry of the
+    token at position p is p % entries. A step that verifies drafts may take `undo` tokens back, and
+    what was there before them must still be: a block has so many entries more.
+    """
+
+    kind = "state"
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        CacheGroup.__post_init__(self)
+        if self.rows < 1:
+            raise ValueError(f"cache group {self.name}: rows {self.rows} must be at least 1")
+
+    def entries(self, page_size: int, undo: int = 0) -> int:
+        return self.rows + undo
+
+    def blocks(self, pages: int, states: int) -> int:
+        return states
+
+
+@dataclass(frozen=True, slots=True)
+class LaidGroup:
+    """A group and the layout that its kernels agree on. facts: of a kernel of the group."""
+
+    group: CacheGroup
+    layout: Layout
+    facts: Facts
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of one layer."""
+        return self.layout.bytes_per_token(self.facts)
+
+    @property
+    def block_bytes(self) -> int:
+        """One block of every layer."""
+        return self.entry_bytes * self.facts.page_size * len(self.group.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Bytes of all groups of one rank: of a page, and of the state of one request (0 where no
+    group keeps any)."""
+
+    page: int
+    state: int
+
+    @staticmethod
+    def of(groups: Iterable[LaidGroup]) -> CacheSizes:
+        sizes = [(g.group, g.block_bytes) for g in groups]
+        return CacheSizes(
+            sum(group.blocks(1, 0) * size for group, size in sizes),
+            sum(group.blocks(0, 1) * size for group, size in sizes),
+        )
+
+
+class Caches:
+    """The tensors of all groups: one for each layer that has a cache, group by group."""
+
+    def __init__(self, groups: Iterable[tuple[LaidGroup, Mapping[int, Tensor]]]) -> None:
+        self.groups = tuple(groups)
+        self._by_layer = {
+            laid.group.name: {**made, **{n: made[other] for n, other in laid.group.reads}}
+            for laid, made in self.groups
+        }
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (cache for _, made in self.groups for cache in made.values())
+
+    def of(self, group: str, layer: int) -> Tensor:
+        """The cache that a layer reads. Raises KeyError where it has none of this group."""
+        return self._by_layer[group][layer]
+
+    def get(self, group: str, layer: int) -> Tensor | None:
+        """The cache that a layer reads, None where it has none of this group."""
+        return self._by_layer.get(group, _NONE).get(layer)
+
+
+def page_multiple(groups: Iterable[CacheGroup]) -> int:
+    """What a page size must be a multiple of."""
+    return lcm(*(group.multiple for group in groups))

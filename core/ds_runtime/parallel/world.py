@@ -1,0 +1,55 @@
+"""All ranks of an engine, and the group of each axis that this rank is in."""
+
+from __future__ import annotations
+
+from ds_runtime.errors import UnsupportedError
+from ds_runtime.parallel.group import SoloCommunicator
+from ds_runtime.parallel.mesh import AXES, AxisName, Group, Mesh
+from ds_runtime.platform.contract import Communicator
+
+
+class World:
+    """The groups of one rank. everyone: the communicator of all ranks, from which they are split.
+
+    Axes whose groups have the same ranks share a communicator, and those of size 1 need none. Every
+    rank makes one at the same time. Raises UnsupportedError where `everyone` cannot be split.
+    """
+
+    def __init__(self, mesh: Mesh, everyone: Communicator) -> None:
+        self.mesh, self.everyone, self.rank = mesh, everyone, everyone.rank
+        solo: Communicator = SoloCommunicator()
+        made: dict[tuple[Group, ...], Communicator] = {(tuple(range(mesh.size)),): everyone}
+        self._groups: dict[AxisName, Communicator] = {}
+        for axis in AXES:
+            groups = mesh.groups(axis)
+            if mesh.extent(axis) > 1 and groups not in made:
+                made[groups] = _split(everyone, groups)
+            self._groups[axis] = made[groups] if mesh.extent(axis) > 1 else solo
+
+    @classmethod
+    def alone(cls) -> World:
+        """That of one rank."""
+        return cls(Mesh(), SoloCommunicator())
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.mesh.size
+
+    def group(self, axis: AxisName) -> Communicator:
+        """The communicator of this rank's group; of one rank where the axis has size 1."""
+        return self._groups[axis]
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self.everyone.close()
+
+
+def _split(everyone: Communicator, groups: tuple[Group, ...]) -> Communicator:
+    if not hasattr(everyone, "split"):
+        raise UnsupportedError(
+            f"--enable-dp-attention: groups of {len(groups[0])} ranks are needed, and the "
+            f"communicator of this platform ({type(everyone).__name__}) has no split: give --dp as "
+            "many as --tp"
+        )
+    return everyone.split(groups)

@@ -1,0 +1,159 @@
+"""Pages, the prefix cache and snapshots together, against what every block ought to hold."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from ds_runtime.engine.messages import Submit
+from ds_runtime.engine.schedule.request import Request, State
+from ds_runtime.kv import snapshots
+from ds_runtime.kv.caches import allocate, copy_states
+from ds_runtime.kv.pages import PagePool
+from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.kv.rank_pages import Pages
+from ds_runtime.kv.snapshots import Snapshots
+from ds_runtime.ops.contract import DeviceInfo, Facts
+from ds_runtime.ops.contracts.caches import HistoryGroup, LaidGroup, StateGroup
+from ds_runtime.ops.reference.layouts import LATENT_PAGES
+from ds_runtime.sampling_params import SamplingParams
+from examples import examples
+
+SIZE, ROWS, PAGES, BLOCKS, EVERY = 2, 4, 24, 3, 6
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests come, compute, and leave; pages are evicted, flushed and discarded in between."""
+
+    running = Bundle("running")
+
+    def __init__(self) -> None:
+        super().__init__()
+        before, snapshots.TOKENS = snapshots.TOKENS, EVERY
+        self.made = Snapshots(SIZE, ROWS, BLOCKS)
+        snapshots.TOKENS = before
+        self.pages = Pages(PagePool(PAGES), PrefixCache(SIZE, self.made), SIZE, self.made)
+        self.rows = list(range(ROWS))
+        self.states: dict[int, tuple[int, ...]] = {}  # block → the tokens that it stands for
+        self.history: dict[int, tuple[int, ...]] = {}  # page → all tokens up to its end
+        self.here: list[Request] = []
+        self.count = 0
+
+    def copy(self) -> None:
+        for source, target in self.made.drain():
+            self.states[target] = self.states[source]
+
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+    @rule(target=running, tokens=tokens, salt=st.sampled_from(["", "", "a"]))
+    def arrive(self, tokens, salt):
+        self.count += 1
+        submit = Submit(
+            rid=str(self.count), prompt=tokens, params=SamplingParams(), seed=0, salt=salt
+        )
+        request = Request.create(submit, (0, self.count), (), 100)
+        known = self.pages.match(request, reads_cache=True)
+        if not self.rows or not self.pages.take(request, known, self.rows[0]):
+            return None
+        request.row, request.state = self.rows.pop(0), State.RUNNING
+        self.states[request.row] = ()
+        self.copy()
+        computed = tuple(tokens[: request.num_computed])
+        assert self.states[request.row] == (salt, *computed) if computed else True
+        if not computed:
+            self.states[request.row] = (salt,)
+        for number, page in enumerate(request.pages[: request.num_shared]):
+            assert self.history[page] == (salt, *tokens[: (number + 1) * SIZE])
+        self.here.append(request)
+        return request
+
+    @rule(request=running, length=st.integers(1, 9), token=st.integers(0, 1))
+    def compute(self, request, length, token):
+        if request is None or request not in self.here:
+            return
+        if request.num_computed == request.total_len:
+            request.on_device = True
+            request.append(token)
+        length = min(length, request.total_len - request.num_computed)
+        if request.on_device and not self.pages.grow(request):
+            return
+        length = self.pages.reach(request, length)
+        assert length >= 1
+        self.pages.advance(request)
+        self.copy()
+        start, stop = request.num_computed, request.num_computed + length
+        more = request.tokens(start, stop)
+        self.states[request.row] += tuple(more)
+        for page in range(start // SIZE, stop // SIZE):
+            told = request.salt, *request.tokens(0, (page + 1) * SIZE)
+            self.history[request.pages[page]] = told
+        request.num_computed = stop
+        self.pages.share(request, stop, proved=True)
+
+    @rule(request=consumes(running), broken=st.sampled_from([False, False, True]))
+    def leave(self, request, broken):
+        if request is None or request not in self.here:
+            return
+        self.here.remove(request)
+        row = request.row
+        self.pages.release(request)
+        if broken:
+            self.pages.discard(request)
+            left = self.pages.prefix.match(request.tokens(0, request.total_len), request.realm)
+            assert left.node.page < 0, "nothing goes on from what broke"
+        self.rows.append(row)
+        assert request.snapshot == -1
+
+    @rule(count=st.integers(0, 5))
+    def evict(self, count):
+        self.pages.pool.free(self.pages.prefix.evict(count))
+
+    @rule()
+    def flush(self):
+        self.pages.flush()
+
+    @invariant()
+    def every_block_is_somebodys_and_holds_what_it_stands_for(self):
+        cached = self.pages.prefix.check()
+        owned = [page for r in self.here for page in r.pages[r.num_shared :]]
+        assert sorted([*cached, *owned, *self.pages.pool.free_pages()]) == list(range(PAGES))
+        self.made.check(self.here)
+        self.copy()
+        for node, block in self.made._kept.items():
+            assert self.states[block] == self.history[node.page]
+        for request in self.here:
+            if request.snapshot >= 0:
+                known = request.salt, *request.tokens(0, request.snapshot_at)
+                assert self.states[request.snapshot] == known
+
+    def teardown(self):
+        for request in self.here:
+            self.pages.release(request)
+        self.pages.flush()
+        assert self.pages.pool.num_free == PAGES and self.made.pool.num_free == BLOCKS
+
+
+TestSnapshots = Machine.TestCase
+TestSnapshots.settings = settings(max_examples=examples(120), stateful_step_count=40, deadline=None)
+
+
+@given(
+    copies=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12),
+    undo=st.integers(0, 2),
+)
+def test_copies_are_made_one_after_the_other(copies, undo):
+    """Of every layer of state groups, and of no page."""
+    facts = Facts(DeviceInfo("cpu", "a CPU", "x86"), {"kv_lora": 3, "qk_rope": 1}, page_size=4)
+    groups = [HistoryGroup("kv", (0,)), StateGroup("near", (0, 1), rows=2)]
+    laid = [LaidGroup(g, LATENT_PAGES, g.within(facts, undo)) for g in groups]
+    caches = allocate(laid, 6, 6, torch.device("cpu"))
+    for cache in caches:
+        cache.copy_(torch.rand_like(cache))
+    wanted = [cache.clone() for cache in caches]
+    for source, target in copies:
+        for cache in wanted[1:]:
+            cache[target] = cache[source].clone()
+    copy_states(caches, copies)
+    assert all(torch.equal(a, b) for a, b in zip(caches, wanted, strict=True))

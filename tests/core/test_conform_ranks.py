@@ -1,0 +1,161 @@
+"""`ds-runtime conform --ranks N`: each operation of groups in real processes, each fault found."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+
+from ds_runtime.cli import main
+from ds_runtime_cpu.platform import CpuPlatform
+from ds_runtime_kit.checks.ranks import GROUP_OPS, SUMS, _cases
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_operation_over_gloo(capsys, size):
+    assert main(["conform", "--ranks", str(size), "--platform", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not [one for one in found if one["failure"]]
+    groups = {one["group"] for one in found}
+    more = {f"attn_tp {size // 2} of {size}", f"attn_dp 2 of {size}"} if size > 2 else set()
+    assert groups == {f"all {size}", f"all {size}, split", *more}
+    for group in groups:
+        for op in GROUP_OPS:
+            cases = {one["case"] for one in found if (one["op"], one["group"]) == (op, group)}
+            assert {"rank 0 late", "plain"} <= cases or {
+                "bfloat16 (7, 33)",
+                "rank 0 late",
+                "rank 0 empty",
+                "strided",
+                "no rows",
+                *(() if op in SUMS else ("int64 (7, 33)", "uint8 (7, 33)")),
+            } <= cases
+    assert [one["op"] for one in found if one["case"] == "a dead rank"] == ["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "1"], "--ranks 1: a group has at least 2 ranks"),
+        (["--ranks", "2", "--op", "linear"], "--ranks: asks the platform's communicator alone"),
+        (["cpu", "--ranks", "2"], "--ranks: asks the platform's communicator alone"),
+        (
+            ["--ranks", "2", "--platform", "nowhere"],
+            "--ranks 2: --platform 'nowhere': no such platform",
+        ),
+    ],
+)
+def test_bad_input(capsys, words, said):
+    assert main(["conform", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+class Threads:
+    """Two ranks that are threads; `fault` names what its communicators do wrong."""
+
+    def __init__(self, fault):
+        self.fault, self.size = fault, 2
+        self.values = [None] * 2
+        self.barrier = threading.Barrier(2, timeout=20)
+
+    def exchange(self, rank, value):
+        self.values[rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+
+class Thread:
+    size = 2
+
+    def __init__(self, group, rank):
+        self.group, self.rank, self.fault = group, rank, group.fault
+
+    def _wrong(self, *names):
+        return self.fault in names
+
+    def all_reduce(self, x):
+        xs = self.group.exchange(self.rank, x)
+        if self._wrong("a rank is left out"):
+            return xs[0]
+        found = torch.stack(xs).float().sum(0).to(x.dtype)
+        if self._wrong("bits differ") and self.rank and found.numel():
+            found.view(-1)[0] = torch.nextafter(found.view(-1)[0], torch.tensor(9e9).to(x.dtype))
+        return found.float() if self._wrong("another dtype") else found
+
+    def reduce_scatter(self, x):
+        total = torch.stack(self.group.exchange(self.rank, x)).float().sum(0).to(x.dtype)
+        mine = 1 - self.rank if self._wrong("the part of another") else self.rank
+        return total.tensor_split(2)[mine]
+
+    def all_gather(self, x):
+        xs = self.group.exchange(self.rank, x)
+        return torch.cat(xs, 0 if self._wrong("another dimension") else -1)
+
+    def gather_rows(self, x):
+        xs = self.group.exchange(self.rank, x)
+        return torch.cat(xs[::-1] if self._wrong("another order") else xs)
+
+    def all_to_all(self, x):
+        xs = self.group.exchange(self.rank, x)
+        if self._wrong("nothing moves"):
+            return x
+        return torch.cat([y.tensor_split(2)[self.rank] for y in xs])
+
+    def broadcast(self, x, source):
+        return self.group.exchange(self.rank, x)[0 if self._wrong("one source") else source]
+
+    def send(self, x, to):
+        self.group.exchange(self.rank, x)
+
+    def receive(self, shape, dtype, source):
+        got = self.group.exchange(self.rank, None)[source]
+        return torch.zeros_like(got) if self._wrong("lost") else got
+
+    def barrier(self):
+        if not self._wrong("no wait"):
+            self.group.barrier.wait()
+
+    def gather_objects(self, value):
+        values = self.group.exchange(self.rank, value)
+        return [value] * 2 if self._wrong("own twice") else values
+
+
+def failures(op, fault):
+    group, found = Threads(fault), [[], []]
+
+    def work(rank):
+        platform = CpuPlatform()
+        for case, run in _cases(platform, Thread(group, rank), op):
+            found[rank].append((case, run()))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return [said for case, said in found[0] + found[1] if said]
+
+
+@pytest.mark.parametrize(
+    ("op", "fault"),
+    [
+        ("all_reduce", "a rank is left out"),
+        ("all_reduce", "bits differ"),
+        ("all_reduce", "another dtype"),
+        ("reduce_scatter", "the part of another"),
+        ("all_gather", "another dimension"),
+        ("gather_rows", "another order"),
+        ("all_to_all", "nothing moves"),
+        ("broadcast", "one source"),
+        ("send_receive", "lost"),
+        ("barrier", "no wait"),
+        ("gather_objects", "own twice"),
+    ],
+)
+def test_a_wrong_communicator_is_found(op, fault):
+    assert failures(op, None) == []
+    assert failures(op, fault)
