@@ -201,6 +201,10 @@ def test_a_record_is_of_its_tasks_modules_and_folders(keeping, compiler, monkeyp
     assert not record("a", "b").holds(), "another compiler"
     record("a", "b").write({})
     assert record("a", "b").holds(), "a compiler that names no folder"
+    (compiler / "compiler-1.1.dist-info").mkdir()
+    assert not record("a", "b").holds(), "another version of a compiler's library"
+    (compiler / "compiler-1.1.dist-info").rmdir()
+    assert record("a", "b").holds()
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert not record("a", "b").holds(), "another torch"
 

@@ -1,9 +1,10 @@
 """Which tasks compilers did beside loading before, so that a start with full caches skips them.
 
 `~/.cache/ds-runtime/compiled` has a file for each set of tasks. Its name is a digest of the tasks,
-of torch's version and of the files of the plugins that do them. It holds the folders in which
-compilers kept what they made, their inodes, and how much is in each: where one is gone, or holds
-less, all is compiled again. Where nothing can be written, nothing is skipped.
+of the versions of all that is installed, compilers among it, and of the files of the plugins that
+do them. It holds the folders in which compilers kept what they made, their inodes, and how much is
+in each: where one is gone, or holds less, all is compiled again. Where nothing can be written,
+nothing is skipped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +38,7 @@ class CompileRecord:
 
     def __init__(self, tasks: Iterable[object], modules: Iterable[str]) -> None:
         digest = hashlib.sha256(torch.__version__.encode())
-        for text in sorted(map(repr, tasks)):
+        for text in (*_installed(), *sorted(map(repr, tasks))):
             digest.update(text.encode())
         for package in sorted({module.partition(".")[0] for module in modules}):
             _add_files(digest, package)
@@ -63,6 +65,12 @@ class CompileRecord:
         with contextlib.suppress(OSError, RuntimeError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(folders))
+
+
+def _installed() -> list[str]:
+    """`NAME-VERSION.dist-info` of each distribution."""
+    places = (place for place in map(Path, sys.path) if place.is_dir())
+    return sorted({found.name for place in places for found in place.glob("*.dist-info")})
 
 
 def _add_files(digest: hashlib._Hash, package: str) -> None:
