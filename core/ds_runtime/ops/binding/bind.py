@@ -29,10 +29,6 @@ from ds_runtime.ops.formats import FORMATS, Conversion, conversions
 from ds_runtime.ops.table import OPS
 
 KV, INDEX = "kv", "index"  # layout roles: bytes of the latent cache, and of the index keys
-_DECIDES = {  # whose layout counts
-    KV: ("mla_decode", "mha_decode", "sparse_decode"),
-    INDEX: ("index_select",),
-}
 
 
 def site_facts(base: Facts, site: Site) -> Facts:
@@ -129,7 +125,7 @@ class Binder:
         That is a decode kernel, or for the index cache one that scores.
         """
         users = [s for s in sites if OPS[s.op].layout == role]
-        first = next(s for s in users if s.op in _DECIDES[role])
+        first = next(s for s in users if OPS[s.op].chooses)
         why = []
         for kernel, site in self._readers(first):
             if sentence := refusal(kernel, site_facts(self.base, site)):
