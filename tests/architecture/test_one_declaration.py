@@ -31,7 +31,6 @@ ELSEWHERE = {  # file → why it names ops beside those that it calls
     "core/ds_runtime/assembly/estimate.py": "what a step holds beside its weights",
     "core/ds_runtime/assembly/room.py": "second forms of experts give way first",
     "core/ds_runtime/ops/binding/adapters.py": "an adapter is named after its op",
-    "core/ds_runtime/ops/binding/bind.py": "the kernel that reads a cache chooses its layout",
     "core/ds_runtime/ops/reference/__init__.py": "offers second kernels of these ops",
     "core/ds_runtime/api.py": "hands out the references of these ops",
     "kit/bench/ds_runtime_bench/ops/step_work.py": "a prompt's FLOPs are those of its matrices",

@@ -9,16 +9,19 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def ignored() -> Iterator[None]:
-    """Children started in here never see Ctrl-C, not even while Python starts in them."""
+def ignored(*others: signal.Signals) -> Iterator[None]:
+    """Ctrl-C does nothing here, and no signal of `others`. Children started in here never see
+    them, not even while Python starts in them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, *others)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -115,10 +115,11 @@ class Op:
     `composition` (fusions only) names a function `(ops, *args)` over smaller ops, which runs where
     no fused kernel is bound. `optional` (fusions only): where no plugin offers it the model itself
     computes it by the ops in `uses`, at their own sites, and has no site for it. `layout` names the
-    shared layout that kernels of this op must agree on; `sized`: its samples have the widths of
-    the model's heads and latent. `adapter` names a function that takes what a kernel of the
-    contract's previous version names with `fn` and returns the same by this version; empty: that
-    version is served no more. `beside` names Protocols of what an object may have beyond it.
+    shared layout that kernels of this op must agree on; `chooses`: the best of them that agrees
+    with all others chooses it, as these read most of the cache. `sized`: its samples have the
+    widths of the model's heads and latent. `adapter` names a function that takes what a kernel of
+    the contract's previous version names with `fn` and returns the same by this version; empty:
+    that version is served no more. `beside` names Protocols of what an object may have beyond it.
 
     Of the reference: `waits`, it reads the device to decide what to do; `plain`, it sums no rows,
     so that a row's bits are its own; `compiles`, it is worth torch.compile for few rows.
@@ -145,6 +146,7 @@ class Op:
     uses: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     layout: str = ""
+    chooses: bool = False
     sized: bool = False
     waits: bool = False
     plain: bool = False

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_runtime.checkpoint.hub import resolve_model
+from ds_runtime.common import interrupt
 from ds_runtime.config import MAX_ITL, EngineConfig, ServerConfig
 from ds_runtime.errors import ConfigError
 from ds_runtime.server.engines.restarts import Lives, RunningEngine
@@ -53,14 +54,13 @@ def serve(
         with _started(lives):  # the engines load while this process imports and reads
             from ds_runtime.server.front import front_end
 
-            run = front_end(engine_config, server_config, folder, lives, sock, closed)
-        return run()
+            return front_end(engine_config, server_config, folder, lives, sock, closed)()
 
 
 @contextlib.contextmanager
 def _started(lives: Sequence[Lives]) -> Iterator[None]:
-    """The engines start; they end where the block raises, as it does when SIGTERM comes before the
-    server handles it."""
+    """The engines start; they end where the block raises, as it does when a signal comes before the
+    server handles it. More signals change nothing then."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _leave)
     try:
@@ -68,8 +68,9 @@ def _started(lives: Sequence[Lives]) -> Iterator[None]:
             one.start()
         yield
     except BaseException:
-        for one in lives:
-            one.abandon()
+        with interrupt.ignored(signal.SIGTERM):
+            for one in lives:
+                one.abandon()
         raise
 
 

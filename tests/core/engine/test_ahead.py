@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_runtime.engine.device.compile_record import CompileRecord, inodes
+from ds_runtime.engine.device.compile_record import CompileRecord, found_in
 from ds_runtime.engine.device.precompile import Ahead, divided, tasks_of
 from ds_runtime.ops.contract import DeviceInfo, Kernel
 from ds_runtime.ops.kernel import Compiles, RowRange
@@ -125,12 +125,18 @@ def keeping(compiler: Path) -> Path:
     kept = compiler / "kept"
     kept.mkdir()
     text = f"""
-import pathlib
+import atexit, os, pathlib
 from ds_runtime.api import compiled, kept_in
 def keeps(facts, rows):
     pathlib.Path({str(kept)!r}).mkdir(exist_ok=True)
+    pathlib.Path({str(kept)!r}, "kernel").touch()
     kept_in("keeping", {str(kept)!r})
     compiled("keeping", "k", 0.1)
+def speaks(facts, rows):
+    atexit.register(print, "a library says good-bye")
+    keeps(facts, rows)
+def leaves(facts, rows):
+    os._exit(0)
 def fails(facts, rows):
     raise RuntimeError("no compiler here")
 """
@@ -150,6 +156,24 @@ def test_what_was_compiled_before_is_not_asked_for_again(keeping):
     assert made("keeps") == 1 and made("keeps") == 0
     keeping.rename(keeping.with_name("before"))
     assert made("keeps") == 1, "no cache"
+    (keeping / "of another").touch()
+    assert made("keeps") == 0
+    for file in keeping.iterdir():
+        file.unlink()
+    assert made("keeps") == 1 and made("keeps") == 0, "an empty cache"
+
+
+def test_libraries_may_speak_after_the_last_line(keeping, capfd):
+    assert made("speaks") == 1 and made("speaks") == 0
+    (keeping / "kernel").unlink()
+    assert made("speaks") == 1, "the folder is known all the same"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_leaves_early_has_compiled_nothing(keeping, capfd):
+    for _ in range(2):
+        assert made("leaves") == 0
+        assert "(exit 0)" in capfd.readouterr().err
 
 
 def test_what_failed_is_asked_for_again(keeping, capfd):
@@ -164,25 +188,30 @@ def record(*tasks: object) -> CompileRecord:
 
 
 def test_a_record_is_of_its_tasks_modules_and_folders(keeping, compiler, monkeypatch):
-    record("a", "b").write(inodes([keeping]))
+    record("a", "b").write(found_in([keeping]))
     assert record("b", "a").holds()
     assert not record("a").holds() and not record("a", "b", "c").holds()
     other = compiler / "other"
     other.mkdir()
-    keeping.rmdir()
     other.rename(keeping)
     assert not record("a", "b").holds(), "another folder"
-    record("a", "b").write(inodes([keeping]))
+    record("a", "b").write(found_in([keeping]))
     with (compiler / "compilers.py").open("a") as file:
         file.write("# another version\n")
     assert not record("a", "b").holds(), "another compiler"
     record("a", "b").write({})
     assert record("a", "b").holds(), "a compiler that names no folder"
+    (compiler / "compiler-1.1.dist-info").mkdir()
+    assert not record("a", "b").holds(), "another version of a compiler's library"
+    (compiler / "compiler-1.1.dist-info").rmdir()
+    assert record("a", "b").holds()
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert not record("a", "b").holds(), "another torch"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"/nowhere": 3}', "[3]", "\0", "\udc80"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"/nowhere": [3, 1]}', '{"/": 3}', "[3]", "3", "\0", "\udc80"]
+)
 def test_a_damaged_record_skips_nothing(compiler, text):
     record("a").write({})
     (file,) = (compiler / "home/.cache/ds-runtime/compiled").iterdir()

@@ -104,6 +104,50 @@ def test_sigterm_while_loading_and_with_a_stubborn_engine(bpe_folder, mode):
         assert not folder.exists()
 
 
+class Told:
+    """An engine that notes what is asked of it; a second signal comes while it stops."""
+
+    to_engine = from_engine = "ipc://nobody"
+
+    def __init__(self, again):
+        self.again, self.said = again, []
+
+    def start(self):
+        self.said.append("start")
+
+    def stop(self, timeout):
+        signal.raise_signal(self.again)
+        self.said.append(f"stop {timeout}")
+
+
+@pytest.mark.parametrize("again", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["as it is made", "before it handles signals"])
+def test_a_signal_before_the_server_handles_it_ends_the_engines(
+    bpe_folder, monkeypatch, moment, number, again
+):
+    """Whose processes ignore SIGTERM: left alone, they would wait for this one, and it for them."""
+    engines = [Told(again), Told(again)]
+
+    def front_end(*given):
+        if moment == "as it is made":
+            signal.raise_signal(number)
+        return lambda: signal.raise_signal(number)
+
+    monkeypatch.setattr(front_module, "front_end", front_end)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            serve_module.serve(
+                EngineConfig(model=str(bpe_folder)),
+                ServerConfig(port=0, dp=2),
+                launch=lambda config, folder, explicit, replica: engines[replica],
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [one.said for one in engines] == [["start", "stop 0.0"]] * 2
+
+
 def test_an_engine_that_does_not_start_gives_its_reason(bpe_folder):
     with started(bpe_folder, "fails") as process:
         assert process.wait(10) == 1

@@ -1,9 +1,10 @@
 """Which tasks compilers did beside loading before, so that a start with full caches skips them.
 
 `~/.cache/ds-runtime/compiled` has a file for each set of tasks. Its name is a digest of the tasks,
-of torch's version and of the files of the plugins that do them. It holds the folders in which
-compilers kept what they made, and their inodes: where one is gone, all is compiled again. Where
-nothing can be written, nothing is skipped.
+of the versions of all that is installed, compilers among it, and of the files of the plugins that
+do them. It holds the folders in which compilers kept what they made, their inodes, and how much is
+in each: where one is gone, or holds less, all is compiled again. Where nothing can be written,
+nothing is skipped.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-Folders = Mapping[str, int]
-"""Folders and their inodes."""
+Folders = Mapping[str, Sequence[int]]
+"""Folders, and of each its inode and how many entries it has."""
 
 
-def inodes(folders: Iterable[Path]) -> dict[str, int]:
+def found_in(folders: Iterable[Path]) -> dict[str, list[int]]:
     """Of those that exist."""
-    found = dict[str, int]()
+    found = dict[str, list[int]]()
     for folder in folders:
         with contextlib.suppress(OSError):
-            found[str(folder)] = folder.stat().st_ino
+            found[str(folder)] = [folder.stat().st_ino, len(os.listdir(folder))]
     return found
 
 
@@ -35,7 +38,7 @@ class CompileRecord:
 
     def __init__(self, tasks: Iterable[object], modules: Iterable[str]) -> None:
         digest = hashlib.sha256(torch.__version__.encode())
-        for text in sorted(map(repr, tasks)):
+        for text in (*_installed(), *sorted(map(repr, tasks))):
             digest.update(text.encode())
         for package in sorted({module.partition(".")[0] for module in modules}):
             _add_files(digest, package)
@@ -49,8 +52,12 @@ class CompileRecord:
         """Whether all was compiled, and is where it was kept."""
         try:
             folders: Folders = json.loads(self._path.read_text())
-            return inodes(map(Path, folders)) == folders
-        except (OSError, ValueError, TypeError, RuntimeError):  # absent or damaged
+            now = found_in(map(Path, folders))
+            return all(
+                name in now and now[name][0] == inode and now[name][1] >= count
+                for name, (inode, count) in folders.items()
+            )
+        except (OSError, ValueError, TypeError, AttributeError, RuntimeError):  # absent or damaged
             return False
 
     def write(self, folders: Folders) -> None:
@@ -58,6 +65,12 @@ class CompileRecord:
         with contextlib.suppress(OSError, RuntimeError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(folders))
+
+
+def _installed() -> list[str]:
+    """`NAME-VERSION.dist-info` of each distribution."""
+    places = (place for place in map(Path, sys.path) if place.is_dir())
+    return sorted({found.name for place in places for found in place.glob("*.dist-info")})
 
 
 def _add_files(digest: hashlib._Hash, package: str) -> None:

@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 
 import torch
 
-from ds_runtime.engine.device.compile_record import CompileRecord, inodes
+from ds_runtime.engine.device.compile_record import CompileRecord, Folders, found_in
 from ds_runtime.engine.device.variants import served
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.ops.contract import Facts, load_attr
@@ -27,7 +27,7 @@ from ds_runtime.platform.cores import cores_per_device
 
 _CORES = 1.5  # of the host, for each process
 _PIECES = 2  # for each at least
-_TOLD = "compiled: "  # what the last line of such a process begins with
+_TOLD = "compiled: "  # what the last line begins with; libraries may speak after it
 _MEMORY = 16 << 30  # bytes of the device's size for each, which holds less than 1 GiB of them
 
 
@@ -91,10 +91,11 @@ class Ahead:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        whole, kept = kind is None, dict[str, int]()
+        whole, kept = kind is None, dict[str, Sequence[int]]()
         for process in self._running:
             why = process.end(kill=kind is not None)
-            whole, kept = whole and not why, kept | process.kept
+            whole = whole and not why
+            kept.update(process.kept)
             for (compiler, kernel), count in process.compiled.items():
                 heard(compiler, kernel, count)
             if why and kind is None:
@@ -113,7 +114,7 @@ class _Process:
 
     def __init__(self, work: CompileJob) -> None:
         self.compiled: dict[tuple[str, str], int] = {}
-        self.kept: dict[str, int] = {}  # folders and their inodes
+        self.kept: Folders = {}
         self._said = TemporaryFile()  # noqa: SIM115 (open until `end`)
         command = [sys.executable, "-P", "-m", "ds_runtime.engine.device.precompile"]
         self._process = subprocess.Popen(
@@ -124,17 +125,19 @@ class _Process:
             pickle.dump(work, pipe)
 
     def end(self, kill: bool) -> str:
-        """The last line of one that failed, after waiting for it."""
+        """The last line of one that failed or did not tell, after waiting for it."""
         if kill:
             self._process.kill()
         code = self._process.wait()
         with self._said as said:
             said.seek(0)
             lines = [line.strip() for line in said.read().decode(errors="replace").split("\n")]
-        if code == 0 and lines[-2:-1] and lines[-2].startswith(_TOLD):
-            told, self.kept = json.loads(lines[-2].removeprefix(_TOLD))
-            self.compiled = {(compiler, kernel): count for compiler, kernel, count in told}
-        return next((line for line in reversed(lines) if line), f"exit {code}") if code else ""
+        last = next((line for line in reversed(lines) if line.startswith(_TOLD)), None)
+        if code or last is None:
+            return next((line for line in reversed(lines) if line), f"exit {code}")
+        told, self.kept = json.loads(last.removeprefix(_TOLD))
+        self.compiled = {(compiler, kernel): count for compiler, kernel, count in told}
+        return ""
 
 
 @torch.inference_mode()
@@ -146,7 +149,7 @@ def main() -> None:
     for path, facts, rows in work.tasks:
         load_attr(path)(facts, rows)
     told = [(*key, count) for key, count in counted().items()]
-    print(_TOLD + json.dumps((told, inodes(folders()))), flush=True)
+    print(_TOLD + json.dumps((told, found_in(folders()))), flush=True)
 
 
 if __name__ == "__main__":

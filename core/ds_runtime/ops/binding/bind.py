@@ -26,14 +26,9 @@ from ds_runtime.ops.contract import (
     Offers,
     Site,
 )
-from ds_runtime.ops.contracts.caches import INDEX, KV
+from ds_runtime.ops.contracts.caches import KV
 from ds_runtime.ops.formats import FORMATS, Conversion, conversions
 from ds_runtime.ops.table import OPS
-
-_DECIDES = {  # of these groups of caches, whose layout counts
-    KV: ("mla_decode", "mha_decode", "sparse_decode"),
-    INDEX: ("index_select",),
-}
 
 
 def _part(site: Site, op: str) -> Site:
@@ -121,7 +116,7 @@ class Binder:
         That is a decode kernel, for the index cache one that scores, for others that of any op.
         """
         users = [s for s in sites if OPS[s.op].layout == group]
-        first = next(s for s in users if group not in _DECIDES or s.op in _DECIDES[group])
+        first = next((s for s in users if OPS[s.op].chooses), users[0])
         why, size = list[str](), self.facts(first).page_size
         for kernel, site in self._readers(first):
             if sentence := refusal(kernel, self.facts(site)):

@@ -287,6 +287,7 @@ class IndexOps(Area):
         composition=f"{__name__}:compose_index_select",
         uses=("index_scores", "index_topk"),
         layout="index",
+        chooses=True,
         waits=True,
         cost=Cost({"": (_select_inputs, _index_select)}, step=("",), size=by_index),
         summary="score every cached token and keep the best, fused",

@@ -110,6 +110,7 @@ class SparseOps(Area):
     )
     sparse_decode: SparseMla = op(
         **_SAID,
+        chooses=True,
         cost=Cost({"": (_inputs, _work)}, step=("",), size=by_latent),
         summary="absorbed attention over chosen tokens, for decode rows",
     )
