@@ -150,8 +150,15 @@ def ignored(url):
 
 
 def until_there(process):
+    """The text's process, which comes after the engine's."""
     end = time.monotonic() + 20
-    while not psutil.Process(process.pid).children():
+    while not any("ds_runtime.text.worker" in one for one in commands(process.pid)):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def commands(pid):
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            yield one.cmdline()
     time.sleep(1.0)

@@ -65,10 +65,16 @@ class Lives:
             self._started = True
             self.engine.start()
 
+    def stop(self, timeout: float) -> str | None:
+        """End the engine's processes, as `RunningEngine.stop`."""
+        said = self.engine.stop(timeout)
+        self._started = False
+        return said
+
     def abandon(self) -> None:
-        """End the engine's processes at once, if they were started."""
+        """End the engine's processes at once, if they were started and not stopped."""
         if self._started:
-            self.engine.stop(0.0)
+            self.stop(0.0)
 
     def ready(self) -> None:
         """The engine serves from now on."""

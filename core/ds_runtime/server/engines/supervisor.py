@@ -118,7 +118,7 @@ class Keeper:
 
     async def _stop(self, seconds: float) -> str | None:
         """In a thread, and to its end: nobody else may wait for the same processes meanwhile."""
-        ending = asyncio.create_task(asyncio.to_thread(self.lives.engine.stop, seconds))
+        ending = asyncio.create_task(asyncio.to_thread(self.lives.stop, seconds))
         try:
             return await asyncio.shield(ending)
         except asyncio.CancelledError:
