@@ -104,10 +104,28 @@ def _copies(laid: Laid) -> str:
     return f"copying blocks 1 and 4 to 3 and 0 leaves {wrong} wrong" if wrong else ""
 
 
+def _exports(laid: Laid) -> str:
+    cache, other = laid.made(), laid.made()
+    held, there = _held(cache), _held(other)
+    owned = [_owned(laid, cache, block) for block in range(BLOCKS)]
+    before, after = _filled(held, 1), _filled(there, 2)
+    numbers = torch.tensor([3, 0], dtype=torch.int64, device=cache.device)
+    found = load_attr(laid.layout.export)(cache, numbers)
+    if found.dtype != torch.uint8 or found.shape != (2, laid.block):
+        return f"export gives {found.dtype} {list(found.shape)} of 2 blocks of {laid.block} bytes"
+    load_attr(laid.layout.restore)(other, numbers.new_tensor([1, 2]), found)
+    for source, target in ((3, 1), (0, 2)):
+        after[owned[target]] = before[owned[source]]
+    if not torch.equal(held, before):
+        return "export changes the cache"
+    return "" if torch.equal(there, after) else "blocks 3 and 0, restored as 1 and 2, are others"
+
+
 QUESTIONS: Mapping[str, Callable[[Laid], str]] = {
     "blocks": _blocks,
     "bytes": _bytes,
     "copies": _copies,
+    "exports": _exports,
 }
 
 

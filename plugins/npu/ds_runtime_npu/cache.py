@@ -67,6 +67,20 @@ def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
         part.index_copy_(0, targets, part.index_select(0, sources))
 
 
+def export_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
+    """`Layout.export`: latents of a block, then its keys."""
+    held = [part.index_select(0, blocks).flatten(1) for part in paged(cache, _rope(cache))]
+    return torch.cat(held, 1).view(torch.uint8)
+
+
+def restore_blocks(cache: Tensor, blocks: Tensor, exported: Tensor) -> None:
+    """`Layout.restore`."""
+    rows = exported.contiguous().view(cache.dtype)
+    width = cache.shape[1] * cache.shape[2]
+    for part, held in zip(paged(cache, _rope(cache)), rows.tensor_split((width,), 1), strict=True):
+        part.index_copy_(0, blocks, held.reshape(-1, *part.shape[1:]))
+
+
 def places(cache: Tensor, slots: Tensor) -> Tensor:
     """Slots, and where they are negative the spare page's first row."""
     return torch.where(slots < 0, cache.shape[0] * cache.shape[1], slots)

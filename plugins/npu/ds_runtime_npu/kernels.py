@@ -37,6 +37,8 @@ LATENT_SPLIT = Layout(
     allocate="ds_runtime_npu.cache:allocate",
     bytes_per_token=_bytes_per_token,
     copy="ds_runtime_npu.cache:copy_blocks",
+    export="ds_runtime_npu.cache:export_blocks",
+    restore="ds_runtime_npu.cache:restore_blocks",
 )
 
 

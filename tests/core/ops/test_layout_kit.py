@@ -73,6 +73,18 @@ def copies_all(cache, sources, targets) -> None:
     cache[:] = cache[sources[0]].clone()
 
 
+def exports_one(cache, blocks):
+    return cache[blocks[:1]].view(torch.uint8).flatten(1)
+
+
+def exports_next(cache, blocks):
+    return cache[(blocks + 1) % len(cache)].view(torch.uint8).flatten(1)
+
+
+def restores_all(cache, blocks, exported) -> None:
+    cache[:] = exported[:1].view(cache.dtype).view(1, *cache.shape[1:])
+
+
 def raises(*args: object) -> None:
     raise RuntimeError("no such copy")
 
@@ -91,6 +103,9 @@ def own(allocate=good, **said) -> Layout:
         (own(copy=f"{__name__}:copies_all"), "copies", "changes 1536 bytes, a block has 384"),
         (own(copy=f"{__name__}:copies_back"), "copies", "] wrong"),
         (own(copy=f"{__name__}:raises"), "copies", "no such copy"),
+        (own(export=f"{__name__}:exports_one"), "exports", "[1, 384] of 2 blocks of 384 bytes"),
+        (own(export=f"{__name__}:exports_next"), "exports", "are others"),
+        (own(restore=f"{__name__}:restores_all"), "exports", "are others"),
     ],
 )
 def test_a_mistake_is_named(layout, check, said):

@@ -123,9 +123,14 @@ class LaidGroup:
         return self.layout.bytes_per_token(self.facts)
 
     @property
+    def page_bytes(self) -> int:
+        """One block of one layer."""
+        return self.entry_bytes * self.facts.page_size
+
+    @property
     def block_bytes(self) -> int:
         """One block of every layer."""
-        return self.entry_bytes * self.facts.page_size * len(self.group.layers)
+        return self.page_bytes * len(self.group.layers)
 
 
 @dataclass(frozen=True, slots=True)

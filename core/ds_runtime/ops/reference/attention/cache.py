@@ -29,6 +29,19 @@ def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     held.index_copy_(0, targets, held.index_select(0, sources))
 
 
+def export_blocks(cache: Tensor, blocks: Tensor) -> Tensor:
+    """`Layout.export` of such layouts."""
+    held = cache.view(torch.uint8) if is_fp8(cache.dtype) else cache
+    return held.index_select(0, blocks).view(torch.uint8).flatten(1)
+
+
+def restore_blocks(cache: Tensor, blocks: Tensor, exported: Tensor) -> None:
+    """`Layout.restore` of such layouts."""
+    held = cache.view(torch.uint8) if is_fp8(cache.dtype) else cache
+    shape = (exported.shape[0], *cache.shape[1:])
+    held.index_copy_(0, blocks, exported.contiguous().view(held.dtype).view(shape))
+
+
 def cache_write(cache: Tensor, latent: Tensor, k_rope: Tensor, slots: Tensor) -> None:
     """Reference of CacheWrite for latent_pages."""
     real = slots >= 0
