@@ -32,6 +32,8 @@ SETTINGS = {
     "max_running_requests": 12,
 }
 DIVIDED = {"tp": 2, "enable_dp_attention": True}
+GROUPS = {"tp": 4, "dp": 2, "enable_dp_attention": True}  # heads are divided inside each
+BOTH = pytest.mark.parametrize("divided", [DIVIDED, GROUPS], ids=("ranks", "groups"))
 EXTRAS = (
     {"logprobs": 2},
     {},
@@ -94,16 +96,26 @@ def alone(tiny):
         return ask(llm)
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_mixed_batches_give_what_one_rank_gives(tiny, alone, tp):
-    with LLM(tiny, **SETTINGS, tp=tp, enable_dp_attention=True) as llm:
+@pytest.mark.parametrize(
+    ("tp", "dp"),
+    [
+        (2, None),
+        (4, 2),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(4, None, marks=pytest.mark.slow),
+    ],
+)
+def test_mixed_batches_give_what_one_rank_gives(tiny, alone, tp, dp):
+    with LLM(tiny, **SETTINGS, tp=tp, dp=dp, enable_dp_attention=True) as llm:
         same(ask(llm), alone)
+        dp = dp or tp
         stats, most = llm.stats(), 2_000_000 // (40 * 4 * 3 * 16)
-        assert stats.pages_total == tp * most, "as many on each rank as one rank alone has"
-        assert f"{most} pages of 16 on each of {tp} ranks" in llm.banner
+        assert stats.pages_total == dp * most, "as many in each group as one rank alone has"
+        each = "ranks" if dp == tp else "groups of 2 ranks"
+        assert f"{most} pages of 16 on each of {dp} {each}" in llm.banner
         llm.flush_cache()
         assert llm.stats().pages_free == stats.pages_total, "a page is lost"
-        assert llm.plan.attn_dp == llm.plan.tp == tp
+        assert (llm.plan.tp, llm.plan.attn_dp) == (tp, dp)
 
 
 def test_little_memory_is_divided_by_sequences(tiny):
@@ -142,8 +154,9 @@ def recorded(monkeypatch):
 
 
 @pytest.mark.slow
-def test_captured_and_overlapped_steps(tiny, alone, recorded):
-    settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": ()}
+@BOTH
+def test_captured_and_overlapped_steps(tiny, alone, recorded, divided):
+    settings = {**SETTINGS, **divided, "platform": "recorded", "plugins": ()}
     settings |= {"graph_sizes": (2, 8), "prefill_graph_sizes": (12, 60)}
     with LLM(tiny, extra_plugins=[recorded], **settings) as llm:
         replays = llm._assembly.platform.backend.replays
@@ -151,14 +164,17 @@ def test_captured_and_overlapped_steps(tiny, alone, recorded):
         assert len(replays) == pieces + rest, "a step and a draw behind masks per size"
         assert not any(replays)
         same(ask(llm), alone)
-        assert all(replays[:pieces]) and all(replays[pieces::2]) and any(replays[pieces + 1 :: 2])
+        # Of short steps few rows may be wanted: these are computed in place of the last piece.
+        assert all(replays[: pieces - 1]), "a piece of either size"
+        assert all(replays[pieces::2]) and any(replays[pieces + 1 :: 2])
 
 
 @pytest.mark.slow
-def test_adapters_in_captured_steps(tiny, tmp_path, recorded):
+@BOTH
+def test_adapters_in_captured_steps(tiny, tmp_path, recorded, divided):
     """Whole beside attention, cut beside FFNs; one is loaded into steps that are captured."""
     adapted = Adapted(tiny, tmp_path)
-    settings = {**SETTINGS, **DIVIDED, "platform": "recorded", "plugins": (), "graph_sizes": (4,)}
+    settings = {**SETTINGS, **divided, "platform": "recorded", "plugins": (), "graph_sizes": (4,)}
     settings["prefill_graph_sizes"] = (60,)
     slots = {"lora": adapted.flags("a"), "max_loras": 2, "max_lora_rank": 8}
     asked, scored = prompts(6, 1, 60), SamplingParams(max_tokens=10, logprobs=0)
@@ -171,10 +187,11 @@ def test_adapters_in_captured_steps(tiny, tmp_path, recorded):
 
 
 @pytest.mark.slow
-def test_adapters_of_routed_experts(tiny, tmp_path):
+@BOTH
+def test_adapters_of_routed_experts(tiny, tmp_path, divided):
     adapted = Adapted(tiny, tmp_path)
     asked, scored = prompts(6, 1, 60), SamplingParams(max_tokens=10, logprobs=0)
-    with LLM(tiny, **SETTINGS, **DIVIDED, lora=adapted.flags("e")) as llm:
+    with LLM(tiny, **SETTINGS, **divided, lora=adapted.flags("e")) as llm:
         names = ["e", None, None, "e", "e", None]
         adapted.check(llm.generate(asked, scored, lora=names), names)
 
@@ -194,7 +211,7 @@ def test_adapters_of_routed_experts(tiny, tmp_path):
 def test_other_settings_give_what_one_rank_gives(tiny, settings, tolerance):
     """Coarse dtypes round what ranks sum in another order, so only first tokens are compared."""
     found = []
-    for divided in ({}, DIVIDED):
+    for divided in ({}, GROUPS):
         with LLM(tiny, **{**SETTINGS, **settings, **divided}) as llm:
             found.append(llm.generate(prompts(9), SamplingParams(max_tokens=12, logprobs=0)))
     if tolerance == 1e-4:

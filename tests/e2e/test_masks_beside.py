@@ -50,7 +50,7 @@ def test_masks_that_come_late_change_nothing(runner, monkeypatch, ahead):
     assert run(made, asked) == want
     assert made.stats().late_masks > 0
     small = engine(runner, ahead)
-    (pages,) = small.scheduler.holdings.ranks
+    (pages,) = small.scheduler.holdings.groups
     pages.pool = type(pages.pool)(12)
     assert run(small, asked) == want
     assert small.scheduler.stats().preemptions > 0

@@ -29,6 +29,7 @@ SETTINGS = {
 CHAIN = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
 TREE = {**CHAIN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 DIVIDED = {"tp": 2, "enable_dp_attention": True, "dist_timeout": 60}
+GROUPS = {**DIVIDED, "tp": 4, "dp": 2}  # heads are divided inside each
 ADAPTIVE = {**CHAIN, "speculative_adaptive": True}
 
 
@@ -122,6 +123,7 @@ def test_drafts_of_divided_sequences_are_as_often_right():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("divided", [DIVIDED, GROUPS], ids=("ranks", "groups"))
 @pytest.mark.parametrize(
     ("shape", "drafting"),
     [
@@ -132,17 +134,24 @@ def test_drafts_of_divided_sequences_are_as_often_right():
         ("tiny-v32", ADAPTIVE),
     ],
 )
-def test_with_sequences_divided(made, shape, drafting):
+def test_with_sequences_divided(made, shape, drafting, divided):
     plain, _ = answers(made[shape])
-    found, stats = answers(made[shape], **DIVIDED, **drafting)
+    found, stats = answers(made[shape], **divided, **drafting)
     assert found == plain
     assert stats.draft_tokens > 0 and 0 <= stats.accepted_tokens < stats.draft_tokens
 
 
 @pytest.mark.parametrize(
-    "drafting", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=("chain", "tree")
+    ("drafting", "divided"),
+    [
+        pytest.param(CHAIN, DIVIDED, marks=pytest.mark.slow),
+        (TREE, DIVIDED),
+        pytest.param(CHAIN, GROUPS, marks=pytest.mark.slow),
+        pytest.param(TREE, GROUPS, marks=pytest.mark.slow),
+    ],
+    ids=("chain", "tree", "chain-groups", "tree-groups"),
 )
-def test_with_sequences_and_adapters_divided(tmp_path, recorded, drafting):
+def test_with_sequences_and_adapters_divided(tmp_path, recorded, drafting, divided):
     """Verifications, drafts and prompts are captured, and one step is ahead of the host."""
     config = load_config(resolve_model("demo"))
     write_adapter(tmp_path / "a", config, lambda module: ".mlp.experts." not in module, rank=4)
@@ -150,7 +159,7 @@ def test_with_sequences_and_adapters_divided(tmp_path, recorded, drafting):
     plain, alone = answers("demo", adapters=("a", None), **settings, **drafting)
     settings |= {"platform": "recorded", "plugins": (), "extra_plugins": [recorded]}
     settings |= {"graph_sizes": (1, 2, 4), "prefill_graph_sizes": (128,)}
-    found, stats = answers("demo", adapters=("a", None), **settings, **DIVIDED, **drafting)
+    found, stats = answers("demo", adapters=("a", None), **settings, **divided, **drafting)
     assert found == plain
     assert stats.accepted_tokens == alone.accepted_tokens > 0
     replays = recorded.Recorded.backend.replays

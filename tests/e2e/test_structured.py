@@ -243,7 +243,7 @@ def test_steps_ahead_and_preemptions_change_nothing(runner):
     assert run(engine(runner, False), asked) == want
     assert run(engine(runner, True), asked) == want
     small = engine(runner, True)
-    (pages,) = small.scheduler.holdings.ranks
+    (pages,) = small.scheduler.holdings.groups
     pages.pool = type(pages.pool)(12)
     assert run(small, asked) == want
     assert small.scheduler.stats().preemptions > 0

@@ -35,6 +35,7 @@ WHY = {
     "leave": "engine rank {rank} failed: SystemExit: this is the cause",
     "exit": "engine rank {rank} has left by itself with exit code 7",
     "kill": "engine rank {rank} was ended by SIGKILL",
+    "stop": "engine rank {rank} was stopped by a signal and not continued for 3 s",
 }
 IN_A_PLUGIN = {  # a rank's exception there has become a sentence
     "load": r"kernel mortal\.Linear of plugin mortal, linear at layers\.0\.\S+, given .*, failed: ",

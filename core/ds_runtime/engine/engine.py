@@ -69,13 +69,12 @@ class Engine:
             draft_room=runner.speculation.room if runner.speculation else 0,
             pace=Pace(runner.speculation) if runner.speculation else None,
             max_itl=(config.max_itl or 0.0) / 1000,
-            prefill_sizes=runner.programs.prefill_sizes if config.attn_dp == 1 else (),
+            prefill_sizes=runner.parts.exchange.sizes_of_steps(runner.programs.prefill_sizes),
         )
         self._grammars = Grammars(assembly.folder, assembly.model.vocab_size, limits.eos)
         self._compiling: list[tuple[Submit, PendingGrammar]] = []
-        self.scheduler = Scheduler(
-            limits, [_pages(config, runner.num_pages) for _ in range(config.attn_dp)]
-        )
+        pools = [_pages(config, runner.num_pages) for _ in range(config.attn_dp)]
+        self.scheduler = Scheduler(limits, pools)
         self.adapters = Adapters(assembly.lora)
         self._observers = _Observers(assembly)
         self._launched: deque[_Launched] = deque()  # results not collected yet

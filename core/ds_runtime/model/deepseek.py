@@ -18,8 +18,7 @@ from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import Codes, LinearLayer, RmsNormLayer
 from ds_runtime.model.moe import DenseMlp, MoeMlp
 from ds_runtime.model.rope import cos_sin_table
-from ds_runtime.ops.batch import Batch, DecodePart, Spread
-from ds_runtime.parallel.exchange import gathered, gathered_wanted, summed
+from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
@@ -31,6 +30,7 @@ class DecoderLayer:
     def __init__(self, config: ModelConfig, load: Loader, node: structure.BlockNode) -> None:
         layer = node.layer
         ops = load.ops(layer, "block")
+        self.exchange = load.exchange
         self.input_norm = RmsNormLayer(ops, load.vector(node.norm), config.eps)
         attention = ExpandedAttention if config.expanded else Attention
         self.attention = attention(config, load, node.attention)
@@ -49,21 +49,20 @@ class DecoderLayer:
         residual: Tensor | None,
         step: LayerStep,
         rows: Tensor | None = None,
-        tail: Spread | None = None,
+        tail: RowOrder | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(mlp output, residual before it), both [T, hidden]; the next norm adds them.
 
-        rows: the only ones that are wanted; all are still written to the cache. tail: how these lie
-        on the ranks, if the batch says so of its own.
+        rows: the only ones that are wanted; all are still written to the cache. tail: their order.
         """
         batch = step.batch
         normed, residual = self.enter(x, residual, batch)
         attended = self.attention(normed, step)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
-            if not rows.shape[0] and tail is None:
+            if not self.exchange.most(rows.shape[0], tail):
                 return attended, residual
-            batch = replace(batch, spread=tail)
+            batch = replace(batch, order=tail)
         return self.leave(attended, residual, batch)
 
     def state_keys(self, part: DecodePart) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ class DeepSeekModel:
 
     def __init__(self, config: ModelConfig, load: Loader, positions: int) -> None:
         self.config = config
-        self.world, self.comm = load.world, load.comm
+        self.world, self.comm, self.exchange = load.world, load.comm, load.exchange
         self.captured, self.dtype = load.bound.base.graph_capture, load.dtype
         self.page_size = load.bound.base.page_size
         self.cos_sin = cos_sin_table(config, positions, load.device)
@@ -149,18 +148,19 @@ class DeepSeekModel:
         selection = self.selection(batch)
         x = self.embedded(batch.input_ids, batch)  # [T, hidden]
         residual: Tensor | None = None
-        few = None if every else self.few(batch)
+        few, tail = None if every else self.few(batch), self.exchange.logits_alone(batch.order)
         for block, step in self._layers(caches, batch, selection):
-            x, residual = block(x, residual, step, few if block is self.blocks[-1] else None)
+            own = few if block is self.blocks[-1] else None
+            x, residual = block(x, residual, step, own, tail)
         assert residual is not None, "a model has at least one layer"
-        if every or few is not None:
+        if every:
             return self.norm.add(x, residual)[0]
         wanted = batch.logit_rows.shape[0]
-        if (wanted if batch.spread is None else batch.spread.wanted) == 0:
+        if not self.exchange.most(wanted, tail):
             return x.new_empty(0, self.config.hidden)
         if wanted != x.shape[0]:  # rows are distinct and rising
             x, residual = x[batch.logit_rows], residual[batch.logit_rows]
-        return self.wanted(self.norm.add(x, residual)[0], batch.spread)
+        return self.exchange.collect(self.norm.add(x, residual)[0], batch.order)
 
     @contextmanager
     def only(self, layers: Sequence[int]) -> Iterator[None]:
@@ -184,9 +184,10 @@ class DeepSeekModel:
         """The logit rows, if these are all that the last layer has to compute behind its attention:
         nobody reads the others' hidden states.
         """
-        rows, total = batch.logit_rows, batch.input_ids.shape[0]
-        apart = batch.spread is not None or batch.adapters is not None
-        return None if apart or rows.shape[0] > total // 2 else rows
+        exchange, rows, order = self.exchange, batch.logit_rows, batch.order
+        wanted = exchange.most(rows.shape[0], exchange.logits_alone(order))
+        whole = wanted > exchange.most(batch.input_ids.shape[0], order) // 2
+        return None if whole or exchange.adapters(batch) is not None else rows
 
     def selection(self, batch: Batch) -> Selection | None:
         """What a step's layers hand on, where attention is sparse."""
@@ -204,7 +205,7 @@ class DeepSeekModel:
     ) -> Generator[Cut, None, Tensor]:
         """`forward` of every token, in pieces that depend on their number alone, not on whose they
         are: between two of them somebody calls `attend`, which fills `attended` [T, heads · v].
-        Returns the final hidden states [T, hidden]. batch: without a spread.
+        Returns the final hidden states [T, hidden].
         """
         x, residual = self.embedded(batch.input_ids, batch), None
         for block, step in self._layers(caches, batch):
@@ -227,21 +228,22 @@ class DeepSeekModel:
         out.copy_(attended.flatten(1))
 
     def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor:
-        """What follows the last layer's attention, of a few rows: their final hidden states."""
-        residual = cut.residual[rows]
-        if not rows.shape[0]:
+        """What follows the last layer's attention, of a step's logit rows, where these are few:
+        the final hidden states of those of all ranks.
+        """
+        residual, tail = cut.residual[rows], self.exchange.logits_alone(batch.order)
+        if not self.exchange.most(rows.shape[0], tail):
             return residual
-        out = cut.block.attention.output(attended[rows], None)
-        return self.norm.add(*cut.block.leave(out, residual, batch))[0]
-
-    def wanted(self, hidden: Tensor, spread: Spread | None) -> Tensor:
-        """This rank's logit rows → those of all ranks, in the order that `logits` is to give."""
-        return hidden if spread is None else gathered_wanted(self.comm, hidden, spread)
+        out = residual  # of no row, if other ranks have all
+        if rows.shape[0]:
+            out = cut.block.attention.output(attended[rows], None)
+        out, residual = cut.block.leave(out, residual, replace(batch, order=tail))
+        return self.exchange.collect(self.norm.add(out, residual)[0], batch.order)
 
     def embedded(self, ids: Tensor, batch: Batch) -> Tensor:
         """Of one token per row of this rank: [T] → [T, hidden]."""
-        every = gathered(self.comm, ids, batch)
-        return summed(self.comm, self.embed(every), batch, ids.shape[0])
+        every = self.exchange.enter(ids, batch.order)
+        return self.exchange.leave(self.embed(every), batch.order, ids.shape[0])
 
     @torch.inference_mode()
     def move(self, caches: Sequence[Tensor], batch: Batch, moves: Moves) -> None:

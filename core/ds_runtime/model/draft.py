@@ -8,7 +8,6 @@ state when it drafts the token after. Source: DeepSeek-V3 technical report, arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +17,7 @@ from ds_runtime.description.structure import DraftTree
 from ds_runtime.model.deepseek import DecoderLayer, DeepSeekModel
 from ds_runtime.model.indexer import LayerStep, Selection
 from ds_runtime.model.layers import RmsNormLayer
-from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
@@ -57,20 +56,18 @@ class DraftModel:
         ids: Tensor,
         caches: Sequence[Tensor],
         rows: Tensor | None,
-        tail: Spread | None = None,
+        tail: RowOrder | None = None,
     ) -> Tensor:
-        """[rows, hidden] for `model.wanted`, which makes of them what `model.logits` takes; rows
-        None: of every token.
+        """[rows, hidden] for `exchange.collect`, which makes of them what `model.logits` takes;
+        rows None: of every token.
 
         hidden: [T, hidden] at the batch's positions; ids: [T], the tokens that follow them. Every
         row's key is written to `caches`: the draft layer's, and where attention is sparse that of
-        its indexer. tail: how the rows lie on the ranks, where attention is divided by sequences.
+        its indexer. tail: the order of `rows`.
         """
         model = self.model
         # Adapters change the model, and drafts need not be right.
-        if batch.ffn_adapters is not None:
-            spread = batch.spread and replace(batch.spread, adapters=None)
-            batch = replace(batch, adapters=None, spread=spread)
+        batch = model.exchange.plain(batch)
         embedded = model.embedded(ids, batch)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         selection, index = None, None

@@ -13,7 +13,6 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.model.layers import Codes
 from ds_runtime.ops.batch import Batch
 from ds_runtime.ops.binding.branch import branch
-from ds_runtime.parallel.exchange import gathered, summed
 
 if TYPE_CHECKING:
     from ds_runtime.weights.loader import Loader
@@ -41,13 +40,13 @@ class DenseMlp:
     """The MLP of the first layers."""
 
     def __init__(self, load: Loader, node: structure.SwiGluNode) -> None:
-        self.mlp = SwiGlu(load, node)
-        self.comm = load.comm
+        self.mlp, self.exchange = SwiGlu(load, node), load.exchange
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks."""
-        every = gathered(self.comm, x, batch)
-        return summed(self.comm, self.mlp(every, batch.ffn_adapters), batch, x.shape[0])
+        every = self.exchange.enter(x, batch.order)
+        out = self.mlp(every, self.exchange.adapters(batch))
+        return self.exchange.leave(out, batch.order, x.shape[0])
 
 
 class MoeMlp:
@@ -58,7 +57,7 @@ class MoeMlp:
     def __init__(self, config: ModelConfig, load: Loader, node: structure.MoeNode) -> None:
         assert config.routing is not None
         self.ops = load.ops(node.layer, structure.MLP)
-        self.comm = load.comm
+        self.exchange = load.exchange
         self.router = load.wide(node.router)
         self.bias = None if node.correction is None else load.wide(node.correction)
         self.experts = load.experts(node)
@@ -70,12 +69,12 @@ class MoeMlp:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """This rank's rows of the step, [T, hidden] → [T, hidden], summed over ranks once."""
-        count = x.shape[0]
-        x, adapters = gathered(self.comm, x, batch), batch.ffn_adapters
+        count, adapters = x.shape[0], self.exchange.adapters(batch)
+        x = self.exchange.enter(x, batch.order)
         shared = None if self.shared is None else branch(partial(self.shared, x, adapters))
         logits = self.ops.router_logits(x, self.router)  # [T, experts] float32
         weights, ids = self.ops.route(logits, self.bias, self.routing)
         out = self.experts(x, weights, ids, adapters)
         if shared is not None:
             out.add_(shared())  # `out` is new: nobody else holds it
-        return summed(self.comm, out, batch, count)
+        return self.exchange.leave(out, batch.order, count)

@@ -130,15 +130,15 @@ class PrefillPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """How a step's rows lie on the ranks of a group that divides attention by sequences.
+class RowOrder:
+    """How a step's rows lie on groups of ranks that divide attention by sequences.
 
-    A rank's batch holds the rows of its own sequences. What is divided by width takes the rows of
-    all ranks: each rank's, filled up to `rows`, one rank after the other. real: [all rows] int64,
-    which of these places hold a row; None if all do. wanted: logit rows of each rank, filled up.
-    order: [logit rows] int64, the place among these of every logit row of the step, in the order of
-    its works; None if they lie so. adapters and logit_adapters: as in Batch, of all real rows and
-    of all logit rows; None if no row has one.
+    A rank's batch holds the rows of its group's sequences. What is divided by width takes the rows
+    of all groups: each one's, filled up to `rows`, one group after the other. real: [all rows]
+    int64, which of these places hold a row; None if all do. wanted: logit rows of each group,
+    filled up. order: [logit rows] int64, the place among these of every logit row of the step, in
+    the order of its works; None if they lie so. adapters and logit_adapters: as in Batch, of all
+    real rows and of all logit rows; None if no row has one.
     """
 
     rows: int
@@ -156,8 +156,9 @@ class Batch:
     input_ids, positions, slots: [tokens] int64; a negative slot is padding. logit_rows: rows
     whose logits are wanted, rising, [rows] int64. states: step state per stateful kernel, by its
     key. adapters: each row's slot of low-rank adapters, −1 for none, [tokens] int32; None if no row
-    has one. spread: where attention is divided by sequences; a rank may then have no row at all.
-    index_keys: of trees, where attention is sparse, what each indexer made a key of.
+    has one. order: how rows lie, for the exchange that made it (`parallel.exchange`); where
+    attention is divided by sequences, a rank may have no row at all. index_keys: of trees, where
+    attention is sparse, what each indexer made a key of.
     """
 
     input_ids: Tensor
@@ -168,7 +169,7 @@ class Batch:
     prefill: PrefillPart | None = None
     states: dict[str, Any] = field(default_factory=dict)
     adapters: Tensor | None = None
-    spread: Spread | None = None
+    order: RowOrder | None = None
     index_keys: list[Tensor] = field(default_factory=list)
 
     @property
@@ -179,15 +180,3 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.input_ids.shape[0])
-
-    @property
-    def ffn_adapters(self) -> Tensor | None:
-        """Of the rows that FFNs take: those of all ranks."""
-        return self.adapters if self.spread is None else self.spread.adapters
-
-    @property
-    def logit_adapters(self) -> Tensor | None:
-        """Of the logit rows of the step, those of all ranks."""
-        if self.spread is not None:
-            return self.spread.logit_adapters
-        return None if self.adapters is None else self.adapters[self.logit_rows]

@@ -44,6 +44,7 @@ from ds_runtime.ops.contract import Site
 from ds_runtime.ops.reference.matrices.rounding import convert_part
 from ds_runtime.ops.table import Ops
 from ds_runtime.ops.weight import MlaWeights, Weight, WeightPart
+from ds_runtime.parallel.exchange import exchange_of
 from ds_runtime.parallel.layout import Shards
 from ds_runtime.parallel.world import World
 from ds_runtime.weights.check import check_checkpoint
@@ -81,6 +82,7 @@ class Loader:
         self.bound = bound
         self.world = world
         self.comm, self.head_comm = world.group("tp"), world.group("attn_tp")
+        self.exchange = exchange_of(world)
         self.device = device
         self.dtype = dtype
         self.shards = Shards.at(world.mesh, world.rank)

@@ -93,13 +93,13 @@ class FakeDevice:
             self.rows[init.row] = Row(init, init.prompt + init.output)
         writes = [self._slots(w, w.start) for w in plan.works]
         flat = [
-            (w.rank, *slot) for w, slots in zip(plan.works, writes, strict=True) for slot in slots
+            (w.group, *slot) for w, slots in zip(plan.works, writes, strict=True) for slot in slots
         ]
         assert len(set(flat)) == len(flat), "two works write to one slot"
         inputs = [self._inputs(w) for w in plan.works]
         for work, slots, tokens in zip(plan.works, writes, inputs, strict=True):
             for (page, row), token in zip(slots, tokens, strict=True):
-                self.caches[work.rank][page][row] = token
+                self.caches[work.group][page][row] = token
         return StepResult(step=plan.step, works=[self._run(w, plan.drafts) for w in plan.works])
 
     def _slots(self, work: Work, start: int):
@@ -128,7 +128,7 @@ class FakeDevice:
     def _run(self, work: Work, drafts: int) -> WorkResult:
         row = self.rows[work.row]
         end = work.start + work.length
-        seen = [self.caches[work.rank][page][i] for page, i in self._slots(work, 0)]
+        seen = [self.caches[work.group][page][i] for page, i in self._slots(work, 0)]
         known = end - work.draws + 1 if work.sample else end
         assert seen[:known] == row.sequence[:known], f"{work.rid}: the cache holds other tokens"
         assert work.sample == (known == len(row.sequence))
@@ -281,7 +281,7 @@ class Rig:
             held = list(pages.pool.free_pages())
             cached = pages.prefix.check() if pages.prefix else frozenset()
             held += cached
-            here = [r for r in self.scheduler.running if r.rank == rank]
+            here = [r for r in self.scheduler.running if r.group == rank]
             assert pages.num_running == len(here)
             for request in here:
                 assert set(request.pages[: request.num_shared]) <= cached

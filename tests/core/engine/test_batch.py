@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_runtime.engine.step.inputs import StepInputs, num_logit_rows, read_last_tokens
+from ds_runtime.engine.step.inputs import StepInputs, read_last_tokens
 from ds_runtime.engine.step.plan import StepPlan, Work
 from ds_runtime.engine.step.transfer import Upload
 from examples import examples
@@ -59,7 +59,7 @@ def test_batch_equals_the_naive_construction(case, packed):
     read_last_tokens(batch, LAST)
     ids, positions, slots, logit_rows = [], [], [], []
     for work in plan.works:
-        wanted = num_logit_rows(work)
+        wanted = work.logit_rows
         for j in range(work.length):
             p = work.start + j
             ids.append(1000 + work.row if work.tokens is None else work.tokens[j])

@@ -83,13 +83,13 @@ def test_steps_are_those_of_a_scheduler_and_have_every_variant(
         assert 0 < len(plan.works) <= running == max(running, len({w.row for w in plan.works}))
         assert sorted(i.row for i in plan.init) == [w.row for w in plan.works]
         for work in plan.works:
-            assert work.start + work.length <= context and 0 <= work.rank < own
+            assert work.start + work.length <= context and 0 <= work.group < own
             assert len(work.pages) * 4 >= work.start + work.length
             if work.tokens is None:
                 assert work.length <= width
             else:
                 assert len(work.tokens) == work.length <= chunk
-        mine = [w for w in plan.works if w.rank == 0]
+        mine = [w for w in plan.works if w.group == 0]
         kind = "decodes" if mine[0].tokens is None else "cached" if mine[0].start else "prompts"
         seen[kind].add(sum(w.length for w in mine))
     most = steps // own

@@ -129,4 +129,4 @@ def test_random_traffic(setting):
         assert stats.preemptions > 0
     rig.scheduler.flush()
     assert rig.scheduler.holdings.num_free == pages * ranks
-    assert {w.rank for p in rig.plans for w in p.works} == set(range(ranks))
+    assert {w.group for p in rig.plans for w in p.works} == set(range(ranks))

@@ -16,7 +16,7 @@ def ranks(rig: Rig) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for plan in rig.plans:
         for work in plan.works:
-            found.setdefault(work.rid, set()).add(work.rank)
+            found.setdefault(work.rid, set()).add(work.group)
     return found
 
 

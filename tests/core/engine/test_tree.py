@@ -27,6 +27,7 @@ from ds_runtime.engine.step.sampler import Sampler, stream_key
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.reference import sampling
 from ds_runtime.ops.table import Ops
+from ds_runtime.parallel.exchange import Pick
 from ds_runtime.sampling_params import SamplingParams
 from examples import examples
 
@@ -70,7 +71,7 @@ def test_a_grown_tree_has_the_likeliest_paths(steps, topk, seed, data):
         else:
             grown = [(*p, int(t)) for p, some in zip(paths, tokens[0], strict=True) for t in some]
             numbers = torch.arange(topk).unsqueeze(1)
-            chosen = growth.grow(scores[0], tokens[0], numbers).view(1, topk)
+            chosen = growth.grow(scores[0], tokens[0], numbers, Pick()).view(1, topk)
             flat = growth.frontier - growth.count + topk * topk
             above, paths = paths, [grown[i] for i in flat[0].tolist()]
             assert [above[i] for i in chosen[0].tolist()] == [p[:-1] for p in paths]

@@ -25,18 +25,21 @@ GROUPS = []  # of this process: what the collectives below speak through
 
 
 @torch.library.custom_op("recorded::collective", mutates_args=())
-def collective(x: torch.Tensor, name: str) -> torch.Tensor:
+def collective(x: torch.Tensor, name: str, group: int) -> torch.Tensor:
     """A collective as one op, which is over when it returns: torch's own are not."""
-    return getattr(GROUPS[-1], name)(x.clone())
+    return getattr(GROUPS[group], name)(x.clone())
 
 
 class Collectives:
     def __init__(self, group):
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self._group = group.rank, group.size, group
         self.gather_objects, self.close = group.gather_objects, group.close
         for name in ("all_reduce", "all_gather", "gather_rows", "reduce_scatter"):
-            setattr(self, name, partial(collective, name=name))
+            setattr(self, name, partial(collective, name=name, group=len(GROUPS)))
         GROUPS.append(group)
+
+    def split(self, groups):
+        return Collectives(self._group.split(groups))
 
 
 class Recorded(CpuPlatform):

@@ -15,6 +15,8 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
+
 from ds_runtime.api import OPS, Facts, Kernel, TorchCommunicator, hookimpl
 from ds_runtime.ops.contract import load_attr
 from ds_runtime_cpu.platform import CpuPlatform
@@ -45,6 +47,8 @@ def die(phase: str) -> None:
         os._exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        return os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit(CAUSE) if how == "leave" else RuntimeError(CAUSE)
 
 
@@ -105,7 +109,26 @@ class Holding(Deaf):
     hold = True
 
 
-KINDS = {"gloo": TorchCommunicator, "deaf": Deaf, "holding": Holding}
+class Spinning(TorchCommunicator):
+    """Sums as a kernel of its own would: each rank counts up and polls until the others have, too,
+    without a time limit.
+    """
+
+    def __init__(self, backend, rank, size, init_method, timeout=600.0):
+        super().__init__(backend, rank, size, init_method, timeout)
+        path = Path(init_method.removeprefix("file://")).with_name("counts")
+        path.touch()
+        os.truncate(path, 8 * size)
+        self._counts = np.memmap(path, np.int64, "r+", shape=(size,))
+
+    def all_reduce(self, x):
+        self._counts[self.rank] += 1
+        while self._counts.min() < self._counts[self.rank]:
+            pass
+        return super().all_reduce(x)
+
+
+KINDS = {"gloo": TorchCommunicator, "deaf": Deaf, "holding": Holding, "spinning": Spinning}
 
 
 class Dying:

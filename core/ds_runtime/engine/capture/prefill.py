@@ -24,7 +24,8 @@ from ds_runtime.engine.step.inputs import bare_batch
 from ds_runtime.errors import DsRuntimeError
 from ds_runtime.model.deepseek import Cut
 from ds_runtime.model.indexer import Selection
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.parallel.exchange import RowExchange
 from ds_runtime.platform.graphs import borrowed
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class PiecewiseModel(Protocol):
     """What a step asks of the model: see DeepSeekModel."""
 
     dtype: torch.dtype
+    exchange: RowExchange
 
     def pieces(
         self, batch: Batch, caches: Sequence[Tensor], attended: Tensor
@@ -45,8 +47,6 @@ class PiecewiseModel(Protocol):
 
     def finish(self, cut: Cut, attended: Tensor, rows: Tensor, batch: Batch) -> Tensor: ...
 
-    def wanted(self, hidden: Tensor, spread: Spread | None) -> Tensor: ...
-
     def selection(self, batch: Batch) -> Selection | None: ...
 
     def attended_width(self) -> int: ...
@@ -55,8 +55,8 @@ class PiecewiseModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepRows:
     """Where all graphs find a step, each in as many rows as it has: ids, positions and slots [rows]
-    int64, adapters [rows] int32 if there are any, and what attention gives. every: adapters of the
-    rows of all ranks, where there are several.
+    int64, adapters [rows] int32 if there are any, and what attention gives. every: the exchange's
+    room for the adapters of the rows of all ranks.
     """
 
     ids: Tensor
@@ -65,23 +65,21 @@ class StepRows:
     attended: Tensor
     adapters: Tensor | None
     every: Tensor | None
-    ranks: int
+    exchange: RowExchange
 
     @staticmethod
-    def of(
-        model: PiecewiseModel, size: int, device: torch.device, adapts: bool, ranks: int
-    ) -> StepRows:
+    def of(model: PiecewiseModel, size: int, device: torch.device, adapts: bool) -> StepRows:
         ids, positions, slots = torch.zeros(3, size, dtype=torch.int64, device=device)
         width = model.attended_width()
-        none = torch.full((size * ranks,), -1, dtype=torch.int32, device=device)
+        none = torch.full((size,), -1, dtype=torch.int32, device=device) if adapts else None
         return StepRows(
             ids,
             positions,
             slots.fill_(-1),
             torch.zeros(size, width, dtype=model.dtype, device=device),
-            none[:size] if adapts else None,
-            none.clone() if adapts and ranks > 1 else None,
-            ranks,
+            none,
+            None if none is None else model.exchange.room(none),
+            model.exchange,
         )
 
     def first(self, size: int) -> StepRows:
@@ -92,15 +90,14 @@ class StepRows:
             self.slots[:size],
             self.attended[:size],
             None if self.adapters is None else self.adapters[:size],
-            None if self.every is None else self.every[: size * self.ranks],
-            self.ranks,
+            None if self.every is None else self.every[: size * self.exchange.groups],
+            self.exchange,
         )
 
     @property
-    def spread(self) -> Spread | None:
+    def order(self) -> RowOrder | None:
         """Every rank has as many rows."""
-        size = self.ids.shape[0]
-        return None if self.ranks == 1 else Spread(size, size, adapters=self.every)
+        return self.exchange.even(self.ids.shape[0], self.every)
 
     def fill(self, batch: Batch) -> None:
         """With a step, and spare rows behind it."""
@@ -111,14 +108,8 @@ class StepRows:
         if self.adapters is not None:
             self.adapters[:n] = -1 if batch.adapters is None else batch.adapters
         self.spare(n)
-        if self.every is not None and (spread := batch.spread) is not None:
-            self.every.fill_(-1)
-            if spread.adapters is not None:
-                count = spread.rows * self.ranks
-                real = torch.arange(count, device=self.ids.device)
-                real = real if spread.real is None else spread.real
-                places = real // spread.rows * self.ids.shape[0] + real % spread.rows
-                self.every.index_copy_(0, places, spread.adapters)
+        if self.every is not None:
+            self.exchange.fill(self.every, batch)
 
     def spare(self, n: int = 0) -> None:
         """Make rows from n on spare ones."""
@@ -147,7 +138,7 @@ class PrefillGraph:
 
     def _forward(self) -> Generator[Cut, None, Tensor]:
         rows = self._rows
-        batch = bare_batch(rows.ids, rows.positions, rows.slots, rows.adapters, rows.spread)
+        batch = bare_batch(rows.ids, rows.positions, rows.slots, rows.adapters, rows.order)
         return self._model.pieces(batch, self._caches, rows.attended)
 
     def capture(self, recorder: Recorder) -> None:
@@ -195,7 +186,7 @@ class PrefillGraph:
         hidden = self._hidden[:n]  # the next replay of any graph overwrites it
         if every:
             return hidden.clone()
-        return self._model.wanted(hidden[batch.logit_rows], batch.spread)
+        return self._model.exchange.collect(hidden[batch.logit_rows], batch.order)
 
 
 class PrefillGraphs:
@@ -210,15 +201,13 @@ class PrefillGraphs:
         sizes: Sequence[int],
         recorder: Recorder,
         adapts: bool,
-        ranks: int = 1,
     ) -> None:
-        """caches: as `pieces` takes them. adapts: rows may have adapters. ranks: those that have
-        rows of their own."""
+        """caches: as `pieces` takes them. adapts: rows may have adapters."""
         self.sizes = tuple(sizes)
         self._recorder = recorder
         self._ready = False
         self._failed: set[int] = set()
-        rows = StepRows.of(model, max(sizes), caches[0].device, adapts, ranks)
+        rows = StepRows.of(model, max(sizes), caches[0].device, adapts)
         self._graphs = [PrefillGraph(model, caches, rows.first(size)) for size in self.sizes]
 
     @torch.inference_mode()

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ds_runtime.engine.capture.recorder import Phase, Recorder
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.device.phases import Drafting, Rest, draw
@@ -26,9 +24,10 @@ from ds_runtime.engine.step.inputs import Added, read_last_tokens
 from ds_runtime.engine.step.masked_draw import MaskedDraw
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import Handle
-from ds_runtime.engine.step.row_order import Placed, sequence_places
 from ds_runtime.engine.step.transfer import Buffer, Upload
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch
+from ds_runtime.parallel.exchange import Pending
+from ds_runtime.parallel.row_order import Placed
 
 
 def decode_step(size: int) -> str:
@@ -53,7 +52,7 @@ class Captured:
         self._parts, self._results, self._drafting = parts, results, drafting
         self._frame = parts.frame(size, queries, adapts=parts.adapts)
         self._trees = parts.trees if queries > 1 else None
-        own, every = size * queries, size * queries * parts.ranks
+        own, every = size * queries, size * queries * parts.exchange.groups
         self.logits, self.finite = results.logits[:every], results.finite[:every]
         # Inputs, the table as narrow as a step needs it, and what draws need.
         table = 4 * self._frame.table.tensor.numel()
@@ -65,24 +64,17 @@ class Captured:
             self.verdict = Verdict(parts, results, self._frame, self.logits, self.finite, trees)
         self.replay: Phase | None = None
 
-    def _add(self, works: Sequence[Work], upload: Upload) -> tuple[Added, int | None]:
+    def _add(self, works: Sequence[Work], upload: Upload) -> tuple[Added, Pending]:
         """A step's inputs: the first arrays of its upload."""
-        parts, number = self._parts, None
-        if parts.adapts and parts.ranks > 1:
-            every = np.full((parts.ranks * self.size, self.queries), -1, np.int32)
-            places = sequence_places(works, parts.ranks, self.size)
-            every[places] = np.array([w.adapter for w in works], np.int32)[:, None]
-            number = upload.add(every.reshape(-1))
-        return parts.inputs.add(parts.own(works), upload, self._frame, self._trees), number
+        parts, exchange = self._parts, self._parts.exchange
+        order = exchange.captured(works, self.size, self.queries, parts.adapts, upload)
+        return parts.inputs.add(exchange.own(works), upload, self._frame, self._trees), order
 
-    def _prepared(self, sent: Upload, added: tuple[Added, int | None]) -> Batch:
+    def _prepared(self, sent: Upload, added: tuple[Added, Pending]) -> Batch:
         """The step's batch, over places that never move, with the states of its kernels."""
-        inputs, every = added
+        inputs, order = added
         batch = inputs.batch(sent, self._frame.states)
-        if self._parts.ranks > 1:
-            adapters = None if every is None else sent[every]
-            rows = self._frame.rows
-            batch.spread = Spread(rows, rows, adapters=adapters, logit_adapters=adapters)
+        batch.order = order()
         self._parts.prepare(batch)
         return batch
 
@@ -104,8 +96,8 @@ class Captured:
             hidden = parts.model.forward(batch, parts.layers, every=True)
             if parts.draft is not None:
                 self._results.hidden[: self._frame.rows].copy_(hidden)
-            wanted = parts.model.wanted(hidden, batch.spread)
-            parts.model.logits(wanted, self.logits, batch.ffn_adapters)
+            wanted = parts.exchange.collect(hidden, batch.order)
+            parts.model.logits(wanted, self.logits, parts.exchange.adapters(batch))
             self.finite.copy_(finite_rows(self.logits))
 
         self.replay = recorder.record(forward, what)
@@ -124,10 +116,10 @@ class Captured:
         assert self.replay is not None, "replayed before it was captured"
         parts, works, sent = self._parts, handle.plan.works, Upload(self._parts.device)
         added = self._add(works, sent)
-        at = Placed(works, parts.ranks, self.size, self.queries)
+        at = Placed(works, parts.exchange.sequences(works, self.size), self.queries)
         if self.verdict is None:
             handle.sort(parts.sampler)
-            places = None if parts.ranks == 1 else at.rows
+            places = None if at.whole else at.rows
             draws = parts.sampler.prepare(handle.wanted.draws, sent, self.masked, places)
             number = None if at.whole else sent.add(at.rows)
         sent.send(self._buffer)
@@ -147,6 +139,7 @@ class Captured:
             verdict.settle(judged)
             return None
         drafting = Drafting(parts, handle, judged.accepted)
-        verdict.follow(parts.own(plan.works), judged)
-        tail, logits = results.tail[:size], results.tail_logits[: size * parts.ranks]
-        return drafting.rest(self._drafting[plan.drafts], tail, logits, verdict.spread(1))
+        verdict.follow(parts.exchange.own(plan.works), judged)
+        every = size * parts.exchange.groups
+        tail, logits = results.tail[:size], results.tail_logits[:every]
+        return drafting.rest(self._drafting[plan.drafts], tail, logits, parts.exchange.even(size))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_runtime.engine.capture.prefill import PrefillGraphs
 from ds_runtime.engine.device.parts import Parts
-from ds_runtime.engine.device.phases import Drafting, Rest, draw, local_rows, move
+from ds_runtime.engine.device.phases import Drafting, Rest, draw, move
 from ds_runtime.engine.speculate.acceptance import Branch, came_from, claim
 from ds_runtime.engine.speculate.chain import Chain
 from ds_runtime.engine.speculate.follow import Own, cut_to_branches, follow
@@ -18,7 +18,6 @@ from ds_runtime.engine.step.finite import finite_rows
 from ds_runtime.engine.step.inputs import read_last_tokens
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import SCORE_ROWS, Handle
-from ds_runtime.engine.step.row_order import Spreading
 from ds_runtime.engine.step.transfer import Upload, put
 from ds_runtime.ops.batch import Batch
 
@@ -45,19 +44,19 @@ class OpByOp:
         if speculates:
             claims = claim(plan, wanted, parts.width, sent, parts.simulated)
             own = Own.of(works, parts, sent)
-        spreading = None if parts.ranks == 1 else Spreading.of(works, parts.ranks, sent)
-        added = parts.inputs.add(parts.own(works), sent, trees=parts.trees)
+        order = parts.exchange.order(works, sent)
+        added = parts.inputs.add(parts.exchange.own(works), sent, trees=parts.trees)
         sent.send()
         batch = added.batch(sent, parts.states)
-        batch.spread = None if spreading is None else spreading.sent(sent)
+        batch.order = order()
         read_last_tokens(batch, parts.last_tokens)
         parts.prepare_all(batch)
         found = self._forward(batch, prompts, speculates)
         hidden = found  # [logit rows, hidden]
         if speculates:
-            hidden = parts.model.wanted(found[batch.logit_rows], batch.spread)
+            hidden = parts.exchange.collect(found[batch.logit_rows], batch.order)
         assert hidden.shape[0] == wanted.rows, f"{hidden.shape[0]} rows, {wanted.rows} are due"
-        adapters, branch = batch.logit_adapters, None
+        adapters, branch = parts.exchange.logit_adapters(batch), None
         if wanted.draws:
             logits = self._logits(hidden, adapters, wanted.draw_rows)
             handle.finite = [finite_rows(logits)]
@@ -66,18 +65,17 @@ class OpByOp:
         self._score(handle, hidden, adapters)
         if not speculates:
             return None
-        rows, drawn = sent[own.rows], None if own.drawn is None else sent[own.drawn]
+        rows = sent[own.rows]
         if branch is not None and branch.order is not None:
-            rows = local_rows(rows, drawn, len(wanted.draws))
+            rows = own.drawn.back(rows, len(wanted.draws))
             if batch.decode is not None:
-                move(parts, batch, branch, rows, None if own.works is None else sent[own.works])
+                move(parts, batch, branch, rows, own.works)
         if not (plan.drafts or prompts):
             return None
         ids = sent[own.ids].clone()
         if handle.tokens:
-            tokens = handle.tokens[0]
-            ids.index_copy_(0, sent[own.rows], tokens if drawn is None else tokens[drawn])
-        return self._follow(handle, batch, found, ids, (own, sent, rows, drawn), branch)
+            ids.index_copy_(0, sent[own.rows], own.drawn(handle.tokens[0]))
+        return self._follow(handle, batch, found, ids, (own, sent, rows), branch)
 
     def _follow(
         self,
@@ -85,22 +83,22 @@ class OpByOp:
         batch: Batch,
         hidden: Tensor,
         ids: Tensor,
-        which: tuple[Own, Upload, Tensor, Tensor | None],
+        which: tuple[Own, Upload, Tensor],
         branch: Branch | None,
     ) -> Rest | None:
         """The draft layer's run over the step's tokens. ids: [T] what follows each."""
-        parts, plan, (own, sent, rows, drawn) = self._parts, handle.plan, which
+        parts, plan, (own, sent, rows) = self._parts, handle.plan, which
         accepted = ids[:0] if branch is None else branch.accepted
         drafts = bool(plan.drafts and handle.wanted.samplers)
         drafting = Drafting(parts, handle, accepted) if drafts else None
         if branch is not None and branch.order is not None:
-            came = came_from(branch, rows, batch.num_tokens, drawn)
+            came = came_from(branch, rows, batch.num_tokens, own.drawn)
             batch, takes, own, sent = self._branches(plan.works)
             ids, hidden = ids[takes], hidden[came[takes]]
         last = sent[own.firsts]
         if branch is not None:
-            last = last + (accepted if own.works is None else accepted[sent[own.works]])
-        tail = None if own.tail is None else own.tail.sent(sent)
+            last = last + own.works(accepted)
+        tail = own.tail()
         found, logits = follow(parts, batch, hidden, ids, last, tail, drafts)
         if drafting is None or logits is None:
             return None
@@ -114,13 +112,13 @@ class OpByOp:
         parts, sent = self._parts, Upload(self._parts.device)
         assert parts.shape is not None
         cut, _ = cut_to_branches(works, parts.shape.steps + 1)
-        _, rows = cut_to_branches(parts.own(works), parts.shape.steps + 1)
+        _, rows = cut_to_branches(parts.exchange.own(works), parts.shape.steps + 1)
         own, takes = Own.of(cut, parts, sent), sent.add(np.array(rows, np.int64))
-        spreading = None if parts.ranks == 1 else Spreading.of(cut, parts.ranks, sent)
-        added = parts.inputs.add(parts.own(cut), sent)
+        order = parts.exchange.order(cut, sent)
+        added = parts.inputs.add(parts.exchange.own(cut), sent)
         sent.send()
         batch = added.batch(sent, parts.states)
-        batch.spread = None if spreading is None else spreading.sent(sent)
+        batch.order = order()
         parts.prepare_all(batch)
         return batch, sent[takes], own, sent
 
@@ -128,8 +126,7 @@ class OpByOp:
         """As of the model."""
         graph, parts = None, self._parts
         if self.prefills is not None and prompts:
-            rows = batch.num_tokens if batch.spread is None else batch.spread.rows
-            graph = self.prefills.graph_for(rows)
+            graph = self.prefills.graph_for(parts.exchange.most(batch.num_tokens, batch.order))
         if graph is None:
             return parts.model.forward(batch, parts.layers, every)
         return graph.replay(batch, every)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,11 @@ from ds_runtime.common.speculation import Speculation
 from ds_runtime.engine.speculate.acceptance import Trees
 from ds_runtime.engine.step.inputs import Frame, StepInputs
 from ds_runtime.engine.step.page_table import PageTable
-from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.row_order import by_rank
 from ds_runtime.engine.step.sampler import Sampler
 from ds_runtime.model.deepseek import DeepSeekModel
 from ds_runtime.model.draft import DraftModel
 from ds_runtime.ops.batch import Batch, Limits
+from ds_runtime.parallel.exchange import RowExchange
 
 
 @dataclass(slots=True)
@@ -26,8 +25,7 @@ class Parts:
     """Of one rank. kernels: those that have states, by their keys; states: of steps op by op.
     layers, draft_caches: the caches of the model and of the draft layer. trees: how drafts hang
     together, if not as chains. limits: of the largest step. spare_page: a page of the caches that
-    is nobody's. adapts: rows may have adapters. leads: results are collected here. rank, ranks:
-    this one, of those that have sequences of their own; logits are those of all. simulated: the
+    is nobody's. adapts: rows may have adapters. leads: results are collected here. simulated: the
     probability with which each draft is taken for right, instead of judging it.
     """
 
@@ -47,8 +45,6 @@ class Parts:
     device: torch.device
     adapts: bool = False
     leads: bool = True
-    rank: int = 0
-    ranks: int = 1
     simulated: float | None = None
     tables: dict[int, PageTable] = field(default_factory=dict)
 
@@ -62,9 +58,10 @@ class Parts:
         """Tokens per row of `last_tokens`."""
         return self.inputs.width
 
-    def own(self, works: Sequence[Work]) -> Sequence[Work]:
-        """Those whose attention this rank computes."""
-        return works if self.ranks == 1 else by_rank(works, self.ranks)[self.rank]
+    @property
+    def exchange(self) -> RowExchange:
+        """How rows reach other ranks: attention is of this rank's alone, and logits are of all."""
+        return self.model.exchange
 
     def frame(
         self, size: int, queries: int, keys: Container[str] | None = None, adapts: bool = False
@@ -129,7 +126,11 @@ class Results:
         def made(rows: int, columns: int, kind: torch.dtype) -> Tensor:
             return torch.zeros(rows, columns, dtype=kind, device=parts.device)
 
-        width, dtype, every = parts.model.config.hidden, parts.model.dtype, size * parts.ranks
+        width, dtype, every = (
+            parts.model.config.hidden,
+            parts.model.dtype,
+            size * parts.exchange.groups,
+        )
         topk, drafts = 1 if parts.shape is None else parts.shape.topk, parts.draft is not None
         return Results(
             hidden=made(size * queries * drafts, width, dtype),

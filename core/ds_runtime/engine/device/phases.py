@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ds_runtime.engine.device.parts import Parts
@@ -14,7 +13,8 @@ from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.result import Handle
 from ds_runtime.engine.step.sampler import Draws
 from ds_runtime.engine.step.transfer import Download, Upload
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.parallel.exchange import Pick
 
 Rest = Callable[[], None]
 """What is left of a step once the host knows which drafts were right."""
@@ -54,13 +54,11 @@ def draw(
     return branch
 
 
-def move(
-    parts: Parts, batch: Batch, branch: Branch, rows: Tensor, own: Tensor | slice | None = None
-) -> None:
+def move(parts: Parts, batch: Batch, branch: Branch, rows: Tensor, own: Pick) -> None:
     """Bring the kept branches of this rank's trees to the front of the caches. batch: the step that
-    verified them; rows: [draws] the row of each draw; own: which works are the rank's.
+    verified them; rows: [draws] the row of each draw; own: of the sampling works.
     """
-    mine = branch if own is None else Branch(branch.accepted[own], branch.draws[own])
+    mine = Branch(own(branch.accepted), own(branch.draws))
     parts.model.move(parts.layers, batch, moves(mine, batch.slots[rows], rows))
 
 
@@ -76,10 +74,10 @@ class Drafting:
             handle.download()
 
     def rest(
-        self, drafting: Chain | Tree, tail: Tensor, logits: Tensor, spread: Spread | None
+        self, drafting: Chain | Tree, tail: Tensor, logits: Tensor, order: RowOrder | None
     ) -> Rest:
-        """What is left. tail, logits: of the draft layer's first run; spread: how the sampling
-        works lie on the ranks.
+        """What is left. tail, logits: of the draft layer's first run; order: of the rows that the
+        sampling works have there.
         """
         handle, arriving, tells = self._handle, self._arriving, self._tells
 
@@ -90,15 +88,6 @@ class Drafting:
                 w.start + w.length - w.draws + right
                 for w, right in zip(works, accepted, strict=True)
             ]
-            handle.drafts = drafting.run(works, ends, tells, tail, logits, spread)
+            handle.drafts = drafting.run(works, ends, tells, tail, logits, order)
 
         return rest
-
-
-def local_rows(rows: Tensor, drawn: Tensor | None, draws: int) -> Tensor:
-    """[draws] the row of each draw, 0 of other ranks' ones. rows: of this rank's draws, which are
-    `drawn`; None: all.
-    """
-    if drawn is None:
-        return rows
-    return torch.zeros(draws, dtype=rows.dtype, device=rows.device).index_copy_(0, drawn, rows)

@@ -29,7 +29,6 @@ from ds_runtime.engine.speculate.chain import Chain
 from ds_runtime.engine.speculate.tree import Tree
 from ds_runtime.engine.step.masked_draw import can_capture
 from ds_runtime.engine.step.plan import StepPlan
-from ds_runtime.engine.step.row_order import by_rank
 
 
 class Programs:
@@ -74,7 +73,6 @@ class Programs:
                 self.prefill_sizes,
                 self._recorder,
                 parts.adapts,
-                parts.ranks,
             )
         self._prefills_at_start = config.prefill_graph_sizes is not None or ranks > 1
         choices = (0,) if parts.shape is None or parts.draft is None else parts.shape.choices
@@ -106,9 +104,8 @@ class Programs:
         drafts that nothing captured makes. Where ranks have sequences of their own, all replay what
         the one with the most needs.
         """
-        works, ranks = plan.works, self._parts.ranks
-        count = len(works) if ranks == 1 else max(map(len, by_rank(works, ranks)))
-        index = bisect_left(self.sizes, count)
+        works = plan.works
+        index = bisect_left(self.sizes, self._parts.exchange.largest(works))
         if not self.serves or index == len(self.sizes) or any(w.tokens is not None for w in works):
             return self.op_by_op
         size, most = self.sizes[index], max(w.length for w in works)

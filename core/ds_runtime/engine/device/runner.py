@@ -130,7 +130,7 @@ class Runner:
         )
 
     def _make_parts(self, inputs: StepInputs) -> Parts:
-        limits, ranks, spare = self._limits(), self.config.attn_dp, inputs.last_tokens
+        limits, spare = self._limits(), inputs.last_tokens
         trees = self.speculation is not None and self.speculation.topk > 1
         layers, draft_caches = self._split(self.caches)
         return Parts(
@@ -150,13 +150,11 @@ class Runner:
             device=self.device,
             adapts=self.assembly.lora is not None,
             leads=self.rank == 0,
-            rank=self.rank if ranks > 1 else 0,
-            ranks=ranks,
         )
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds, on all ranks together where each has sequences of its
+        """Tokens that the KV cache holds, in all groups together where each has sequences of its
         own.
         """
         return self.num_pages * self.config.page_size * self.config.attn_dp

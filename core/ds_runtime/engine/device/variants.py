@@ -103,15 +103,15 @@ def covering_steps(bound: BoundOps, config: EngineConfig, limits: StepLimits) ->
 
 
 class _Steps:
-    """Steps of some rows: on each rank that has sequences of its own, and on all together. rows,
-    decoded: the most that there can be on one, and of those the most of decode works."""
+    """Steps of some rows: in each group that has sequences of its own, and in all together. rows,
+    decoded: the most that there can be in one, and of those the most of decode works."""
 
     def __init__(self, config: EngineConfig, limits: StepLimits) -> None:
         self._config, self._limits = config, limits
-        self._ranks = min(config.attn_dp, config.max_running_requests)
-        self._sequences = max(1, config.max_running_requests // self._ranks)
+        self._groups = min(config.attn_dp, config.max_running_requests)
+        self._sequences = max(1, config.max_running_requests // self._groups)
         self._width = min(limits.width, limits.context - 1)
-        self.rows = max(1, config.max_step_tokens // self._ranks)
+        self.rows = max(1, config.max_step_tokens // self._groups)
         self.decoded = min(self.rows, self._sequences * self._width)
 
     def prompts(self, rows: int, start: int, adapter: int = -1) -> Iterator[StepPlan]:
@@ -143,14 +143,14 @@ class _Steps:
     def _plans(self, works: Sequence[Work]) -> Iterator[StepPlan]:
         if len(works) > self._sequences:
             return
-        yield self._plan([(rank, work) for rank in range(self._ranks) for work in works])
-        if self._ranks > 1:
-            yield self._plan([(i % self._ranks, work) for i, work in enumerate(works)])
+        yield self._plan([(group, work) for group in range(self._groups) for work in works])
+        if self._groups > 1:
+            yield self._plan([(i % self._groups, work) for i, work in enumerate(works)])
 
     def _plan(self, placed: Sequence[tuple[int, Work]]) -> StepPlan:
         drafts = self._limits.width - 1
         plan = StepPlan(step=-1, works=[], init=[], drafts=drafts)
-        for row, (rank, work) in enumerate(sorted(placed, key=lambda own: own[0])):
+        for row, (group, work) in enumerate(sorted(placed, key=lambda own: own[0])):
             end = work.start + work.length
             held = min(end + drafts, self._limits.context)
             pages = [page % PAGES for page in range(-(-held // self._config.page_size))]
@@ -159,7 +159,7 @@ class _Steps:
                 prompt = [0] * (work.start + 1 + min(work.length, SCORE_ROWS))
             params = SamplingParams()
             plan.init.append(RowInit(row=row, params=params, seed=0, choice=0, prompt=prompt))
-            own = replace(work, row=row, rank=rank, pages=pages, logprobs=1)
+            own = replace(work, row=row, group=group, pages=pages, logprobs=1)
             plan.works.append(own)
         return plan
 

@@ -16,7 +16,7 @@ class WarmUp(NamedTuple):
     num_pages: int
 
 
-def _ranks(config: EngineConfig) -> int:
+def _groups(config: EngineConfig) -> int:
     """How many sequences there are."""
     return min(config.attn_dp, config.max_running_requests)
 
@@ -24,29 +24,29 @@ def _ranks(config: EngineConfig) -> int:
 def warm_up_length(config: EngineConfig, context_length: int) -> int:
     """Tokens of each sequence's prompt."""
     length = min(context_length - 1, config.chunked_prefill_size, 2 * config.page_size)
-    return max(1, min(length, config.max_step_tokens // _ranks(config)))
+    return max(1, min(length, config.max_step_tokens // _groups(config)))
 
 
 def warm_up_steps(
     config: EngineConfig, context_length: int, width: int, length: int | None = None
 ) -> WarmUp:
-    """For a sequence, or one on each rank that has sequences of its own. width: most tokens of a
+    """For a sequence, or one in each group that has sequences of its own. width: most tokens of a
     decode work; length: tokens of each prompt.
     """
-    ranks, size = _ranks(config), config.page_size
+    size = config.page_size
     length = warm_up_length(config, context_length) if length is None else length
     verified, drafts = min(width, context_length - length), width - 1
     pages = list(range(-(-min(length + verified + drafts, context_length) // size)))
     prompt, init = [0] * length, list[RowInit]()
     prefill, decode = StepPlan(step=-2, works=[], init=init), StepPlan(step=-1, works=[])
     prefill.drafts = decode.drafts = drafts
-    for rank in range(ranks):
-        init.append(RowInit(row=rank, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
+    for group in range(_groups(config)):
+        init.append(RowInit(row=group, params=SamplingParams(), seed=0, choice=0, prompt=prompt))
         for plan, start, count, tokens in (
             (prefill, 0, length, prompt),
             (decode, length, verified, None),
         ):
-            work = Work(rid="", row=rank, rank=rank, start=start, length=count, pages=pages)
+            work = Work(rid="", row=group, group=group, start=start, length=count, pages=pages)
             work.tokens, work.logprobs = tokens, 1  # whose kernel is to be warm, too
             plan.works.append(work)
     return WarmUp((prefill, decode), len(pages))

@@ -30,6 +30,7 @@ from ds_runtime.engine.messages import Stop, encoder
 from ds_runtime.engine.process.failure import leave_reason, reasons
 from ds_runtime.engine.process.rankspec import RankSpec
 from ds_runtime.engine.process.sentry import Sentry
+from ds_runtime.engine.process.stopped import end_stopped
 from ds_runtime.engine.process.transport import connect_push, ipc
 from ds_runtime.engine.process.worker import SHOW_THREADS, rank_main
 
@@ -79,6 +80,7 @@ class RankGroup:
             for spec in self._specs:
                 self._processes.append(self._start(context, spec, lives))
         threading.Thread(target=self._watch, name="ds-runtime watcher", daemon=True).start()
+        end_stopped(zip(self._specs, self._processes, strict=True), self._stopping)
         if self._sentry is not None:
             ranks = [spec.rank for spec in self._specs]
             self._sentry.start(lives, dict(zip(ranks, self.pids, strict=True)))

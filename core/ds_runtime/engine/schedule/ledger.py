@@ -2,7 +2,7 @@
 
 Rows and pages change hands at once, also while a launched step still uses them: devices run steps
 in the order of their plans, so the new holder always writes after the old one. Where attention is
-divided by sequences, every rank has pages and a prefix cache of its own.
+divided by sequences, every group has pages and a prefix cache of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ds_runtime.engine.schedule.request import Request
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import Match, PrefixCache
 
-_SLACK = 8  # requests more than the fewest that a rank may run and still get what it knows
+_SLACK = 8  # requests more than the fewest that a group may run and still get what it knows
 
 
 class Pages:
-    """Every page of one rank.
+    """Every page of one group.
 
     A page is at any time exactly one of: free in `pool`, owned by one running request, or in
     `prefix` once. `prefix` None turns the prefix cache off. `num_running`: requests that run here.
@@ -178,72 +178,72 @@ class Pages:
 
 
 class Holdings:
-    """Every row, and the pages of every rank that has some of its own: `ranks`, by number."""
+    """Every row, and the pages of every group that has some of its own: `groups`, by number."""
 
-    def __init__(self, ranks: Sequence[Pages], num_rows: int) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, groups: Sequence[Pages], num_rows: int) -> None:
+        self.groups = tuple(groups)
         self.rows = list(range(num_rows))  # free ones, a heap: low rows first
 
     @property
     def caches(self) -> bool:
         """Whether there are prefix caches."""
-        return self.ranks[0].prefix is not None
+        return self.groups[0].prefix is not None
 
     @property
     def num_free(self) -> int:
-        """Free pages of all ranks."""
-        return sum(pages.pool.num_free for pages in self.ranks)
+        """Free pages of all groups."""
+        return sum(pages.pool.num_free for pages in self.groups)
 
     @property
     def num_cached(self) -> int:
-        """Pages of all ranks that only the prefix caches hold."""
-        return sum(pages.num_cached for pages in self.ranks)
+        """Pages of all groups that only the prefix caches hold."""
+        return sum(pages.num_cached for pages in self.groups)
 
     @property
     def num_pages(self) -> int:
-        """Pages of all ranks."""
-        return sum(pages.pool.num_pages for pages in self.ranks)
+        """Pages of all groups."""
+        return sum(pages.pool.num_pages for pages in self.groups)
 
     @property
     def most_pages(self) -> int:
         """That one request can have."""
-        return min(pages.pool.num_pages for pages in self.ranks)
+        return min(pages.pool.num_pages for pages in self.groups)
 
     def take(self, request: Request, reads_cache: bool) -> bool:
-        """A row, and pages on one rank for all that the request has to compute; False if no rank
+        """A row, and pages on one group for all that the request has to compute; False if no group
         has enough, or if another request computes the beginning of its prompt just now: it is
         `behind` that one then.
 
-        Of the ranks that have, the one whose prefix cache knows most of it, or soon will, as long
+        Of the groups that have, the one whose prefix cache knows most of it, or soon will, as long
         as that runs not many more than others; then the one that runs the fewest, then the
         emptiest.
         """
-        fewest = min(pages.num_running for pages in self.ranks)
+        fewest = min(pages.num_running for pages in self.groups)
         limit = fewest * 3 // 2 + _SLACK
 
-        def order(rank: int) -> tuple[bool, int, int, int, int]:
-            pages = self.ranks[rank]
+        def order(group: int) -> tuple[bool, int, int, int, int]:
+            pages = self.groups[group]
             left = pages.pool.num_free + pages.num_cached
-            return pages.num_running > limit, -ahead[rank][0], pages.num_running, -left, rank
+            return pages.num_running > limit, -ahead[group][0], pages.num_running, -left, group
 
-        found = [pages.match(request, reads_cache) for pages in self.ranks]
+        found = [pages.match(request, reads_cache) for pages in self.groups]
         ahead: list[tuple[int, Request | None]] = [(0, None)] * len(found)
         if reads_cache:
-            ahead = [p.ahead(request, known) for p, known in zip(self.ranks, found, strict=True)]
-        ranks = sorted(range(len(self.ranks)), key=order)
-        request.behind_pages, request.behind = ahead[ranks[0]]
+            ahead = [p.ahead(request, known) for p, known in zip(self.groups, found, strict=True)]
+        groups = sorted(range(len(self.groups)), key=order)
+        request.behind_pages, request.behind = ahead[groups[0]]
         if request.behind is not None:
             return False
-        for rank in ranks:
-            if self.ranks[rank].take(request, found[rank]):
-                request.rank = rank
+        for group in groups:
+            if self.groups[group].take(request, found[group]):
+                request.group = group
                 request.row = heapq.heappop(self.rows)
                 return True
         return False
 
     def of(self, request: Request) -> Pages:
-        """The pages of the rank that has a running request."""
-        return self.ranks[request.rank]
+        """The pages of the group that has a running request."""
+        return self.groups[request.group]
 
     def release(self, request: Request) -> None:
         """Take row and pages back."""
@@ -255,10 +255,10 @@ class Holdings:
 
     def forget(self, weights: int) -> None:
         """Nothing that these weights made is read again."""
-        for pages in self.ranks:
+        for pages in self.groups:
             if pages.prefix is not None:
                 pages.prefix.forget(weights)
 
     def flush(self) -> int:
         """Empty the prefix caches; the number of pages freed."""
-        return sum(pages.flush() for pages in self.ranks)
+        return sum(pages.flush() for pages in self.groups)

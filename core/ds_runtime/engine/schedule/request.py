@@ -33,8 +33,8 @@ _OPENING = 4  # tokens at a prompt's end among which one that opens reasoning st
 class Request:
     """One choice. Lengths and counts are in tokens.
 
-    `order` sorts requests by right of way, smaller first. `rank`: whose pages it has while it runs,
-    where attention is divided by sequences. `max_len` bounds prompt + output.
+    `order` sorts requests by right of way, smaller first. `group`: whose pages it has while it
+    runs, where groups of ranks divide attention by sequences. `max_len` bounds prompt + output.
     `num_computed` counts the tokens whose KV is computed or being computed by a launched step;
     `num_pending` the sampled tokens that no result has brought back yet. The first `num_shared`
     of `pages` belong to the prefix cache, under a reference on `node`; the others to this request.
@@ -70,7 +70,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     state: State = State.WAITING
     row: int = -1
-    rank: int = 0
+    group: int = 0
     pages: list[int] = field(default_factory=list)
     num_shared: int = 0
     node: Node | None = None

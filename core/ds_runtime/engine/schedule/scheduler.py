@@ -30,13 +30,13 @@ __all__ = ["Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Requests in, plans out, results in, tokens out. `ranks`: the pages of all ranks together, or
-    of each where attention is divided by sequences.
+    """Requests in, plans out, results in, tokens out. `groups`: the pages of all ranks together, or
+    of each group of them where attention is divided by sequences.
     """
 
-    def __init__(self, limits: SchedulerLimits, ranks: Sequence[Pages]) -> None:
+    def __init__(self, limits: SchedulerLimits, groups: Sequence[Pages]) -> None:
         self.limits = limits
-        self.holdings = Holdings(ranks, limits.max_running)
+        self.holdings = Holdings(groups, limits.max_running)
         self.waiting: list[Request] = []  # both in right of way
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -189,7 +189,7 @@ class Scheduler:
             self._cover(request, length + self.limits.draft_room)
         work = Work(
             rid=request.rid,
-            rank=request.rank,
+            group=request.group,
             row=request.row,
             start=start,
             length=length,
@@ -230,7 +230,7 @@ class Scheduler:
     def _grow(self, request: Request) -> bool:
         """Room for the next token, by preempting others; False if it was preempted itself."""
         while not self.holdings.of(request).grow(request):
-            victim = next(r for r in reversed(self.running) if r.rank == request.rank)
+            victim = next(r for r in reversed(self.running) if r.group == request.group)
             self._preempt(victim)
             if victim is request:
                 return False

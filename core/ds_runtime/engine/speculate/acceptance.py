@@ -25,6 +25,7 @@ from ds_runtime.engine.step.sampler import Nodes, uniforms
 from ds_runtime.engine.step.transfer import Array, Upload
 from ds_runtime.model.deepseek import Moves
 from ds_runtime.ops.batch import TAIL
+from ds_runtime.parallel.exchange import Pick
 
 
 class Sent(Protocol):
@@ -290,12 +291,11 @@ def moves(branch: Branch, slots: Tensor, rows: Tensor | None = None) -> Moves:
     return Moves(torch.where(moved, slots[old], -1), slots[new], old if rows is None else rows[old])
 
 
-def came_from(branch: Branch, rows: Tensor, total: int, drawn: Tensor | None) -> Tensor:
+def came_from(branch: Branch, rows: Tensor, total: int, drawn: Pick) -> Tensor:
     """[total] the row of a step whose token comes to lie in each row's place. rows: [draws] that of
-    each draw; drawn: this rank's draws, None if all are.
+    each draw; drawn: of the draws.
     """
     came = torch.arange(total, device=rows.device)
     if branch.order is None:
         return came
-    own = slice(None) if drawn is None else drawn
-    return came.index_copy_(0, rows[own], rows[branch.order[own]])
+    return came.index_copy_(0, drawn(rows), rows[drawn(branch.order)])

@@ -18,10 +18,9 @@ from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.step.inputs import Added, DraftRun, Frame
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.row_order import sequence_places
 from ds_runtime.engine.step.sampler import Draw
-from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, put
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, taken
+from ds_runtime.ops.batch import Batch, RowOrder
 
 
 class Drafts:
@@ -40,32 +39,25 @@ class Drafts:
         if size:
             self._frames = [parts.frame(size, queries, self._keys) for _ in range(runs)]
             rows = size * queries
-            room = (runs + 1) * (rows * 32 + (1 << 10)) + size * parts.ranks * 16
+            room = (runs + 1) * (rows * 32 + (1 << 10)) + size * parts.exchange.groups * 16
             self._buffer = Buffer(room, parts.device)
         self._batches = list[Batch]()  # the runs, of what was recorded if this is captured
-
-    def _own(self, works: Sequence[Work]) -> list[int]:
-        """Which of the works are this rank's."""
-        parts = self._parts
-        return [i for i, w in enumerate(works) if parts.ranks == 1 or w.rank == parts.rank]
 
     def _places(self, works: Sequence[Work]) -> list[int]:
         """Where each sequence lies among all."""
         if not self.size:
             return list(range(len(works)))
-        return sequence_places(works, self._parts.ranks, self.size)
+        return self._parts.exchange.sequences(works, self.size)
 
     def _rows_of(self, works: Sequence[Work]) -> Array:
         """[sequences] int64: each one's row of last_tokens, and the spare one of dummies."""
         parts, rows, places = self._parts, tuple(w.row for w in works), tuple(self._places(works))
-        size = self.size * parts.ranks or len(works)
+        size = self.size * parts.exchange.groups or len(works)
         return _rows(rows, places, size, parts.last_tokens.shape[0] // parts.width - 1)
 
     def _told(self, values: Tensor, works: Sequence[Work]) -> Tensor:
         """[works, …] of a tensor of all sequences, before the next step's."""
-        if self._parts.ranks == 1 or not self.size:
-            return values[: len(works)].clone()
-        return values[put(self._places(works), np.int64, self._parts.device)]
+        return taken(values, self._places(works))
 
     def _take(self, added: Sequence[Added], sent: Upload) -> list[Batch]:
         """The batches of a step's runs; what a recording runs over stays what it was."""
@@ -95,19 +87,19 @@ class Chain(Drafts):
         assert parts.draft is not None
         super().__init__(parts, size, drafts - 1, 1, parts.draft.state_key)
         self.drafts = drafts
-        self._mine: Tensor | slice = slice(parts.rank * size, (parts.rank + 1) * size)
+        self._mine = parts.exchange.section(size)
         self._steady: Steady | None = None
         if size:
-            rows = size * parts.ranks
+            rows = size * parts.exchange.groups
             self._steady = Steady(rows * (drafts * 32 + 8) + (1 << 10), parts.device)
         self.replay: Phase = self._phase
 
     def capture(self, recorder: Recorder, results: Results, what: str) -> None:
         """Record it over dummies alone, from `results` on."""
         assert self.size
-        rows = self.size * self._parts.ranks
-        spread = None if self._parts.ranks == 1 else Spread(self.size, self.size)
-        self._load((), (), results.tail[: self.size], results.tail_logits[:rows], spread)
+        exchange = self._parts.exchange
+        logits = results.tail_logits[: self.size * exchange.groups]
+        self._load((), (), results.tail[: self.size], logits, exchange.even(self.size))
         self.replay = recorder.record(self._phase, what)
 
     def run(
@@ -117,13 +109,13 @@ class Chain(Drafts):
         tell: bool,
         tail: Tensor,
         logits: Tensor,
-        spread: Spread | None,
+        order: RowOrder | None,
     ) -> list[Tensor]:
         """Draft behind the positions `ends` of the sampling works: [works, drafts] ids, if these
-        are to be told. tail, logits: of the draft layer's run over the step; spread: how the works
-        lie on the ranks; all as they were captured, if this is.
+        are to be told. tail, logits: of the draft layer's run over the step; order: of a row of
+        each work; all as they were captured, if this is.
         """
-        self._load(works, ends, tail, logits, spread)
+        self._load(works, ends, tail, logits, order)
         self.replay()
         return [self._told(self._kept[self._rows], works)] if tell else []
 
@@ -133,12 +125,16 @@ class Chain(Drafts):
         ends: Sequence[int],
         tail: Tensor,
         logits: Tensor,
-        spread: Spread | None,
+        order: RowOrder | None,
     ) -> None:
         """The batch of each run behind the first draft, and what the draws need. The page table is
         there: the step has verified these works.
         """
-        parts, upload, own = self._parts, Upload(self._parts.device), self._own(works)
+        parts, upload, own = (
+            self._parts,
+            Upload(self._parts.device),
+            self._parts.exchange.numbers(works),
+        )
         mine = [works[i] for i in own]
         added = [
             parts.inputs.add(mine, upload, frame, run=DraftRun([ends[i] + step for i in own]))
@@ -150,10 +146,10 @@ class Chain(Drafts):
             if added:
                 upload.send(self._buffer)
         else:
-            numbers, which = [upload.add(a) for a in arrays], upload.add(np.array(own, np.int64))
+            numbers = [upload.add(a) for a in arrays]
+            self._mine = parts.exchange.pick(own, upload)
             upload.send()
             sent = [upload[number] for number in numbers]
-            self._mine = upload[which]
         self._rows, *columns = sent
         count = self._rows.shape[0]
         self._settings = [
@@ -162,14 +158,14 @@ class Chain(Drafts):
         ]
         self._tail, self._logits = tail, logits
         for batch in self._take(added, upload):
-            batch.spread = spread
+            batch.order = order
             if self.size:
                 parts.prepare(batch)
 
     def _draws(self, works: Sequence[Work], ends: Sequence[int]) -> list[Array]:
         """Rows, and the settings of all draws, one draft after the other."""
         sampler, rows = self._parts.sampler, tuple(w.row for w in works)
-        size = self.size * self._parts.ranks or len(works)
+        size = self.size * self._parts.exchange.groups or len(works)
         draws, places = list[Draw | None](), np.array(self._places(works), np.int64)
         if any(sampler.row(row).params.temperature > 0.0 for row in rows):  # else greedy
             for behind in range(2, 2 + self.drafts):
@@ -189,10 +185,9 @@ class Chain(Drafts):
         found = [sample(logits, *self._settings[0])]
         for batch, some in zip(self._batches, self._settings[1:], strict=True):
             self._prepare(batch)
-            ids = found[-1] if batch.spread is None else found[-1][self._mine]
+            ids, out = self._mine(found[-1]), logits if self.size else None
             hidden = draft.forward(batch, hidden, ids, parts.draft_caches, None)
-            out = logits if self.size else None
-            logits = draft.logits(parts.model.wanted(hidden, batch.spread), out)
+            logits = draft.logits(parts.exchange.collect(hidden, batch.order), out)
             found.append(sample(logits, *some))
         self._kept.index_copy_(0, self._rows, torch.stack(found, dim=1))
 

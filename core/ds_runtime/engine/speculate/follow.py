@@ -14,46 +14,35 @@ from torch import Tensor
 
 from ds_runtime.engine.device.parts import Parts, Results
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.row_order import Spreading
 from ds_runtime.engine.step.transfer import Upload
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.parallel.exchange import Pending, Pick
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Which draws of a step op by op are of this rank's works, by numbers in its upload; None: all
-    are.
+    """What of a step op by op is of this rank's works, by numbers in its upload.
 
     ids: [T] the token behind each of the rank's rows, where the host knows it. rows: [own draws]
-    the row of each. firsts: [own works] that of each sampling work's first draw. drawn, works:
-    which draws and which sampling works of the step these are. tail: how the latter lie on the
-    ranks.
+    the row of each. firsts: [own works] that of each sampling work's first draw. drawn, works: of
+    the draws and of the sampling works of the step. tail: the order of a row of each of the latter.
     """
 
     ids: int
     rows: int
     firsts: int
-    drawn: int | None = None
-    works: int | None = None
-    tail: Spreading | None = None
+    drawn: Pick
+    works: Pick
+    tail: Pending
 
     @staticmethod
     def of(works: Sequence[Work], parts: Parts, upload: Upload) -> Own:
         """Adds to the step's upload."""
         known, rows, firsts = list[int](), list[int](), list[int]()
-        drawn, own, samplers = list[int](), list[int](), list[Work]()
-        draw = 0
-        for work in works:
-            begin, draw = draw, draw + work.draws
-            if work.draws:
-                samplers.append(work)
-            if parts.ranks > 1 and work.rank != parts.rank:
-                continue
+        for work in parts.exchange.own(works):
             if work.draws:
                 firsts.append(len(known) + work.length - work.draws)
                 rows += range(firsts[-1], len(known) + work.length)
-                drawn += range(begin, draw)
-                own.append(len(samplers) - 1)
             known += [0] if work.tokens is None else work.tokens[1:]
             known += [0] * (work.length - 1) if work.tokens is None else [work.next_token or 0]
 
@@ -61,11 +50,9 @@ class Own:
             return upload.add(np.array(values, np.int64))
 
         ids, at, first = added(known), added(rows), added(firsts)
-        if parts.ranks == 1:
-            return Own(ids, at, first)
-        ends = [Work(rid="", row=w.row, rank=w.rank, start=0, length=1, pages=[]) for w in samplers]
-        tail = Spreading.of(ends, parts.ranks, upload)
-        return Own(ids, at, first, added(drawn), added(own), tail)
+        samplers = [work for work in works if work.draws]
+        picks = parts.exchange.picks(samplers, [work.draws for work in samplers], upload)
+        return Own(ids, at, first, *picks, parts.exchange.each(samplers, 1, upload))
 
 
 def follow(
@@ -74,15 +61,15 @@ def follow(
     hidden: Tensor,
     ids: Tensor,
     last: Tensor,
-    tail: Spread | None,
+    tail: RowOrder | None,
     drafts: bool = True,
     results: Results | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Write the step's tokens to the draft layer's caches. Returns its hidden states in the rows
     `last` [own sequences, hidden], and if drafts are due, the logits there [sequences, vocab].
 
-    hidden: [T, hidden] of the model; ids: [T] the tokens behind. tail: how the sequences lie on the
-    ranks. results: where those of a captured step go.
+    hidden: [T, hidden] of the model; ids: [T] the tokens behind. tail: the order of the
+    rows `last`. results: where those of a captured step go.
     """
     assert parts.draft is not None
     found = parts.draft.forward(batch, hidden, ids, parts.draft_caches, last, tail)
@@ -90,7 +77,7 @@ def follow(
         found = results.tail[: found.shape[0]].copy_(found)
     if not drafts:
         return found, None
-    wanted = parts.model.wanted(found, tail)
+    wanted = parts.exchange.collect(found, tail)
     out = None if results is None else results.tail_logits[: wanted.shape[0]]
     return found, parts.draft.logits(wanted, out)
 

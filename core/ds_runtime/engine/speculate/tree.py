@@ -28,10 +28,10 @@ from ds_runtime.engine.speculate.chain import Drafts
 from ds_runtime.engine.speculate.follow import follow
 from ds_runtime.engine.step.inputs import Added, DraftRun, Frame, StepInputs
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.row_order import Spreading
 from ds_runtime.engine.step.transfer import Buffer, Upload
 from ds_runtime.model.deepseek import Moves
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, RowOrder
+from ds_runtime.parallel.exchange import Pending, Pick
 
 
 @dataclass(slots=True)
@@ -94,12 +94,10 @@ class Growth:
         lines = self.next_lines(level)
         return seen_by(lines, torch.full_like(lines, level * self.shape.topk)).flatten()
 
-    def grow(
-        self, scores: Tensor, tokens: Tensor, hidden: Tensor, own: Tensor | None = None
-    ) -> Tensor:
+    def grow(self, scores: Tensor, tokens: Tensor, hidden: Tensor, own: Pick) -> Tensor:
         """Add the frontier's continuations, [n · topk, topk], and move on to the best of them.
-        hidden: [n · topk, width] of the frontier; that of each new one's parent is returned. own:
-        of which sequences alone; None: of all.
+        hidden: [own sequences · topk, width] of the frontier; that of each new one's parent is
+        returned.
         """
         topk, first = self.shape.topk, self.count
         total = (self.scores.unsqueeze(2) + scores.reshape(-1, topk, topk)).flatten(1)
@@ -107,9 +105,8 @@ class Growth:
         self._add(total, tokens.reshape(-1, topk * topk), parents)
         self.scores, best = self.all_scores[-1].topk(topk, dim=1)
         self.frontier, self.chosen = best + first, best // topk
-        chosen = self.chosen if own is None else self.chosen[own]
         begins = torch.arange(0, hidden.shape[0], topk, device=hidden.device)
-        return hidden[(begins.unsqueeze(1) + chosen).flatten()]
+        return hidden[(begins.unsqueeze(1) + own(self.chosen)).flatten()]
 
     def frontier_tokens(self) -> Tensor:
         """[n, topk] ids."""
@@ -202,21 +199,20 @@ class Branches:
         assert batch.decode is not None and parts.draft is not None
         keys = parts.draft.state_keys(batch.decode)
         self._trees, self._moves_first = trees, recorder.after > 0
-        spread = None if parts.ranks == 1 else Spread(self._frame.size, self._frame.size)
+        tail = parts.exchange.even(self._frame.size)
 
         def run() -> None:
             parts.prepare(batch, keys)
             if not self._moves_first:
                 parts.model.move(parts.layers, trees, self._moves)
             hidden = results.hidden[self._takes]
-            follow(parts, batch, hidden, self._ids, self._last, spread, True, results)
+            follow(parts, batch, hidden, self._ids, self._last, tail, True, results)
 
         self._run = recorder.record(run, what)
 
     def _prepared(self, sent: Upload, added: Added) -> Batch:
-        batch, rows = added.batch(sent, self._frame.states), self._frame.rows
-        if self._parts.ranks > 1:
-            batch.spread = Spread(rows, rows)
+        batch = added.batch(sent, self._frame.states)
+        batch.order = self._parts.exchange.even(self._frame.rows)
         self._parts.prepare(batch)
         return batch
 
@@ -225,13 +221,12 @@ class Branches:
         works: Sequence[Work],
         branch: Branch,
         rows: Tensor,
-        which: tuple[Tensor | None, Tensor | None],
+        which: tuple[Pick, Pick],
         ids: Tensor,
         accepted: Tensor,
     ) -> None:
-        """works: this rank's; rows: [draws] the row of each draw; which: of the draws and works
-        those that are this rank's, None if all are. ids: [rows] what follows each; accepted:
-        [size].
+        """works: this rank's; rows: [draws] the row of each draw; which: of the draws and of
+        the works. ids: [rows] what follows each; accepted: [size].
         """
         assert self._run is not None and self._trees is not None, "replayed before it was captured"
         parts, count, sent, (drawn, own) = self._parts, len(works), Upload(ids.device), which
@@ -245,7 +240,7 @@ class Branches:
         self._ids.copy_(ids[sent[number]])
         self._takes.copy_(came_from(branch, rows, ids.shape[0], drawn)[sent[number]])
         torch.add(self._firsts, accepted, out=self._last)
-        mine = branch if own is None else Branch(branch.accepted[own], branch.draws[own])
+        mine = Branch(own(branch.accepted), own(branch.draws))
         found = moves(mine, self._trees.slots[rows], rows)
         for held, new in zip(self._moves, found, strict=True):
             held[:count, : new.shape[1]].copy_(new)
@@ -265,6 +260,7 @@ class Tree(Drafts):
         self._shape, self._trees = parts.shape, parts.trees
         runs, topk = parts.shape.steps - 1, parts.shape.topk
         super().__init__(parts, size, runs, topk, parts.draft.tree_key)
+        self._mine = parts.exchange.section(size)
         self._out: Tensor | None = None
         self._grown: list[tuple[Growth, Tensor]] = []  # behind each level, with `hidden` in front
         self._drafted: Drafted | None = None
@@ -278,7 +274,7 @@ class Tree(Drafts):
         there once it was replayed.
         """
         assert self.size
-        rows = self.size * self._parts.ranks
+        rows = self.size * self._parts.exchange.groups
         self._out = results.logits[: rows * self._shape.topk]
         self._load((), (), results.tail[: self.size], results.tail_logits[:rows])
         for level, phase in enumerate(self._runs):
@@ -293,7 +289,7 @@ class Tree(Drafts):
         tell: bool,
         tail: Tensor,
         logits: Tensor,
-        spread: Spread | None,
+        order: RowOrder | None,
     ) -> list[Tensor]:
         """As Chain's: [works, drafts] tokens, and parents, if these are to be told."""
         self._load(works, ends, tail, logits)
@@ -317,7 +313,7 @@ class Tree(Drafts):
         step has verified these works.
         """
         parts, topk, sent = self._parts, self._shape.topk, Upload(self._parts.device)
-        own = self._own(works)
+        own = parts.exchange.numbers(works)
         mine = [works[i] for i in own]
         runs, fits = _level_runs(self._shape, mine, [ends[i] for i in own], parts.inputs)
         added = [
@@ -326,25 +322,17 @@ class Tree(Drafts):
         ]
         blind = np.full(self.size or len(own), -1, np.int64)
         blind[: len(own)] = fits - 1
-        spreading = None
-        if parts.ranks > 1 and not self.size:
-            level = [
-                Work(rid="", row=w.row, rank=w.rank, start=0, length=topk, pages=[]) for w in works
-            ]
-            spreading = Spreading.of(level, parts.ranks, sent)
         rows_, blind_ = sent.add(self._rows_of(works)), sent.add(np.repeat(blind, topk))
-        first = parts.rank * self.size
-        mine_ = sent.add(
-            np.arange(first, first + self.size) if self.size else np.array(own, np.int64)
-        )
+        order: Pending = partial(parts.exchange.even, self.size * topk)
+        if not self.size:
+            order = parts.exchange.each(works, topk, sent)
+            self._mine = parts.exchange.pick(own, sent)
         sent.send(self._buffer)
-        self._rows, self._blind, self._mine = sent[rows_], sent[blind_], sent[mine_]
+        self._rows, self._blind = sent[rows_], sent[blind_]
         self._tail, self._logits = tail, logits
         self._now = self._take(added, sent)
         for batch in self._now:
-            batch.spread = None if spreading is None else spreading.sent(sent)
-            if self.size and parts.ranks > 1:
-                batch.spread = Spread(self.size * topk, self.size * topk)
+            batch.order = order()
 
     def _front(self, level: int) -> None:
         """Tell the kernels of a captured level's run, if it has one, in front of it."""
@@ -372,9 +360,7 @@ class Tree(Drafts):
 
     def _ours(self, values: Tensor) -> Tensor:
         """Of rows of all ranks' sequences those of this rank's."""
-        if self._parts.ranks == 1:
-            return values
-        return values.view(-1, self._shape.topk)[self._mine].flatten()
+        return self._mine(values.view(-1, self._shape.topk)).flatten()
 
     def _grow(self, level: int) -> tuple[Growth, Tensor]:
         """The tree with the continuations of a level's rows, and the hidden state in front of each
@@ -389,9 +375,8 @@ class Tree(Drafts):
         self._prepare(batch)
         ids = self._ours(growth.frontier_tokens().flatten())
         hidden = self._draft.forward(batch, hidden, ids, parts.draft_caches, None)
-        logits = self._draft.logits(parts.model.wanted(hidden, batch.spread), self._out)
-        own = None if parts.ranks == 1 else self._mine
-        return growth, growth.grow(*self._best(logits), hidden, own)
+        logits = self._draft.logits(parts.exchange.collect(hidden, batch.order), self._out)
+        return growth, growth.grow(*self._best(logits), hidden, self._mine)
 
     def _best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids of the likeliest continuations: [rows, topk] each."""

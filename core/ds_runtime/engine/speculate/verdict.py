@@ -29,21 +29,19 @@ from ds_runtime.engine.step.inputs import Frame
 from ds_runtime.engine.step.masked_draw import placed
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.result import Handle
-from ds_runtime.engine.step.row_order import Placed
-from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, put
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.engine.step.transfer import Array, Buffer, Steady, Upload, put, taken
+from ds_runtime.ops.batch import Batch
+from ds_runtime.parallel.exchange import Pick
+from ds_runtime.parallel.row_order import Placed
 
 
 class Judged(NamedTuple):
     """accepted: [works] drafts that were right. Of draws op by op: what was kept, the row of each
-    draw on this rank, and which draws and works are this rank's, None if all are.
+    draw on this rank, and what is this rank's of draws and works.
     """
 
     accepted: Tensor
-    branch: Branch | None = None
-    rows: Tensor | None = None
-    drawn: Tensor | None = None
-    own: Tensor | None = None
+    kept: tuple[Branch, Tensor, Pick, Pick] | None = None
 
 
 class Verdict:
@@ -62,22 +60,23 @@ class Verdict:
     ) -> None:
         self._parts, self._results, self._frame = parts, results, frame
         self._logits, self._finite = logits, finite
-        size, queries, ranks, device = frame.size, frame.queries, parts.ranks, parts.device
+        size, queries, device = frame.size, frame.queries, parts.device
+        groups = parts.exchange.groups
 
         def made(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=device)
 
-        self._ids, self._accepted = made(frame.rows * ranks), made(size * ranks)
+        self._ids, self._accepted = made(frame.rows * groups), made(size * groups)
         self._last = made(size)
         self._firsts = torch.arange(0, frame.rows, queries, device=device)
-        self._rows = slice(parts.rank * frame.rows, (parts.rank + 1) * frame.rows)  # of all ranks'
-        self._sequences = slice(parts.rank * size, (parts.rank + 1) * size)
+        self._rows = parts.exchange.section(frame.rows)
+        self._sequences = parts.exchange.section(size)
         spare = parts.last_tokens.shape[0] // parts.width - 1
         dummy = Work(rid="", row=spare, start=0, length=1, pages=[])
-        self._dummies = [dummy] * (size * ranks)
-        rows = frame.rows * ranks
-        self._steady = Steady(rows * 160 + size * ranks * 64 + (1 << 13), device)
-        self._buffer = Buffer(rows * 320 + size * ranks * 256 + (1 << 14), device)
+        self._dummies = [dummy] * (size * groups)
+        rows = frame.rows * groups
+        self._steady = Steady(rows * 160 + size * groups * 64 + (1 << 13), device)
+        self._buffer = Buffer(rows * 320 + size * groups * 256 + (1 << 14), device)
         self._sent: list[Tensor] = []
         self._claims: Claims | None = None
         self._batch: Batch | None = None
@@ -98,18 +97,14 @@ class Verdict:
         self._send((), parts.sampler.settings((), self._ids.shape[0]), ())
         self._draw = recorder.record(self._draw_and_judge, what)
         others = parts.draft.state_keys(batch.decode) - parts.model.state_keys(batch.decode)
-        hidden, ids = results.hidden[: frame.rows], self._ids[self._rows]
+        hidden, ids = results.hidden[: frame.rows], self._rows(self._ids)
+        tail = parts.exchange.even(frame.size)
 
         def run() -> None:
             parts.prepare(batch, others)
-            follow(parts, batch, hidden, ids, self._last, self.spread(1), True, results)
+            follow(parts, batch, hidden, ids, self._last, tail, True, results)
 
         self.replay = recorder.record(run, what)
-
-    def spread(self, queries: int) -> Spread | None:
-        """How rows lie on the ranks, so many of each sequence."""
-        rows = self._frame.size * queries
-        return None if self._parts.ranks == 1 else Spread(rows, rows)
 
     def _send(
         self, works: Sequence[Work], settings: Sequence[Array], places: Sequence[int]
@@ -134,7 +129,7 @@ class Verdict:
         front = fronts(claims, parts.last_tokens, None, sent)
         branch = settle(claims, parts.width, self._ids, front, parts.last_tokens, sent)
         self._accepted.copy_(branch.accepted)
-        torch.add(self._firsts, self._accepted[self._sequences], out=self._last)
+        torch.add(self._firsts, self._sequences(self._accepted), out=self._last)
 
     def run(self, handle: Handle, at: Placed) -> Judged:
         """Draw and judge a step that has been verified. at: where its works are."""
@@ -155,10 +150,7 @@ class Verdict:
         else:
             rows = put(at.rows, np.int64, parts.device)
             tokens, finite = self._ids[rows], self._finite[rows]
-        if parts.ranks == 1:
-            accepted = self._accepted[: len(works)].clone()  # before the next step's
-        else:
-            accepted = self._accepted[put(at.sequences, np.int64, parts.device)]
+        accepted = taken(self._accepted, at.sequences)  # before the next step's
         handle.tokens, handle.finite = [tokens], [finite]
         if self._frame.queries > 1:
             handle.accepted = [accepted]
@@ -169,29 +161,25 @@ class Verdict:
         parts, works, sent = self._parts, handle.plan.works, Upload(self._parts.device)
         draws = parts.sampler.prepare(handle.wanted.draws, sent)
         claims = claim(handle.plan, handle.wanted, parts.width, sent, parts.simulated)
-        arrays = [at.rows, np.array(at.sequences, np.int64), *at.own(works, parts.rank)]
-        numbers = [sent.add(array) for array in arrays]
+        numbers = [sent.add(array) for array in (at.rows, np.array(at.sequences, np.int64))]
+        picks = parts.exchange.picks(works, [w.length for w in works], sent)
         sent.send(self._buffer)
-        rows, sequences, drawn, own = (sent[number] for number in numbers)
+        rows, sequences = (sent[number] for number in numbers)
         logits = self._logits[: len(at.rows)] if at.whole else self._logits[rows]
         handle.finite = [self._finite[rows]]
         branch = draw(parts, handle, draws, logits, sent, claims)
         assert branch is not None
         self._ids.index_copy_(0, rows, handle.tokens[0])
         self._accepted.index_copy_(0, sequences, branch.accepted)
-        torch.add(self._firsts, self._accepted[self._sequences], out=self._last)
-        local = (rows - self._rows.start).clamp(0, self._frame.rows - 1)
-        alone = parts.ranks == 1
-        return Judged(
-            branch.accepted, branch, local, None if alone else drawn, None if alone else own
-        )
+        torch.add(self._firsts, self._sequences(self._accepted), out=self._last)
+        return Judged(branch.accepted, (branch, self._rows.local(rows), *picks))
 
     def settle(self, judged: Judged) -> None:
         """Bring kept branches to their places, where nothing is drafted behind them."""
-        branch, batch = judged.branch, self._batch
-        if branch is not None and branch.order is not None and judged.rows is not None:
-            assert batch is not None
-            move(self._parts, batch, branch, judged.rows, judged.own)
+        if judged.kept is not None and judged.kept[0].order is not None:
+            assert self._batch is not None
+            branch, rows, _, own = judged.kept
+            move(self._parts, self._batch, branch, rows, own)
 
     def follow(self, works: Sequence[Work], judged: Judged) -> None:
         """The draft layer's run over the step. works: this rank's."""
@@ -199,7 +187,7 @@ class Verdict:
             assert self.replay is not None, "replayed before it was captured"
             self.replay()
         else:
-            assert judged.branch is not None and judged.rows is not None
-            ids, accepted = self._ids[self._rows], self._accepted[self._sequences]
-            which = judged.drawn, judged.own
-            self._branches.run(works, judged.branch, judged.rows, which, ids, accepted)
+            assert judged.kept is not None
+            ids, accepted = self._rows(self._ids), self._sequences(self._accepted)
+            branch, rows, *which = judged.kept
+            self._branches.run(works, branch, rows, (which[0], which[1]), ids, accepted)

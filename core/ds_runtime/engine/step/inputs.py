@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ds_runtime.engine.step.page_table import PageTable, Table, padded
 from ds_runtime.engine.step.plan import Work
-from ds_runtime.engine.step.prompts import Prompts, adapters_of
+from ds_runtime.engine.step.prompts import Prompts
 from ds_runtime.engine.step.transfer import Upload
-from ds_runtime.ops.batch import Batch, DecodePart, Spread
+from ds_runtime.ops.batch import Batch, DecodePart, RowOrder
+from ds_runtime.parallel.row_order import adapters_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -106,7 +107,7 @@ class StepInputs:
     ) -> Added:
         """Add a step's arrays to its upload. frame: fill them up for a captured step. trees: how
         the drafts of each row hang together; None: as chains. Logit rows are in the order of the
-        works, `num_logit_rows` each; in a frame all are.
+        works, `logit_rows` of each; in a frame all are.
         """
         count = len(works)
         if run is None:
@@ -270,7 +271,7 @@ def _logit_rows(works: Sequence[Work]) -> Ints:
     rows, total = list[int](), 0
     for work in works:
         total += work.length
-        rows += range(total - num_logit_rows(work), total)
+        rows += range(total - work.logit_rows, total)
     return np.array(rows, np.int64)
 
 
@@ -351,18 +352,9 @@ def read_last_tokens(batch: Batch, last_tokens: Tensor) -> None:
 
 
 def bare_batch(
-    ids: Tensor, positions: Tensor, slots: Tensor, adapters: Tensor | None, spread: Spread | None
+    ids: Tensor, positions: Tensor, slots: Tensor, adapters: Tensor | None, order: RowOrder | None
 ) -> Batch:
     """Rows of which nobody asks whose they are: a step with prompts but for its attention. All of
     them are wanted.
     """
-    return Batch(ids, positions, slots, ids[:0], adapters=adapters, spread=spread)
-
-
-def num_logit_rows(work: Work) -> int:
-    """Rows of logits of one work: where it draws, and of all tokens for prompt_logprobs.
-
-    Row j of the latter predicts the prompt token at start + 1 + j; if it samples too, its last
-    row is the one to sample from.
-    """
-    return work.length if work.prompt_logprobs is not None else work.draws
+    return Batch(ids, positions, slots, ids[:0], adapters=adapters, order=order)

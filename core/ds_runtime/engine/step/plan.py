@@ -33,8 +33,8 @@ class Work(msgspec.Struct, kw_only=True):
 
     `tokens` None means a decode step, whose input never left the device: the row's last sampled
     token, and behind it length − 1 drafts, each of which counts if all before it were right.
-    `rank`: the one that has its pages and computes its attention, where that is divided by
-    sequences. `pages` cover at least start + length tokens. `sample`: draw the token at position
+    `group`: of ranks, the one that has its pages and computes its attention, where that is divided
+    by sequences. `pages` cover at least start + length tokens. `sample`: draw the token at position
     start + length, and in a decode step those before it that follow a draft. `prompt_logprobs`: n
     alternatives wanted for the prompt positions start + 1 … start + length that lie inside the
     prompt (None: not wanted); such a work lies within the prompt itself. `masks`: the tokens that
@@ -46,7 +46,7 @@ class Work(msgspec.Struct, kw_only=True):
 
     rid: str
     row: int
-    rank: int = 0
+    group: int = 0
     start: int
     length: int
     pages: list[int]
@@ -63,6 +63,15 @@ class Work(msgspec.Struct, kw_only=True):
     def draws(self) -> int:
         """Tokens that it draws: one behind each of a decode step's, one behind a prompt."""
         return self.length if self.sample and self.tokens is None else int(self.sample)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits: where it draws, and of all tokens for prompt_logprobs.
+
+        Row j of the latter predicts the prompt token at start + 1 + j; if it samples too, its last
+        row is the one to sample from.
+        """
+        return self.length if self.prompt_logprobs is not None else self.draws
 
 
 class PutAdapter(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@ from ds_runtime.engine.step.page_table import Table
 from ds_runtime.engine.step.plan import Work
 from ds_runtime.engine.step.transfer import Upload
 from ds_runtime.ops.batch import PrefillPart, PrefixChunk, Segments
+from ds_runtime.parallel.row_order import adapters_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -118,8 +119,3 @@ class _Chunk(NamedTuple):
             self.row,
             None if self.adapters is None else upload[self.adapters],
         )
-
-
-def adapters_of(works: Sequence[Work], counts: Sequence[int]) -> npt.NDArray[np.int32]:
-    """[rows] int32: the adapter of every row, `counts` rows of each work."""
-    return np.repeat(np.array([w.adapter for w in works], np.int32), counts)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ds_runtime.engine.messages import TokenLogprob
-from ds_runtime.engine.step.inputs import num_logit_rows
 from ds_runtime.engine.step.plan import StepPlan, StepResult, WorkResult
 from ds_runtime.engine.step.sampler import Draw, LogprobGroup, Sampler
 from ds_runtime.engine.step.transfer import Download
@@ -33,7 +32,7 @@ def sort_rows(plan: StepPlan, prompt_of: Callable[[int], Sequence[int]]) -> Want
     """Sort a step's logit rows into draws and prompt scores. prompt_of: the prompt in a row."""
     found = Wanted()
     for i, work in enumerate(plan.works):
-        begin, found.rows = found.rows, found.rows + num_logit_rows(work)
+        begin, found.rows = found.rows, found.rows + work.logit_rows
         if work.prompt_logprobs is not None:
             targets = prompt_of(work.row)[work.start + 1 : work.start + work.length + 1]
             found.scores += [(token, work.prompt_logprobs) for token in targets]

@@ -13,7 +13,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.step.plan import RowInit, StepPlan, Work
 from ds_runtime.model.draft import DraftModel
-from ds_runtime.ops.batch import Batch, Spread
+from ds_runtime.ops.batch import Batch, RowOrder
 from ds_runtime.parallel.world import World
 from ds_runtime.sampling_params import SamplingParams
 
@@ -100,7 +100,7 @@ class _Heard:
         ids: Tensor,
         caches: Sequence[Tensor],
         rows: Tensor | None,
-        tail: Spread | None = None,
+        tail: RowOrder | None = None,
     ) -> Tensor:
         """As of the draft layer."""
         self.hidden = hidden

@@ -1,0 +1,105 @@
+"""A rank that is killed, stopped or raises while others wait for it, or for nothing: in start-up,
+in idle and in a step. Everybody reads why, and no process is left after 10 s.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from test_rank_death import Front, Offline, check_all, check_end, check_told, environment, plugin
+
+from ds_runtime.engine.messages import Ready, Submit, Tokens, encoder
+from ds_runtime.engine.process.transport import private_folder
+from ds_runtime.sampling_params import SamplingParams
+
+__all__ = ["plugin"]
+pytestmark = pytest.mark.slow
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def ask(front):
+    import mortal
+
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    prompt = list(range(5, 5 + mortal.PROMPT))
+    front.outbox.send(encoder.encode(Submit(rid="a", prompt=prompt, params=params, seed=1)))
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank", "how"),
+    [
+        ("start", 1, "stop gloo"),
+        ("load", 0, "stop gloo"),
+        ("load", 1, "stop holding"),  # the other one holds Python's lock while it waits
+        ("prefill", 0, "stop deaf"),
+        ("decode", 1, "stop gloo"),
+        ("decode", 0, "stop spinning"),
+        ("decode", 0, "kill spinning"),
+        ("decode", 1, "raise spinning"),
+        ("capture", 1, "kill spinning"),
+    ],
+)
+def test_others_may_wait_or_spin_in_a_collective(tmp_path, monkeypatch, phase, rank, how):
+    env, at = environment(tmp_path, rank, phase, how)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with private_folder() as folder:
+        front = Front(folder, phase)
+        try:
+            serves = front.until(Ready)
+            assert serves is (phase in ("prefill", "decode")), front.engine.poll()
+            if serves:
+                ask(front)
+                assert front.until(Tokens) is (phase != "prefill")
+                assert not front.until(())
+            check_told(front.engine.poll(), rank, phase, how.split()[0])
+            check_end(at, front.family)
+        finally:
+            front.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_in_idle(tmp_path, monkeypatch, rank, how):
+    env, at = environment(tmp_path, rank, "never", "kill gloo")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with private_folder() as folder:
+        front = Front(folder, "idle")
+        try:
+            assert front.until(Ready), front.engine.poll()
+            at.write_text(str(time.time()))
+            os.kill(front.engine.group.pids[rank], SIGNALS[how])
+            assert not front.until(())
+            check_told(front.engine.poll(), rank, "idle", how)
+            check_end(at, front.family)
+        finally:
+            front.close()
+
+
+def test_one_that_is_continued_in_time_goes_on(tmp_path, monkeypatch):
+    env, _ = environment(tmp_path, 1, "never", "kill gloo")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with private_folder() as folder:
+        front = Front(folder, "idle")
+        try:
+            assert front.until(Ready), front.engine.poll()
+            for pid in front.engine.group.pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.5)
+            for pid in front.engine.group.pids:
+                os.kill(pid, signal.SIGCONT)
+            time.sleep(6)
+            ask(front)
+            assert front.until(Tokens), front.engine.poll()
+        finally:
+            front.close()
+
+
+def test_offline_one_that_is_stopped_ends_both(tmp_path):
+    cases = ("load", "stop gloo"), ("decode", "stop deaf")
+    check_all([Offline(tmp_path / phase, 1, phase, how) for phase, how in cases])
