@@ -22,8 +22,7 @@ from ds_runtime.config import EngineConfig
 from ds_runtime.description.config import ModelConfig
 from ds_runtime.engine.device.runner import Runner
 from ds_runtime.engine.messages import Failed, Stats, Submit, Tokens
-from ds_runtime.engine.process.failure import during
-from ds_runtime.engine.process.ranks import Leader
+from ds_runtime.engine.process.failure import PARTING, bounded, during
 from ds_runtime.engine.schedule.adapters import Adapters
 from ds_runtime.engine.schedule.ledger import Pages
 from ds_runtime.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -35,6 +34,7 @@ from ds_runtime.grammar.guide import Guide
 from ds_runtime.grammar.library import Grammars, PendingGrammar
 from ds_runtime.kv.pages import PagePool
 from ds_runtime.kv.prefix import PrefixCache
+from ds_runtime.parallel.link import Leader
 from ds_runtime.platform.compilations import counted, num_compiled
 from ds_runtime.plugins.asking import SLOW
 
@@ -238,7 +238,8 @@ class Engine:
         self._grammars.close()
         self.scheduler.close()
         if self.leader is not None:
-            self.leader.part(self.runner)
+            self.leader.part()
+            bounded(self.runner.close, PARTING)
 
 
 @dataclass(frozen=True, slots=True)
