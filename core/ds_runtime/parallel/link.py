@@ -3,8 +3,9 @@
 Rank 0 binds one ZeroMQ socket, at a file in a private folder or, where there are several nodes, at
 a TCP port. Each other rank connects to it, says hello, and is told where the ranks meet, or why it
 is refused. From then on it waits there for the next step, for days if need be, which a collective
-may not. Over TCP both ends send signs of life from a thread of ZeroMQ's own, so that the end of a
-node is seen within seconds, whatever its ranks wait in.
+may not. It looks for signs of life of rank 0, which come from a thread of ZeroMQ's own whatever a
+rank waits in; over TCP so does rank 0 for those of the others, so that the end of a node is seen
+within seconds. On one machine whoever started the ranks sees their end.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _SIGN = 1000  # milliseconds between signs of life
 _SILENCE = 4000  # and after which there is nobody
 _LOOK = 100
 _GRACE = 1.0  # seconds for the word to leave to be read
+_GRACE_HERE = 2.0  # on one machine, whose ranks end with the process that started them
 
 Lost = Callable[[str], None]
 """Takes why the other end is gone, in a thread of its own."""
@@ -213,8 +215,9 @@ class Member:
         return answer.meet
 
     def watch(self, lost: Lost) -> None:
-        """From now on tell when the node of rank 0 is gone without a word."""
-        where = f"rank 0 on node 0 ({self._address.removeprefix('tcp://')})"
+        """From now on tell when rank 0 is gone without a word, or gives no sign of life."""
+        at = self._address.removeprefix("tcp://")
+        where = f"rank 0 on node 0 ({at})" if self._end.far else "rank 0"
         self._end.watch(lost, lambda _: where)
 
     def receive(self) -> bytes:
@@ -230,19 +233,21 @@ class Member:
 
 
 class _End:
-    """A socket that keeps everything sent to it, never blocks in sending, and over TCP is watched.
+    """A socket that keeps everything sent to it, never blocks in sending, and is watched: that of
+    rank 0 over TCP only.
 
-    closing: the end of a connection is no news any more.
+    closing: the end of a connection is no news any more. far: the other end is on another node.
     """
 
     def __init__(self, kind: int, address: str) -> None:
-        self.closing = threading.Event()
+        self.closing, self.far = threading.Event(), address.startswith("tcp://")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(kind)
         self.socket.set_hwm(0)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._grace = _GRACE if self.far else _GRACE_HERE
         self._watcher: threading.Thread | None = None
-        if address.startswith("tcp://"):
+        if self.far or kind == zmq.DEALER:
             self.socket.setsockopt(zmq.HEARTBEAT_IVL, _SIGN)
             self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE)
             self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -263,8 +268,9 @@ class _End:
             if monitor.poll(_LOOK):
                 event, _ = monitor.recv_multipart()
                 place = who(int.from_bytes(event[2:6], "little"))
-                if place is not None and not self.closing.wait(_GRACE):
-                    return lost(f"{place} has left, or cannot be reached any more")
+                gone = "cannot be reached any more" if self.far else "was stopped by a signal"
+                if place is not None and not self.closing.wait(self._grace):
+                    return lost(f"{place} has left, or {gone}")
 
     def close(self) -> None:
         """Send what is unsent, for a moment, and let go."""
