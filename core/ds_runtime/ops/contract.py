@@ -56,6 +56,9 @@ class Dims(Mapping[str, int]):
         return (Dims, (self._map,))
 
 
+_ALONE = Dims({})  # one rank, which divides nothing
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
     """One device as a kernel may look at it. Memory in bytes, its bandwidth in bytes per second (0:
@@ -63,7 +66,10 @@ class DeviceInfo:
 
     `type` is the torch device type string, `arch` a vendor's architecture name, `features` what
     the hardware or the installed software can do, `fast_dtypes` the dtypes with a fast matmul.
-    `family` is what people call all devices of its platform: `Platform.device_info` knows.
+    `family` is what people call all devices of its platform: `Platform.device_info` knows. `link`
+    is how it reaches others of its host: "pcie", or what a vendor calls something faster, "" where
+    it is not known; `link_bandwidth` bytes per second that it receives so (0: not known).
+    `multicast`: one store reaches all of them, and may be used here.
     """
 
     type: str
@@ -75,6 +81,9 @@ class DeviceInfo:
     cores: int = 1
     bandwidth: int = 0
     family: str = ""
+    link: str = ""
+    link_bandwidth: int = 0
+    multicast: bool = False
 
     def __post_init__(self) -> None:
         if not self.family:
@@ -107,6 +116,9 @@ class Facts:
     `crowded`: ops for second forms of whose weights (`Footprint.beside`) memory has no room.
     `quantized`: weights of the checkpoint are, or are rounded when they are loaded.
     `compiled_rows`: rows of a call, at most, that torch.compile's functions are to serve; 0: none.
+    `ranks`: how many divide each axis of the mesh (`tp`, `attn_dp`, `attn_tp`, …), on `hosts`
+    machines. `interconnect`: how ranks of one machine reach each other, as `DeviceInfo.link` says;
+    "none" for one rank. `multicast`: as of `DeviceInfo`, where there are several.
     """
 
     device: DeviceInfo
@@ -114,7 +126,10 @@ class Facts:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     page_size: int = 16
-    tp: int = 1
+    ranks: Dims = _ALONE
+    hosts: int = 1
+    interconnect: str = "none"
+    multicast: bool = False
     deterministic: bool = False
     graph_capture: bool = False
     index_dtype: str = "float32"  # of the index cache, where attention is sparse
@@ -128,6 +143,11 @@ class Facts:
     phase: Phase = "any"
     weight_format: str = ""
     shape: tuple[int, ...] = ()
+
+    @property
+    def tp(self) -> int:
+        """Ranks that divide the width of FFNs."""
+        return self.ranks.get("tp", 1)
 
 
 @dataclass(frozen=True, slots=True)
