@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from ds_runtime.assembly.backends import NAMES
 from ds_runtime.cli.known import BATCH, KNOWN, SERVING
 from ds_runtime.config import EngineConfig, ServerConfig
 from ds_runtime.config.spelling import Spelling
 from ds_runtime.engine.messages import Ready, Stats
+from ds_runtime.ops.binding.backends import NAMES
 from ds_runtime.ops.contract import load_attr
 from ds_runtime.ops.declare import Op
 from ds_runtime.ops.table import OPS

@@ -8,7 +8,6 @@ from functools import cache
 
 import pytest
 
-from ds_runtime.assembly.backends import backend_pins
 from ds_runtime.cli import build_parser, main, torchrun
 from ds_runtime.cli.config_file import read
 from ds_runtime.cli.flags import build
@@ -17,6 +16,7 @@ from ds_runtime.cli.run.serve import configs
 from ds_runtime.config import EngineConfig
 from ds_runtime.config.spelling import Known, Spelling, add_spellings, engines, refused
 from ds_runtime.errors import ConfigError
+from ds_runtime.ops.binding.backends import backend_pins
 from ds_runtime.ops.contract import Kernel
 from ds_runtime.ops.table import OPS
 

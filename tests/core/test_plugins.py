@@ -10,7 +10,7 @@ from faulty import install, module, tiny_config
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
 from ds_runtime.config import EngineConfig
-from ds_runtime.engine.process.banner import warnings
+from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError
 from ds_runtime.ops.contract import DeviceInfo, Dims, Facts
 from ds_runtime.plugins.hookspecs import HOOKS

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ds_runtime.assembly.backends import backend_pins, refuse_sparse
 from ds_runtime.assembly.defaults import apply_defaults, check_states, with_whole_pages
 from ds_runtime.assembly.plan import Plan, check_against
 from ds_runtime.assembly.result import Assembly, undone
@@ -28,6 +27,7 @@ from ds_runtime.description.config import ModelConfig
 from ds_runtime.description.hf import load_config
 from ds_runtime.description.nextn import NextN, find_nextn
 from ds_runtime.errors import ConfigError, PluginError, UnsupportedError, shown
+from ds_runtime.ops.binding.backends import backend_pins, refuse_sparse
 from ds_runtime.ops.binding.bind import Binding, decide_all
 from ds_runtime.ops.binding.pins import Pin
 from ds_runtime.ops.contract import (

@@ -25,9 +25,9 @@ from msgspec.structs import replace
 from ds_runtime.assembly.plan import Plan
 from ds_runtime.common import interrupt
 from ds_runtime.config import EngineConfig, parse_size
+from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import Stats
-from ds_runtime.engine.process.banner import banner
 from ds_runtime.engine.process.failure import described
 from ds_runtime.engine.process.launch import RankGroup
 from ds_runtime.engine.process.rankspec import RankSpec

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_harness import Harness, ThreadGroup, decide, run_schedule
 
-from ds_runtime.engine.process.banner import warnings
+from ds_runtime.engine.banner import warnings
 from ds_runtime.errors import ConfigError
 from ds_runtime.model import indexer
 from ds_runtime.ops.contract import FP8_GROUPS, DeviceInfo, Dims, Facts, load_attr

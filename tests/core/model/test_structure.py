@@ -34,7 +34,7 @@ from ds_runtime.description.structure import (
     draft_of,
     model_of,
 )
-from ds_runtime.engine.process.banner import parameters
+from ds_runtime.engine.banner import parameters
 from ds_runtime.ops.binding.bound import BoundOps
 from ds_runtime.parallel.layout import Shard, Shards
 from ds_runtime.parallel.world import World

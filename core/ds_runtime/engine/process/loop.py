@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import zmq
 
+from ds_runtime.engine.banner import banner
 from ds_runtime.engine.engine import Engine
 from ds_runtime.engine.messages import (
     Abort,
@@ -26,7 +27,6 @@ from ds_runtime.engine.messages import (
     decode_to_engine,
     encoder,
 )
-from ds_runtime.engine.process.banner import banner
 from ds_runtime.engine.process.failure import described
 from ds_runtime.engine.process.profiler import Profiler
 from ds_runtime.engine.process.rankspec import RankSpec

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ds_runtime.assembly.assemble import assemble
 from ds_runtime.assembly.result import Assembly
+from ds_runtime.engine.banner import warnings
 from ds_runtime.engine.engine import Engine
-from ds_runtime.engine.process.banner import warnings
 from ds_runtime.engine.process.failure import PARTING, bounded, during, leave
 from ds_runtime.engine.process.ranks import differences, join, start_runner
 from ds_runtime.engine.process.rankspec import RankSpec
